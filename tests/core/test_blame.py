@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -318,16 +319,33 @@ def test_what_was_saved_goes_on_to_the_same_end(capsys):
     assert steps("run") == steps("whole")
 
 
-@pytest.mark.parametrize(("kind", "code", "words"), [("user", 2, "mine: on purpose"), ("run", 1, "on purpose")])
-def test_what_is_raised_on_purpose_keeps_its_own_words(kind, code, words, capsys):
-    given = [*NOOP, CALLBACKS, "callbacks.clumsy.at=on_step", f"callbacks.clumsy.kind={kind}"]
+@pytest.mark.parametrize(
+    ("at", "kind", "code", "words"),
+    [("on_start", "user", 2, "mine: on purpose"), ("on_step", "run", 1, "on purpose")],
+)
+def test_what_is_raised_on_purpose_keeps_its_own_words(at, kind, code, words, capsys):
+    given = [*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]
     assert main(given) == code
     assert capsys.readouterr().err == f"toyexp: error: {words}\n"
-    assert list(checkpoint.steps(Path("run/checkpoints"))) == [3]
+    assert list(checkpoint.steps(Path("run/checkpoints"))) == ([3] if at == "on_step" else [])
+
+
+@pytest.mark.parametrize(
+    ("at", "when", "saved"), [("lr", "at step 3", 2), ("on_step", "at step 3", 3), ("on_end", "at the end", 6)]
+)
+def test_bad_input_that_a_callback_finds_once_training_has_begun_is_told_as_its_own_with_how_to_go_on(
+    at, when, saved, capsys
+):
+    for kind, words in (("user", "mine: on purpose"), ("mute", "UserError")):
+        assert main([*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]) == 1
+        out, err = capsys.readouterr()
+        assert err == f"toyexp: error: callbacks.clumsy {when}: {words}\n"
+        assert f"{saved} of 6 steps are saved; go on: toyexp resume=run" in out
+        shutil.rmtree("run")
 
 
 def test_what_is_raised_on_purpose_and_without_a_word_is_told_with_its_line(capsys):
-    assert main([*NOOP, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=mute"]) == 2
+    assert main([*NOOP, CALLBACKS, "callbacks.clumsy.at=on_start", "callbacks.clumsy.kind=mute"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("toyexp: error: UserError, of which nothing is said (clumsy_plugin.py, line ")
 

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from lines import failed, noop
 
+import toyexp
 from toyexp import RunFailed, UserError
 from toyexp.base.drawing import Sheet
-from toyexp.base.ownership import LEDGER, Ledger, Owned, require_empty, require_inside, require_left
+from toyexp.base.ownership import FOLDERS, LEDGER, Ledger, Owned, require_empty, require_inside, require_left
 from toyexp.base.writing import require_place, swap
 from toyexp.commands.line import main
 from toyexp.contract.run import Run
@@ -363,9 +364,20 @@ def test_a_link_in_a_run_is_refused_before_anything_is_written(name, kind, run_o
     shutil.copytree(run_of_a_stranger, "D")
     put_link(Path("D", name), kind)
     line = refused(capsys, "resume=D", PLUGINS, "steps=9", "checkpoint_every=1")
-    assert f"D/{name}: it is a link, not a file; move it away" in line
+    assert f"D/{name}: it is a link, not a {'folder' if name in FOLDERS else 'file'}; move it away" in line
     with pytest.raises(UserError, match=f"D/{name}: it is a link"):
         RunDir(Path("D"), {}, continued=True)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_file_in_the_place_of_a_folder_of_a_run_or_sweep_is_refused(name, run_of_a_stranger, capsys):
+    shutil.copytree(run_of_a_stranger, "D")
+    shutil.rmtree(Path("D", name), ignore_errors=True)
+    put(f"D/{name}")
+    line = refused(capsys, "resume=D", PLUGINS, "steps=9")
+    assert line == f"D/{name}: it is a file, not a folder; move it away"
+    with pytest.raises(UserError, match=f"D/{name}: it is a file"):
+        toyexp.run(PLUGINS, resume="D", steps=9, quiet=True)
 
 
 @pytest.mark.parametrize("name", ["run.lock", "log.txt", "events.jsonl"])

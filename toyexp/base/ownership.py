@@ -124,7 +124,7 @@ def require_inside(directory: Path) -> None:
             for entry in entries:
                 if entry.name.startswith((".", "study.log.lock")):  # the second is a link that Optuna locks by
                     continue
-                kind = stat.S_IFDIR if entry.is_dir(follow_symlinks=False) else stat.S_IFREG
+                kind = stat.S_IFDIR if entry.name in FOLDERS or entry.is_dir(follow_symlinks=False) else stat.S_IFREG
                 require_plain(Path(entry.path), kind, entry.name in GROWING or folder.name == "logs")
 
 

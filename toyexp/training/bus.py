@@ -177,7 +177,7 @@ class Bus:
         return any(looks(step) for looks in self._looking)
 
     def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
-        """The function with what it raises told as its callback's.
+        """The function with what it raises told as its callback's, as is a UserError once training has begun.
 
         An observer's is kept for `check`, so that the others hear of what has happened too: a checkpoint of this
         moment is then one that all can go on from.
@@ -188,8 +188,8 @@ class Bus:
                 return function(*arguments)
             except (Exception, SystemExit) as error:  # a callback may call sys.exit(); the run fails of it
                 found = failure(name, self._when(), error, self.log)
-                if isinstance(error, SessionError):  # such as a batch of another size
-                    found = PluginFailed(f"{name} {self._when()}: {error}")
+                if isinstance(error, SessionError) or (isinstance(error, UserError) and self.step is not None):
+                    found = PluginFailed(f"{name} {self._when()}: {str(error) or type(error).__name__}")
                     found.__cause__ = error
                 if raises or hidden_interrupt(error):
                     raise found from found.__cause__

@@ -442,6 +442,24 @@ def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, c
     assert points("flat")[0] == [("cy", 1.0), ("di", 2.0)]
 
 
+def test_runs_of_a_class_copied_flat_are_told_apart_by_the_directories_they_were_begun_in(tmp_path, capsys):
+    for person in ("ann", "bob"):
+        for seed in (0, 1):
+            run = made(tmp_path / f"{person}{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
+            events = run / "events.jsonl"
+            events.write_text(events.read_text().replace('"schema"', f'"cwd": "/home/{person}", "schema"'))
+
+    def points(*words):
+        told = json.loads(answered(capsys, "compare", *map(str, words), "--json"))
+        return [(point["settings"].get("whose"), point["mean"]) for point in told["points"]]
+
+    assert points(tmp_path) == [("/home/ann", 1.5), ("/home/bob", 2.5)]
+    assert points(tmp_path, "--pool") == [(None, 2.0)]
+    shutil.rmtree(tmp_path / "bob0")
+    shutil.rmtree(tmp_path / "ann1")
+    assert points(tmp_path) == [(None, 2.0)]  # seeds that one person may have begun in two places
+
+
 def test_repeats_side_by_side_are_told_apart_unless_others_have_other_seeds(tmp_path, capsys):
     def points():
         told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]

@@ -33,9 +33,8 @@ class Entry:
     def __post_init__(self) -> None:
         run = self.run
         self.is_known = bool(self.settings)  # else nobody can say of which point it is
-        self.status = "completed" if run.state in DONE and self.is_known else run.state  # whether its numbers count
-        if not self.is_known:
-            self.status = "unknown"
+        done = "completed" if run.state in DONE else run.state
+        self.status = done if self.is_known else "unknown"  # whether its numbers count
         scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
         self.result: dict[str, Any] = {**scores, "sources": self.sources}  # as result.json has them
 
@@ -185,7 +184,7 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
     """Give runs a setting that says whose they are, if equal runs are repeats or were begun in different directories.
 
     Whose: the name, if repeats differ in it, else the directory below the one that holds all runs. Runs that lie side
-    by side in that one, some of them with other seeds, are one person's.
+    by side in that one, some of them with other seeds, are one person's unless repeats were begun in other directories.
     """
     known = [entry for entry in entries if entry.is_known]
     groups: dict[str, list[Entry]] = {}
@@ -196,15 +195,13 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
         seeds.setdefault((alike, seed_of(entry)), []).append(entry)
     same = list(seeds.values())
     moved = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
-    if all(len(some) == 1 for some in same) and not moved:
-        return
     owners = {entry.number: entry.run.name for entry in known}
-    if not any(len({owners[entry.number] for entry in some}) > 1 for some in same):
+    if known and not any(len({owners[entry.number] for entry in some}) > 1 for some in same):
         top = os.path.commonpath([entry.run.path.parent.absolute() for entry in known])
         parts = {entry.number: entry.run.path.absolute().relative_to(top).parts for entry in known}
-        if all(len(some) == 1 for some in parts.values()) and len(same) > len(groups):
-            return
         owners = {number: some[0] for number, some in parts.items()}
+        if all(len(some) == 1 for some in parts.values()) and len(same) > len(groups):
+            owners, moved = {entry.number: str(entry.facts.get("cwd", "-")) for entry in known}, []
     if any(len({owners[entry.number] for entry in some}) > 1 for some in (*same, *moved)):
         for entry in known:
             entry.settings = {**entry.settings, WHOSE: owners[entry.number]}

@@ -291,7 +291,7 @@ def _held_out(axes: Any, at: Sequence[int], values: Sequence[float]) -> None:
 
 def _small(axes: Any, of: Points, name: str) -> None:
     axes.plot(*thinned(*of), color=GREY, linewidth=0.8)
-    axes.set_ylabel(name, color=INK, fontsize=SMALL)
+    axes.set_ylabel(textwrap.fill(name, 14), color=INK, fontsize=SMALL)  # a panel is an inch high
     wide = name != "learning rate" and logarithmic(axes, "y", of[1])  # that is 0 at an end of most schedules
     if not wide:
         axes.locator_params(axis="y", nbins=4)

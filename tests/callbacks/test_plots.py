@@ -88,6 +88,13 @@ def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_ru
     assert drawn(curves) == pictures
 
 
+def test_the_name_of_a_small_panel_is_no_longer_than_the_panel_is_high(tmp_path):
+    of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr", "rms of all weights of the head")}
+    (tmp_path / "a.svg").write_bytes(drawn(Curves("name", steps=of))[".svg"])
+    words = words_of(tmp_path / "a.svg")
+    assert {"gradient norm", "learning rate", "rms of all", "weights of the", "head"} <= {*words}, words
+
+
 def test_only_pictures_that_toyexp_drew_are_known_as_its_own(tmp_path):
     of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr")}
     for suffix, picture in drawn(Curves("name", steps=of)).items():

@@ -163,6 +163,18 @@ def test_a_search_is_its_scores_by_trial_with_the_best_so_far_and_by_each_settin
         assert "1 at the edge are beyond it, up to 90" in words
 
 
+def test_long_names_below_a_panel_of_a_search_are_turned_so_that_they_do_not_overlap(tmp_path):
+    search_of(tmp_path / "s", [3.0, 2.0, 2.5, 1.0])
+    file = tmp_path / "s/search.json"
+    for names, turned in ((("adamw", "lion"), 0), (("adafactor_factored", "muon_nesterov_long"), 30)):
+        told = json.loads(file.read_text())
+        for trial, name in zip(told["trials"], names * 2, strict=True):
+            trial["values"]["optim"] = name
+        file.write_text(json.dumps(told))
+        axes = sheet(None, "s", tmp_path / "s").figure.axes[2]
+        assert {label.get_rotation() for label in axes.get_xticklabels()} == {turned}
+
+
 def test_a_value_that_no_float_holds_is_drawn_as_a_word(tmp_path, capsys):
     search_of(tmp_path / "s", [3.0, 2.0])
     told = json.loads((tmp_path / "s/search.json").read_text())

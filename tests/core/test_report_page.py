@@ -241,6 +241,23 @@ def test_a_drag_along_an_axis_of_settings_chooses_points_and_a_click_takes_it_ba
     assert page.locator("#table tbody tr").count() == 7
 
 
+def test_words_of_an_axis_of_settings_lie_over_no_curve_and_over_no_other_word(page):
+    overlaps = page.evaluate("""(() => {
+      const texts = [...document.querySelectorAll("#parallel text")].map((t) => t.getBBox()), found = [];
+      const inside = (b, x, y) => x > b.x && x < b.x + b.width && y > b.y + 2 && y < b.y + b.height - 2;
+      texts.forEach((a, i) => texts.slice(i + 1).forEach((b) => {
+        const beside = a.x >= b.x + b.width || b.x >= a.x + a.width || a.y >= b.y + b.height || b.y >= a.y + a.height;
+        if (!beside) found.push("text");
+      }));
+      for (const path of document.querySelectorAll("#parallel path.run")) {
+        const length = path.getTotalLength(), ends = [...Array(12).keys()].map((i) => path.getPointAtLength(i / 2));
+        for (const point of ends) if (texts.some((box) => inside(box, point.x, point.y))) found.push("curve");
+      }
+      return found;
+    })()""")
+    assert overlaps == []
+
+
 def test_axes_are_linear_or_logarithmic(page):
     distances = {}
     for log in (False, True):

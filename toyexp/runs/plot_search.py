@@ -208,7 +208,8 @@ def _against(
             for trial, value in zip(trials, values, strict=True)
             if typed(value) in names
         }
-        axes.set_xticks(range(len(names)), [cut(name, 14) for name in names])
+        labels = [cut(name, 14) for name in names]
+        axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
         axes.set_xlim(-0.5, len(names) - 0.5)
     shown = [trial for trial in trials if trial.number in places]
     _points(axes, [places[trial.number] for trial in shown], shown, limits)

@@ -39,7 +39,7 @@ function layout(extra) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: style("ink") },
-    margin: { l: 48, r: 10, t: 8, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    margin: { l: 48, r: 10, t: 30, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     hoverlabel: {
       bgcolor: style("card"), bordercolor: style("line"), align: "left",
       font: { color: style("ink"), family: getComputedStyle(document.body).fontFamily },

@@ -50,7 +50,7 @@ function drawChoices() {
   if (section.hidden) return;
   box.textContent = "";
   const means = scored.map((p) => p.mean);
-  const width = Math.max(box.clientWidth, 280), height = 340, top = 40, foot = height - 26, left = 44;
+  const width = Math.max(box.clientWidth, 280), height = 340, top = 50, foot = height - 26, left = 44;
   const several = (key) => new Set(scored.map((p) => p.settings[key])).size > 1;
   const axes = [...data.keys.filter(several).slice(0, 11), data.metric];
   const scales = axes.map((key, i) => i === axes.length - 1 ? scaleOf(means, !data.rising, false) : scaleOf(scored.map((p) => p.settings[key])));
@@ -84,9 +84,10 @@ function drawChoices() {
     const head = drawn("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
     drawn("title", {}, head, key);
     drawn("line", { x1: x(i), x2: x(i), y1: top, y2: foot }, svg);
-    for (const [t, text] of scales[i].ticks) {
+    const apart = (some, tick) => (some.some(([t]) => Math.abs(t - tick[0]) < 0.05) ? some : [...some, tick]);
+    for (const [t, text] of scales[i].ticks.reduce(apart, [])) { // outside of where curves begin, and of each other
       const cut = text.length > 14 ? `${text.slice(0, 13)}…` : text;
-      drawn("text", { class: "tick", x: x(i) + 5, y: y(t) + 4 }, svg, cut);
+      drawn("text", { class: "tick", x: x(i) + 5, y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
     }
     brushable(svg, key, x(i), top, foot, (t) => scored.filter((p) => {
       const v = valueOf(p, i);

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,9 @@ class Events(Listener):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Where to go on."""
-        self._place = max(int(state["bytes"]), 0), str(state["waiting"]).encode()
+        if not 0 <= int(state["bytes"]) < 1 << 50:
+            raise ValueError(f"bytes is {state['bytes']}")
+        self._place = int(state["bytes"]), str(state["waiting"]).encode()
         self._seconds, self._last = float(state["seconds"]), dict(state["last"])
 
     @hookimpl(trylast=True)  # behind who logs
@@ -230,17 +233,25 @@ def told_before(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
 def go_back(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
     """Cuts the file to `size` bytes: the steps behind a checkpoint are taken again.
 
-    Returns what is to follow, and what had to be repaired. A file that is shorter, or has no end of a line there, keeps
-    its whole lines.
+    Return what is to follow, and what had to be repaired, or is no line of the run's. A file that is shorter, or has no
+    end of a line there, keeps its whole lines.
     """
     with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size
         torn = _byte_before(file, length) != b"\n"
         if length >= size and _byte_before(file, size) == b"\n":
+            others, ended = 0, False
+            file.seek(size)
+            while line := file.readline(LINE):
+                own = re.match(rb'{"kind": "([^"]*)", "t": ', line)
+                others += line.endswith(b"\n") and (ended or not own)
+                ended = ended or bool(own and own[1] == b"run_end")  # a run's last line
             file.truncate(size)
-            return waiting, "its last line was torn; it is written again" if torn else None
+            removed = f"lines that this run did not write are removed: {others}" * bool(others)
+            repaired = "its last line was torn; it is written again" * torn
+            return waiting, "; ".join(filter(None, (repaired, removed))) or None
         file.seek(0)
-        kept = file.read(size).rfind(b"\n") + 1
+        kept = file.read(min(size, length)).rfind(b"\n") + 1
         file.truncate(kept)
         return b"", f"{size - kept} bytes that its checkpoint knows of are lost" + ("; a torn line is cut" * torn)
 

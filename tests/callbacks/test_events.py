@@ -273,7 +273,7 @@ def test_lines_beyond_what_memory_may_hold_are_counted(lines, tmp_path, monkeypa
 
 def test_a_file_goes_back_to_its_checkpoint(tmp_path):
     path = tmp_path / "lines"
-    path.write_text("first\nsecond\nthi")
+    path.write_text('first\n{"kind": "step", "t": 1}\nthi')
     assert go_back(path, 6, b"waiting\n") == (b"waiting\n", "its last line was torn; it is written again")
     assert go_back(path, 6, b"") == (b"", None)
     assert path.read_text() == "first\n"
@@ -296,6 +296,22 @@ def test_a_torn_last_line_is_repaired_when_the_run_is_resumed_and_said(train, le
     assert [e["kind"] for e in run.events][-1] == "run_end" and (run.of("note")[0]["text"].count(told) == 1)
     steps = [e["step"] for e in run.of("step")]
     assert steps == [1, 2, 3, 4] if left < 0 else steps[-2:] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("added", "count"), [("", 0), ("mine\n", 1), ('{"kind": "note", "t": 9.0, "text": "mine"}\n[]\n', 2)]
+)
+@pytest.mark.parametrize("ended", [True, False])
+def test_lines_of_others_that_a_resumed_run_removes_are_counted(train, capsys, added, count, ended):
+    run = train("steps=4", "checkpoint_every=2", engine="noop")
+    path, left = run.dir / "events.jsonl", "lines that this run did not write are removed: "
+    shutil.rmtree(run.dir / "checkpoints" / "step-4")
+    own = path.read_text() if ended else path.read_text().rpartition('{"kind": "run_end"')[0]  # as of a killed run
+    path.write_text(own + added)
+    count -= added.startswith("{") and not ended  # a line as the run writes them, which may be its own
+    assert main([f"resume={run.dir}", "plugins=[toyexp.testing.null]"]) == 0
+    assert (f"events.jsonl: {left}{count}\n" in capsys.readouterr().out) is bool(count) is bool(run.of("note"))
+    assert "mine" not in path.read_text()
 
 
 def test_a_record_that_is_gone_when_the_run_goes_on_is_told(train):

@@ -972,16 +972,19 @@ def test_a_number_of_more_digits_than_python_reads_is_one_short_line(refused):
     assert len(refused([*SMALL, "steps=" + 5000 * "9"], "steps=999", "more digits than can be read")) < 200
 
 
-def test_a_checkpoint_with_scores_of_no_step_is_refused(run_of_two_steps, refused):
+def test_a_checkpoint_with_what_no_run_writes_is_refused(run_of_two_steps, refused):
     """Though its manifest says that it is whole."""
     folder = Path("outputs/tale/1/checkpoints/step-2")
     state, manifest = (json.loads((folder / name).read_text()) for name in (STATE, MANIFEST))
-    for step in ("\u00b2", "-2", "3", 5000 * "1"):
-        raw = json.dumps({**state, "scores": {step: 1.5}}).encode()
+    scores = [({"scores": {step: 1.5}}, "scores") for step in ("\u00b2", "-2", "3", 5000 * "1")]
+    places = [{**state["callbacks"]["events"], "bytes": size} for size in (-1, 1 << 60, 1e300)]
+    events = [({"callbacks": {**state["callbacks"], "events": place}}, "callbacks.events") for place in places]
+    for change, told in (*scores, *events):
+        raw = json.dumps({**state, **change}).encode()
         manifest["files"][STATE] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         (folder / STATE).write_bytes(raw)
         (folder / MANIFEST).write_text(json.dumps(manifest))
-        refused([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], f"{folder}/{STATE}", "scores")
+        refused([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], f"{folder}/{STATE}", told)
 
 
 def test_a_switch_may_still_be_1_or_0(capsys):

@@ -116,6 +116,16 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(saved, file, conte
     assert len(damaged) == 1 and "step-9" in damaged[0] and cause in damaged[0]
 
 
+@pytest.mark.parametrize("file", [ARRAYS, STATE, MANIFEST])
+def test_a_link_inside_a_checkpoint_is_not_followed(saved, tmp_path, file):
+    write(saved.parent, 9, ARRAY, {})
+    (saved.parent / "step-9" / file).rename(tmp_path / file)
+    (saved.parent / "step-9" / file).symlink_to(tmp_path / file)
+    for look in (lambda: read(saved.parent / "step-9"), lambda: newest(saved.parent)):
+        with pytest.raises(UserError, match=f"step-9/{file}: is a link"):
+            look()
+
+
 def test_a_directory_that_claims_another_step_is_damaged(saved):
     shutil.copytree(saved, saved.with_name("step-8"))
     found, damaged = newest(saved.parent)

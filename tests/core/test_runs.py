@@ -19,9 +19,10 @@ import toyexp
 from toyexp.base.words import as_csv
 from toyexp.commands.line import main
 from toyexp.runs.chosen import divided, filtered, ordered
-from toyexp.runs.comparison import Comparison
+from toyexp.runs.comparison import Comparison, Entry
 from toyexp.runs.found import Run, look, unzipped
 from toyexp.runs.report import Report, title
+from toyexp.training.provenance import recorded
 from toyexp.training.rundir import lock
 
 
@@ -407,6 +408,26 @@ def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys
     for form in ("--html", "--plot"):
         assert main(["compare", "pa", form, {"--html": "r.html", "--plot": "r.svg"}[form]]) == 0
         assert "counted apart" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["abc", [1], 10**400])
+def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(2):
+        made(f"runs/{seed}", seed=seed, steps=5, held_out=1.0)
+    result = Path("runs/1/result.json")
+    result.write_text(json.dumps({**json.loads(result.read_text()), "eval_loss": wrong}))
+    for command in ("runs", "compare"):
+        notes = json.loads(answered(capsys, command, "runs", "--json"))["notes"]
+        assert any("runs/1, result.json has " in note and note.endswith(" for eval_loss") for note in notes)
+
+
+def test_compare_and_eval_go_by_the_same_record_of_sources(tmp_path):
+    run = made(tmp_path / "run", steps=5, sources=sources("of run_start"))
+    assert Entry(0, look(run), {}).sources == recorded(run).sources == sources("of run_start")
+    result = run / "result.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "sources": sources("of result.json")}))
+    assert Entry(0, look(run), {}).sources == recorded(run).sources == sources("of result.json")
 
 
 def test_runs_without_a_record_of_their_data_are_told_apart_by_what_they_say_of_it(tmp_path, capsys):

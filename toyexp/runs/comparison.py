@@ -12,7 +12,7 @@ from toyexp.base.words import last_words, short
 from toyexp.runs.events import start_of
 from toyexp.runs.found import DONE, Run, settings
 from toyexp.sweep.ranking import ASIDE, METRIC, Ranking, ranked
-from toyexp.training.provenance import record_in
+from toyexp.training.provenance import recorded
 
 DIGEST = " digest"  # behind a role of sources: the column that tells runs of different data or bases apart
 WHOSE = "whose"  # the column that tells equal runs of different people apart
@@ -46,7 +46,7 @@ class Entry:
     @cached_property
     def sources(self) -> Mapping[str, str]:
         """Return the digests of data and files by role; those of a run that recorded none, by the facts of its data."""
-        return record_in(self.facts).sources
+        return recorded(self.run.path).sources
 
 
 @dataclass

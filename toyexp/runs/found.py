@@ -198,6 +198,8 @@ def look(path: Path) -> Run:
     if "steps" not in told:
         told |= last_numbers(path)
     state, why = ("unreadable", unread[0]) if not head and unread else _state(path, result)
+    wrong = [k for k, hint in NUMBERS.items() if k in result and not conforms(result[k], hint)]
+    unread += [f"result.json has {printable(repr(result[k]))} for {k}" for k in wrong]
     scores = {k: float(v) for k, v in (told.get("eval_scores") or {}).items() if v is not None}
     return Run(
         path=path, name=_text(settings.get("name", "")) or path.name, when=started[1] if started else _when(path),

@@ -141,7 +141,8 @@ def test_retry_takes_up_what_failed_and_what_was_refused():
 
     def taken_up(retry):
         settings = Sweep(retry=retry, resume="s")
-        runner = Runner(SimpleNamespace(), SimpleNamespace(), settings, found, {"settings": []}, {}, SimpleNamespace())
+        asked, folder = SimpleNamespace(flags={}), SimpleNamespace()
+        runner = Runner(asked, SimpleNamespace(), settings, found, {"settings": []}, {}, folder)
         return {str(job.status) for job in runner.unfinished()}
 
     assert taken_up(False) == {"waiting", "killed", "interrupted"}
@@ -594,6 +595,21 @@ def test_a_run_knows_nothing_of_the_sweep_it_is_of(done, capsys):
     assert main(["sweep.resume=s", MODULES, "sweep.jobs=1"]) == 2
     config = yaml.safe_load(Path("s/1-scratch-llama/config.yaml").read_text())
     assert "sweep" not in config
+
+
+def test_runs_that_were_swapped_are_said_and_change_no_record(capsys):
+    assert main(["-m", *QUICK, "seed=1,2", "steps=1", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
+    recorded, runs = jobs("s"), [Path(f"s/{number}-scratch-llama") for number in (0, 1)]
+    assert main(["sweep.resume=s", MODULES]) == 0
+    assert "recorded" not in capsys.readouterr().out
+    for run, to in ((runs[0], Path("x")), (runs[1], runs[0]), (Path("x"), runs[1])):
+        run.rename(to)
+    assert main(["sweep.resume=s", MODULES]) == 0
+    out = capsys.readouterr().out
+    assert "[0] seed=1: s/0-scratch-llama is not the run that the sweep recorded: " in out and "[1] seed=2: s/1-" in out
+    assert main(["resume=s/0-scratch-llama", MODULES, "steps=2"]) == 0
+    assert "s: its summary stays as it is: job 0 was another run: " in capsys.readouterr().out
+    assert jobs("s") == recorded
 
 
 def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):

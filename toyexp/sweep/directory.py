@@ -107,6 +107,11 @@ class Job:
         """What is its own."""
         return " ".join(self.overrides)
 
+    def difference(self, result: Mapping[str, Any]) -> str:
+        """Return the first number of a result that is not the one that was recorded of this job, with both."""
+        differ = [name for name, value in self.result.items() if result.get(name) != value]
+        return "; ".join(f"{k} was {self.result[k]} and is {printable(str(result.get(k)))}" for k in differ[:1])
+
     def end(self, ended: Ended, directory: Path | None) -> None:
         """Takes down how it ended; its numbers are read from its run directory."""
         found = result_of(directory) if directory else {}
@@ -327,7 +332,7 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
 @contextlib.contextmanager
 def kept_up(run: Path) -> Iterator[None]:
     """What becomes of a job that goes on by itself stands in its sweep's files too, unless that sweep is running."""
-    ended = Ended(0)
+    ended, before = Ended(0), result_of(run)
     try:
         yield
     except BaseException as error:
@@ -335,10 +340,10 @@ def kept_up(run: Path) -> Iterator[None]:
         raise
     finally:
         if ended.code != 2:  # it was refused, and nothing happened
-            _take_down(run.resolve(), ended)
+            _take_down(run.resolve(), ended, before)
 
 
-def _take_down(run: Path, ended: Ended) -> None:
+def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
     path = next((folder for folder in run.parents if (folder / SWEEP).is_file()), None)
     if path is None:
         return
@@ -352,6 +357,9 @@ def _take_down(run: Path, ended: Ended) -> None:
     try:
         for job in folder.jobs:
             if job.directory == str(run.relative_to(path)):
+                if other := job.difference(before):
+                    say(f"sweep   {short(path)}: its summary stays as it is: job {job.number} was another run: {other}")
+                    return
                 job.attempts += 1
                 job.end(ended, run)
                 folder.save()

@@ -122,13 +122,18 @@ class Runner:
         return job.status in (Status.FAILED, Status.REFUSED)
 
     def _miss(self) -> None:
-        """Tells of jobs that completed and whose runs are not there any more, and how one of them is trained again."""
+        """Tell of jobs whose runs hold another result, or are not there any more, and how one is trained again."""
         from toyexp.config.words import setting
 
         assert self._folder is not None
-        done = [job for job in self._jobs if job.status == Status.COMPLETED and job.directory]
-        gone = [job for job in done if not self._folder.run(job).is_dir()]
-        if not gone or "--json" in self.asked.flags:
+        if "--json" in self.asked.flags:
+            return
+        placed = [(job, self._folder.run(job)) for job in self._jobs if job.directory]
+        for job, run in placed:
+            if run.is_dir() and (other := job.difference(result_of(run))):
+                say(f"[{job.number}] {job.label}: {short(run)} is not the run that the sweep recorded: {other}")
+        gone = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
+        if not gone:
             return
         place, words = self._folder.run(gone[0]), [*self._shared(), *gone[0].overrides]
         again = shlex.join(["toyexp", *words, setting("hydra.run.dir", short(place))])

@@ -109,6 +109,32 @@ def test_other_images_are_seen_as_the_model_saw_its_own(capsys):
     assert found["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
 
 
+@pytest.mark.parametrize("color", [True, False])
+def test_a_folder_of_images_is_seen_at_the_size_of_the_models_file(capsys, color):
+    assert main([*write_photos(), f"data.color={color}", *TINY, "engine=ggml", "steps=1"]) == 0
+    shutil.copy("run/model.gguf", "alone.gguf")
+    alone, whole = (of(capsys, what, "--data", "photos")["loss"] for what in ("alone.gguf", "run"))
+    assert alone == pytest.approx(whole, abs=1e-6)
+    assert main(["eval", "alone.gguf", "data=images", "data.path=photos", "engine=ggml"]) == 2
+    error = capsys.readouterr().err
+    assert "model.image_size=6: the data has 32; type data.image_size=6 for data=images" in error
+
+
+def test_of_a_folder_with_a_split_the_held_out_part_is_evaluated_and_said_to_be(capsys):
+    words = write_photos("photos/train")
+    write_photos("photos/val")
+    shutil.rmtree("photos/val/a")
+    data = [w.replace("photos/train", "photos") for w in words if "val_fraction" not in w]
+    assert main([*data, *TINY, "engine=ggml", "steps=1"]) == 0
+    for what in ([], ["--data", "photos"]):
+        found = of(capsys, "run", *what)
+        assert (found["targets"], found["own"], found["left_out"]) == (6, True, ["held out: photos/val"])
+        assert found["share"] == {"eval_images": 0}
+    assert main(["eval", "run", "--data", "photos", "engine=ggml", "engine.threads=1"]) == 0
+    told = capsys.readouterr().out
+    assert "the run's own; held out: photos/val, 6 held-out targets (data.eval_images=0)" in told
+
+
 def write_ids():
     np.save("ids.npy", np.arange(600, dtype=np.uint16) % 37)
     return ["data=tokens", "data.path=ids.npy", "model.context=8"]

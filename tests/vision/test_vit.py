@@ -136,7 +136,7 @@ def test_a_sweep_compares_accuracies(tmp_path, capsys, monkeypatch):
         ("recipe=scratch data=stdlib", "model=vit reads images; data=stdlib gives tokens"),
         ("model=llama", "recipe=vit_tiny trains models that read images; model=llama reads tokens"),
         ("model.patch=3", "model.patch=3 does not divide images of 8 pixels"),
-        ("model.image_size=16", "model.image_size=16: the data has 8; leave it at 0"),
+        ("model.image_size=16", "model.image_size=16: the data has 8; type data.image_size=16"),
         ("model.channels=3", "model.channels=3: the data has 1"),
         ("model.classes=9", "model.classes=9 is smaller than the data's classes (0..9)"),
         ("model.classes=-1", "model.classes=-1: must be at least 0"),

@@ -137,7 +137,7 @@ def test_a_new_head_is_of_the_datas_classes_and_all_else_of_the_base(capsys, eng
      "recipe=full recipe.new_head=true"),
     ("recipe=full recipe.base=text.gguf recipe.new_head=true", "recipe.new_head=true: is for classifiers, and a llama"),
     ("recipe=full recipe.base=run data=images data.path=some data.image_size=16 data.color=false",
-     "model.image_size=8: the data has 16; leave it at 0; a base that reads 8 takes data=images data.image_size=8"),
+     "model.image_size=8: the data has 16; type data.image_size=8 for data=images"),
     ("recipe=lora recipe.base=run data=digits recipe.dropout=0.1", "recipe.dropout=0.1: is for models of text"),
     ("recipe=lora recipe.base=run data=digits recipe.targets=[gate]", "recipe.targets=[gate]"),
     ("recipe=full recipe.base=run model.d_model=64 data=digits", "model.d_model=64: recipe=full takes the model from"),

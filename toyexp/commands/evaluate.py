@@ -56,10 +56,10 @@ MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkp
                                                           file adapter.gguf; or a directory of PEFT's
 
 A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. PATH is a file
-of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. All of PATH is held out, where without it
-a share is; a few batches of that are taken (data.eval_batches=1000000 takes all, as of images data.eval_images=0 does).
-Sizes and tokenizer come from the model's file. model.context=N takes windows of N tokens, batch_size=N so many at a
-time; beside these go data.*, engine, engine.* and plugins=[...]."""
+of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. All of PATH is held out, or val/ of
+images in train/ and val/; without it a share is. A few batches of that are taken (data.eval_batches=1000000 takes all,
+as of images data.eval_images=0 does). Sizes and tokenizer come from the model's file. model.context=N takes windows of
+N tokens, batch_size=N so many at a time; beside these go data.*, engine, engine.* and plugins=[...]."""
 
 SHARE = ("val_fraction", "eval_batches", "eval_images")
 TAKEN = ("data", "engine", "batch_size", "plugins")  # keys, with those below them
@@ -143,8 +143,8 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     window = _window(request.values.get("model.context"), model, trained.context if trained else None)
     dataset = _opened(built, model, path)
     keys = [key for key in (*typed, *(["data.path"] if data else [])) if key.split(".")[0] == "data"]
-    taken = str(built.plain["data"].get("path") or "")
-    own, note = trained.compare(dataset, keys, taken) if trained else (False, "")
+    data_of = built.plain["data"]
+    own, note = trained.compare(dataset, keys, str(data_of.get("path") or "")) if trained else (False, "")
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     inputs = model.reads.bounded(batches.inputs, dataset.vocab)
@@ -153,12 +153,13 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         held_out = batches.held_out()  # made once it is known that they fit
         loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
         classes = _by_class(session, held_out, dataset)
+    held = [remark for remark in dataset.remarks() if remark.startswith("held out: ")]  # by a folder, not by a share
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
         file=str(origin(path)), model=f"{model.name}, {model.parameters()} parameters",
-        adapter=str(origin(put_on)) if put_on else None, engine=built.engine_note,
-        data=built.data.name, path=built.plain["data"].get("path"), left_out=[*dataset.left_out(), *batches.left_out],
-        share={key: built.plain["data"][key] for key in SHARE if key in built.plain["data"]}, own=own, note=note,
+        adapter=str(origin(put_on)) if put_on else None, engine=built.engine_note, data=built.data.name,
+        path=data_of.get("path"), left_out=[*dataset.left_out(), *held, *batches.left_out], own=own, note=note,
+        share={key: data_of[key] for key in (SHARE[1:] if held else SHARE) if key in data_of},
         targets=round(weights), loss=loss,
         figures=model.reads.figures(loss, held_out, dataset), scores=scores, classes=classes,
     )  # fmt: skip
@@ -197,9 +198,10 @@ def _data(
 
         name = kind_of(Path(data), model, registry)
         kind, given = f"data={name}", [setting("data.path", data)]
-        whole = cast("type[Data]", registry.get("data", name)).whole
-        given += [setting(f"data.{key}", value) for key, value in whole.items()]
-        return [*(own if kind in own else [kind]), *given]
+        cls = cast("type[Data]", registry.get("data", name))
+        fit = [word for word in (cls.suggested(sizes_of(model), None) or "").split() if "data.path=" not in word]
+        given += [setting(f"data.{key}", value) for key, value in cls.whole.items()]
+        return [*(own if kind in own else [kind, *fit]), *given]
     if "data" in typed:
         return []
     return own or [f"data={name}" for name in of_kind(model.reads, registry)[:1]]

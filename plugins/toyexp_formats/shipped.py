@@ -108,9 +108,7 @@ class HuggingFace(Format):
 
     def write(self, exported: Exported, path: Path) -> list[str]:
         """Writes the directory."""
-        read = exported.tensors.__getitem__
-        card = formats.model_card(exported)
-        return formats.write_folder(path, exported.model, read, exported.tokenizer, self.dtype, exported.data, card)
+        return formats.write_folder(path, exported, self.dtype)
 
     def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
         """Writes a directory for PEFT."""

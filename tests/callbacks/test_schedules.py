@@ -118,6 +118,19 @@ def test_a_run_without_a_schedule_uses_the_base_rate(train):
     assert [e["lr"] for e in run.of("step")] == [0.01] * 3
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("default,linear,linear", "has linear twice; name it once (a second schedule is linear_2)"),
+        ("events,plots,events", "has events twice; name it once"),
+    ],
+)
+def test_a_callback_that_is_named_twice_is_refused(train, names, said):
+    run = train(f"callbacks=[{names}]")
+    assert run.code == 2 and not run.dir.exists()
+    assert run.err.startswith(f"toyexp: error: callbacks=[{names}]: {said}")
+
+
 def test_two_schedules_are_refused_with_what_to_type(train):
     run = train("callbacks=[default,linear]")
     assert run.code == 2

@@ -78,6 +78,13 @@ def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys)
         assert first in known or "=" in first or first == "--version", ours
 
 
+def test_help_for_what_is_no_command_leads_to_what_it_is_here(capsys):
+    for flag in ("--help", "-h"):
+        assert "that is: toyexp compare outputs --html report.html" in failed(capsys, "report", flag, codes=(2,))[0]
+    assert main(["--help"]) == main(["recipe=warm", "--help"]) == 0
+    assert capsys.readouterr().out.count("usage: toyexp") == 2
+
+
 def known_settings():
     every = Keys.of(load())
     keys = {f"{place}.{key}".lstrip(".") for place in every.classes for key in every.under(place)}

@@ -81,7 +81,8 @@ def test_a_system_turn_comes_first_and_stays_when_others_are_left_out(chat, caps
 
 def test_a_system_turn_that_nothing_writes_is_refused(chat, capsys, tmp_path):
     assert main(["generate", "chat.gguf", "--prompt", "Hi", "--system", "x"]) == 2
-    assert "--system: is written by a chat template: add --chat" in capsys.readouterr().err
+    said = "generate --system: needs --chat: toyexp generate chat.gguf --chat --system ... --prompt ..."
+    assert said in capsys.readouterr().err
     _, told = chat("Hi\n", "--system", "x", file="text.gguf", code=2)
     assert "text.gguf: has no chat template, which would write --system" in told
     tokenizer = chat_tokenizer()

@@ -293,7 +293,7 @@ def test_what_is_no_directory_is_said_to_be_none(trained, given):
         calls += [lambda: toyexp.run(resume=given), lambda: toyexp.sweep("seed=1", directory=given)]
         calls += [lambda: toyexp.train(**parts(), directory=given)]
     for call in calls:
-        with pytest.raises(UserError, match="takes a directory"):
+        with pytest.raises(UserError, match="must be a path, got "):
             call()
     with pytest.raises(UserError, match="quiet: is True or False"):
         toyexp.run(quiet="no")
@@ -332,7 +332,8 @@ def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, here):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda run: toyexp.evaluate(run, lr=1), "lr: the model comes from its file"),
+        (lambda run: toyexp.evaluate(run, lr=1), r"toyexp.evaluate\(...\) lr: the model comes from its file"),
+        (lambda run: toyexp.evaluate(run, lr=1), r"; toyexp.evaluate\(...\) takes model.context"),
         (lambda run: toyexp.evaluate(run, data="nowhere"), "data.path=nowhere: not found"),
         (
             lambda run: toyexp.predict(run, "book.txt"),

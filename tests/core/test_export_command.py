@@ -13,6 +13,7 @@ import pytest
 from tiny import MODELS, split, write_base
 
 from toyexp.base.errors import RunFailed
+from toyexp.base.words import in_bytes
 from toyexp.base.writing import required
 from toyexp.commands.line import main
 from toyexp.formats.gguf.form import read_model
@@ -77,7 +78,9 @@ def test_f32_is_the_same_file_again_in_every_key_and_tensor(source, capsys):
         assert t.data.tobytes() == theirs[t.name].data.tobytes()
         assert t.data_offset % 64 == 0  # the alignment of the source
     assert source.read_bytes() == (source.parent / "again.gguf").read_bytes()
-    assert capsys.readouterr().out.startswith("again.gguf  ")
+    size = f"{source.stat().st_size / 1e3:.3g} kB"
+    assert capsys.readouterr().out.startswith(f"again.gguf  {size} -> {size}  (")
+    assert [in_bytes(n) for n in (900, 4992, 999_600, 1_234_567)] == ["0.9 kB", "4.99 kB", "1 MB", "1.23 MB"]
 
 
 @pytest.mark.parametrize("kind", [k for k in FILE_TYPES if k != "f32"])

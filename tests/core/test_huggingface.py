@@ -15,7 +15,9 @@ from texts import write_untrained
 from tiny import MODELS, split, write_base
 
 from toyexp import Exported, Rotary, RunFailed, UserError
+from toyexp.base.words import in_bytes
 from toyexp.commands.line import main
+from toyexp.formats.gguf.open_model import exported_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import hf_notes, model_card, write_folder
@@ -221,6 +223,7 @@ def test_a_directory_is_whole_or_not_there(monkeypatch):
     import toyexp.formats.huggingface as module
 
     with GGUFFile("m.gguf") as file:
+        whole = exported_of(file, [type(model)])
         for count in range(len(FILES) - 1):
             left = iter(range(count))
 
@@ -232,16 +235,17 @@ def test_a_directory_is_whole_or_not_there(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(module, "write_synced", write)
                 with pytest.raises(RunFailed, match="out: could not be written: No space left on device"):
-                    write_folder(Path("out"), model, file.read, Bytes(), card="# Out")
+                    write_folder(Path("out"), whole)
             assert names() == ["m.gguf"]
-        write_folder(Path("out"), model, file.read, Bytes())
+        write_folder(Path("out"), whole)
         Path("out/config.json").write_text("first")
 
-        def broken(name):
-            raise OSError(5, "Input/output error")
+        class Broken(dict):
+            def __getitem__(self, name):
+                raise OSError(5, "Input/output error")
 
         with pytest.raises(RunFailed, match="Input/output error"):
-            write_folder(Path("out"), model, broken, Bytes())
+            write_folder(Path("out"), replace(whole, tensors=Broken()))
     assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
 
 
@@ -254,11 +258,12 @@ def test_an_interrupt_between_the_two_names_brings_the_earlier_directory_back(mo
         return rename(self, target)
 
     with GGUFFile("m.gguf") as file:
-        write_folder(Path("out"), model, file.read, Bytes())
+        whole = exported_of(file, [type(model)])
+        write_folder(Path("out"), whole)
         Path("out/config.json").write_text("first")
         monkeypatch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_folder(Path("out"), model, file.read, Bytes())
+            write_folder(Path("out"), whole)
     assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
 
 
@@ -300,8 +305,8 @@ def test_a_sentencepiece_vocabulary_has_its_own_file_too(capsys):
 def test_rows_of_a_batch_are_filled_up_with_the_token_that_the_file_names_for_it_or_with_the_end(named, padding):
     tokenizer, model = Bytes(), replace(MODELS["llama"], vocab=257)
     tokenizer.source = {"ggml.padding_token_id": named}
-    shapes = {t.name: t.shape for t in model.tensors()}
-    write_folder(Path("out"), model, lambda name: np.zeros(shapes[name], np.float32), tokenizer)
+    zeros = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
+    write_folder(Path("out"), Exported(model, zeros, tokenizer))
     for name in ("config.json", "generation_config.json"):
         assert json_of(f"out/{name}")["pad_token_id"] == padding
 
@@ -412,7 +417,7 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     assert "data file" not in Path("again", CARD).read_text()
     assert json_of("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
-    assert f"model-hf  {size / 1e6:.2f} MB" in capsys.readouterr().out
+    assert f"model-hf  {in_bytes(size)}" in capsys.readouterr().out
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert "model-hf: llama.cpp's convert_hf_to_gguf.py cannot" in Path("run/log.txt").read_text()
     told = [e for e in events if e["kind"] == "export" and e["path"].endswith("-hf")]

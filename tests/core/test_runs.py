@@ -227,6 +227,16 @@ def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
     assert "data differ" not in answered(capsys, "compare", "outputs/sweep")
 
 
+def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
+    for seed in (0, 1):
+        made(tmp_path / f"{seed}", steps=5, seed=seed, held_out=2.0, scores={"accuracy": -12345678.9})
+        file = tmp_path / f"{seed}/result.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": 1e300 * (seed + 1)}))
+    told = answered(capsys, "runs", str(tmp_path)) + answered(capsys, "compare", str(tmp_path))
+    assert all(cell in told for cell in ("  1e+300  ", "1.5e+300 ± 7.071e+299", "  -1.235e+07  "))
+    assert max(map(len, told.splitlines())) < 250
+
+
 def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
     for lr in (3e-3, 1e-2):
         made(tmp_path / str(lr), reason=None, until=30, lr=lr, steps=50)
@@ -248,6 +258,8 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["runs", "optim.beta3=1"], ["optim.beta3=1", "no run here has optim.beta3", "beta2"]),
         (["runs", "loss<"], ["loss<", "takes a value"]),
         (["runs", "loss<abc"], ["loss<abc", "is a number"]),
+        (["runs", "loss<nan"], ["loss<nan", "is a number"]),
+        (["runs", "loss<" + "x" * 10_000], ["loss<xxx", "xxx... (10006 characters) what < compares is a number"]),
         (["runs", "when>soon"], ["when>soon", "when>2026-11", "yesterday"]),
         (["runs", "recipe>abc"], ["recipe>abc", "is text", "recipe=..."]),
         (["runs", "recipe.init>3"], ["recipe.init>3", "is text (default)"]),
@@ -267,7 +279,7 @@ def test_what_cannot_be_is_told_in_a_line(here, capsys, words, told):
     (here / "dangling.html").symlink_to("nowhere.html")
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and all(word in error for word in told), error
+    assert error.count("\n") == 1 and len(error) < 400 and all(word in error for word in told), error
 
 
 def test_nothing_here_says_what_to_type(tmp_path, monkeypatch, capsys):
@@ -612,5 +624,5 @@ def test_a_spreadsheet_runs_no_text_of_a_run(tmp_path, capsys, cell):
 
 
 def test_an_empty_place_is_no_directory_to_open():
-    with pytest.raises(toyexp.UserError, match="takes a directory, and is ''"):
+    with pytest.raises(toyexp.UserError, match="must be a path, got ''"):
         toyexp.open("")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 
@@ -122,7 +123,8 @@ def tell_aside(line: str) -> None:
 
 
 def complain(line: str) -> None:
-    """A line on stderr; where that cannot be written, the exit code has to do."""
+    """A line on stderr, long words of it cut; where that cannot be written, the exit code has to do."""
     status("")
+    line = re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}... ({len(word[0])} characters)", line)
     with contextlib.suppress(OSError):
         print(f"toyexp: {for_terminal(line)}", file=sys.stderr)

@@ -60,7 +60,7 @@ def counted(n: int, what: str = "thread") -> str:
 
 def in_bytes(n: int) -> str:
     """Bytes as people say them: 948 kB, 145 MB, 4.92 GB."""
-    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= s), (1e3, "kB"))
+    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= 0.9995 * s), (1e3, "kB"))
     return f"{n / size:.3g} {unit}"
 
 

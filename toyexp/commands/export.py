@@ -15,6 +15,7 @@ from typing import Any
 from toyexp.base.blame import blamed, sentences
 from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
 from toyexp.base.files import head
+from toyexp.base.words import in_bytes
 from toyexp.base.writing import bytes_in, in_one_piece, require_place, required
 from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of
@@ -83,7 +84,7 @@ class Written(Answer):
     def lines(self) -> list[str]:
         """What is odd about it, and where it is."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
-        sizes = f"{self.source_bytes / 1e6:.2f} -> {self.bytes / 1e6:.2f} MB"
+        sizes = f"{in_bytes(self.source_bytes)} -> {in_bytes(self.bytes)}"
         told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
         return [*map(for_terminal, told), f"{self.path}  {sizes}  ({types})"]
 
@@ -186,12 +187,11 @@ def _write(
 def _about(file: GGUFFile) -> dict[str, Any]:
     """Return what a model card says of the run that a file comes from; nothing if the file is not beside that run's."""
     run = _beside(file).parent
-    config, found = settings_in(run / "config.yaml"), look(run)
+    config, found, step = settings_in(run / "config.yaml"), look(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
         return {}
-    same = result_of(run).get("eval_step") == file.metadata.get("general.step")
-    loss = {"loss": found.loss} if found.loss is not None else {}
-    return card_facts(config, found.engine, {**loss, **found.scores} if same else {})
+    scores = {"loss": found.loss, **found.scores} if result_of(run).get("eval_step") == step else {}
+    return card_facts(config, found.engine, scores)
 
 
 def _unread(file: GGUFFile, registry: Registry) -> Sequence[str]:

@@ -120,7 +120,7 @@ def read(arguments: Arguments) -> Options:
     more = {"model": model, "ids": numbers, "plugins": arguments.modules}
     asked = options(Options, arguments, LIMITS, **more, sampling=options(Sampling, arguments, LIMITS))
     if asked.system is not None and not asked.chat:
-        raise UserError("generate --system: is written by a chat template: add --chat")
+        raise UserError(f"generate --system: needs --chat: toyexp generate {model} --chat --system ... --prompt ...")
     if asked.chat and numbers is not None:
         raise UserError("generate --chat: takes its message from --prompt; ids go without it")
     if asked.chat and asked.prompt is None:

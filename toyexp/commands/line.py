@@ -69,7 +69,7 @@ def answer(typed: Sequence[str]) -> int:
             raise UserError(f"{words[0]}: is done by one process; torchrun starts the ranks of a run")
         status("")
         return _call(command, words[1:])
-    if "-h" in words or "--help" in words:
+    if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # a word that is no command is an error below
         return answer(["help"])
     if "--version" in words:
         status("")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from toyexp.base.errors import UserError, choose, for_terminal
+from toyexp.base.words import in_bytes
 from toyexp.base.writing import bytes_in
 from toyexp.commands.export import require_free
 from toyexp.commands.options import Answer, refuse_settings
@@ -71,7 +72,7 @@ class Merged(Answer):
         if {*self.before} != {self.type}:
             were = ", ".join(f"{count} {name}" for name, count in self.before.items())
             told.append(f"note: the {self.changed} tensors that the adapter changes are {self.type} now; were {were}")
-        return [*map(for_terminal, told), f"{self.path}  {self.bytes / 1e6:.2f} MB  ({types})"]
+        return [*map(for_terminal, told), f"{self.path}  {in_bytes(self.bytes)}  ({types})"]
 
 
 def run(arguments: Arguments) -> int:

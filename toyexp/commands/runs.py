@@ -146,7 +146,7 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
 
 def told(value: float | None) -> str:
     """A score, as all tables have it."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}"
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"
 
 
 def told_time(when: str) -> str:

@@ -209,6 +209,8 @@ def _without_default(given: Sequence[Override], callbacks: Mapping[str, Callback
     lists = [o for o in given if o.key_or_group == "callbacks"]
     value = lists[-1].value() if lists else []
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{lists[-1].input_line}: has {twice} twice; name it once (a second schedule is linear_2)")
     if not names or not all(name in registry.offers["callbacks"] for name in names):
         return []
     scheduled = any(answers_lr(c) for c in callbacks.values())

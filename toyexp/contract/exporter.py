@@ -181,7 +181,7 @@ class AdapterExporter(Exporter):
             super()._export(run, path)
 
 
-def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, float]) -> dict[str, Any]:
+def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, float | None]) -> dict[str, Any]:
     """Return what a model card says of a run with this configuration and these held-out scores, by words."""
     recipe, data = (config.get(part) or {} for part in ("recipe", "data"))
     told = {
@@ -189,7 +189,7 @@ def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, floa
         "data file": Path(data.get("path") or "").name or None, "batch size": config.get("batch_size"),
         "learning rate": config.get("lr"), "seed": config.get("seed"), "engine": engine,
     }  # fmt: skip
-    return told | {f"held-out {name}": f"{value:.6g}" for name, value in scores.items()}
+    return told | {f"held-out {name}": f"{value:.6g}" for name, value in scores.items() if value is not None}
 
 
 def _adapter_tensors(plan: Plan) -> list[str]:

@@ -55,7 +55,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
 def for_python(text: str) -> str:
     """Return an error's words with keywords in place of options, and calls in place of commands."""
     text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda found: found[1].replace("-", "_"), text)
-    return re.sub(rf"\btoyexp ({'|'.join(CALLS)})\b", lambda found: CALLS[found[1]], text)
+    return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(CALLS)})\b", lambda found: CALLS[found[1]], text)
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def texts(call: str, words: Sequence[Any]) -> list[str]:
 def place(what: str, given: Any) -> Path:
     """A directory that is given; UserError for what is no path."""
     if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes) or not os.fspath(given):
-        raise UserError(f"{what}: takes a directory, and is {printable(repr(given))}")
+        raise UserError(f"{what}: must be a path, got {printable(repr(given))}")
     return Path(given)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from toyexp.formats.gguf.rewrite import rewrite_gguf
     from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
     from toyexp.formats.gguf.write import check_keys, model_metadata, write_adapter, write_model
-    from toyexp.formats.huggingface import hf_notes, model_card, write_adapter_folder, write_folder
+    from toyexp.formats.huggingface import hf_notes, write_adapter_folder, write_folder
     from toyexp.formats.layout import HF_FILES, HF_TYPES, Conversion, Layout, Numbers, Place, layout_of, unchanged
     from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,27 +34,18 @@ OF_TEXT = "AutoModelForCausalLM", "text-generation"
 OF_IMAGES = "AutoModelForImageClassification", "image-classification"
 
 
-def write_folder(
-    path: Path,
-    model: Model,
-    read: Callable[[str], np.ndarray],
-    tokenizer: Tokenizer | None,
-    dtype: str = "float32",
-    data: Mapping[str, Any] | None = None,
-    card: str = "",
-) -> list[str]:
+def write_folder(path: Path, exported: Exported, dtype: str = "float32") -> list[str]:
     """Writes the directory `path` in one piece, in place of an earlier one: to a temporary name, flushed, renamed.
 
-    `read` gives a tensor by our name, float32, and is asked for one at a time; `data` are the keys that the data adds
-    to a GGUF, `card` the text of README.md. Returns a sentence for each tensor whose numbers are not finite, or are not
-    in this type. Raises UserError for a model that transformers does not have.
+    Tensors are asked for one at a time. Returns a sentence for each tensor whose numbers are not finite, or are not in
+    this type. Raises UserError for a model that transformers does not have.
     """
-    layout = layout_of(model, data or {})
+    model, tokenizer, layout = exported.model, exported.tokenizer, layout_of(exported.model, exported.data)
     tensors: dict[str, Tensor] = {}
     for spec in model.tensors():
         place = layout.tensors[spec.name]
         shape = place.form(np.broadcast_to(np.float32(0), spec.shape)).shape
-        tensors[place.name] = shape, partial(_placed, read, spec.name, place)
+        tensors[place.name] = shape, partial(_placed, exported.tensors, spec.name, place)
     for name, shape in layout.zeros.items():
         tensors[name] = shape, partial(np.zeros, shape, np.float32)
     config = {**layout.config, "torch_dtype": dtype, "transformers_version": FORM}
@@ -67,7 +58,7 @@ def write_folder(
         settings["generation_config.json"] = ids
     settings["config.json"] = config
     files = {name: dump_json(content, indent=2).encode() for name, content in settings.items()}
-    files |= {"README.md": card.encode()} if card else {}
+    files["README.md"] = model_card(exported).encode()
     if tokenizer is not None:
         files |= tokenizer_files(tokenizer, layout.tokenizer_replaced)
     with _directory(path) as folder:
@@ -153,8 +144,8 @@ def _repository(exported: Exported) -> str | None:
     return found[1] if found else None
 
 
-def _placed(read: Callable[[str], np.ndarray], name: str, place: Place) -> np.ndarray:
-    return place.form(place.rows(read(name)))
+def _placed(tensors: Mapping[str, np.ndarray], name: str, place: Place) -> np.ndarray:
+    return place.form(place.rows(tensors[name]))
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from toyexp.formats.safetensors import TensorsFile
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT = 1 << 20  # bytes
-# Keys of `general` that tell an adapter's base and run. They are metadata of the tensors: of some versions PEFT refuses
-# a configuration with a key that it does not know.
+# Keys of `general`, in the metadata of TENSORS: some versions of PEFT refuse a CONFIG with keys that they do not know.
 ORIGIN = ("name", "run_id", "config_sha256", "adapter_digest", "base_model.0.name", "base_model.0.digest")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 # Settings of an adapter that is more than alpha / r * B A on its base, or on another base, where they are not empty.

@@ -48,7 +48,7 @@ class Filter:
             raise UserError(
                 f"{word}: {key} is text, which {sign} does not compare; '{key}=...' or '{key}!=...', * fits"
             )
-        elif sign in ORDER and _number(value) is None:
+        elif sign in ORDER and ((number := _number(value)) is None or math.isnan(number)):
             raise UserError(f"{word}: what {sign} compares is a number, such as '{key}{sign}3'")
         return cls(word, name, sign, value)
 

@@ -55,8 +55,9 @@ class Point(Generic[J]):
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
-        spread = "" if self.deviation is None else f" ± {self.deviation:.4f}"
-        return f"{self.mean:.4f}{spread}" if self.values else "-"
+        form = ".4f" if abs(self.mean) < 1e7 else ".4g"
+        spread = "" if self.deviation is None else f" ± {self.deviation:{form}}"
+        return f"{self.mean:{form}}{spread}" if self.values else "-"
 
 
 def sources_of(job: Scored) -> Mapping[str, str]:

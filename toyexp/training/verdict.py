@@ -15,7 +15,7 @@ from toyexp.base.errors import PluginFailed, RankFailed, RunFailed
 from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals
 from toyexp.base.terminal import say
-from toyexp.base.words import count, counted, short
+from toyexp.base.words import count, counted, in_bytes, short
 from toyexp.base.writing import bytes_in
 from toyexp.contract.run import Run
 from toyexp.training.checkpoint import steps
@@ -139,4 +139,4 @@ def print_result(result: Result) -> None:
         step, best = result.steps_of.get(path, outcome.steps), result.best and result.best.step
         last = ", the last" if best not in (None, step) else ""
         of = f"  of step {step}{', the best' if step == best else last}" if step != outcome.steps or last else ""
-        say(f"        {shown}  {bytes_in(path) / 1e6:.2f} MB{of}")
+        say(f"        {shown}  {in_bytes(bytes_in(path))}{of}")

@@ -22,6 +22,8 @@ log = logging.getLogger("toyexp")
 FLUSH_SECONDS = 1.0
 FLUSH_BYTES = 1 << 16
 LINE = 1 << 20  # bytes of a line that is read again
+TAIL = 64 << 20  # bytes behind a checkpoint that are looked at
+OWN = re.compile(rb'(?:{"kind": "(?!run_end")[^"]*", "t": .*\n)*+(?:{"kind": "run_end", .*\n)?')  # lines of a run
 WAITING_BYTES = 16 << 20  # of lines that wait for room on the disk
 
 
@@ -240,16 +242,12 @@ def go_back(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
         length = os.fstat(file.fileno()).st_size
         torn = _byte_before(file, length) != b"\n"
         if length >= size and _byte_before(file, size) == b"\n":
-            others, ended = 0, False
             file.seek(size)
-            while line := file.readline(LINE):
-                own = re.match(rb'{"kind": "([^"]*)", "t": ', line)
-                others += line.endswith(b"\n") and (ended or not own)
-                ended = ended or bool(own and own[1] == b"run_end")  # a run's last line
+            others = OWN.sub(b"", file.read(TAIL), 1).count(b"\n")
             file.truncate(size)
-            removed = f"lines that this run did not write are removed: {others}" * bool(others)
-            repaired = "its last line was torn; it is written again" * torn
-            return waiting, "; ".join(filter(None, (repaired, removed))) or None
+            told = ["its last line was torn; it is written again"] * torn
+            told += [f"lines that this run did not write are removed: {others}"] * bool(others)
+            return waiting, "; ".join(told) or None
         file.seek(0)
         kept = file.read(min(size, length)).rfind(b"\n") + 1
         file.truncate(kept)

@@ -129,7 +129,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def read(path: Path, with_state: bool = True) -> Checkpoint:
     """Return a checkpoint that matches its manifest, of its arrays all or the weights alone; raise Damaged or Newer."""
     if link := next((name for name in (MANIFEST, ARRAYS, STATE) if (path / name).is_symlink()), None):
-        raise UserError(f"{path / link}: is a link, and none is followed inside a checkpoint; put the file there")
+        raise Damaged(f"{path / link}: is a link, and none is followed inside a checkpoint; put the file there")
     manifest = read_json(path / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
         what = f"{path}: has format {printable(str(version))}; this toyexp reads {FORMAT}"

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from toyexp.base.blame import asked, blamed, given, of_a_part, sentences
@@ -36,7 +36,7 @@ from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
 from toyexp.training.parts import Config, Outcome, Prepared, Result, Saver, facts, introduction
-from toyexp.training.provenance import identity, record
+from toyexp.training.provenance import record
 from toyexp.training.resume import Resumed
 from toyexp.training.rundir import RunDir
 from toyexp.training.settings import Interval, require_utf8
@@ -273,7 +273,6 @@ class RunSaver(Saver):
         settings = prepared.config.settings
         self._run, self._prepared, self._signals = run, prepared, signals
         self._folder, self._step = run.dir / "checkpoints", run.resumed
-        self._identity = cache(lambda: identity(prepared))  # the same all along, and it takes a while
         callbacks = prepared.config.callbacks
         self._keeper = Keeper(
             self._folder,
@@ -300,8 +299,7 @@ class RunSaver(Saver):
         if self._keeper.due(outcome.steps, metrics, last, asked):
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
-                "cwd": self._run.facts["cwd"],
-                "identity": self._identity(),
+                **{key: self._run.facts[key] for key in ("cwd", "sources")},
                 "outcome": asdict(outcome),
                 "callbacks": {name: state for name, state in callbacks.items() if state},
                 "engine": self._run.facts.get("backend", {}),

@@ -91,7 +91,7 @@ class Prepared:
     recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: not asked for, or not known
 
     def data_facts(self) -> dict[str, Any]:
-        """What the run's record says of its data, and a run that goes on has to share."""
+        """What the run's record says of its data."""
         return {**given(Mapping, self.dataset.describe), **self.batches.facts}
 
     def left_out(self) -> list[str]:

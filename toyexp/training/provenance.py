@@ -28,12 +28,6 @@ LINE = 1 << 20  # bytes of the first event that are read
 MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "recipe.donor": ("donor",)}
 
 
-def identity(prepared: Prepared) -> dict[str, Any]:
-    """Return what a run must share with a checkpoint besides its settings: its data and files."""
-    data = {key: value for key, value in prepared.data_facts().items() if key != "path"}
-    return {"data": data, "files": file_sources(prepared.config.recipe)}
-
-
 def files(recipe: Recipe) -> dict[str, Path]:
     """Return the files that the recipe reads by their roles: base, donor or vocabulary, and further ones by name."""
     base, vocabulary = recipe.base_file(), recipe.vocabulary()
@@ -125,7 +119,10 @@ def recorded(path: Path) -> Record:
 
 
 def record_in(told: Mapping[str, Any]) -> Record:
-    """Return what a checkpoint's state, a result or the event run_start says of the origin of a run."""
+    """Return what a checkpoint's state, a result or the event run_start says of the origin of a run.
+
+    Older versions wrote `identity`, or only facts of the data, in place of `sources`.
+    """
     parts = [told, told.get("identity"), told.get("sources")]
     state, same, sources = (part if isinstance(part, Mapping) else {} for part in parts)
     data, named = (found if isinstance(found := (same or state).get(key), Mapping) else {} for key in ("data", "files"))

@@ -17,7 +17,7 @@ from toyexp.contract.planned import defaults
 from toyexp.contract.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.parts import ASIDE_KEYS, FREE_KEYS, Config, Outcome, Prepared
-from toyexp.training.provenance import MOVED, identity, record_in, require_own_checkpoint
+from toyexp.training.provenance import MOVED, record_in, require_own_checkpoint, sources_of
 from toyexp.training.rundir import settings_in
 
 if TYPE_CHECKING:
@@ -150,11 +150,11 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     if found is None:
         raise UserError(f"resume={short(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
     state, settings = found.state, prepared.config.settings
-    parts = ("outcome", "callbacks", "engine", "config", "identity", "scores")
-    if not all(isinstance(state.get(part), dict) for part in parts):
+    parts, then = ("outcome", "callbacks", "engine", "config", "scores"), record_in(state)
+    if not all(isinstance(state.get(part), dict) for part in parts) or not then.sources:
         raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
     require_own_checkpoint(found.path, state)
-    outcome, then = _outcome(found), record_in(state)
+    outcome = _outcome(found)
     plain, filled = prepared.config.plain, with_defaults(state["config"], prepared.config)
     changed = dict(differences(filled, plain))
     new = dict(differences(state["config"], {k: v for k, v in filled.items() if k in plain}))
@@ -162,7 +162,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     free = {*FREE_KEYS, *(key for key, roles in MOVED.items() if then.sources.keys() & {*roles})}
     fixed = {k: v for k, v in changed.items() if not {k, k.split(".")[0]} & free}
     told = [f"{printable(k)} was {printable(typed(a))} and is {printable(typed(b))}" for k, (a, b) in fixed.items()]
-    if told := told or then.differing(_sources_now(prepared, state["identity"])):
+    if told := told or then.differing(sources_of(prepared)):
         more = f", and {len(told) - 3} more" if len(told) > 3 else ""
         what = f"that run is another experiment: {'; '.join(told[:3])}{more}"
         raise OtherExperiment(f"resume={short(directory)}: {what}")
@@ -248,13 +248,6 @@ def _filled(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
         if isinstance(node, Mapping) and node.get("name") == now[kind]["name"]:
             filled[kind] = {**{k: v for k, v in defaults(part).items() if k in now[kind]}, **node}
     return filled
-
-
-def _sources_now(prepared: Prepared, then: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the digests of a run's data and files, by the facts that a checkpoint of an older version has too."""
-    now, known = identity(prepared), then.get("data")
-    data = {key: value for key, value in now["data"].items() if isinstance(known, Mapping) and key in known}
-    return record_in({"identity": {**now, "data": data}}).sources
 
 
 def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:

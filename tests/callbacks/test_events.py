@@ -14,6 +14,7 @@ import toyexp
 from toyexp.base import dump_json
 from toyexp.commands.line import main
 from toyexp.contract.model import LOGGED
+from toyexp.contract.run import Run
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.training import checkpoint
 from toyexp_callbacks import events as events_module
@@ -395,6 +396,13 @@ def test_numbers_that_a_callback_logs_reach_whatever_records_and_decides(train, 
     assert "held-out goodness" in picture and "double" in picture
     logged = b"".join(path.read_bytes() for path in (run.dir / "tensorboard").iterdir())
     assert b"train/double" in logged and b"held_out/goodness" in logged
+
+
+@pytest.mark.parametrize("name", ["kind", "t", "phase", "name", "step", "batch", "loss", "ppl", "lr", "grad_norm",
+                                  "tokens", "wall_us"])  # fmt: skip
+def test_a_name_of_the_records_own_is_refused_in_any_hook(name):
+    with pytest.raises(ValueError, match=rf"run\.log\({name}=...\): the run records a number of that name"):
+        Run.log(None, **{name: 1.0})
 
 
 @pytest.mark.parametrize(

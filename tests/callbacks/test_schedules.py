@@ -73,6 +73,13 @@ def test_a_warmup_below_one_is_a_share_of_the_run(kind):
     assert [share.factor(k, 21) for k in range(21)] == [steps.factor(k, 21) for k in range(21)]
 
 
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_warmup_of_one_is_a_step_and_no_share(kind):
+    for warmup in (1, 1.0):
+        assert [kind(warmup=warmup).factor(k, 20) for k in (0, 1)] == [1.0, kind(warmup=1).after(1, 20)]
+    assert kind(warmup=0.99).factor(1, 20) == 0.1
+
+
 def test_a_share_of_warmup_that_reaches_into_the_descent_is_told():
     """Of 10 steps the last 6 descend: a warmup of half reaches into them, one of 0.4 ends where they begin."""
     planned = Planned({"steps": 10}, None, None, SimpleNamespace(updates=()))

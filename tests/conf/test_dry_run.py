@@ -84,6 +84,15 @@ def test_passes_through_data_count_what_is_learned_and_no_padding(capsys):
     assert any("in 19 examples" in line for line in told["about"])
 
 
+def test_epochs_of_data_without_an_end_are_refused(capsys, monkeypatch):
+    endless = property(lambda batches: None, lambda batches, rows: None)
+    monkeypatch.setattr("toyexp.datasets.tokens.TokenBatches.rows_per_epoch", endless, raising=False)
+    assert main([*SMALL, "epochs=2", "hydra.run.dir=endless"]) == 2 and not Path("endless").exists()
+    error = "epochs=2: data=random does not say how long one pass is; give steps=... instead"
+    assert error in capsys.readouterr().err
+    assert main([*SMALL, "steps=1", "hydra.run.dir=endless"]) == 0
+
+
 def test_epochs_become_steps_when_the_data_are_open(capsys):
     """Of examples their rows, of text its windows; the run's configuration holds the steps, and resume takes more."""
     lines = [json.dumps({"prompt": f"what is {n}", "completion": " it is red"}) for n in range(100, 120)]

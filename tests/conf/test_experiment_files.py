@@ -123,6 +123,14 @@ def test_a_byte_order_mark_before_an_experiment_is_passed_over(tmp_path):
     assert yaml.safe_load(Path("run/config.yaml").read_text())["seed"] == 7
 
 
+def test_steps_that_are_typed_stand_before_the_epochs_of_a_file(refused):
+    Path("own/experiment/mine.yaml").write_text(HEADER + "epochs: 9\n")
+    words = ["--config-dir", "own", "experiment=mine", *TINY]
+    assert main([*words, "hydra.run.dir=run"]) == 0  # TINY types steps=1
+    saved = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert (saved["steps"], saved["epochs"]) == (1, None)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

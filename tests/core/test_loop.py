@@ -864,6 +864,7 @@ def test_the_smoothed_loss_is_an_exponential_mean_that_begins_short():
         ((2.0, 0.1), (2.0, 2.9), False),  # overfitted
         ((4.0, 4.39), (4.0, 4.39), False),  # by less than a tenth
         ((0.01, 0.09), (None, None), False),  # by less than 0.1 nats
+        ((-10.0, -9.5), (None, None), False),  # a loss may be below 0
         ((4.0, 9.0), (None, None), True),
         ((None, 9.0), (None, None), False),  # resumed from a checkpoint that does not have it
     ],

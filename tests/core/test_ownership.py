@@ -478,6 +478,7 @@ def test_a_sweep_inside_the_directory_of_a_run_is_refused(run_of_a_stranger, cap
     for words in ([], ["--dry-run"]):
         line = refused(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D/more/s", *words)
         assert "D/more/s is inside" in line and "hydra.sweep.dir=..." in line
+    assert main([*NOOP, "hydra.run.dir=D/more/run"]) == 0  # a single run may be there
 
 
 def test_a_file_of_a_run_that_cannot_be_read_is_not_called_somebody_elses(run_of_a_stranger, capsys, monkeypatch):

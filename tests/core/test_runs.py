@@ -66,6 +66,30 @@ def test_runs_says_of_each_what_it_was_and_how_far_it_came(here, capsys):
     assert table[-1] == "9 runs: 8 completed, 1 killed"
 
 
+def test_a_run_that_diverged_is_called_so_and_counts(here, capsys):
+    place = here / "outputs/sweep/0/result.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), "diverged": True}))
+    assert [run["path"] for run in listed(capsys, "state=diverged")] == ["outputs/sweep/0"]
+    assert "9 runs: 7 completed, 1 diverged, 1 killed" in answered(capsys, "runs")
+    told = json.loads(answered(capsys, "compare", "outputs/sweep", "--json"))
+    assert [point["counted"] for point in told["points"]] == [2] * 4
+
+
+def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
+    for name, file in (("0", "events.jsonl"), ("1", "config.yaml")):
+        (here / "outputs/sweep" / name / file).unlink()
+        os.mkfifo(here / "outputs/sweep" / name / file)
+    states = {run["path"][-1]: run["state"] for run in listed(capsys)}
+    assert (states["0"], states["1"]) == ("completed", "unreadable")
+    assert listed(capsys, "state=unreadable")[0]["why"].startswith("config.yaml is a pipe")
+
+
+def test_a_score_is_found_by_the_four_decimals_of_a_table_and_a_rate_by_its_value_alone(tmp_path, capsys):
+    made(tmp_path / "a", steps=5, lr=0.00304, held_out=1.23456)
+    for word, found in (("loss=1.2346", 1), ("loss=1.235", 0), ("lr=0.0030", 0), ("lr=0.00304", 1)):
+        assert len(listed(capsys, str(tmp_path), word)) == found, word
+
+
 def test_a_run_on_auto_is_of_the_engine_that_it_took(here, capsys):
     place = here / "outputs/sweep/0/config.yaml"
     place.write_text(place.read_text().replace("- engine: ggml", "- engine: auto"))

@@ -8,7 +8,8 @@ import pytest
 from faults import TEXT, words
 
 from toyexp.commands.line import main
-from toyexp.config.restored import gguf_of
+from toyexp.config.restored import _set_up, gguf_of
+from toyexp.contract.plugins import loaded
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.runs.found import look
 from toyexp.training import checkpoint
@@ -71,10 +72,11 @@ def test_a_run_that_keeps_its_best_exports_it_in_every_format_and_says_its_step(
     assert set(result("wild/run")["artifact_steps"].values()) == {step}
     told, last = result("wild/run"), events("wild/run", "eval")[-1]
     assert (told["eval_step"], told["eval_loss"]) == (step, loss), "what is exported decides in tables and sweeps"
+    assert told["eval_scores"] == told["last_eval"]["scores"] == {}, "a perplexity is its loss and no score of its own"
     assert told["last_eval"]["step"] == 12 and told["last_eval"]["loss"] == last["loss"] > loss
     assert look(Path("wild/run")).loss == loss
     assert f"best held-out loss {loss:.4f} after step {step}" in out
-    assert f"MB  of step {step}, the best" in out
+    assert f"kB  of step {step}, the best" in out
 
 
 def test_the_last_weights_are_exported_where_that_is_asked_for(wild):
@@ -159,6 +161,14 @@ def test_what_a_checkpoint_does_not_hold_comes_from_where_the_run_had_it(recipe)
     assert main([*settings.values(), "hydra.run.dir=run"]) == 0
     assert main(["export", "run/checkpoints/step-2", "--type", "f32"]) == 0
     assert tensors(Path("run/step-2-f32.gguf")) == tensors(Path("run/model.gguf"))
+
+
+@pytest.mark.parametrize("own", [[], ["model_seed=5"]])
+def test_what_a_recipe_draws_and_does_not_train_is_drawn_again_by_the_seed_of_the_model(own):
+    """Which holds of recipes of plugins: all that those of toyexp draw is in the checkpoint."""
+    assert main([*WILD, "callbacks=[events]", "steps=1", "seed=3", *own, "hydra.run.dir=run"]) == 0
+    _, plan, _, _ = _set_up(Path("run/checkpoints/step-1"), loaded())
+    assert plan.seed == (5 if own else 3)
 
 
 def test_a_checkpoint_whose_run_cannot_be_set_up_again_says_why(capsys):

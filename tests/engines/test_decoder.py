@@ -138,6 +138,14 @@ class Dynamic(Llama):
         return super().forward(ops, p, batch)
 
 
+class Scaled(Llama):
+    """Scales by the number of positions, and calls the same ops for any."""
+
+    def embed(self, ops, table, tokens):
+        x = super().embed(ops, table, tokens)
+        return ops.scale(x, 1.0 / x.shape[1])
+
+
 class Split(Llama):
     """Looks at pairs of positions, and at single ones where they are odd."""
 
@@ -158,7 +166,7 @@ def of_kind(kind, rows=1):
 
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1, dtype="float64"), TorchCPU(threads=1), GGMLCPU(threads=1)])
-@pytest.mark.parametrize("kind", [Scan, Dynamic, Saying])
+@pytest.mark.parametrize("kind", [Scan, Scaled, Dynamic, Saying])
 def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(kind, engine):
     the_plan = of_kind(kind)
     values = {t.name: the_plan.initial(t) for t in the_plan.tensors}
@@ -174,7 +182,14 @@ def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(k
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(Scan, "ops.part may look"), (Dynamic, "other ops for 2"), (Split, "2 positions"), (Saying, None), (Llama, None)],
+    [
+        (Scan, "ops.part may look"),
+        (Scaled, "other ops for 2"),
+        (Dynamic, "other ops for 2"),
+        (Split, "2 positions"),
+        (Saying, None),
+        (Llama, None),
+    ],
 )
 def test_the_kit_finds_a_model_that_no_decoder_can_keep_positions_of(kind, words):
     suite = ModelSuite()

@@ -12,13 +12,17 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import CONTEXT, batches, write_base
 
 from toyexp import AdamW, Normal, Setup, TensorSpec, UserError
+from toyexp.config.request import Request
 from toyexp.contract.plan import export_tensors, lora_names
+from toyexp.contract.plugins import load
 from toyexp.contract.recipe import start
 from toyexp.datasets.tokens import Dropout
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter
 from toyexp.reference.engine import reference_loss as reference_ops_loss
 from toyexp.testing import given
+from toyexp.text.byte_level import Bytes
+from toyexp.training.experiment import prepare
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_recipes.full import Full
 from toyexp_recipes.lora import Lora
@@ -252,6 +256,24 @@ def test_a_mask_is_a_function_of_seed_adapter_and_step(tmp_path):
         np.testing.assert_array_equal(again.batch(5)[n], later[n])
         np.testing.assert_array_equal(told.batch(5)[n], later[n])
     assert len({m.tobytes() for m in drawn}) == len(drawn)
+
+
+def test_masks_are_drawn_by_seed_whatever_the_seeds_of_data_and_model_are(tmp_path):
+    write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
+    (tmp_path / "book.txt").write_text("the clocks were striking. " * 99)
+    words = ["engine=noop", "data=text", f"data.path={tmp_path}/book.txt", "model.context=12", "batch_size=2",
+             "recipe=lora", f"recipe.base={tmp_path}/base.gguf", "recipe.dropout=0.3"]  # fmt: skip
+    request = Request([], load(["toyexp.testing.null"]), ["toyexp.testing.null"])
+
+    def drawn(*seeds):
+        run = prepare(request.parts(*words, *seeds))
+        batch, (name, *_) = run.batches.batch(0), [adapter.mask for adapter in run.plan.drops]
+        return batch[name].tobytes(), batch["tokens"].tobytes()
+
+    masks, tokens = drawn("seed=1")
+    assert drawn("seed=1", "model_seed=2") == (masks, tokens)
+    assert drawn("seed=1", "data_seed=2") == (masks, drawn("seed=2")[1])
+    assert drawn("seed=2", "data_seed=1", "model_seed=1")[0] != masks
 
 
 @pytest.mark.parametrize("engine", ENGINES)

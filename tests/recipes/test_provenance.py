@@ -358,6 +358,7 @@ def test_swapped_folders_of_images_are_noticed(capsys):
     Path("pets/dogs").rename("pets/cats")
     Path("pets/x").rename("pets/dogs")
     assert "images was " in told(capsys, "eval", "vit", "engine=cpu", code=2)
+    assert "images was " in told(capsys, "predict", "vit/checkpoints/step-1", "pets/cats/0.png", code=2)
     Path("pets/cats").rename("pets/x")
     Path("pets/dogs").rename("pets/cats")
     Path("pets/x").rename("pets/zebras")  # the same images in the same order under another name

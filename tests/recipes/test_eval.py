@@ -14,6 +14,7 @@ from toyexp.commands.evaldata import kind_of
 from toyexp.commands.line import main
 from toyexp.contract.plugins import load
 from toyexp.datasets.images import held_out_mask
+from toyexp_data.images import Images
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 200
 TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "data.val_fraction=0.2", "model.context=16"]
@@ -110,7 +111,9 @@ def test_other_images_are_seen_as_the_model_saw_its_own(capsys):
 
 
 @pytest.mark.parametrize("color", [True, False])
-def test_a_folder_of_images_is_seen_at_the_size_of_the_models_file(capsys, color):
+def test_a_folder_of_images_is_seen_at_the_size_of_the_models_file(capsys, monkeypatch, color):
+    more = classmethod(lambda cls, *given, own=Images.suggested: f"data.labels=LABELS.csv {own(*given)}")
+    monkeypatch.setattr(Images, "suggested", more)  # what a person is to fill in is left out
     assert main([*write_photos(), f"data.color={color}", *TINY, "engine=ggml", "steps=1"]) == 0
     shutil.copy("run/model.gguf", "alone.gguf")
     alone, whole = (of(capsys, what, "--data", "photos")["loss"] for what in ("alone.gguf", "run"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -199,9 +200,9 @@ def _data(
         name = kind_of(Path(data), model, registry)
         kind, given = f"data={name}", [setting("data.path", data)]
         cls = cast("type[Data]", registry.get("data", name))
-        fit = [word for word in (cls.suggested(sizes_of(model), None) or "").split() if "data.path=" not in word]
+        fit = "" if model.reads.text else cls.suggested(sizes_of(model), None) or ""
         given += [setting(f"data.{key}", value) for key, value in cls.whole.items()]
-        return [*(own if kind in own else [kind, *fit]), *given]
+        return [*(own if kind in own else [kind, *(w for w in fit.split() if not re.search("=[A-Z]", w))]), *given]
     if "data" in typed:
         return []
     return own or [f"data={name}" for name in of_kind(model.reads, registry)[:1]]

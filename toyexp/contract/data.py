@@ -38,7 +38,7 @@ class Data(ABC):
 
     @classmethod
     def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
-        """What to type beside `data=<name>` for a file's model of these sizes; None where these are not for it."""
+        """What to type beside `data=<name>` for a file's model of these sizes, names in capitals; None: not for it."""
         return None
 
     @abstractmethod

@@ -47,8 +47,16 @@ class Result:
         self.directory = directory.absolute()
         self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
         self._registry = registry or load()
-        self._when, self._look = self._begun(), look(self.directory)
+        self._when, found = self._begun(), look(self.directory)
+        self.name, self._engine_name = found.name, found.engine
+        self.state = found.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
+        self.why = found.why  # the sentence of the callback that stopped it, or the error that it failed with, or empty
+        self.steps = found.steps  # optimiser steps taken; None if none is known of
+        self.loss = found.train_loss  # smoothed training loss, over about the last 50 steps, in nats a target
+        # Held-out scores of the exported model: loss, in nats a target, and the model's own, such as accuracy.
+        self.held_out = {**({} if found.loss is None else {"loss": found.loss}), **found.scores}
         self.best: dict[str, Any] | None = result_of(directory).get("best")  # step, metric, score: `checkpoint_best`
+        self.seconds, self.speed = found.seconds, found.speed  # in all; tokens, or images, a second in steps alone
         if not late:
             self.lines()  # which reads settings, history and warnings
 
@@ -69,47 +77,6 @@ class Result:
         return Result, (self.directory, None, self.checkpoint)
 
     # -- how it went --
-
-    @property
-    def name(self) -> str:
-        """The run's name."""
-        return self._look.name
-
-    @property
-    def state(self) -> str:
-        """How it ended: completed, diverged, stopped (by a callback), pruned, interrupted, failed, killed, running."""
-        return self._look.state
-
-    @property
-    def why(self) -> str:
-        """The sentence of the callback that stopped it, or the error that it failed with; else empty."""
-        return self._look.why
-
-    @property
-    def steps(self) -> int | None:
-        """Optimiser steps taken; None where none is known of."""
-        return self._look.steps
-
-    @property
-    def loss(self) -> float | None:
-        """The smoothed training loss, over about the last 50 steps, in nats a target."""
-        return self._look.train_loss
-
-    @property
-    def held_out(self) -> dict[str, float]:
-        """Held-out scores of the exported model: loss, in nats a target, and the model's own, such as accuracy."""
-        loss = {} if self._look.loss is None else {"loss": self._look.loss}
-        return {**loss, **self._look.scores}
-
-    @property
-    def seconds(self) -> float | None:
-        """How long it took in all."""
-        return self._look.seconds
-
-    @property
-    def speed(self) -> float | None:
-        """Tokens, or images, a second, in steps alone."""
-        return self._look.speed
 
     @cached_property
     def history(self) -> History:
@@ -313,7 +280,7 @@ class Result:
 
     def lines(self) -> list[tuple[str, str]]:
         """What is worth a look, as pairs of a word and what it is."""
-        chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._look.engine]
+        chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._engine_name]
         taken = "" if self.steps is None else f" after {counted(self.steps, 'step')}"
         took = "" if self.seconds is None else f" in {self.seconds:.1f} s"
         first = self.history.held_out.get("loss", np.empty(0))

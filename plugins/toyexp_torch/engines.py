@@ -26,7 +26,6 @@ from toyexp.base import (
     require_words,
     started_ranks,
 )
-from toyexp.formats import in_place
 
 if TYPE_CHECKING:
     import types
@@ -67,6 +66,7 @@ class TorchEngine(Engine):
         """Say that no tensor of the run is kept packed, or of which types none is."""
         if self.packed:
             import_torch()
+            from toyexp.formats import in_place
             from toyexp_torch.unpack import KINDS
 
             types = {info.type for tensor in planned.plan.tensors if (info := in_place(tensor))} - {"F32"}

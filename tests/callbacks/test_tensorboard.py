@@ -40,6 +40,7 @@ def test_a_run_has_all_its_numbers_in_an_event_file_and_goes_on_in_another_besid
     assert held_out == pytest.approx({e["step"]: e["loss"] for e in run.of("eval")}, rel=1e-6)
     assert {"train/lr", "train/grad_norm", "held_out/ppl"} <= {name for name, _, _ in found} and purged == []
     assert str(run.dir / "tensorboard") in run.result["artifacts"]
+    assert b'"batch_size": ' in first.read_bytes(), "the configuration is there as a text"
     assert main([f"resume={tmp_path / 'run'}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0
     (second,) = set((run.dir / "tensorboard").glob("events.out.tfevents.*")) - {first}
     found, purged = scalars(second)

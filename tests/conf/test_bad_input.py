@@ -372,6 +372,7 @@ def test_a_sweep_over_texts_whose_blanks_would_be_lost_is_told_how_they_are_kept
         ("lr=1e-3 steps=3", ["2 settings in one pair of quotes", "lr=1e-3 steps=3"]),
         ("plugins=[a],[b]", ["plugins=[a,b]"]),
         ("--trainer.max_epochs=3", ["epochs=3"]),
+        ("--Trainer.Max_Epochs=3", ["epochs=3"]),
         ("--learning_rate=3", ["lr=3"]),
         ("learning_rate=3", ["did you mean lr?"]),
         ("max_iters=3", ["did you mean steps?"]),

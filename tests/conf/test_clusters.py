@@ -1,5 +1,6 @@
 """Jobs on clusters: what is lost begins again elsewhere, and the rest is as with jobs on this machine."""
 
+import errno
 import os
 import signal
 import sys
@@ -143,14 +144,18 @@ def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
     os.close(again)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("held_at_first", [True, False])
-def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monkeypatch, held_at_first):
+def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monkeypatch, held_at_first, fails):
     """Where no lock is held at first, as on a disk whose locks do not reach the node, the job runs to its end."""
     work, asked = OnNode(Order(tmp_path / "s/0", tmp_path / "s/logs/0.log", [], [], False)), []
     (tmp_path / "s").mkdir()
     held = lock(tmp_path / "s")
     if not held_at_first:
         os.close(held)
+
+    def raising(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
 
     def run(order, stop, show, poll):
         for _ in range(2):
@@ -159,6 +164,8 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
             work._next_look = min(work._next_look, 0.0) if held_at_first else work._next_look
             if held_at_first and len(asked) == 1:
                 os.close(held)
+                if fails:  # as the disk of a sweep's machine that is gone
+                    monkeypatch.setattr("toyexp.sweep.cluster.require_left", raising)
         return Ended(0)
 
     monkeypatch.setattr("toyexp.sweep.cluster.run_process", run)

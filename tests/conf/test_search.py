@@ -1,6 +1,7 @@
 """Searches: what Optuna chose reaches the runs, bad runs are stopped, and a search that goes on runs nothing twice."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -236,6 +237,23 @@ def test_points_that_a_full_disk_hindered_are_run_again_and_not_learned_from(cap
     assert [job["status"] for job in jobs()] == ["completed"] * 2 * repeats
     assert [(trial.state.name, trial.params) for trial in trials()] == [("COMPLETE", params) for params in asked]
     assert found()["best"]
+
+
+def test_of_jobs_of_which_one_was_hindered_and_one_failed_the_first_is_run_again(capsys):
+    Path("full").touch()
+    words = [*NOOP, "lr=0.1,5", "callbacks.slow.fails_above=1", HERE, "hydra.sweep.dir=s"]
+    assert main(["-m", *words]) == 1
+    assert "go on: toyexp 'sweep.resume=\"s\"' sweep.retry=true" in capsys.readouterr().out
+
+
+def test_a_search_whose_summary_a_full_disk_does_not_take_says_so_and_is_complete(capsys, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("toyexp.sweep.search.in_one_piece", full)
+    assert main(["-m", *NOOP, LOG, "sweep.search=random", "sweep.trials=1", HERE, "hydra.sweep.dir=s"]) == 0
+    assert "search.json: not written (No space left on device)" in capsys.readouterr().out
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"]
 
 
 @contextlib.contextmanager

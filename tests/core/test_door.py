@@ -29,6 +29,7 @@ from toyexp.config.words import parse
 from toyexp.door.aside import worded
 from toyexp.door.history import History
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.sweep.contained import plain_torch
 from toyexp.text.byte_level import Bytes
 from toyexp_data.text import Text
 from toyexp_ggml.engines import GGMLCPU
@@ -548,6 +549,27 @@ def test_a_run_leaves_the_process_as_it_was(here):
     told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told and done.stderr == ""
+
+
+def test_whatever_a_caller_has_set_in_torch_a_call_computes_under_its_defaults():
+    torch = pytest.importorskip("torch")
+
+    def state():
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        return torch.get_default_dtype(), torch.get_default_device().type, *modes, torch.get_float32_matmul_precision()
+
+    usual = state()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            before = state()
+            with plain_torch(torch):
+                assert state() == usual == (torch.float32, "cpu", True, False, False, "highest")
+            assert state() == before != usual
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_run_computes_the_same_in_whatever_state_of_torch_it_is_called(here):

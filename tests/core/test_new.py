@@ -351,6 +351,13 @@ def test_the_page_on_callbacks_lists_every_field_and_method_of_a_run():
     assert public <= {*listed}
 
 
+def test_a_search_of_the_pages_puts_the_page_of_a_setting_first_and_counts_the_words_of_others(monkeypatch, tmp_path):
+    for name, text in {"abc": "one seed", "runs": "a seed", "title": "# Seeds", "zoo": "seed\nseed"}.items():
+        (tmp_path / f"{name}.md").write_text(text)
+    monkeypatch.setattr(pages, "PAGES", tmp_path)
+    assert [topic for topic, _, _ in pages.search("seed")] == ["runs", "title", "zoo", "abc"]
+
+
 def test_help_with_a_word_that_names_no_page_searches_the_pages(capsys, monkeypatch, tmp_path):
     """The page of a setting of that name first, then headings, then text; a word of one page prints that page."""
     for name, text in {

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -396,6 +397,29 @@ def test_processes_that_ask_whether_a_directory_is_written_do_not_refuse_each_ot
         require_left(Path("D"))
         with pytest.raises(Owned):
             lock(Path("D"))
+
+
+def test_without_fcntl_as_on_windows_a_directory_is_locked_and_its_owners_name_can_be_read(tmp_path, monkeypatch):
+    """There a locked byte can neither be read nor written by others, so it lies behind the name."""
+    taken = {}
+
+    def locking(file, mode, count):
+        byte = os.fstat(file).st_ino, os.lseek(file, 0, os.SEEK_CUR)
+        if taken.setdefault(byte, file) != file:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("toyexp.base.ownership.fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=locking))
+    held = lock(tmp_path)
+    ((_, place),) = taken
+    name = (tmp_path / "run.lock").read_text()
+    assert name.startswith(f"{os.getpid()} on ") and place > len(name)
+    for ask in (lock, require_left):
+        with pytest.raises(Owned, match=f"is being written by process {os.getpid()} on "):
+            ask(tmp_path)
+    taken.clear()
+    require_left(tmp_path)
+    os.close(held)
 
 
 @pytest.mark.parametrize("name", ["logs/0.log", "study.log", "sweep.jsonl"])

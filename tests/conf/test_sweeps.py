@@ -366,7 +366,7 @@ def done(begun):
         (lambda state: state["jobs"].append(5), "is damaged"),
         (lambda state: state.update(flags=[]), "flags is []"),
         (lambda state: state["jobs"][1].pop("code"), "code"),
-        (lambda state: state.update(format=9), "has format 9; this toyexp reads 1"),
+        (lambda state: state.update(format=9), "sweep.json: has format 9; this toyexp reads 1; if a newer"),
         (lambda state: state.update(settings=None), "settings is None"),
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],

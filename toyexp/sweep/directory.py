@@ -295,9 +295,10 @@ def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:
-    """The jobs in a sweep.json, which may come from a stranger; raises KeyError, TypeError or ValueError."""
+    """The jobs in a sweep.json, which may come from a stranger; raises KeyError, TypeError, ValueError or Damaged."""
     if state["format"] != FORMAT:
-        raise ValueError(f"has format {state['format']}; this toyexp reads {FORMAT}")
+        what = f"{SWEEP}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
+        raise Damaged(f"{what}; if a newer toyexp wrote it, update toyexp")
     asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
              "jobs": list[Any]}  # fmt: skip
     for name, hint in asked.items():

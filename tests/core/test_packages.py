@@ -130,9 +130,11 @@ whole = True
 def test_a_signal_waits_for_the_end_of_an_import(package):
     """Native code that loads may end the process where one is raised; a second one acts at once."""
     name = package(SIGNALLED)
+    began = time.monotonic()
     with stop_signals() as signals, pytest.raises(Interrupted), needed(name, ""):
         module = __import__(name)
         time.sleep(30)
+    assert time.monotonic() - began < 20  # a sleep was not slept to its end
     assert module.whole and signals.count() == 1
     twice = package(SIGNALLED.replace("time.sleep", "os.kill(os.getpid(), signal.SIGINT); time.sleep"))
     with stop_signals(), pytest.raises(Interrupted), needed(twice, ""):

@@ -81,7 +81,10 @@ class Signals:
     def _send_again(self, number: int) -> None:
         if not self._over.wait(0.02):
             self._sent_again = True
-            signal.raise_signal(number)  # the interpreter handles it in the main thread
+            if sys.platform == "win32":
+                signal.raise_signal(number)
+            else:  # whose system call a signal to this thread would not end
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def close(self) -> None:
         """What waits for the end of an import is not raised any more."""

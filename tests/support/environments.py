@@ -22,5 +22,9 @@ def make(root, install, editable=False):
 
 def run(program, *words, cwd=None):
     """Runs a program with these words; never raises for an exit code."""
-    environment = {**os.environ, "COLUMNS": "160", "OMP_WAIT_POLICY": "passive"}
+    environment = {
+        **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        "COLUMNS": "160",
+        "OMP_WAIT_POLICY": "passive",
+    }
     return subprocess.run([str(program), *map(str, words)], capture_output=True, text=True, cwd=cwd, env=environment)

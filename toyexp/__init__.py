@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from toyexp.base.errors import (
         RunFailed,
         SessionError,
-        ToldOtherwise,
         ToyexpError,
         Unavailable,
         UserError,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp import Engine, Plan, Planned, ToldOtherwise, Unavailable, UserError, needed, printable
+from toyexp import Engine, Plan, Planned, Unavailable, UserError, needed, printable
 from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
 from toyexp_ggml import profiles
 
@@ -262,7 +262,7 @@ class GGMLCUDA(GGMLGPU):
         computed = torch is not None and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0
         too_late = not forbidden and (GGMLCUDA._was_allowed or computed)
         if forbidden if self.tf32 else too_late:
-            raise ToldOtherwise(
+            raise UserError(
                 f"engine.tf32={str(self.tf32).lower()}: cuBLAS is told once in a process, and was told otherwise "
                 f"({OVERRIDE}); {ONE_OF_TWO.format('ggml_cuda', 'tf32=true')}"
             )
@@ -306,7 +306,7 @@ class GGMLVulkan(GGMLGPU):
         if self.half and NO_HALF in os.environ:
             raise UserError(f"engine.half=true: {NO_HALF} is set in the environment and forbids it; unset it")
         if GGMLVulkan._claimed not in (None, self.half):
-            raise ToldOtherwise(
+            raise UserError(
                 f"engine.half={str(self.half).lower()}: ggml opens a Vulkan device with float16 or without, once in a "
                 f"process; {ONE_OF_TWO.format('vulkan', 'half=true')}"
             )

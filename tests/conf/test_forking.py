@@ -289,12 +289,15 @@ CHOOSE = ("model", "engine", "optim", "recipe", "data", "experiment", "callbacks
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
-def test_what_was_composed_beforehand_is_what_hydra_composes(words):
+def test_what_was_composed_beforehand_is_what_hydra_composes(words, monkeypatch):
     request = Request.of(words)
+    schema.composed_before.clear()
     beforehand.keep([word for word in words if word.partition("=")[0] in CHOOSE], request.source)
     lines = [str(o.input_line) for o in request.settings]
-    found, whole = beforehand.take(lines, request.source), compose_raw(lines, request.source)
-    assert found is not None and beforehand.take(lines, request.source) is None  # it is taken once
+    whole = compose_raw(lines, request.source)
+    monkeypatch.setattr(beforehand, "compose_raw", None)  # which is not asked again
+    beforehand.composed(lines, request.source).seed = 99  # a copy
+    found = beforehand.composed(lines, request.source)
     for cfg in (found, whole):
         OmegaConf.set_readonly(cfg.hydra, False)
         cfg.hydra.overrides.task, cfg.hydra.overrides.hydra, cfg.hydra.job.override_dirname = [], [], ""
@@ -340,10 +343,13 @@ def test_a_value_that_cannot_be_set_is_refused_in_the_words_of_any_run(word):
         request.compose()
 
 
-def test_what_depends_on_the_words_of_a_run_is_left_to_hydra(tmp_path):
+def test_what_depends_on_the_words_of_a_run_is_left_to_hydra(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nname: ${hydra:job.override_dirname}\n")
-    source = Source.of(str(tmp_path), "mine")
-    beforehand.keep([], source)
-    assert beforehand.take(["seed=5"], source) is None
-    beforehand.keep(["+made_up=1"], Source.of())  # which counts in the order in which it was typed
-    assert beforehand.take(["+made_up=1"], Source.of()) is None
+    asked = []
+    monkeypatch.setattr(beforehand, "compose_raw", lambda *given: asked.append([*given[0]]) or compose_raw(*given))
+    # The second word counts in the order in which it was typed.
+    for words, source in (["seed=5"], Source.of(str(tmp_path), "mine")), (["+made_up=1"], Source.of()):
+        beforehand.keep(words, source)
+        for _ in range(3):
+            beforehand.composed(words, source)
+            assert asked[-1] == words

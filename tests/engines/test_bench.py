@@ -476,26 +476,18 @@ ONCE = """
 import os
 from dataclasses import dataclass
 from typing import ClassVar
-from toyexp import ToldOtherwise, hookimpl
+from toyexp import UserError, hookimpl
 from toyexp.testing import null
-
-class Session(null.NullSession):
-    def describe(self):
-        return super().describe() | {"framework": f"in {os.getpid()}, {os.environ['TOLD']}"}
 
 @dataclass
 class Once(null.NullEngine):
     '''Is told once.'''
     name: ClassVar[str] = "once"
     half: bool = False
-    fails: bool = False
     def check(self):
         if os.environ.setdefault("TOLD", str(self.half)) != str(self.half):
-            raise ToldOtherwise("told once in a process")
+            raise UserError(f"half={self.half}: told otherwise before")
         return "here"
-    def realize(self, plan):
-        assert not self.fails, "no such device"
-        return Session(plan, self).open()
 
 @hookimpl
 def register_engines(register):
@@ -503,34 +495,12 @@ def register_engines(register):
 """
 
 
-def test_what_a_process_can_be_told_once_takes_its_turns_in_a_process_of_its_own(capsys, monkeypatch, tmp_path):
-    """With the environment as it was before the first of the two changed it."""
+def test_what_a_library_is_told_once_in_a_process_is_refused_before_anything_is_measured(capsys, monkeypatch, tmp_path):
     (tmp_path / "of_once.py").write_text(ONCE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_peak, "SIZES", ((32, 2),))  # here; the other process has its own
     monkeypatch.setenv("TOLD", "")
     monkeypatch.delenv("TOLD")
     ours = [word for word in TINY if not word.startswith("engine.")]
-    asked = [*ours, "plugins=[of_once]", "--rounds=3", "--steps=2", "--json"]
-    assert main(["bench", *asked, "engine=once,once:half=true"]) == 0
-    here, apart = json.loads(capsys.readouterr().out)["engines"]
-    assert here["note"].startswith(f"in {os.getpid()}, False")
-    assert (
-        re.match(r"in \d+, True.*; in a process of its own$", apart["note"]) and str(os.getpid()) not in apart["note"]
-    )
-    assert len(apart["rounds"]) == 3 and apart["steps_per_round"] == 2 and min(apart["rounds"]) > 0
-    assert apart["ratio"] == pytest.approx(here["seconds_per_step"] / apart["seconds_per_step"])
-    assert 0 < apart["share_of_peak"] == pytest.approx(apart["flops_per_second"] / apart["peak_flops_per_second"])
-    assert apart["first_step_seconds"] > 0 and apart["peak_rss_bytes"] > 10e6
-    monkeypatch.delenv("TOLD")
-    assert main(["bench", *asked, "engine=once,once:half=true:fails=true"]) == 1
-    assert re.search(r"once:half=true:fails=true: in a process of its own: .*no such device", capsys.readouterr().err)
-
-
-def test_what_the_environment_forbids_is_told_at_once(capsys, monkeypatch, tmp_path):
-    (tmp_path / "of_once.py").write_text(ONCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TOLD", "True")
-    ours = [word for word in TINY if not word.startswith("engine.")]
-    assert main(["bench", *ours, "plugins=[of_once]", "engine=once"]) == 2
-    assert capsys.readouterr().err == "toyexp: error: told once in a process\n"
+    assert main(["bench", *ours, "plugins=[of_once]", "engine=once,once:half=true"]) == 2
+    out, err = capsys.readouterr()
+    assert err == "toyexp: error: half=True: told otherwise before\n" and "rounds" not in out

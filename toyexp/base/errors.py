@@ -36,10 +36,6 @@ class Broken(Unavailable):
         super().__init__(f"{fact}; {remedy}" if remedy else fact)
 
 
-class ToldOtherwise(UserError):
-    """What a library is told once in a process, and was told otherwise: in a process of its own it may work."""
-
-
 class UnknownCharacter(UserError):
     """A text holds a character that a tokenizer has no token for."""
 

@@ -20,17 +20,16 @@ import numpy as np
 
 import toyexp
 from toyexp.base.drawing import BLUE, INK, LABEL, PALE, SMALL, Sheet, cut, own_style, picture_at, plain
-from toyexp.base.errors import ToldOtherwise, UserError
+from toyexp.base.errors import UserError
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
 from toyexp.base.words import columns, count, counted, in_bytes
-from toyexp.commands.bench_apart import Apart
 from toyexp.commands.bench_peak import Peak, peak_of
 from toyexp.commands.bench_stepper import (
     FIGURES,
     EngineStepper,
     Entry,
-    Measured,
+    Stepper,
     alone,
     baselines,
     made_batches,
@@ -51,8 +50,8 @@ usage: toyexp bench [key=value ...] [options]
 
 Engines side by side on this machine; ratio is the speed of each over the
 first one's. A key behind a name is of that engine alone. All take turns in one
-process, but for the second of what a library is told once in a process, such as
-vulkan,vulkan:half=true, which has its own.
+process; what a library is told once in a process, such as vulkan:half=true
+beside vulkan, needs two commands with the same first engine.
   toyexp bench                                    cpu and ggml, the default model
   toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
   toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
@@ -236,29 +235,23 @@ def step_flops(plan: Plan) -> float:
 def measure(request: Request, labels: Sequence[str], asked: Options, watch: Callable[[str], None]) -> Report:
     """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
     environment = dict(os.environ)  # engines may set in it what they tell their library, once in a process
-    runs = _prepared(request, labels)
+    runs = prepared_on(request, labels)
     first = runs[labels[0]]
     settings = [str(override.input_line) for override in request.settings]
-    own = {label: Entry(label, settings, label) for label in labels}
     names = [prepared.config.engine.name for prepared in runs.values()]
     added = list(baselines(settings, names)) if asked.baseline else []
     work = work_of(first)
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
-    entries, batches = list(own.values()), made_batches(first)
-    ready: dict[str, tuple[Measured, int]] = {}  # with the steps of a turn
+    entries, batches = [Entry(label, settings, label) for label in labels], made_batches(first)
+    ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
     left_out: dict[str, str] = {}
     found = {} if asked.no_peak else runs
     peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in found.items()}
     with contextlib.ExitStack() as last:
         for label in labels:
-            if label in runs:
-                ready[label] = warm_up(partial(EngineStepper, runs[label]), batches, asked.steps)
-            else:
-                apart = Apart(own[label], asked.steps, not asked.no_peak, environment)
-                ready[label] = apart, apart.steps
-                peaks |= {label: apart.peak} if apart.peak else {}
+            ready[label] = warm_up(partial(EngineStepper, runs[label]), batches, asked.steps)
             last.callback(ready[label][0].close)
         for name, entry in added:
             try:
@@ -286,18 +279,6 @@ def measure(request: Request, labels: Sequence[str], asked: Options, watch: Call
     return Report(work, engines, left_out)
 
 
-def _prepared(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
-    """The experiment on each engine that can be in this process beside those before it, by its label."""
-    found: dict[str, Prepared] = {}
-    for label in labels:
-        try:
-            found |= prepared_on(request, [label])
-        except ToldOtherwise:
-            if not found:  # by the environment, which a process of its own would have too
-                raise
-    return found
-
-
 def _share(flops_per_second: float, peak: Peak | None) -> dict[str, Any]:
     """What part that is of the peak of the engine's products, and how that was found."""
     if peak is None:
@@ -307,7 +288,7 @@ def _share(flops_per_second: float, peak: Peak | None) -> dict[str, Any]:
 
 
 def take_turns(
-    ready: Mapping[str, tuple[Measured, int]], batches: Sequence[Batch], rounds: int
+    ready: Mapping[str, tuple[Stepper, int]], batches: Sequence[Batch], rounds: int
 ) -> dict[str, list[float]]:
     """Seconds a step of each in every round; who begins changes from round to round."""
     names = list(ready)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.words import counted
@@ -39,22 +39,11 @@ BATCHES = 8  # made beforehand, and used over and over
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
 
 
-class Measured(Protocol):
-    """What takes turns."""
+class Stepper(Protocol):
+    """A model and its optimiser, ready to train."""
 
     note: str  # versions, device and threads
     devices: int = 1  # that compute together
-
-    def turn(self, batches: Sequence[Batch], steps: int) -> float:
-        """Takes so many training steps, and returns the seconds of one."""
-
-    def close(self) -> None:
-        """Frees everything."""
-
-
-class Stepper(Measured, Protocol):
-    """A model and its optimiser, ready to train."""
-
     pids: Sequence[int] = ()  # of other processes on this machine that compute with this one
 
     def step(self, batch: Batch) -> object:
@@ -64,8 +53,11 @@ class Stepper(Measured, Protocol):
         """Until every step that was begun is taken."""
         return
 
+    def close(self) -> None:
+        """Free everything."""
+
     def turn(self, batches: Sequence[Batch], steps: int) -> float:
-        """One after another."""
+        """Take so many training steps, and return the seconds of one."""
         began = time.perf_counter()
         for k in range(steps):
             self.step(batches[k % len(batches)])
@@ -211,16 +203,11 @@ def alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[st
                 process.kill()
                 raise
         if process.returncode:
-            why = why_it_ended(process, errors)
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            why = re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
             raise RunFailed(f"{entry.name}: in a process of its own: {why}; --no-memory leaves this out")
     return {FIGURES[0]: seconds, **json.loads(told)}
-
-
-def why_it_ended(process: subprocess.Popen[str], errors: IO[str]) -> str:
-    """The last line that a process has said, of an error of ours its text; its exit code where it has said none."""
-    errors.seek(0)
-    last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    return re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
 
 
 def main(words: Sequence[str]) -> None:

@@ -80,7 +80,6 @@ def _load(words: Sequence[str], stacks: bool) -> None:
                 engine.preload_stack() if stacks else engine.preload()
     with contextlib.suppress(Exception):
         composed.look_over()  # the settings of parts that jobs share are merged once
-    _composed(words)  # once more: what is composed beforehand is taken once
 
 
 def _composed(words: Sequence[str]) -> Request:

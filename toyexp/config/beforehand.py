@@ -23,36 +23,39 @@ from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 
 OF_A_JOB = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # where it is, and nothing is chosen by
-CHOICES = 8  # of names that are kept: a composition takes some memory
-AGAIN = 32  # likewise of one process
+AGAIN = 32  # choices of names that are kept: a composition takes some memory
 OF_HYDRA = re.compile(r"hydra[.:](?!job\.num)")  # as ${hydra:job.override_dirname}, which tells of all the words
 
 _presets: list[tuple[str, int, int]] = []  # the files of which composed_before is
-_kept: dict[tuple[Source, tuple[str, ...]], DictConfig] = {}
 
 
 def composed(words: Sequence[str], source: Source) -> DictConfig:
-    """What Hydra composes; its errors go through.
+    """Compose words with Hydra; its errors go through.
 
     Names that a process chooses again and again from toyexp's own presets are composed twice, and then copied.
     """
-    if (cfg := take(words, source)) is not None:
-        return cfg
     names, _ = _of_a_job(words)
-    if source != Source(CONF) or not all(map(_is_choice, names)):
-        return compose_raw(words, source)
     if _presets != (now := _files()):  # a person edits them while a notebook runs
         composed_before.clear()
         _presets[:] = now
-    if names not in composed_before:
-        cfg = compose_raw(words, source)
-        if len(composed_before) == AGAIN:
-            composed_before.clear()
-        composed_before[names] = None
-        return cfg
-    base = composed_before[names] = composed_before[names] or _of_names(names, source)
+    if (source, names) not in composed_before:
+        if source == Source(CONF) and all(map(_is_choice, names)) and len(composed_before) < AGAIN:
+            composed_before[source, names] = None
+        return compose_raw(words, source)
+    if composed_before[source, names] is None:
+        keep(words, source)
+    base = composed_before[source, names]
     cfg = _with_values(copy.deepcopy(base), words) if base is not None else None
     return compose_raw(words, source) if cfg is None else cfg
+
+
+def keep(words: Sequence[str], source: Source) -> None:
+    """Compose the names that these words choose, for `composed`; names that depend on other words are left to Hydra."""
+    names, _ = _of_a_job(words)
+    if len(composed_before) == AGAIN:
+        composed_before.clear()
+    if composed_before.get((source, names)) is None and all(map(_is_choice, names)):
+        composed_before[source, names] = _of_names(names, source)
 
 
 def _files() -> list[tuple[str, int, int]]:
@@ -70,25 +73,6 @@ def told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
         if key in GROUPS or not key.replace(".", "").isidentifier() or key[:6] == "hydra." or value[:1] == "{"
     )
     return names, [word for word in words if word not in names]
-
-
-def keep(words: Sequence[str], source: Source) -> None:
-    """Composes what these choose by name, unless that is there; what is made of words that vary is left to Hydra."""
-    names, _ = _of_a_job(words)
-    if (source, names) in _kept or len(_kept) == CHOICES or not all(_is_choice(name) for name in names):
-        return
-    if (cfg := _of_names(names, source)) is not None:
-        _kept[source, names] = cfg
-
-
-def take(words: Sequence[str], source: Source) -> DictConfig | None:
-    """What Hydra would compose, but for its record of the words, from what was kept; None where nothing was.
-
-    It can be had once, and where a value cannot be set nothing is: what is wrong with it is for Hydra to find.
-    """
-    names, _ = _of_a_job(words)
-    cfg = _kept.pop((source, names), None)
-    return None if cfg is None else _with_values(cfg, words)
 
 
 def _of_names(names: Sequence[str], source: Source) -> DictConfig | None:

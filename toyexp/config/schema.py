@@ -110,7 +110,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         return found
 
 
-composed_before: dict[tuple[str, ...], DictConfig | None] = {}  # of names, with the parts that are stored now
+composed_before: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {}  # with the parts that are stored now
 
 
 def store_schemas(registry: Registry) -> None:

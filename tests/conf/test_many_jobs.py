@@ -12,7 +12,7 @@ from toyexp.base.errors import UserError
 from toyexp.sweep import journal
 from toyexp.sweep.directory import Job, Status, SweepDir, rows
 from toyexp.sweep.journal import JOURNAL, Seldom
-from toyexp.sweep.places import Places
+from toyexp.sweep.lookahead import Places
 from toyexp.sweep.ranking import ranked
 from toyexp.sweep.study import Study
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from float64_models import vit
 from PIL import Image
+from saved_vit import load_vit
 from tiny import write_base
 
 import toyexp
@@ -17,7 +18,6 @@ from toyexp.commands.line import main
 from toyexp.commands.predict import Predicted, Predictions
 from toyexp.formats.gguf.write import write_model
 from toyexp_data.digits import Digits
-from toyexp_models.saved_vit import load_vit
 from toyexp_models.vit import ViT
 
 TINY = ["model=vit", "recipe=vit_tiny", "data=digits", "model.d_model=32", "model.n_layers=1", "model.d_ff=32",

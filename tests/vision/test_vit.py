@@ -13,6 +13,7 @@ from float64_models import vit
 from lines import last_of_each
 from PIL import Image
 from safetensors.numpy import load_file, save_file
+from saved_vit import load_vit
 
 from toyexp import Setup, UserError
 from toyexp.commands.evaluate import OfClass, by_class, table
@@ -21,7 +22,6 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import RecipeSuite
 from toyexp_data.digits import Digits
-from toyexp_models.saved_vit import load_vit
 from toyexp_models.vit import ViT
 from toyexp_recipes.vit_tiny import VitTiny
 

@@ -26,7 +26,6 @@ from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.forking import FORKED, PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
-from toyexp.sweep.places import Places
 from toyexp.sweep.process import AT_ONCE, Order, Stop, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
@@ -66,7 +65,7 @@ class Runner:
         self, asked: Asked, request: Request, settings: Sweep, jobs: list[Job], memory: Mapping[str, Any],
         values: Mapping[str, Any], folder: SweepDir | None = None,
     ):  # fmt: skip
-        from toyexp.sweep.lookahead import Lookahead  # deferred, as Hydra is everywhere here
+        from toyexp.sweep.lookahead import Lookahead, Places  # deferred, as Hydra is everywhere here
 
         self._ahead = Lookahead(request, values)
         self.asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory

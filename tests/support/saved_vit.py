@@ -1,4 +1,4 @@
-"""A trained image classifier from its file alone."""
+"""A trained image classifier from its file alone, computed by nothing of toyexp but its model."""
 
 from __future__ import annotations
 

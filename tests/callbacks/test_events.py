@@ -278,6 +278,8 @@ def test_a_file_goes_back_to_its_checkpoint(tmp_path):
     assert go_back(path, 6, b"waiting\n") == (b"waiting\n", "its last line was torn; it is written again")
     assert go_back(path, 6, b"") == (b"", None)
     assert path.read_text() == "first\n"
+    assert go_back(path, 1 << 49, b"") == (b"", f"{(1 << 49) - 6} bytes that its checkpoint knows of are lost")
+    assert path.read_text() == "first\n"
     path.write_text("first\nsec")
     waiting, told = go_back(path, 100, b"waiting\n")
     assert waiting == b"" and "bytes that its checkpoint knows of are lost" in told, "behind a gap nothing follows"

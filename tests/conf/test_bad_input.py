@@ -980,12 +980,13 @@ def test_a_checkpoint_with_what_no_run_writes_is_refused(run_of_two_steps, refus
     scores = [({"scores": {step: 1.5}}, "scores") for step in ("\u00b2", "-2", "3", 5000 * "1")]
     places = [{**state["callbacks"]["events"], "bytes": size} for size in (-1, 1 << 60, 1e300)]
     events = [({"callbacks": {**state["callbacks"], "events": place}}, "callbacks.events") for place in places]
-    for change, told in (*scores, *events):
+    for change, told in (*scores, *events, ({"sources": {}}, "")):
         raw = json.dumps({**state, **change}).encode()
         manifest["files"][STATE] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         (folder / STATE).write_bytes(raw)
         (folder / MANIFEST).write_text(json.dumps(manifest))
-        refused([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], f"{folder}/{STATE}", told)
+        words = [f"{folder}/{STATE}", told] if told else [f"{folder}: its {STATE} lacks a part"]
+        refused([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], *words)
 
 
 def test_a_switch_may_still_be_1_or_0(capsys):

@@ -77,6 +77,7 @@ def test_another_engine_goes_on_within_its_tolerance(first, then, model, recipe)
         ("optim.beta1=0.8", "optim.beta1 was 0.9 and is 0.8"),
         ("data.val_fraction=0.2", "data.val_fraction was 0.05 and is 0.2"),
         ("seed=1 batch_size=2 name=other", "batch_size was 4 and is 2"),
+        ("seed=1 batch_size=2 optim.beta1=0.8 model.d_model=64", ", and 1 more"),
         ("optim.groups={blk.0.*:{frozen:true}}", "optim.groups.blk.0.* was null and is {frozen: true}"),
     ],
 )

@@ -14,7 +14,7 @@ import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.commands.line import main
 from toyexp.text.byte_level import Bytes
-from toyexp.training.provenance import Record, data_sources, record_in
+from toyexp.training.provenance import MOVED, Record, data_sources, record_in
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
 QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
@@ -146,6 +146,39 @@ def test_data_and_a_base_that_were_moved_are_taken_by_their_bytes(here, home, ca
     assert of("../run")["sources"] == of(home / "full")["sources"]
     monkeypatch.chdir("..")  # from where a relative path would not lead there
     assert ", the run's own," in told(capsys, "eval", "run", "engine=ggml")
+
+
+def test_a_donor_that_was_moved_is_taken_by_its_bytes(home, capsys):
+    shutil.copy(home / "base.gguf", "donor.gguf")
+    words = [f"data.path={home}/book.txt", "recipe=warm", "recipe.donor=donor.gguf", "model.tied=false"]
+    assert main([*QUICK, *NANO, *words, "hydra.run.dir=run"]) == 0
+    Path("donor.gguf").rename("moved.gguf")
+    said = told(capsys, "resume=run", "steps=3", "recipe.donor=moved.gguf")
+    assert "recipe.donor donor.gguf -> moved.gguf" in said
+
+
+def test_a_path_that_is_typed_as_it_was_leads_to_the_same_file_from_elsewhere(home, capsys):
+    shutil.copytree(home / "plain", "run")
+    said = told(capsys, "resume=run", "steps=3", "data.path=book.txt")
+    assert "data.path" not in said and of("run")["steps"] == 3
+
+
+def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch):
+    facts = {"name": "text", "train_tokens": 9}
+    monkeypatch.setattr("toyexp.datasets.tokens.TokenDataset.describe", lambda data: facts)
+    Path("book.txt").write_text(BOOK)
+    assert main([*QUICK, *NANO, "hydra.run.dir=run"]) == 0
+    Path("book.txt").rename("moved.txt")
+    error = told(capsys, "resume=run", "steps=3", "data.path=moved.txt", code=2)
+    assert "another experiment: data.path was book.txt and is moved.txt" in error
+
+
+@pytest.mark.parametrize(("key", "may_move"), [("data.path", True), ("data.tokenizer", False)])
+def test_only_a_path_that_may_be_typed_anew_is_advised_to_be(here, key, may_move):
+    with pytest.raises(toyexp.UserError) as error, Record(here).told(MOVED):
+        raise toyexp.UserError(f"{key}=x.txt: not found")
+    assert f"; the run was begun in {here}; cd to " in str(error.value)
+    assert str(error.value).endswith(f", or type {key}=PATH") is may_move
 
 
 def test_a_resumed_run_keeps_the_directory_it_was_begun_in(home, monkeypatch):

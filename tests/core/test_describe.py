@@ -543,6 +543,13 @@ def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys)
     assert main(shlex.split(commands["export"])[1:]) == 0
 
 
+def test_the_export_that_is_offered_writes_to_a_name_that_is_free(capsys):
+    write_base(Path("model.gguf"), "llama", tokenizer=Bytes())
+    for _ in range(2):
+        (command,) = (use["command"] for use in told(capsys, "model.gguf")["uses"] if use["what"] == "export")
+        assert main(shlex.split(command)[1:]) == 0, command
+
+
 def write_large_vocabulary(path, tokens=128_256, merges=280_147):
     """The header of a llama with a vocabulary as large as they come; its numbers are a hole in the file."""
 

@@ -166,6 +166,7 @@ def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
         ("model.gguf --type q8_0 --to there.gguf --force", "there.gguf: is already there and no file of a model"),
         ("model.gguf --type q8_0 --to config.yaml --force", "config.yaml: is already there and no file of a model"),
         ("model.gguf --type safetensors --to config.yaml --force", "and no file of a model, which alone --force repl"),
+        ("model.gguf --type safetensors --to dir.safetensors --force", "alone --force replaces; name a file in it"),
         ("model.gguf --type hf --to card --force", "--to card: is already there and no directory that was written so"),
         ("model.gguf --type q8_0 --to model.gguf --force", "model.gguf: is what is read; write elsewhere"),
         ("adapter.gguf --type q8_0", "adapter.gguf: holds no model (general.type is adapter)"),
@@ -177,7 +178,8 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
     if "vit.gguf" in words:
         put_program(source.parent, "exit 1")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    (source.parent / "empty").mkdir()
+    for name in ("empty", "dir.safetensors"):
+        (source.parent / name).mkdir()
     os.mkfifo(source.parent / "pipe")
     (source.parent / "book.txt").write_text("It was a bright cold day in April.")
     for name in ("there.gguf", "config.yaml"):

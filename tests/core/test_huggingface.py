@@ -17,6 +17,7 @@ from tiny import MODELS, split, write_base
 from toyexp import Exported, Rotary, RunFailed, UserError
 from toyexp.base.words import in_bytes
 from toyexp.commands.line import main
+from toyexp.contract.exporter import card_facts
 from toyexp.formats.gguf.open_model import exported_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
@@ -399,7 +400,8 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     assert names("run/model-hf") == names("run/model-2-hf") == FILES
     card, score = Path("run/model-hf", CARD).read_text(), json_of("run/result.json")["eval_loss"]
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n") and "base" not in card
-    for row in (f"held-out loss | {score:.6g}", "data file | book.txt", "recipe | scratch", "step | 3", "seed | 0"):
+    for row in (f"held-out loss | {score:.6g}", "data file | book.txt", "recipe | scratch", "step | 3", "seed | 0",
+                "learning rate | 0.003", "engine | noop"):  # fmt: skip
         assert f"| {row} |" in card
     assert "held-out" not in Path("run/model-2-hf", CARD).read_text(), "there was no eval at step 2"
     for what in ("run", "run/model.gguf"):
@@ -424,8 +426,15 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     assert [(e["step"], e["type"]) for e in told] == [(2, "bfloat16"), (3, "bfloat16")] and told[1]["bytes"] == size
 
 
-def test_a_card_names_the_licence_and_the_repository_of_the_base():
-    general = {"name": "mine", "license": "apache-2.0", "base_model.0.repo_url": "https://huggingface.co/org/base"}
+def test_a_card_of_a_run_on_data_without_a_file_has_no_row_for_one():
+    about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {})
+    card = model_card(Exported(Llama(d_model=16), {}, about=about))
+    assert "| data | random |" in card and "| data file |" not in card
+
+
+@pytest.mark.parametrize("url", ["https://huggingface.co/org/base", "https://huggingface.co/org/base/"])
+def test_a_card_names_the_licence_and_the_repository_of_the_base(url):
+    general = {"name": "mine", "license": "apache-2.0", "base_model.0.repo_url": url}
     card = model_card(Exported(Llama(d_model=16), {}, general=general, about={"base": "b.gguf"}), adapter=True)
     assert "library_name: peft" in card and "license: apache-2.0\nbase_model: org/base\n---" in card
     assert "PeftModel.from_pretrained(base" in card

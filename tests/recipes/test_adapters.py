@@ -249,12 +249,14 @@ def test_a_merged_model_does_not_say_that_a_run_made_it(capsys):
     general = {
         "name": "One", "run_id": "2026-11-21", "step": 7, "config_sha256": "ab", "license": "mit", "version": "2",
         "repo_url": "https://huggingface.co/org/one", "base_model.0.name": "Zero", "tags": ["a"],
+        "base_model.0.organization": "Nought",
     }  # fmt: skip
     write_base(Path("w.gguf"), "llama", tokenizer=Bytes(), general=general)
     assert main(["merge", "w.gguf", "run/adapter-hf", "--out", "m.gguf"]) == 0
     with GGUFFile("m.gguf") as file:
         keys = file.metadata
-        assert not {"general.run_id", "general.step", "general.config_sha256", "general.repo_url"} & keys.keys()
+        gone = "run_id", "step", "config_sha256", "repo_url", "base_model.0.organization"
+        assert not {f"general.{key}" for key in gone} & keys.keys()
         assert (keys["general.license"], keys["general.tags"]) == ("mit", ["a"])
         assert (keys["general.name"], keys["general.base_model.0.name"]) == ("One + lora-llama", "One")
     capsys.readouterr()
@@ -262,6 +264,14 @@ def test_a_merged_model_does_not_say_that_a_run_made_it(capsys):
     card = Path("m-hf/README.md").read_text()
     assert "\nlicense: mit\nbase_model: org/one\n" in card and "| base | One |" in card and "| run |" not in card
     assert "| description | One with the LoRA adapter lora-llama of run run merged in |" in card
+
+
+def test_an_adapter_that_has_no_name_is_called_by_its_directory():
+    changed_peft("mine")  # without the metadata of what toyexp wrote
+    assert main(["merge", "base.gguf", "mine", "--out", "m.gguf"]) == 0
+    with GGUFFile("m.gguf") as file:
+        assert file.text("general.name") == "base + mine"
+        assert file.text("general.description") == "base with the LoRA adapter mine merged in"
 
 
 def test_the_merged_model_scores_and_writes_what_base_and_adapter_do(capsys):

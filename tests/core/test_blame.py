@@ -66,7 +66,7 @@ class Clumsy(Callback):
 
     @hookimpl
     def on_eval(self, step):
-        if step:
+        if step or not self.step:
             fail(self.at, "on_eval", self.kind)
 
     @hookimpl
@@ -342,6 +342,12 @@ def test_bad_input_that_a_callback_finds_once_training_has_begun_is_told_as_its_
         assert err == f"toyexp: error: callbacks.clumsy {when}: {words}\n"
         assert f"{saved} of 6 steps are saved; go on: toyexp resume=run" in out
         shutil.rmtree("run")
+
+
+def test_bad_input_that_a_callback_finds_at_the_first_eval_is_told_as_its_own(capsys):
+    words = ["callbacks.clumsy.at=on_eval", "callbacks.clumsy.kind=user", "callbacks.clumsy.step=0"]
+    assert main([*NOOP, CALLBACKS, *words]) == 1
+    assert capsys.readouterr().err == "toyexp: error: callbacks.clumsy at step 0: mine: on purpose\n"
 
 
 def test_what_is_raised_on_purpose_and_without_a_word_is_told_with_its_line(capsys):

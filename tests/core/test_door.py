@@ -160,8 +160,9 @@ def test_a_result_stays_what_it_was_when_its_run_goes_on(here):
     for result in (given, opened):
         assert repr(result) == begun and result.steps == len(result.history.loss) == 8 and not result.warnings
         assert {name: getattr(result, name) for name in held} == held
-        for look in (lambda r: r.files, lambda r: r.parameters["output_norm.weight"], lambda r: r.logits("It was"),
-                     lambda r: r.generate("It"), lambda _: weights["output_norm.weight"]):  # fmt: skip
+        for look in (lambda r: r.files, lambda r: r.facts, lambda r: r.parameters["output_norm.weight"],
+                     lambda r: r.logits("It was"), lambda r: r.generate("It"),
+                     lambda _: weights["output_norm.weight"]):  # fmt: skip
             with pytest.raises(UserError, match=r"was resumed, .* read; toyexp\.open\(.*\) shows it as it is now"):
                 look(result)
     assert longer.steps == len(longer.history.loss) == 12 and "checkpoints/step-12" in longer.files

@@ -70,6 +70,13 @@ def test_a_thinned_curve_keeps_what_stands_out():
     assert thinned(curve, 30_000)[1] == values.tolist()
 
 
+def test_of_many_held_out_scores_the_last_is_always_drawn(tmp_path):
+    run = made(tmp_path / "run", steps=62, eval_every=1)
+    (told,) = Report("")._data(Comparison.of([look(run)]), 100)["runs"]
+    steps, losses = told["held"]["loss"]
+    assert len(steps) == len(losses) < 62 and (steps[0], steps[-1]) == (1, 62)
+
+
 def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
     run = made(tmp_path / "run", steps=20, eval_every=10)
     with open(run / "events.jsonl", "a") as file:

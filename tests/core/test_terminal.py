@@ -54,6 +54,11 @@ def test_what_was_being_done_is_gone_before_an_answer_comes(words):
     assert began == b"\r\r" and answer.startswith(b"\r        \r") and b"starting" not in answer
 
 
+def test_only_a_word_that_is_longer_than_any_path_is_cut_in_an_error(capsys):
+    complain(f"{'a/' * 249}b and {'c' * 500}")
+    assert capsys.readouterr().err == f"toyexp: {'a/' * 249}b and {'c' * 200}... (500 characters)\n"
+
+
 def test_the_public_names_are_loaded_when_they_are_asked_for():
     there = "print('numpy' in sys.modules)"
     program = f"import sys, toyexp; {there}; toyexp.Session; {there}"

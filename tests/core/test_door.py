@@ -153,7 +153,8 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(trained, here):
 
 
 def test_a_result_stays_what_it_was_when_its_run_goes_on(here):
-    given = toyexp.run(*WORDS, model=MODEL, **SETTINGS, name="stays", quiet=True)
+    given = toyexp.run(*WORDS, model=MODEL, **SETTINGS, name="stays", checkpoint_best="loss", quiet=True)
+    assert given.best == {"step": given.best["step"], "metric": "loss", "score": given.held_out["loss"]}
     weights, held = given.parameters, {"held_out": given.held_out, "settings": given.settings, "best": given.best}
     opened, begun = toyexp.open(given), repr(given)
     longer = toyexp.run(resume=given, steps=12, quiet=True)
@@ -167,6 +168,9 @@ def test_a_result_stays_what_it_was_when_its_run_goes_on(here):
                 look(result)
     assert longer.steps == len(longer.history.loss) == 12 and "checkpoints/step-12" in longer.files
     assert toyexp.open(given.directory / "checkpoints" / "step-8").logits("It was").ndim == 2
+    given.directory.rename(here / "moved")
+    with pytest.raises(UserError, match="or moved, since this result was read"):
+        longer.files  # noqa: B018
 
 
 def test_a_sweep_s_result_stays_what_it_was_when_one_of_its_runs_goes_on(here):

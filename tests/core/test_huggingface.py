@@ -189,7 +189,9 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
     assert names("out") == FILES and names() == ["m.gguf", "out"]
     Path("out/mine.txt").write_text("mine")
     Path("file").write_text("mine")
-    for target in ("out", "file"):
+    Path("whole").mkdir()
+    Path("link").symlink_to("whole")
+    for target in ("out", "file", "link"):
         assert main(["export", "m.gguf", "--type", "hf", "--to", target, "--force"]) == 2
         assert f"--to {target}: is already there and no directory that was written so" in capsys.readouterr().err
     assert main(["export", "m.gguf", "--type", "hf", "--to", "m.gguf", "--force"]) == 2
@@ -434,10 +436,10 @@ def test_a_card_of_a_run_on_data_without_a_file_has_no_row_for_one():
 
 @pytest.mark.parametrize("url", ["https://huggingface.co/org/base", "https://huggingface.co/org/base/"])
 def test_a_card_names_the_licence_and_the_repository_of_the_base(url):
-    general = {"name": "mine", "license": "apache-2.0", "base_model.0.repo_url": url}
+    general = {"name": "mine", "run_id": "of-mine", "license": "apache-2.0", "base_model.0.repo_url": url}
     card = model_card(Exported(Llama(d_model=16), {}, general=general, about={"base": "b.gguf"}), adapter=True)
     assert "library_name: peft" in card and "license: apache-2.0\nbase_model: org/base\n---" in card
-    assert "PeftModel.from_pretrained(base" in card
+    assert "PeftModel.from_pretrained(base" in card and "| run | of-mine |" in card
 
 
 @pytest.mark.parametrize("url", ["https://example.org/base", "https://huggingface.co/org/base/tree/main", ""])

@@ -349,6 +349,7 @@ def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothi
     assert [n for n in after["notes"] if "1 killed (result.json cannot be read)" in n]
     for command in ("runs", "compare"):
         assert "bad\\nname" in answered(capsys, command, "outputs/sweep")
+        assert "bad\\nname" in answered(capsys, command, "outputs/sweep/bad\nname")  # among no others
 
 
 def test_thousands_of_runs_take_a_moment(tmp_path):

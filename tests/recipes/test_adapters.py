@@ -311,6 +311,7 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
     (["base.gguf", "run", "--out", "m.bin"], "is written as *.gguf"),
     (["base.gguf", "run", "--out", "away/m.gguf"], "there is no directory away"),
     (["base.gguf", "run", "--out", "base.gguf", "--force"], "--out base.gguf: is what is read"),
+    (["base.gguf", "run", "--out", "run/adapter.gguf", "--force"], "--out run/adapter.gguf: is what is read"),
     (["base.gguf", "run", "--out", "there.gguf"], "replace it with --force"),
     (["base.gguf", "run", "--out", "notes.gguf", "--force"], "is already there and no file of a model"),
     (["base.gguf", "other.gguf", "--out", "m.gguf"], "other.gguf: holds no LoRA adapter (general.type is model)"),

@@ -14,7 +14,7 @@ import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.commands.line import main
 from toyexp.text.byte_level import Bytes
-from toyexp.training.provenance import MOVED, Record, data_sources, record_in
+from toyexp.training.provenance import MOVED, Record, data_sources, record_in, recorded
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
 QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
@@ -112,6 +112,13 @@ def test_a_record_has_a_directory_if_it_is_absolute():
     assert record_in({"cwd": "outputs"}).cwd is record_in({}).cwd is None  # relative: from where nobody knows
 
 
+def test_a_checkpoint_of_an_older_version_is_known_by_its_identity(here):
+    identity = {"data": {"path": "book.txt", "text_sha256": 32 * "ab"}, "files": {"base": "cd"}}
+    Path("state.json").write_text(json.dumps({"cwd": "/home", "identity": identity}))
+    found = recorded(here)
+    assert (found.cwd, found.sources["text"], found.sources["base"]) == (Path("/home"), 8 * "ab", "cd")
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_run_that_was_resumed_elsewhere_says_where_it_was_begun(here, home, capsys, monkeypatch, there):
     (here / "first").mkdir()
@@ -173,10 +180,11 @@ def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch)
     assert "another experiment: data.path was book.txt and is moved.txt" in error
 
 
+@pytest.mark.parametrize("cause", ["not found", "matches no file"])
 @pytest.mark.parametrize(("key", "may_move"), [("data.path", True), ("data.tokenizer", False)])
-def test_only_a_path_that_may_be_typed_anew_is_advised_to_be(here, key, may_move):
+def test_only_a_path_that_may_be_typed_anew_is_advised_to_be(here, key, may_move, cause):
     with pytest.raises(toyexp.UserError) as error, Record(here).told(MOVED):
-        raise toyexp.UserError(f"{key}=x.txt: not found")
+        raise toyexp.UserError(f"{key}=*.txt: {cause}")
     assert f"; the run was begun in {here}; cd to " in str(error.value)
     assert str(error.value).endswith(f", or type {key}=PATH") is may_move
 

@@ -410,6 +410,9 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
         assert main(["export", what, "--type", "hf", "--to", "again", "--force"]) == 0
         again = {line for line in card.splitlines() if "| held-out ppl |" not in line}
         assert {*Path("again", CARD).read_text().splitlines()} == again
+    assert main(["export", "run", "--type", "f16"]) == 0
+    assert main(["export", "run/model-f16.gguf", "--type", "hf", "--to", "again", "--force"]) == 0
+    assert f"| held-out loss before rounding to F16 | {score:.6g} |" in Path("again", CARD).read_text()
     shutil.copytree("run", "other")
     Path("other/config.yaml").write_text(Path("run/config.yaml").read_text().replace("seed: 0", "seed: 1"))
     for what in (

@@ -515,6 +515,16 @@ def test_runs_of_a_class_copied_flat_are_told_apart_by_the_directories_they_were
 
     assert points(tmp_path) == [("/home/ann", 1.5), ("/home/bob", 2.5)]
     assert points(tmp_path, "--pool") == [(None, 2.0)]
+    for person in ("ann", "bob"):
+        made(tmp_path / "zips" / person / "run", steps=5, held_out=1.0)
+        shutil.make_archive(str(tmp_path / person), "zip", tmp_path / "zips" / person)
+    shutil.rmtree(tmp_path / "zips")
+    zips = [tmp_path / "ann.zip", tmp_path / "bob.zip"]
+    assert points(*zips) == [("ann.zip", 1.0), ("bob.zip", 1.0)]
+    assert any(
+        "2 points are equally good" in n
+        for n in json.loads(answered(capsys, "compare", *map(str, zips), "--json"))["notes"]
+    )
     shutil.rmtree(tmp_path / "bob0")
     shutil.rmtree(tmp_path / "ann1")
     assert points(tmp_path) == [(None, 2.0)]  # seeds that one person may have begun in two places
@@ -528,6 +538,10 @@ def test_repeats_side_by_side_are_told_apart_unless_others_have_other_seeds(tmp_
     for held_out, name in enumerate("ab", 1):
         made(tmp_path / name, steps=5, held_out=float(held_out))
     assert points() == [("a", 1.0), ("b", 2.0)]
+    for name in "ab":
+        events = tmp_path / name / "events.jsonl"
+        events.write_text(events.read_text().replace('"schema"', '"cwd": "/content", "schema"'))
+    assert points() == [(None, 1.5)]  # repeats of one person's
     made(tmp_path / "c", steps=5, seed=1, held_out=2.0)
     assert points() == [(None, 1.75)]  # the mean of both seeds
 

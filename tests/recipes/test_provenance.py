@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tiny import write_base
 
 import toyexp
 from toyexp.base.ownership import fingerprint
+from toyexp.commands.evaldata import Trained
 from toyexp.commands.line import main
 from toyexp.text.byte_level import Bytes
 from toyexp.training.provenance import MOVED, Record, data_sources, record_in, recorded
@@ -225,6 +227,15 @@ def test_eval_takes_the_runs_own_data_from_where_the_run_was_begun(home, capsys)
     assert ", of which the run was trained on a part," in told(capsys, *words)
     assert ", the run's own," in told(capsys, *words, "data.val_fraction=0.05")
     assert ", not the run's own," in told(capsys, "eval", str(home / "plain"), "engine=ggml", "--data", "book.txt")
+
+
+@pytest.mark.parametrize("path", ["photos/val", ".", "others"])
+def test_data_in_one_folder_with_the_runs_is_not_said_to_be_foreign(path):
+    record = Record(Path.cwd(), {"data": "1", "images": "1"})
+    trained = Trained(Path("run"), {"name": "images", "path": "photos"}, 8, None, record)
+    dataset = SimpleNamespace(describe=lambda: {"images_sha256": "2"})
+    said = ", not the run's own" if path == "others" else ", some of which the run may have been trained on"
+    assert trained.compare(dataset, ["data.path"], path) == (False, said)
 
 
 def test_eval_refuses_data_that_was_edited_unless_it_is_typed(home, capsys):

@@ -60,8 +60,9 @@ class Trained:
         changes = then.differing({role: now[role] for role in contents})
         if {"data", "data.path"} & {*typed}:
             same, within = self._overlap(taken)
-            known = within or (not changes if contents else same)
-            return False, ", of which the run was trained on a part" if known else ", not the run's own"
+            known = not changes if contents else same
+            part = ", of which the run was trained on a part" if known else ", not the run's own"
+            return False, ", some of which the run may have been trained on" if within else part
         if typed and not changes:  # only how it is split
             return False, "" if contents else ", split otherwise than the run's, so not compared with it"
         path = then.found(str(self.data.get("path") or ""))

@@ -190,7 +190,10 @@ def _about(file: GGUFFile) -> dict[str, Any]:
     config, found, step = settings_in(run / "config.yaml"), look(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
         return {}
-    scores = {"loss": found.loss, **found.scores} if result_of(run).get("eval_step") == step else {}
+    types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
+    rounded = f" before rounding to {types}" if types else ""
+    scores = {f"{name}{rounded}": value for name, value in {"loss": found.loss, **found.scores}.items()}
+    scores = scores if result_of(run).get("eval_step") == step else {}
     return card_facts(config, found.engine, scores)
 
 

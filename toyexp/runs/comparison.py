@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from toyexp.base.words import last_words, short
+from toyexp.base.words import last_words, short, shown
 from toyexp.runs.events import start_of
 from toyexp.runs.found import DONE, Run, settings
 from toyexp.sweep.ranking import ASIDE, METRIC, Ranking, ranked
@@ -183,8 +184,8 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 def _mark_owners(entries: Sequence[Entry]) -> None:
     """Give runs a setting that says whose they are, if equal runs are repeats or were begun in different directories.
 
-    Whose: the name, if repeats differ in it, else the directory below the one that holds all runs. Runs that lie side
-    by side in that one, some of them with other seeds, are one person's unless repeats were begun in other directories.
+    Whose: the name, if repeats differ in it, else the directory, or zip archive, below the one that holds all runs. Of
+    runs that lie side by side it is the directory they were begun in. If they recorded none, seeds are one person's.
     """
     known = [entry for entry in entries if entry.is_known]
     groups: dict[str, list[Entry]] = {}
@@ -197,11 +198,13 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
     moved = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
     owners = {entry.number: entry.run.name for entry in known}
     if known and not any(len({owners[entry.number] for entry in some}) > 1 for some in same):
-        top = os.path.commonpath([entry.run.path.parent.absolute() for entry in known])
-        parts = {entry.number: entry.run.path.absolute().relative_to(top).parts for entry in known}
+        places = {entry.number: Path.cwd() / shown(entry.run.path.absolute()) for entry in known}
+        top = os.path.commonpath([place.parent for place in places.values()])
+        parts = {number: place.relative_to(top).parts for number, place in places.items()}
         owners = {number: some[0] for number, some in parts.items()}
-        if all(len(some) == 1 for some in parts.values()) and len(same) > len(groups):
-            owners, moved = {entry.number: str(entry.facts.get("cwd", "-")) for entry in known}, []
+        begun = {entry.number: str(entry.facts.get("cwd", "-")) for entry in known}
+        if all(len(some) == 1 for some in parts.values()) and ({*begun.values()} != {"-"} or len(same) > len(groups)):
+            owners, moved = begun, []
     if any(len({owners[entry.number] for entry in some}) > 1 for some in (*same, *moved)):
         for entry in known:
             entry.settings = {**entry.settings, WHOSE: owners[entry.number]}

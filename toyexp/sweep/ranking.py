@@ -95,6 +95,8 @@ class Ranking(Generic[J]):
         if self.other_data:
             differ = ", ".join(self.other_data[1:] or self.other_data)
             told.append(f"the data differ between points ({differ}): their losses do not compare")
+        if self.best and (tied := sum(point.mean == self.best.mean for point in self.points)) > 1:
+            told.append(f"{tied} points are equally good; the first of them is marked as best")
         return told
 
     @property

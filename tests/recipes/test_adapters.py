@@ -267,11 +267,11 @@ def test_a_merged_model_does_not_say_that_a_run_made_it(capsys):
 
 
 def test_an_adapter_that_has_no_name_is_called_by_its_directory():
-    changed_peft("mine")  # without the metadata of what toyexp wrote
-    assert main(["merge", "base.gguf", "mine", "--out", "m.gguf"]) == 0
+    changed_peft("mine-0.5b")  # without the metadata of what toyexp wrote
+    assert main(["merge", "base.gguf", "mine-0.5b", "--out", "m.gguf"]) == 0
     with GGUFFile("m.gguf") as file:
-        assert file.text("general.name") == "base + mine"
-        assert file.text("general.description") == "base with the LoRA adapter mine merged in"
+        assert file.text("general.name") == "base + mine-0.5b"
+        assert file.text("general.description") == "base with the LoRA adapter mine-0.5b merged in"
 
 
 def test_the_merged_model_scores_and_writes_what_base_and_adapter_do(capsys):

@@ -122,7 +122,8 @@ def _merged(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: s
         if not key.startswith(OF_BASE):
             writer.add(key, value, file.kinds[key])
     pairs, came = {name: adapter.weights(name) for name in adapter.tensors}, dict(inherited_keys(file))
-    base, added = came["base_model.0.name"], adapter.text("general.name") or origin(adapter.path).stem
+    base, place = came["base_model.0.name"], origin(adapter.path)
+    added = adapter.text("general.name") or place.name.removesuffix(".gguf")
     of_run = f" of run {run}" if (run := adapter.text("general.run_id")) else ""
     came |= {"name": f"{base} + {added}", "description": f"{base} with the LoRA adapter {added}{of_run} merged in",
              "adapter_digest": adapter_digest(pairs, came.get("adapter_digest", ""))}  # fmt: skip

@@ -82,7 +82,7 @@ class Held(NamedTuple):
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
     ids, declared, typed = _numpy(path, dtype) if path.suffix in (".npy", ".npz") else _packed(path, dtype)
-    hint = "" if typed else "; is it uint16? data.dtype=uint16"
+    hint = "" if typed else "; uint16 ids take data.dtype=uint16"
     if ids.min() < 0:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
     top = int(ids.max()) + 1
@@ -122,7 +122,7 @@ def _packed(path: Path, dtype: str) -> Held:
     if not body:
         raise UserError(f"{path}: holds 0 bytes of ids")
     if len(body) % kind.itemsize:
-        guess = "it is cut off, or holds none" if typed or len(body) % 2 else "is it uint16? data.dtype=uint16"
+        guess = "it is cut off, or holds none" if typed or len(body) % 2 else "uint16 ids take data.dtype=uint16"
         raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MOST_IDS:
         raise UserError(f"{path}: its header says {declared} ids; at most {MOST_IDS} make sense")

@@ -13,7 +13,7 @@ from toyexp.commands.line import main
 from toyexp.commands.pages import after_the_doctor, page_about, read, topics
 from toyexp.config.keys import Keys
 from toyexp.config.shipped import PAGES
-from toyexp.config.top_level import GROUPS, other_tools
+from toyexp.config.top_level import GROUPS, in_our_words, other_tools
 from toyexp.contract.plugins import load
 from toyexp.contract.rules import KINDS
 from toyexp.training import verdict
@@ -108,7 +108,9 @@ def test_settings_of_other_tools_lead_to_settings_that_there_are():
 
 def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there_are():
     known, commands = known_settings(), load().offers["command"]
-    rows = re.findall(r"^\| .+? \| (.+) \|$", (PAGES / "guides" / "coming-from.md").read_text(), re.MULTILINE)
+    page = (PAGES / "guides" / "coming-from.md").read_text()
+    assert "| `train.bin` of uint16 ids | `data=tokens data.path=train.bin data.dtype=uint16` |" in page
+    rows = re.findall(r"^\| .+? \| (.+) \|$", page, re.MULTILINE)
     cells = [cell for row in rows for cell in re.findall(r"`([^`]+)`", row)]
     ours = [
         word.strip("'~") for cell in cells if not cell.startswith(("toyexp", "-", "{", "on_")) for word in cell.split()
@@ -116,8 +118,22 @@ def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there
     settings = [word for word in ours if re.match(r"[a-z_.]+(=|$)", word)]
     assert len(settings) > 80 and {word.partition("=")[0] for word in settings} - known == set()
     options = {option for offer in commands.values() for option in (*offer.cls.switches, *offer.cls.values)}
-    assert {option for cell in cells for option in re.findall(r"--[a-z]+", cell)} <= options
+    assert {option for cell in cells for option in re.findall(r"--[a-z-]+", cell)} <= options | {"--config-dir"}
     assert {name for cell in cells for name in re.findall(r"^toyexp (\w+)", cell)} <= {*commands}
+
+
+def test_every_setting_that_the_page_translates_is_answered_with_what_stands_beside_it():
+    page = (PAGES / "guides" / "coming-from.md").read_text().partition("## llama.cpp")[0]
+    known, answered = known_settings(), 0
+    for theirs, ours in re.findall(r"^\| (.+?) \| (.+) \|$", page, re.MULTILINE):
+        for key, value in re.findall(r"[`(]([a-z_\d]+)(?:=([^`) ]+))?[`)]", theirs):
+            if key in known or any(name.endswith(f".{key}") and name in ours for name in known):
+                continue  # it is called so here too
+            answered += 1
+            words = re.sub(r"=\.\.\.| \(.*", "", in_our_words(key, value or "...") or "nothing")
+            assert words.partition("=")[0] in ours, (key, words)
+            assert value in ("", "2", "3", "gpt2", '"gpu"') or words.split()[0] in ours, (key, value, words)
+    assert answered > 50
 
 
 NEWCOMERS = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, nearest, printable
@@ -176,7 +176,7 @@ def check_keys(cfg: DictConfig, every: Keys) -> Keys:
         if not isinstance(node, DictConfig) or node.get("name") != name:
             raise UserError(_not_chosen(f"callbacks.{name}"))
     for key in keys.strangers(cfg):
-        raise unknown_key(key, cfg, registry)
+        raise unknown_key(key, cfg, registry, typed(OmegaConf.select(cfg, key)))
     for kind in PARTS:
         if not keys.classes[kind]:
             for name in names_in(cfg, kind):
@@ -185,20 +185,20 @@ def check_keys(cfg: DictConfig, every: Keys) -> Keys:
     return keys
 
 
-def unknown_key(key: str, cfg: DictConfig | None, registry: Registry) -> UserError:
+def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> UserError:
     """An error about a key nobody reads, with the nearest one that somebody does."""
-    return UserError(_unknown(key, cfg, registry))
+    return UserError(_unknown(key, cfg, registry, value))
 
 
-def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
+def _unknown(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> str:
     keys = Keys.of(registry) if cfg is None else Keys.of(registry).of_config(cfg)
     kind, *rest = re.split("[./]", key)
     where, _, last = key.rpartition(".")
     there = {k: names_in(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
+    theirs = (in_our_words(key, value) or "").removesuffix(f"={value}")
     if kind == "sweep":
-        theirs = in_our_words(key, "...")
         theirs = theirs or (f"hydra.{key}" if rest in (["dir"], ["subdir"]) else "")
-        hint = f"did you mean {theirs.removesuffix('=...')}?" if theirs else choose(key, _sweep_keys())
+        hint = f"did you mean {theirs}?" if theirs else choose(key, _sweep_keys())
         return f"unknown key {key}; {hint}"
     if kind == "hydra" and ("/" in key or nearest(key, HYDRA_KEYS) is None):
         return f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}"
@@ -207,10 +207,8 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
     if kind not in keys.under(""):  # it stands elsewhere, or one like it does
         of_sweeps = [place for place in keys.classes if place.partition(".")[0] == "sweep"]
         places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), *of_sweeps]
-        homes = [f"{place}.{key}" for place in places if key in keys.under(place)]
+        homes = [theirs] * bool(theirs) + [f"{place}.{key}" for place in places if key in keys.under(place)]
         homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.under(""))])]
-        theirs = in_our_words(key, "...")
-        homes = [theirs.removesuffix("=...")] if theirs else homes
         hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.under('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:
@@ -231,8 +229,7 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry) -> str:
     valid = keys.under(where) - {"name"}
     best = nearest(last, valid)
     own = f"{kind}_{last}"  # data.seed is data_seed
-    meant = own if own in keys.under("") else best and f"{where}.{best}"
-    meant = (in_our_words(key, "...") or meant or "").removesuffix("=...")
+    meant = theirs or (own if own in keys.under("") else best and f"{where}.{best}")
     hint = f"did you mean {meant}?" if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
     return f"unknown key {key}; {hint}"
 
@@ -287,7 +284,9 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
     if match := re.search(r"Could not override '([^']+)'|Key '[^']+' not in .*\n\s*full_key: (\S+)", text):
         if match[2] == "experiment":
             return misplaced(given, source)
-        return unknown_key(match[1] or match[2], _groups_only(given, source), registry)
+        key = match[1] or match[2]
+        value = next((str(o.input_line).partition("=")[2] for o in given if o.key_or_group == key), "...")
+        return unknown_key(key, _groups_only(given, source), registry, value)
     if match := re.search(r"An item is already at '([^']+)'", text):
         return UserError(f"+{match[1]}: that key is there already; leave out the '+'")
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):

@@ -139,7 +139,10 @@ def in_our_words(key: str, value: str) -> str | None:
     last = key.rpartition(".")[2].lower()
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
         return "sweep.metric=... (loss and ppl should fall, any other score should rise)"
-    ours = {theirs: ours for ours, names in other_tools("settings").items() for theirs in names.split()}.get(last)
+    table = {theirs: ours for ours, names in other_tools("settings").items() for theirs in names.split()}
+    said = value.strip("[]'\"").lower()
+    said = "false" if said in ("no", "none", "null", "off", "0") else said
+    ours = table.get(f"{last}={said}", table.get(last))
     return ours if ours is None or "=" in ours else f"{ours}={value}"
 
 

@@ -6,6 +6,7 @@ The seed's LoRAMetal: A [r, in] from N(0, init_scale), B [out, r] zero, so that 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -33,11 +34,13 @@ from toyexp.base import require_positive, require_within
 from toyexp_recipes.base import FromBase
 
 SHORT = {  # what may be typed for a linear, here and in PEFT
-    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_qkv", "gate": "ffn_gate",
+    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_[qkv]*", "gate": "ffn_gate",
     "up": "ffn_up", "down": "ffn_down", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
     "o_proj": "attn_out*", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "all-linear": "*",
-    "c_attn": "attn_qkv", "c_fc": "ffn_up",
+    "c_attn": "attn_[qkv]*", "c_fc": "ffn_up", "c_proj": "attn_out* ffn_down", "attn.c_proj": "attn_out*",
+    "mlp.c_proj": "ffn_down",
 }  # fmt: skip
+THEIRS = re.compile(r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp)\.(?!c_proj))?")  # transformers'
 RANK = 8  # unless told
 QUERIES = ("attn_q", "attn_qkv")  # what is adapted by default: the first that the model has
 
@@ -156,18 +159,19 @@ class Lora(FromBase):
         targets = queries if self.targets is None else self.targets
         if targets is None:
             raise UserError(f"recipe.targets: {' or '.join(QUERIES)} is not here; {choose('', set(linears.values()))}")
-        chosen = set()
+        names, chosen = {n: (own, n, blocks[n]) for n, own in linears.items()}, set[str]()
         for target in targets:
-            patterns = (target, SHORT.get(target, target))  # a model may call its own linears by the short names
-            matches = (
-                [n for n, own in linears.items() if any(fnmatchcase(name, p) for name in (own, n, blocks[n]))]
-                for p in patterns
+            _, block, module = THEIRS.split(target, 1)
+            short = [f"blk.{block or '*'}.{p}.*" for p in SHORT.get(module, target).split()]
+            matches = (  # a model may call its own linears by the short names
+                [n for n, each in names.items() if any(fnmatchcase(name, p) for p in patterns for name in each)]
+                for patterns in ([target], short)
             )
             found = next(filter(None, matches), None)
             if not found:
-                names = {*linears.values()}
+                there = {*linears.values()}
                 if any(target in n.split(".") for n in specs):
-                    raise UserError(f"recipe.targets=[{target}]: is no linear of a block; {choose('', names)}")
-                raise UserError(f"recipe.targets=[{target}]: {choose(patterns[1], names)}")
+                    raise UserError(f"recipe.targets=[{target}]: is no linear of a block; {choose('', there)}")
+                raise UserError(f"recipe.targets=[{target}]: {choose(SHORT.get(target, target), there)}")
             chosen.update(found)
         return [name for name in linears if name in chosen]

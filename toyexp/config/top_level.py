@@ -141,8 +141,7 @@ def in_our_words(key: str, value: str) -> str | None:
         return "sweep.metric=... (loss and ppl should fall, any other score should rise)"
     table = {theirs: ours for ours, names in other_tools("settings").items() for theirs in names.split()}
     said = value.strip("[]'\"").lower()
-    said = "false" if said in ("no", "none", "null", "off", "0") else said
-    ours = table.get(f"{last}={said}", table.get(last))
+    ours = table.get(f"{last}={'false' if said in ('no', 'none', 'null', 'off', '0') else said}", table.get(last))
     return ours if ours is None or "=" in ours else f"{ours}={value}"
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -468,3 +469,60 @@ def test_a_checkpoint_of_another_run_is_refused(home, capsys, command, other):
     shutil.rmtree("run/checkpoints/step-2")
     shutil.copytree(home / other / "checkpoints/step-2", "run/checkpoints/step-2")
     assert "another" in told(capsys, *command.split(), code=2)
+
+
+# -- files that are written to while a run trains ---------------------------------------------------------------------
+
+SPOIL = """
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Spoil(Callback):
+    "Writes the base again."
+    name: ClassVar[str] = "spoil"
+    how: str = "in place"
+
+    @hookimpl
+    def on_step(self, run, step):
+        if step == 1:
+            base = Path("mine.gguf")
+            content = bytearray(base.read_bytes())
+            content[-4:] = bytes(4)
+            if self.how == "renamed":
+                Path("other.gguf").write_bytes(content)
+                Path("other.gguf").replace(base)
+            else:
+                base.write_bytes(content if self.how == "in place" else base.read_bytes())
+
+@hookimpl
+def register_callbacks(register):
+    register(Spoil)
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "how", "code"),
+    [("ggml", "in place", 1), ("ggml", "renamed", 0), ("ggml", "as it was", 0), ("cpu", "in place", 0)],
+)
+def test_a_base_that_is_written_to_while_ggml_reads_it_fails_the_run(home, capsys, monkeypatch, engine, how, code):
+    Path("spoil.py").write_text(SPOIL)
+    monkeypatch.delitem(sys.modules, "spoil", raising=False)
+    shutil.copy(home / "base.gguf", "mine.gguf")
+    shutil.copy(home / "book.txt", "book.txt")
+    words = [word for word in QUICK if word != "engine=ggml"] + ["recipe=lora", "recipe.base=mine.gguf"]
+    words += ["plugins=[spoil]", "callbacks=[default,spoil]", f"callbacks.spoil.how={how}", "hydra.run.dir=mine"]
+    said = told(capsys, *words, f"engine={engine}", code=code)
+    assert ("mine.gguf: was written to while the run trained on it" in said) == bool(code)
+    assert Path("mine/model.gguf").exists() == (not code)
+
+
+def test_a_checkpoint_of_another_run_is_not_pruned(home):
+    shutil.copytree(home / "plain", "run")
+    shutil.copytree(home / "full/checkpoints/step-2", "run/checkpoints/step-1", dirs_exist_ok=True)
+    before = Path("run/checkpoints/step-1/state.safetensors").read_bytes()
+    assert main(["resume=run", "steps=8", "checkpoint_keep=1"]) == 0
+    assert [p.name for p in sorted(Path("run/checkpoints").iterdir())] == ["step-1", "step-8"]
+    assert Path("run/checkpoints/step-1/state.safetensors").read_bytes() == before

@@ -36,7 +36,7 @@ from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
 from toyexp.training.parts import Config, Outcome, Prepared, Result, Saver, facts, introduction
-from toyexp.training.provenance import record
+from toyexp.training.provenance import record, require_unwritten
 from toyexp.training.resume import Resumed
 from toyexp.training.rundir import RunDir
 from toyexp.training.settings import Interval, require_utf8
@@ -273,6 +273,9 @@ class RunSaver(Saver):
         settings = prepared.config.settings
         self._run, self._prepared, self._signals = run, prepared, signals
         self._folder, self._step = run.dir / "checkpoints", run.resumed
+        base, engine = prepared.config.recipe.base_file(), prepared.config.engine
+        in_place = base and not engine.own_memory and getattr(engine, "packed", True)
+        self._base = (base, base.stat(), run.facts["sources"]["base"]) if base and in_place else None
         callbacks = prepared.config.callbacks
         self._keeper = Keeper(
             self._folder,
@@ -293,6 +296,8 @@ class RunSaver(Saver):
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Saves when it is due, when SIGUSR1 asks for it, and after the last step."""
         self._step = outcome.steps
+        if self._base:
+            require_unwritten(*self._base)
         asked = self._signals.should_save()
         if asked:
             self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")

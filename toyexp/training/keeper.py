@@ -24,6 +24,7 @@ from toyexp.contract.model import lower_is_better
 from toyexp.contract.run import Best
 from toyexp.contract.snapshot import SLOT
 from toyexp.training.checkpoint import Checkpoint, is_bare, read, steps, write
+from toyexp.training.provenance import is_own_checkpoint
 from toyexp.training.settings import Interval
 
 log = logging.getLogger("toyexp")
@@ -155,10 +156,10 @@ class Keeper:
             self._spare.put(arrays if self._overwrites else None)
 
     def _prune(self, newest: int) -> None:
-        """Deletes what is neither among the last, nor the best, nor what this run was continued from.
+        """Delete what is neither among the last, nor the best, nor what this run was continued from.
 
-        One to which someone has added a file stays. Any of a later step is a damaged one that was passed over; it is
-        replaced when training comes to its step.
+        A checkpoint of another run stays, and one to which someone has added a file. Any of a later step is a damaged
+        one that was passed over; it is replaced when training comes to its step.
         """
         have = {step: path for step, path in steps(self._folder).items() if step <= newest}
         kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
@@ -168,7 +169,7 @@ class Keeper:
         if len([p for p in have.values() if p != self._resumed]) < 2:
             kept.update(s for s, p in have.items() if p == self._resumed)
         for step, path in have.items():
-            if step not in kept and is_bare(path):
+            if step not in kept and is_bare(path) and is_own_checkpoint(path):
                 shutil.rmtree(path, ignore_errors=True)
 
     def published(self) -> Sequence[Saved]:

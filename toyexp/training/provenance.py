@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.blame import asked
-from toyexp.base.errors import UserError, printable
+from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import cause, open_file, working_directory
 from toyexp.base.ownership import fingerprint_once
 from toyexp.contract.recipe import Recipe
@@ -63,6 +63,14 @@ def sources_of(prepared: Prepared) -> dict[str, str]:
     who = f"data.{prepared.config.data.name}"
     facts = asked(who, "while it was described", Mapping, prepared.dataset.describe)
     return {**data_sources(facts), **file_sources(prepared.config.recipe)}
+
+
+def require_unwritten(base: Path, then: os.stat_result, digest: str) -> None:
+    """Raise RunFailed if `base`, a file that an engine reads in place, was written to since it had that digest."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(base.stat(), then) and fingerprint_once(base) != digest:
+            raise RunFailed(f"{base}: was written to while the run trained on it, so its numbers are of both contents; "
+                            "put that file back and begin anew")  # fmt: skip
 
 
 def record(prepared: Prepared) -> dict[str, Any]:
@@ -140,6 +148,15 @@ def first_event(run: Path) -> dict[str, Any]:
     except (UserError, OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_own_checkpoint(path: Path) -> bool:
+    """Return whether the checkpoint in the directory `path` is of the run that it lies in."""
+    try:
+        require_own_checkpoint(path, read_if_whole(path / STATE))
+    except UserError:
+        return False
+    return True
 
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:

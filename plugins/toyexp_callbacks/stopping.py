@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Dataset, Plan, Planned, Run, RunFailed, UserError, choose, hookimpl, lower_is_better, printable
-from toyexp.base import require_within
+from toyexp.base import counted, require_within
 from toyexp_callbacks.events import Listener
 
 
@@ -89,7 +89,7 @@ class EarlyStop(Scored):
             return None
         wanted = self._best - self.min_delta
         better = f"below {wanted:.4f}" if lower_is_better(self.metric) else f"above {-wanted:.4f}"
-        return f"early_stop: {self._waited} evals without a held-out {self.metric} {better}"
+        return f"early_stop: {counted(self._waited, 'eval')} without a held-out {self.metric} {better}"
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import toyexp.formats
 import toyexp.text
 from toyexp import Planned, UserError, changed, choose, printable
-from toyexp.base import NOT_TEXT, interruptible, read_file, require, require_words
+from toyexp.base import NOT_TEXT, counted, interruptible, read_file, require, require_words
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.corpus import meant
 from toyexp_data.held_out import NAMED, ON_ERROR
@@ -93,7 +93,7 @@ class Jsonl(TokenizedData):
         if len(examples) < 1 + (self.val_fraction < 1):
             first = f" ({skipped[0]})" if skipped else ""
             needed = "one to train on and one to hold out are needed"
-            raise UserError(f"{self.path}: {len(examples)} examples; {needed}{first}")
+            raise UserError(f"{self.path}: {counted(len(examples), 'example')}; {needed}{first}")
         held_out = spread(len(examples), self.val_fraction)
         tokenizer = self._tokenizer([made for _, made in examples], held_out, vocabulary)
         if chats:

@@ -42,7 +42,9 @@ def test_early_stop_lets_a_run_that_learns_finish(train):
 def test_patience_counts_looks_since_the_last_improvement():
     assert looks_until_stop(EarlyStop(patience=2), [3, 2, 2.5, 1.9, 2, 2.1, 1]) == 6
     assert looks_until_stop(EarlyStop(patience=1), [3, 2, 1]) is None
-    assert looks_until_stop(EarlyStop(patience=1), [1, 1]) == 2, "an equal loss is no improvement"
+    impatient = EarlyStop(patience=1)
+    assert looks_until_stop(impatient, [1, 1]) == 2, "an equal loss is no improvement"
+    assert "early_stop: 1 eval without a held-out loss below" in impatient.stop_reason()
 
 
 def test_small_gains_count_together():

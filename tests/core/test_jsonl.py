@@ -475,7 +475,7 @@ def test_text_the_tokenizer_cannot_take_is_a_bad_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"), [(b"", "0 examples"), (GOOD, "1 examples"), (b"\n \n", "0 examples"), (b"{}\n" * 3, "0 examples")]
+    ("raw", "words"), [(b"", "0 examples"), (GOOD, "1 example;"), (b"\n \n", "0 examples"), (b"{}\n" * 3, "0 examples")]
 )
 def test_too_few_examples_are_refused(tmp_path, raw, words):
     (tmp_path / "x.jsonl").write_bytes(raw)

@@ -293,7 +293,10 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["compare", ""], ["compare ''", "a variable that is not set?"]),
         (["compare", "outputs", "--csv", "r.csv"], ["--csv r.csv", "--csv > r.csv"]),
         (["compare", "outputs", "--html", "report.pdf"], ["--html report.pdf", "--html report.html", "help compare"]),
+        (["compare", "outputs", "--html", "p.svg"], ["--html p.svg", "a file that ends in .html"]),
         (["compare", "outputs", "--html", "-"], ["--html -", "--html report.html"]),
+        (["compare", "outputs", "whose=anna"], ["whose=anna", "a column of compare's table alone", "directory"]),
+        (["runs", "when>16:50"], ["when>16:50", "with a date (and time), today"]),
         (["compare", "outputs", "--html", "dangling.html"], ["dangling.html", "choose another name"]),
         (["runs", "--last", "0"], ["--last 0"]),
         (["runs", "--sort", "colour"], ["--sort colour", "no run here has colour"]),
@@ -569,6 +572,23 @@ def test_a_zip_of_runs_is_listed_and_compared(here, capsys):
     assert means[0] == means[1]
 
 
+def test_a_zip_whose_names_have_backslashes_holds_its_runs(here, capsys):
+    one = here / "outputs/killed"
+    archive("class.zip", **{f"ann\\run\\{path.name}": path.read_bytes() for path in one.iterdir() if path.is_file()})
+    assert [run["path"] for run in listed(capsys, "class.zip")] == ["class.zip/ann/run"]
+
+
+def test_a_zip_with_a_password_is_told_as_encrypted(here, capsys):
+    archive("class.zip", **{"a/config.yaml": "a: 1"})
+    data = bytearray((here / "class.zip").read_bytes())
+    data[6] |= 1  # the flag of the member, and of its entry in the directory
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    (here / "class.zip").write_bytes(data)
+    assert main(["runs", "class.zip"]) == 2
+    assert "class.zip: cannot be unzipped: " in (error := capsys.readouterr().err)
+    assert "is encrypted, password required" in error
+
+
 def test_of_a_zip_the_archives_name_is_told_and_no_temporary_directory(here, capsys):
     shutil.make_archive("class", "zip", "outputs")
     archive("none.zip", **{"a/config.yaml": "a: 1"})
@@ -601,9 +621,15 @@ def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys,
     (here / "tmp").mkdir()
     monkeypatch.setattr("toyexp.runs.found.MOST_UNZIPPED", 1000)
     archive("out.zip", **{"../config.yaml": "a: 1"})
+    archive("dos.zip", **{"a\\..\\..\\config.yaml": "a: 1"})
     archive("big.zip", **{"a/config.yaml": b" " * 2000})
     (here / "bad.zip").write_bytes(b"PK\x03\x04" + b"x" * 50)
-    for name, told in (("out.zip", "lies outside"), ("big.zip", "take more than"), ("bad.zip", "no zip archive")):
+    for name, told in (
+        ("out.zip", "lies outside"),
+        ("big.zip", "take more than"),
+        ("bad.zip", "cannot be unzipped"),
+        ("dos.zip", "lies outside"),
+    ):
         for command in ("runs", "compare"):
             assert main([command, name]) == 2
             error = capsys.readouterr().err

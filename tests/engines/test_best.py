@@ -176,7 +176,9 @@ def test_a_checkpoint_whose_run_cannot_be_set_up_again_says_why(capsys):
     Path("book.txt").write_text(TEXT + "é")
     Path("book.txt").unlink()
     assert main(["eval", "run/checkpoints/step-1"]) == 2
-    assert "run/checkpoints/step-1: its run cannot be set up again: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "run/checkpoints/step-1: its run cannot be set up again: " in told
+    assert "cd to where its files are now; or name a GGUF of that run" in told
     Path("run/model.gguf").unlink()
     assert main(["eval", "run"]) == 2
     assert "its newest checkpoint is read: run/checkpoints/step-1" in capsys.readouterr().err

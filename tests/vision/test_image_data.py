@@ -259,7 +259,7 @@ def test_what_is_scaled_is_said(tmp_path):
     assert told in opened(small, image_size=4).remarks()
     folder(tmp_path / "b", size=(20, 10), red=1)
     (tmp_path / "b" / "red" / "0.png").rename(small / "red" / "large.png")
-    assert any("8 x 8 to 20 x 10" in line for line in opened(small).remarks())
+    assert any("images of 8 x 8 and 20 x 10 pixels are cut" in line for line in opened(small).remarks())
 
 
 def test_every_sort_of_image_comes_out_at_one_size(tmp_path):

@@ -90,7 +90,7 @@ def test_what_is_left_out_or_scaled_is_said_once(here, tmp_path, capsys):
     assert main(["predict", str(root / "run"), str(tmp_path)]) == 0
     told = capsys.readouterr().err
     assert f"2 other files left out, such as {tmp_path / 'notes'}\n" in told
-    assert told.count("images of 8 x 8 to 24 x 24 pixels are cut") == 1
+    assert told.count("images of sizes such as 8 x 8 and 24 x 24 pixels are cut") == 1
 
 
 def test_a_line_break_in_a_class_is_no_line_break_in_the_summary():

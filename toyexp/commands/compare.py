@@ -192,7 +192,7 @@ def check_page(page: str) -> None:
     path = Path(page)
     if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
         folder = path if path.is_dir() else path.parent
-        raise UserError(f"--html {page}: takes the name of a file, such as --html {folder / 'report.html'}")
+        raise UserError(f"--html {page}: takes the name of a file that ends in .html: --html {folder / 'report.html'}")
     require_place(f"--html {page}", path)
     if os.path.lexists(path) and not is_a_page(path):
         raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")

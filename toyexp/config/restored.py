@@ -158,7 +158,7 @@ def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan
         with begun.told():
             plan, recipe, dataset = _planned(plain, registry, begun)
     except UserError as error:
-        raise UserError(f"{path}: its run cannot be set up again: {error}") from None
+        raise UserError(f"{path}: its run cannot be set up again: {error}; or name a GGUF of that run") from None
     _check_fit(path, plan, found)
     return found, plan, recipe, dataset
 

@@ -80,7 +80,7 @@ def scaled(sizes: set[tuple[int, int]], size: int) -> list[str]:
     if sizes <= {(size, size)}:
         return []
     ends = dict.fromkeys((min(sizes), max(sizes)))
-    told = " to ".join(f"{width} x {height}" for width, height in ends)
+    told = "sizes such as " * (len(sizes) > 2) + " and ".join(f"{width} x {height}" for width, height in ends)
     return [f"images of {told} pixels are cut to their centred square and scaled to {size} x {size}"]
 
 

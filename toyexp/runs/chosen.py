@@ -119,6 +119,8 @@ def ordered(runs: Iterable[Run], key: str) -> list[Run]:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
+    if key == "whose":
+        return "it is a column of compare's table alone; name the directory of a person's runs"
     near = choose(key, known)
     return near if near.startswith("did you") else "its keys: toyexp runs --json, and those of its config.yaml"
 
@@ -150,7 +152,7 @@ def _moment(word: str, text: str) -> datetime:
         return datetime.fromisoformat(text + "2000-01-01"[len(text) :] if len(text) in (4, 7) else text).astimezone()
     except ValueError:
         known = "'when>2026-11', 'when>2026-11-20', 'when>2026-11-20T18:00', 'when>yesterday'"
-        raise UserError(f"{word}: when is compared with a date, a time, today or yesterday: {known}") from None
+        raise UserError(f"{word}: when is compared with a date (and time), today or yesterday: {known}") from None
 
 
 def _number(value: Any) -> float | None:

@@ -145,15 +145,16 @@ def _extract(archive: Path, folder: Path) -> Path:
     """Extract what `runs` and `compare` read of runs; models and checkpoints stay in the archive."""
     try:
         with open_file(archive) as file, zipfile.ZipFile(file) as found:
-            wanted = [info for info in found.infolist() if PurePosixPath(info.filename).name in RECORDS]
-            for name in (info.filename for info in wanted):
+            wanted = [info for info in found.infolist() if re.split(r"[/\\]", info.filename)[-1] in RECORDS]
+            for info in wanted:
+                info.filename = name = info.filename.replace("\\", "/")  # as Windows' own archiver has written them
                 if name.startswith("/") or ".." in PurePosixPath(name).parts:
                     raise UserError(f"{archive}: holds {printable(name)}, which lies outside of it")
             if sum(info.file_size for info in wanted) > MOST_UNZIPPED:
                 raise UserError(f"{archive}: its runs take more than {MOST_UNZIPPED >> 20} MiB; unzip it yourself")
             found.extractall(folder, wanted)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
-        raise UserError(f"{archive}: is no zip archive that can be read: {printable(str(error))}") from None
+        raise UserError(f"{archive}: cannot be unzipped: {printable(str(error).rpartition('> ')[2])}") from None
     if not wanted:
         raise UserError(f"{archive}: holds no run")
     return folder

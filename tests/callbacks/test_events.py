@@ -392,7 +392,7 @@ def test_numbers_that_a_callback_logs_reach_whatever_records_and_decides(train, 
     assert list(result.history.held_out["goodness"]) == [-4, 0, -4] and "double" in result.history
     assert run.result["eval_scores"]["goodness"] == 0 and result.best["step"] == run.result["eval_step"] == 4
     assert run.result["last_eval"]["scores"]["goodness"] == -4
-    assert run.result["why"].startswith("early_stop: 1 evals without a held-out goodness")
+    assert run.result["why"].startswith("early_stop: 1 eval without a held-out goodness")
     assert "held-out goodness -4.0000 -> -4.0000" in run.out and "goodness 0.0000" in run.out
     picture = (run.dir / "plots" / "curves.svg").read_text()
     assert "goodness" in picture and "double" in picture  # long names are wrapped

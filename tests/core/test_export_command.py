@@ -167,6 +167,8 @@ def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
         ("model.gguf --type q8_0 --to config.yaml --force", "config.yaml: is already there and no file of a model"),
         ("model.gguf --type safetensors --to config.yaml --force", "and no file of a model, which alone --force repl"),
         ("model.gguf --type safetensors --to dir.safetensors --force", "alone --force replaces; name a file in it"),
+        ("model.gguf --type safetensors --to mine.safetensors --force", "and no file of a model, which alone --force"),
+        ("model.gguf --type safetensors --to empty.safetensors --force", "and no file of a model, which alone --force"),
         ("model.gguf --type hf --to card --force", "--to card: is already there and no directory that was written so"),
         ("model.gguf --type q8_0 --to model.gguf --force", "model.gguf: is what is read; write elsewhere"),
         ("adapter.gguf --type q8_0", "adapter.gguf: holds no model (general.type is adapter)"),
@@ -182,7 +184,8 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
         (source.parent / name).mkdir()
     os.mkfifo(source.parent / "pipe")
     (source.parent / "book.txt").write_text("It was a bright cold day in April.")
-    for name in ("there.gguf", "config.yaml"):
+    (source.parent / "empty.safetensors").touch()
+    for name in ("there.gguf", "config.yaml", "mine.safetensors"):
         (source.parent / name).write_bytes(b"mine")
     (source.parent / "card").mkdir()
     (source.parent / "card/README.md").write_bytes(b"mine")
@@ -200,7 +203,7 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1, err
     assert sorted(p.name for p in source.parent.rglob("*")) == before and (source.parent / "pipe").is_fifo()
-    for name in ("there.gguf", "config.yaml", "card/README.md"):
+    for name in ("there.gguf", "config.yaml", "mine.safetensors", "card/README.md"):
         assert (source.parent / name).read_bytes() == b"mine"
 
 

@@ -455,6 +455,15 @@ def test_a_file_is_not_named_as_one_of_another_format_nor_replaced_by_itself(tal
     assert (tall / "model.safetensors").read_bytes() == before
 
 
+def test_force_goes_by_the_suffix_for_a_strangers_format_but_replaces_no_empty_file(tall, capsys):
+    words = ["export", "model.gguf", "--type", "tall", "--to", "x.tall", "--force", "plugins=[tall_plugin]"]
+    (tall / "x.tall").touch()
+    assert main(words) == 2
+    assert "x.tall: is already there and no file of a model" in capsys.readouterr().err
+    (tall / "x.tall").write_text("token_embd.weight 1\n")
+    assert main(words) == 0 and (tall / "x.tall").stat().st_size > 100
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

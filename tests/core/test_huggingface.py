@@ -200,6 +200,31 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
 
 
 @pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": "{}"},
+        {"tokenizer.json": "{}"},
+        {"model.safetensors": "whole"},
+        {"config.json": "{}", "model.safetensors": "mine"},
+    ],
+)
+def test_force_replaces_no_directory_without_settings_and_weights(files, capsys):
+    write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
+    words = ["export", "m.gguf", "--type", "hf", "--to", "out", "--force"]
+    Path("out").mkdir()
+    assert main(words) == 0 and names("out") == FILES, "an empty directory is no loss"
+    whole = Path("out/model.safetensors").read_bytes()
+    shutil.rmtree("out")
+    Path("out").mkdir()
+    for name, content in files.items():
+        Path("out", name).write_bytes(whole if content == "whole" else content.encode())
+    before = {file: file.read_bytes() for file in Path("out").iterdir()}
+    assert main(words) == 2
+    assert "--to out: is already there and no directory that was written so" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in Path("out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
     ("model", "said"),
     [
         (MODELS["llama_all"], "rope_factors together with rope_scale"),

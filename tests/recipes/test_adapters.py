@@ -338,6 +338,32 @@ def test_a_merge_that_cannot_be_is_one_line_and_writes_nothing(capsys, words, sa
     assert {path.name: path.stat().st_mtime_ns for path in Path().iterdir()} == before
 
 
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_force_replaces_nothing_that_a_run_wrote(capsys, through_a_link):
+    shutil.copytree("run", "own")
+    Path("linked").symlink_to("own")
+    assert main(["export", "base.gguf", "--type", "q8_0", "--to", "own/mine.gguf"]) == 0
+    written = {path: path.read_bytes() for path in Path("own").rglob("*") if path.is_file()}
+    run = "linked" if through_a_link else "own"
+    export = ["export", "base.gguf", "--force", "--type"]
+    for words in (
+        ["merge", "base.gguf", "run", "--force", "--out", f"{run}/adapter.gguf"],
+        [*export, "q8_0", "--to", f"{run}/adapter.gguf"],
+        [*export, "hf", "--to", f"{run}/model-hf"],
+        [*export, "safetensors", "--to", f"{run}/adapter-hf/adapter_model.safetensors"],
+        [*export, "safetensors", "--to", f"{run}/checkpoints/step-6/state.safetensors"],
+    ):
+        assert f"{words[-1]}: belongs to the run own; write elsewhere" in refused(capsys, *words)
+    assert "is already there; write elsewhere, or replace it with --force" in refused(
+        capsys, "export", "base.gguf", "--type", "q8_0", "--to", f"{run}/mine.gguf"
+    )
+    assert {path: path.read_bytes() for path in Path("own").rglob("*") if path.is_file()} == written
+    assert main([*export, "f16", "--to", f"{run}/mine.gguf"]) == 0, "a person wrote it there"
+    Path("own/written.json").unlink()  # a run without exports has none
+    checkpoint = f"{run}/checkpoints/step-6/state.safetensors"
+    assert "belongs to the run own" in refused(capsys, *export, "safetensors", "--to", checkpoint)
+
+
 # -- trained on from --------------------------------------------------------------------------------------------------
 
 

@@ -219,6 +219,14 @@ class Ledger:
         replace_synced(self._root / LEDGER, (json.dumps(self._known, indent=1) + "\n").encode())
 
 
+def run_with(path: Path) -> Path | None:
+    """Return the run that has `path`, or a directory above it, in its ledger, or `path` below its checkpoints/."""
+    path = path.parent.resolve() / path.name
+    runs = (folder for folder in path.parents if any((folder / name).is_file() for name in (LOCK, *SIGNS[1:])))
+    written = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._known))
+    return next((run for run, name in written if run / name in (path, *path.parents)), None)
+
+
 def keep_aside(path: Path) -> Path:
     """Renames what stands at `path` to the first of path.1, path.2, ... that is free, and returns it."""
     number = 1

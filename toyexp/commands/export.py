@@ -15,7 +15,8 @@ from typing import Any
 from toyexp.base.blame import blamed, sentences
 from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
 from toyexp.base.files import head
-from toyexp.base.words import in_bytes
+from toyexp.base.ownership import run_with
+from toyexp.base.words import in_bytes, short
 from toyexp.base.writing import bytes_in, in_one_piece, require_place, required
 from toyexp.commands.options import Answer
 from toyexp.config.restored import file_of
@@ -60,12 +61,14 @@ From GGUF to GGUF every key is kept as it is, but general.file_type and general.
 positions are written in f32. A split model, given by its first part, becomes one file.
 
 options
-  --to PATH      where to; what is there already is replaced only with --force, and only if it is a model
+  --to PATH      where to; what is there already is replaced only with --force, if it is a model that no run wrote
   --requantize   round numbers again that were already rounded to a quantised type
   --json         print what was written as JSON"""
 
 
 HELP = help_text
+# First bytes of model files by suffix, as regular expressions. Safetensors begins with the length of its JSON header.
+BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}
 
 
 @dataclass(frozen=True)
@@ -206,23 +209,31 @@ def _unread(file: GGUFFile, registry: Registry) -> Sequence[str]:
 def require_free(
     asked: str, target: Path, read: Sequence[Path], force: bool, suffix: str = ".gguf", contents: Collection[str] = ()
 ) -> None:
-    """Raise UserError unless nothing is at `target`, or with `force` a model's file or directory that is not `read`."""
+    """Raise UserError unless nothing is at `target`, or with `force` a model, neither `read` nor written by a run."""
     require_place(asked, target)
     if not os.path.lexists(target):
         return
     if contents:
-        names = {f.name for f in target.iterdir()} if target.is_dir() and not target.is_symlink() else {""}
-        ours = names <= {*contents} and names != {"README.md"}
+        files = {f.name: f for f in target.iterdir()} if target.is_dir() and not target.is_symlink() else {"": target}
+        whole = {"config.json", "model.safetensors"} & {*contents} if files else set()  # an empty directory is free
+        ours = whole <= {*files} <= {*contents} and all(_begins(f, f.suffix, b"") for f in files.values())
     else:
-        ours = head(target, 4) == b"GGUF" or (suffix != ".gguf" and target.is_file() and target.name.endswith(suffix))
+        ours = _begins(target, ".gguf") or (target.name.endswith(suffix) and _begins(target, suffix))
     if not ours:
         what = "directory that was written so" if contents else "file of a model"
         hint = "name a file in it" if target.is_dir() and not contents else "write elsewhere"
         raise UserError(f"{asked}: is already there and no {what}, which alone --force replaces; {hint}")
     if any(target.samefile(path) for path in read):
         raise UserError(f"{asked}: is what is read; write elsewhere")
+    if (run := run_with(target)) is not None:
+        raise UserError(f"{asked}: belongs to the run {short(run)}; write elsewhere")
     if not force:
         raise UserError(f"{asked}: is already there; write elsewhere, or replace it with --force")
+
+
+def _begins(path: Path, suffix: str, other: bytes = b".") -> bool:
+    """Return whether a file begins as BEGINNINGS says for this suffix, or as `other` if BEGINNINGS lacks the suffix."""
+    return re.match(BEGINNINGS.get(suffix, other), head(path, 9), re.DOTALL) is not None
 
 
 def default_target(file: GGUFFile, ending: str) -> Path:

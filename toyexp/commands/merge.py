@@ -38,7 +38,7 @@ adapter.gguf, or a directory of PEFT's.
   toyexp merge smollm2.gguf outputs/lora-llama/2026-11-21_050553_073724 --out mine.gguf
   toyexp export mine.gguf --type q8_0 --requantize        the whole of it in another type
 
---out FILE.gguf   where to; what is there already is replaced only with --force, and only where it is a GGUF
+--out FILE.gguf   where to; what is there already is replaced only with --force, if it is a GGUF that no run wrote
 --type TYPE       of the weights that the adapter changes: f32, exact, unless told; f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1
 --json            print what was written as JSON
 

@@ -98,24 +98,24 @@ def test_a_line_break_in_a_class_is_no_line_break_in_the_summary():
     assert shown.summary() == "2 images: a\\nb (2)"
 
 
-def test_a_sheet_has_a_row_for_each_and_is_replaced_only_where_it_is_one(here, tmp_path, capsys, monkeypatch):
+def test_a_sheet_has_a_row_for_each_and_replaces_no_file(here, tmp_path, capsys, monkeypatch):
     root, _ = here
     monkeypatch.chdir(tmp_path)
     shutil.copytree(root / "pictures" / "left", "photos")
     (tmp_path / "photos" / "torn.jpg").write_bytes(b"\xff\xd8\xff")
-    for _ in range(2):
-        assert main(["predict", str(root / "run"), "photos", "--top", "2", "--csv", "sheet.csv"]) == 1
-        captured = capsys.readouterr()
-        assert "photos/torn.jpg: cannot be read as an image" in captured.err and "sheet.csv" in captured.out
+    words = ["predict", str(root / "run"), "photos", "--top", "2", "--csv", "sheet.csv"]
+    assert main(words) == 1
+    captured = capsys.readouterr()
+    assert "photos/torn.jpg: cannot be read as an image" in captured.err and "sheet.csv" in captured.out
     rows = list(csv.DictReader((tmp_path / "sheet.csv").read_text().splitlines()))
     assert [*rows[0]] == ["file", "class", "probability", "class_2", "probability_2", "error"]
     assert len(rows) == COUNT // 2 + 1 and [row["file"] for row in rows if row["error"]] == ["photos/torn.jpg"]
     assert all(float(row["probability"]) >= float(row["probability_2"]) for row in rows if not row["error"])
-    (tmp_path / "mine.csv").write_text("a,b\n")
-    assert main(["predict", str(root / "run"), "photos", "--csv", "mine.csv"]) == 2
-    assert (
-        "toyexp predict did not write it" in capsys.readouterr().err and (tmp_path / "mine.csv").read_text() == "a,b\n"
-    )
+    before = (tmp_path / "sheet.csv").read_text() + "mine.png,left,1\n"  # a person went on with it
+    (tmp_path / "sheet.csv").write_text(before)
+    assert main(words) == 2
+    assert "--csv sheet.csv: is already there, and no table is replaced; choose" in capsys.readouterr().err
+    assert (tmp_path / "sheet.csv").read_text() == before
 
 
 def test_a_link_in_a_folder_that_leads_nowhere_is_told_and_the_rest_is_classified(here, tmp_path, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError, choose, for_terminal, in_a_cell
-from toyexp.base.files import head, require
+from toyexp.base.files import require
 from toyexp.base.terminal import say, tell_aside
 from toyexp.base.words import as_csv, columns, counted, short
 from toyexp.base.writing import in_one_piece, require_place, required
@@ -59,7 +59,7 @@ An image becomes what the model was trained on: its centred square, scaled, grey
 mean and deviation. With data.resize=false in the run's config.yaml one of another size is an error.
 
 --top K         the K likeliest classes of each (1)
---csv FILE      a row for each image: file, class, probability, ..., error; another's file is never replaced
+--csv FILE      a row for each image: file, class, probability, ..., error; FILE must not exist yet
 --json          the same as JSON
 --engine NAME   auto (the best engine here), or any engine with its settings (cpu:dtype=float64:threads=1)
 
@@ -67,8 +67,6 @@ An image that cannot be read is told on standard error, and the exit code is the
 written, and it is 2. Of an animation the first picture counts."""
 
 ROWS = 32  # images that are computed at a time
-HEADS = ["file", "class", "probability"]  # how a CSV file of ours begins
-START = ",".join(HEADS).encode()  # of a sheet
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,8 @@ class Predictions(Answer):
     def csv(self) -> str:
         """A row for each image."""
         places = max((len(image.top) for image in self.images), default=1)
-        more = [f"{what}_{place}" for place in range(2, places + 1) for what in HEADS[1:]]
-        table = [[*HEADS, *more, "error"]]
+        more = [f"{what}_{place}" for place in range(2, places + 1) for what in ("class", "probability")]
+        table = [["file", "class", "probability", *more, "error"]]
         for image in self.images:
             cells = [cell for name, share in image.top for cell in (name, f"{share:.6g}")]
             table.append([image.file, *cells, *[""] * (2 * places - len(cells)), image.error or ""])
@@ -168,8 +166,8 @@ def _check_sheet(sheet: str, arguments: Arguments) -> None:
     if path.is_dir():
         raise UserError(f"--csv {sheet}: is a directory; name a file, such as --csv {path / 'classes.csv'}")
     require_place(f"--csv {sheet}", path)
-    if os.path.lexists(path) and head(path, len(START)) != START:
-        raise UserError(f"--csv {sheet}: is already there, and toyexp predict did not write it; choose another name")
+    if os.path.lexists(path):
+        raise UserError(f"--csv {sheet}: is already there, and no table is replaced; choose another name")
 
 
 def listed(places: Sequence[Path]) -> list[Path]:

@@ -344,7 +344,7 @@ def test_whole_numbers_that_no_float_holds_are_passed_over(here, capsys):
 def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothing(here, capsys):
     before = answered(capsys, "compare", "outputs/sweep", "--json")
     made("outputs/sweep/bad\nname", recipe="warm", lr=1e-2, seed=7, steps=50)
-    (here / "outputs/sweep/bad\nname/config.yaml").write_text("")
+    (here / "outputs/sweep/bad\nname/config.yaml").write_text("a: [")
     (here / "outputs/killed/result.json").write_text("[1, 2]")
     after = json.loads(answered(capsys, "compare", "outputs/sweep", "outputs/killed", "--json"))
     assert [p["mean"] for p in after["points"] if p["counted"]] == [p["mean"] for p in json.loads(before)["points"]]
@@ -656,6 +656,40 @@ def test_what_may_not_be_read_is_said(here, capsys, monkeypatch):
         assert "sweep/3, config.yaml is a pipe" in told and "sweep/4, events.jsonl is a pipe" in told
     assert main(["runs", "outputs", "--csv"]) == 0
     assert "not read: outputs/sweep/3" in capsys.readouterr().err
+
+
+def test_a_run_without_its_settings_is_listed_and_said_to_be_unreadable(here, capsys):
+    (here / "outputs/sweep/3/config.yaml").unlink()
+    (here / "outputs/sweep/4/config.yaml").write_text("")
+    records = {f"{n}/{name}": (here / "outputs/sweep" / n / name).read_text()
+               for n in ("2", "3") for name in ("events.jsonl", "result.json")}  # fmt: skip
+    archive("all.zip", **records, **{"2/config.yaml": (here / "outputs/sweep/2/config.yaml").read_text()})
+    for where, runs in (("outputs", ("sweep/3", "sweep/4")), ("all.zip", ("all.zip/3",))):
+        told = " ".join(answered(capsys, "runs", where).split())
+        compared = " ".join(answered(capsys, "compare", where).split())
+        for run in runs:
+            assert f"{run}, config.yaml is missing or empty" in told and f"{len(runs)} unreadable" in told
+            assert f"{run}, config.yaml is missing or empty" in compared
+    (alone,) = (run for run in listed(capsys) if run["path"].endswith("sweep/3"))
+    assert (alone["state"], alone["why"], alone["steps"]) == ("unreadable", "config.yaml is missing or empty", 50)
+
+
+def test_links_that_lead_away_are_not_followed_and_that_is_said(here, capsys):
+    (here / "outputs/latest").symlink_to("sweep/0")  # is listed as what it is
+    (here / "outputs/broken").symlink_to("nowhere")
+    (here / "outputs/loop").symlink_to("loop")
+    assert "not followed" not in answered(capsys, "runs")
+    made(here / "elsewhere/one", steps=50)
+    (here / "outputs/a-run").symlink_to("../elsewhere/one")
+    (here / "outputs/sweep/all").symlink_to(here / "elsewhere")
+    said = "not followed: 2 links below outputs, such as outputs/a-run"
+    assert said in " ".join(answered(capsys, "runs").split()) and len(listed(capsys)) == 9
+    assert said in " ".join(answered(capsys, "compare", "outputs").split())
+    assert main(["runs", "--csv"]) == 0 and said in capsys.readouterr().err
+    (here / "alone").mkdir()
+    (here / "alone/x").symlink_to("../elsewhere/one")
+    assert "note: not followed: 1 link below alone, such as alone/x" in answered(capsys, "runs", "alone")
+    assert len(listed(capsys, "alone/x")) == 1, "one that is named is followed"
 
 
 def test_of_a_zip_only_the_records_of_runs_are_extracted(here):

@@ -151,7 +151,7 @@ def run(arguments: Arguments) -> int:
 
 def compared(places: Sequence[str], filters: Sequence[Filter], metric: str | None, pooled: bool = False) -> Compared:
     """Compare the runs in `places` that the filters allow; raise UserError if none is left, or none has the metric."""
-    paths, notes = named("compare", places), list[str]()
+    paths = named("compare", places, notes := list[str]())
     runs = filtered([look(path) for path in paths], filters, notes)
     if not runs:
         raise UserError(

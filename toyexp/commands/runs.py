@@ -54,7 +54,7 @@ class Runs(Answer):
     runs: Sequence[Run]
     seen: int  # before the filters
     where: Sequence[str]
-    notes: Sequence[str] = ()  # which runs the filters could not ask
+    notes: Sequence[str] = ()  # which runs the filters could not ask, and which links were not followed
 
     def plain(self) -> dict[str, Any]:
         """The runs, each with all that is known of it."""
@@ -67,11 +67,10 @@ class Runs(Answer):
     def lines(self) -> list[str]:
         """A table, and what it adds up to."""
         where = ", ".join(self.where)
-        if not self.seen:
-            return [f"no runs below {where}; begin one: toyexp, or look elsewhere: toyexp runs DIR"]
         if not self.runs:
             none = f"none of {counted(self.seen, 'run')} below {where} is asked for by these filters"
-            return [none, *(f"note: {in_a_cell(note)}" for note in self.notes)]
+            empty = f"no runs below {where}; begin one: toyexp, or look elsewhere: toyexp runs DIR"
+            return [none if self.seen else empty, *(f"note: {in_a_cell(note)}" for note in self.notes)]
         scores = list(dict.fromkeys(name for run in self.runs for name in run.scores))
         heads = [*HEADS[:-2], *scores, *HEADS[-2:]]
         rows = [[in_a_cell(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
@@ -108,8 +107,8 @@ def run(arguments: Arguments) -> int:
 
 def _list(arguments: Arguments, named: Sequence[str], where: Sequence[str], filters: Sequence[Filter]) -> int:
     """Print the runs below `where`, which the user `named`."""
-    runs = [look(path) for path in dict.fromkeys(path for word in where for path in below(Path(word)))]
     notes: list[str] = []
+    runs = [look(path) for path in dict.fromkeys(path for word in where for path in below(Path(word), notes))]
     chosen = ordered(filtered(runs, filters, notes), arguments.values.get("--sort", "when"))
     if last := arguments.values.get("--last"):
         chosen = chosen[-int(number("--last", last, 1, 1 << 40, whole=True)) :]

@@ -62,7 +62,7 @@ class Comparison:
     metric: str = "loss"
     pooled: bool = False  # equal runs of different people are one
     left_from: int = 0  # runs that there are, where these are the best of them
-    unasked: list[str] = field(default_factory=list)  # which runs the filters could not ask
+    unasked: list[str] = field(default_factory=list)  # which runs the filters could not ask, and which links lead away
 
     @classmethod
     def of(cls, runs: Iterable[Run], metric: str = "loss", pooled: bool = False) -> Comparison:
@@ -133,11 +133,8 @@ class Comparison:
             more = "a run repeats another's" if repeats == 1 else f"{repeats} runs repeat others'"
             told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
         for entry in self.entries:
-            if not entry.is_known:
-                why = entry.run.unread or "whose config.yaml cannot be read"
-                told.append(f"not counted: {short(entry.run.path)}, {why}")
-            elif entry.run.unread:
-                told.append(f"not read: {short(entry.run.path)}, {entry.run.unread}")
+            if why := entry.run.unread or ("" if entry.is_known else "whose config.yaml cannot be read"):
+                told.append(f"not {'read' if entry.is_known else 'counted'}: {short(entry.run.path)}, {why}")
         bad = [entry.run for entry in self.entries if entry.run.state not in DONE and entry.is_known]
         for state in dict.fromkeys(run.state for run in bad):
             some = [run for run in bad if run.state == state]

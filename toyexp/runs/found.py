@@ -21,7 +21,7 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, cause, open_file
 from toyexp.base.ownership import LOCK, SWEEP, Owned, require_left
-from toyexp.base.words import UNZIPPED, shown, smooth_loss, typed
+from toyexp.base.words import UNZIPPED, counted, shown, smooth_loss, typed
 from toyexp.sweep.directory import NUMBERS, PRUNES
 from toyexp.sweep.ranking import METRIC
 from toyexp.training.checkpoint import Damaged, conforms, read_json, result_of
@@ -33,7 +33,7 @@ DEPTH = 8  # of directories below the one that is searched
 MOST_UNZIPPED = 1 << 30  # bytes that are extracted from an archive
 RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP}  # files of runs that are extracted
 INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
-SIGNS = {"events.jsonl", "result.json", LOCK}  # beside config.yaml they make a directory a run
+SIGNS = {"events.jsonl", "result.json", LOCK}  # one beside config.yaml makes a directory a run, or two of them
 DONE = ("completed", "diverged", "stopped")  # states of runs whose numbers count: they came to their own end
 _CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
 _SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)
@@ -80,11 +80,12 @@ COLUMNS = ("name", "when", "sweep", "recipe", "model", "data", "engine", "seed",
            "loss", "train_loss", "seconds", "speed", "state", "why", "unread")  # fmt: skip
 
 
-def below(root: Path) -> Iterator[Path]:
+def below(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
     """Yield the runs in a directory and below it, by name; of directories that are links only the root is searched.
 
-    A directory that this user may not read is yielded too: `look` says so of it.
+    A directory that this user may not read is yielded too: `look` says so of it. `notes` gets a line about links.
     """
+    links: list[Path] = []
 
     def walk(directory: Path, depth: int) -> Iterator[Path]:
         try:
@@ -95,20 +96,24 @@ def below(root: Path) -> Iterator[Path]:
         except OSError:  # it was deleted meanwhile
             return
         names = {entry.name for entry in entries}
-        if "config.yaml" in names and names & SIGNS:
+        if len(names & {"config.yaml", *SIGNS}) > 1:
             yield directory
             return
+        links.extend(Path(entry.path) for entry in entries if entry.is_symlink() and not entry.name.startswith("."))
         for entry in entries if depth else ():
             if not entry.name.startswith(".") and entry.name not in INSIDE and entry.is_dir(follow_symlinks=False):
                 yield from walk(Path(entry.path), depth - 1)
 
     yield from walk(root, DEPTH)
+    away = [link for link in links if link.is_dir() and not link.resolve().is_relative_to(root.resolve())]
+    if away and notes is not None:
+        notes.append(f"not followed: {counted(len(away), 'link')} below {shown(root)}, such as {shown(away[0])}")
 
 
-def named(command: str, words: Sequence[str]) -> list[Path]:
+def named(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
     """The runs that words name: runs, sweeps, directories that hold them, and patterns of these; each once.
 
-    Raises UserError for a word that names none.
+    Raises UserError for a word that names none. See `below` for `notes`.
     """
     found: dict[Path, None] = {}
     for word in words:
@@ -116,7 +121,7 @@ def named(command: str, words: Sequence[str]) -> list[Path]:
             raise UserError(f"{command} '': is empty (a variable that is not set?); leave it out, or name a directory")
         exists = os.path.lexists(word)
         places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
-        runs = [run for place in places for run in _at(Path(place))]
+        runs = [run for place in places for run in _at(Path(place), notes)]
         if not runs:
             what = "holds no run" if exists else "matches no run" if glob.has_magic(word) else absent(Path(word))
             if exists and (Path(word) / SWEEP).is_file():
@@ -160,10 +165,10 @@ def _extract(archive: Path, folder: Path) -> Path:
     return folder
 
 
-def _at(place: Path) -> Iterator[Path]:
+def _at(place: Path, notes: list[str]) -> Iterator[Path]:
     """The runs at a place; of a file in a run, that run."""
     if place.is_dir():
-        yield from below(place)
+        yield from below(place, notes)
     elif place.name in ("events.jsonl", "config.yaml", "result.json"):
         yield from (run for run in below(place.parent) if run == place.parent)
 
@@ -188,6 +193,7 @@ def look(path: Path) -> Run:
     """What a run directory says of itself; what it does not say, or what cannot be read, is left out."""
     unread: list[str] = []
     head = _start(path / "config.yaml", unread)
+    unread += [] if head or unread else ["config.yaml is missing or empty"]
     chosen = dict(_CHOICE.findall(head))
     settings = dict(_SETTING.findall(head))
     result = result_of(path)

@@ -102,6 +102,7 @@ def _same_manifest(bad: bytes, good: bytes) -> bool:
         (MANIFEST, "[]", "holds no object"),
         (MANIFEST, "[" * 100_000, "is not JSON"),
         (MANIFEST, json.dumps({"format": 0}), "has format 0; this toyexp reads 1"),
+        (MANIFEST, json.dumps({"format": "1"}), "has format '1'; this toyexp reads 1"),
         (MANIFEST, json.dumps({"format": 1, "step": 7, "files": {"../../etc/passwd": {}}}), "does not list"),
         (STATE, "[1]", "is not what was written"),
         (ARRAYS, "", "is not what was written"),
@@ -159,9 +160,21 @@ def test_one_to_which_someone_has_added_a_file_is_not_replaced(saved, theirs):
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
     before = contents(saved.parent)
-    with pytest.raises(OSError, match="step-7 is there, and holds more than a checkpoint"):
+    with pytest.raises(OSError, match="step-7 is there, and is no checkpoint or holds more"):
         write(saved.parent, 7, {"w": ARRAY["w"] + 1}, {})
     assert contents(saved.parent) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_in_the_place_of_a_checkpoint_is_named(saved, kind):
+    place = saved.parent / "step-8"
+    place.write_text("mine") if kind == "file" else place.symlink_to("nowhere")
+    keeper = Keeper(saved.parent, Interval(1), keep=9)
+    keeper.save(8, given(ARRAY), {})
+    keeper.wait()
+    assert keeper.published() == []
+    assert keeper.missing == "checkpoint of step 8: not written (step-8 is there, and is no checkpoint or holds more)"
+    assert place.is_symlink() if kind == "link" else place.read_text() == "mine"
 
 
 # -- when, and how many -----------------------------------------------------------------------------------------------
@@ -461,6 +474,8 @@ def test_what_json_gives_is_held_against_a_type(value, hint, good):
 
 
 def test_what_a_dead_process_left_is_removed(tmp_path):
-    (tmp_path / ".tmp-5-123").mkdir(parents=True)
+    for name in (".tmp-5-123", ".tmp-12", ".tmp-mine", ".tmp-5-mine"):
+        (tmp_path / name).mkdir()
     Keeper(tmp_path, Interval(1), keep=1)
-    assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-5-mine", ".tmp-mine"]
+    assert Keeper(tmp_path / "none", Interval(1), keep=1).missing is None

@@ -109,7 +109,7 @@ def test_files_of_another_step(folder, tmp_path):
         (lambda m: m.update(step=13), "is of step 13"),
         (lambda m: m.update(step="12"), "is of step 12"),
         (lambda m: m.update(step=10**4000), "is of step 10000"),
-        (lambda m: m.update(format="2"), "has format 2"),
+        (lambda m: m.update(format="2"), "has format '2'"),
     ],
 )
 def test_a_manifest_that_says_something_else(change, said, folder, tmp_path):

@@ -35,7 +35,7 @@ NOTHING = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", 
 GROWING = (LOCK, "log.txt", "events.jsonl", "sweep.jsonl", "study.log")  # what changes where it is
 FOLDERS = ("checkpoints", "logs", "plots", "tensorboard")  # that toyexp fills
 SIGNS = ("config.yaml", "events.jsonl", LEDGER)  # of a run
-TEMPORARY = re.compile(r"\.tmp-\d+|\..+\.(yaml|json)\.\d+\.tmp")  # what a process that was killed had not finished
+TEMPORARY = re.compile(r"\.tmp-\d+(-\d+)?|\..+\.(yaml|json)\.\d+\.tmp")  # what a killed process had not finished
 
 
 class Owned(UserError):

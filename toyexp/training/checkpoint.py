@@ -82,9 +82,9 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
         files = {name: {"bytes": size, "sha256": found} for name, (size, found) in digests.items()}
         write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
         sync_directory(temporary)
-        if final.exists():  # of the same run, before it was continued from an earlier checkpoint
-            if not is_bare(final):
-                raise OSError(errno.EEXIST, f"{final.name} is there, and holds more than a checkpoint", str(final))
+        if os.path.lexists(final):  # of the same run, before it was continued from an earlier checkpoint
+            if not (final.is_dir() and is_bare(final)):
+                raise OSError(errno.EEXIST, f"{final.name} is there, and is no checkpoint or holds more", str(final))
             shutil.rmtree(final)
         temporary.rename(final)
         sync_directory(folder)
@@ -132,7 +132,7 @@ def read(path: Path, with_state: bool = True) -> Checkpoint:
         raise Damaged(f"{path / link}: is a link, and none is followed inside a checkpoint; put the file there")
     manifest = read_json(path / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
-        what = f"{path}: has format {printable(str(version))}; this toyexp reads {FORMAT}"
+        what = f"{path}: has format {printable(repr(version))}; this toyexp reads {FORMAT}"
         if isinstance(version, int) and version > FORMAT:
             raise Newer(f"{what}: a newer toyexp wrote it; update toyexp, or move it away to go on from an earlier one")
         raise Damaged(what)

@@ -19,6 +19,7 @@ import numpy as np
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import cause
 from toyexp.base.memory import available_bytes
+from toyexp.base.ownership import TEMPORARY
 from toyexp.base.writing import bytes_in
 from toyexp.contract.model import lower_is_better
 from toyexp.contract.run import Best
@@ -71,7 +72,7 @@ class Keeper:
         evals = state.get("evals", {})
         self.evals: dict[int, Mapping[str, float]] = {int(step): found for step, found in evals.items()}
         self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
-        for stale in folder.glob(".tmp-*") if folder.is_dir() else ():
+        for stale in (path for path in folder.glob(".tmp-*") if TEMPORARY.fullmatch(path.name)):
             shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
 
     def check(self, scores: Mapping[str, float]) -> None:

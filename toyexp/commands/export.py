@@ -67,8 +67,7 @@ options
 
 
 HELP = help_text
-# First bytes of model files by suffix, as regular expressions. Safetensors begins with the length of its JSON header.
-BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}
+BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # first bytes of files, as a pattern
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,9 @@ def _write(
             form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
             problems = form.write_again(file, place, requantize)
             if problems is not None:
-                return None, [*_unread(file, registry), *require_written(form, place, problems)]
+                converted = origin(file.path) != file.path and origin(file.path).is_file()
+                lacks = exported_of(file, registry.models()).lacks if converted else ()  # a tokenizer
+                return None, [*lacks, *require_written(form, place, problems)]
             exported = exported_of(file, registry.models())
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
@@ -198,12 +199,6 @@ def _about(file: GGUFFile) -> dict[str, Any]:
     scores = {f"{name}{rounded}": value for name, value in {"loss": found.loss, **found.scores}.items()}
     scores = scores if result_of(run).get("eval_step") == step else {}
     return card_facts(config, found.engine, scores)
-
-
-def _unread(file: GGUFFile, registry: Registry) -> Sequence[str]:
-    """What a file of another format did not bring along: its tokenizer."""
-    converted = origin(file.path) != file.path and origin(file.path).is_file()
-    return exported_of(file, registry.models()).lacks if converted else ()
 
 
 def require_free(

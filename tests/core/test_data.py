@@ -757,7 +757,7 @@ def test_a_full_disk_leaves_no_half_cache_file(tmp_path, limit):
         "a, b = packed('k', 9000, lambda: [[np.arange(9000)], [np.arange(5)]]).parts\n"
         "print(len(a), len(b), int(a[-1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("9000 5 8999\n", "", 0)
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -224,7 +224,7 @@ sys.exit(main(["export", "model.gguf", "--type", "f16", "--to", "there.gguf", "-
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(source):
     (source.parent / "there.gguf").write_bytes(b"GGUF, mine")
-    run = subprocess.run([sys.executable, "-W", "error", "-c", FULL_DISK], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-B", "-W", "error", "-c", FULL_DISK], capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr == "toyexp: error: there.gguf: could not be written: File too large\n"
     assert (source.parent / "there.gguf").read_bytes() == b"GGUF, mine"

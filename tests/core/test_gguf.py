@@ -883,7 +883,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FULL_DISK, str(path), str(limit)],
+        [sys.executable, "-B", "-W", "error", "-c", FULL_DISK, str(path), str(limit)],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,

@@ -20,6 +20,7 @@ import yaml
 from mishaps import MISHAP
 from omegaconf import OmegaConf
 
+import toyexp
 import toyexp.config.request as request_module
 from toyexp.base.errors import UserError
 from toyexp.base.threads import CORES, available_cores, machine_cores
@@ -609,14 +610,115 @@ def test_runs_that_were_swapped_are_said_and_change_no_record(capsys):
     recorded, runs = jobs("s"), [Path(f"s/{number}-scratch-llama") for number in (0, 1)]
     assert main(["sweep.resume=s", MODULES]) == 0
     assert "recorded" not in capsys.readouterr().out
-    for run, to in ((runs[0], Path("x")), (runs[1], runs[0]), (Path("x"), runs[1])):
-        run.rename(to)
+    swap(*runs)
     assert main(["sweep.resume=s", MODULES]) == 0
     out = capsys.readouterr().out
     assert "[0] seed=1: s/0-scratch-llama is not the run that the sweep recorded: " in out and "[1] seed=2: s/1-" in out
     assert main(["resume=s/0-scratch-llama", MODULES, "steps=2"]) == 0
     assert "s: its summary stays as it is: job 0 was another run: " in capsys.readouterr().out
     assert jobs("s") == recorded
+
+
+def swap(one, other):
+    for run, to in ((one, Path("x")), (other, one), (Path("x"), other)):
+        run.rename(to)
+
+
+def interrupt(folder, status="killed"):
+    """Take back the last step of each job of a sweep that has completed, as if the sweep had been killed before it."""
+    state = json.loads((Path(folder) / "sweep.json").read_text())
+    for job in state["jobs"]:
+        run = Path(folder, job["directory"])
+        job |= {"status": status, "code": None, "result": {}}
+        (run / "result.json").unlink()
+        shutil.rmtree(max((run / "checkpoints").iterdir()))
+    (Path(folder) / "sweep.json").write_text(json.dumps(state))
+
+
+def files_of(*runs):
+    return {path: path.read_bytes() for run in runs for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["sweep.launcher=serial"],
+        *(["sweep.isolate=true", f"sweep.launcher={x}"] for x in ("joblib", "stacked")),
+    ],
+    ids=" ".join,
+)
+def test_a_job_goes_on_with_no_run_but_its_own(how, capsys):
+    assert main(["-m", *QUICK, "lr=1e-4,1e-2,1e-3", "steps=2", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
+    interrupt("s", "running" if "sweep.launcher=joblib" in how else "killed")
+    first, second = (Path(f"s/{number}-scratch-llama") for number in (0, 1))
+    swap(first, second)
+    before = files_of(first, second)
+    assert main(["sweep.resume=s", MODULES, *how]) == 1
+    assert statuses("s") == ["killed", "killed", "completed"] and files_of(first, second) == before
+    refused = "s/0-scratch-llama: holds another run: lr is 0.01 there and 0.0001 in this job; put the job's own run"
+    assert refused in capsys.readouterr().err and refused in jobs("s")[0]["error"]
+    swap(first, second)
+    assert main(["sweep.resume=s", MODULES, *how]) == 0
+    assert statuses("s") == ["completed"] * 3 and steps_of(first) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("swept", "told"),
+    [
+        ("seed=1,2", "seed is 2 there and 1 in this job"),
+        ("model=llama,gpt2", "model is gpt2 there and llama in this job"),
+        ("model.d_model=16,32", "model.d_model is 32 there and 16 in this job"),
+        ("data_seed=null,1", "data_seed is 1 there and null in this job"),
+    ],
+)
+def test_a_finished_run_of_other_settings_is_not_taken_for_a_job_whose_sweep_was_killed(swept, told, capsys):
+    words = [word for word in QUICK if word.partition("=")[0] != swept.partition("=")[0]]
+    words += ["steps=1", "sweep.isolate=false", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweep.dir=s"]
+    assert main(["-m", *words, swept]) == 0
+    state = json.loads(Path("s/sweep.json").read_text())
+    for job in state["jobs"]:
+        job |= {"status": "running", "code": None, "result": {}}
+    Path("s/sweep.json").write_text(json.dumps(state))
+    swap(Path("s/0"), Path("s/1"))
+    assert main(["sweep.resume=s", MODULES]) == 1
+    assert statuses("s") == ["killed", "killed"] and f"s/0: holds another run: {told}; " in capsys.readouterr().err
+    swap(Path("s/0"), Path("s/1"))
+    Path("s/1").rename("elsewhere")
+    assert main(["sweep.resume=s", MODULES]) == 0  # one run is there, the other is trained again
+
+
+def test_a_job_s_own_run_is_known_whatever_was_typed():
+    """Texts that are numbers to Hydra, values that the run itself works out, and settings that a resume may change."""
+    Path("2024_01").write_text("It was a bright cold day in April. " * 50)
+    fixed = [w for w in QUICK if w != "data=random"] + [
+        "data=text", "data.path=2024_01", "name=x-${hydra:job.num}", "model_seed=${seed}",
+        "batch_size=2", "epochs=0.1", "optim.groups={output.*: {lr: 0.5}, blk.*: {frozen: true}}", "eval_every=0",
+    ]  # fmt: skip
+    assert main(["-m", *fixed, "seed=1,2", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
+    found, ahead = lookahead("seed=1,2", fixed=fixed)
+    runs = sorted(path.parent for path in Path("s").glob("*/config.yaml"))
+    assert [[bool(ahead.other_run(job, run)) for run in runs] for job in found] == [[False, True], [True, False]]
+    config = runs[0] / "config.yaml"
+    config.write_text(config.read_text().replace("checkpoint_every: 1", "checkpoint_every: 7"))
+    assert not ahead.other_run(found[0], runs[0])
+    config.write_text(config.read_text().replace("frozen: true", "frozen: false"))
+    assert ahead.other_run(found[0], runs[0]) == "optim.groups.blk.*.frozen is false there and true in this job"
+
+
+def test_swapped_and_missing_runs_are_said_from_python_and_by_compare(capsys):
+    assert main(["-m", *QUICK, "lr=1e-4,1e-2", "steps=1", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
+    first, second = (Path(f"s/{number}-scratch-llama") for number in (0, 1))
+    toyexp.open("s", plugins=["toyexp.testing.null", "mishap"])
+    assert main(["compare", "s"]) == 0
+    assert not {"recorded", "any more"} & {*capsys.readouterr().out.split()}
+    swap(first, second)
+    toyexp.open("s", plugins=["toyexp.testing.null", "mishap"])
+    said = capsys.readouterr().err
+    assert "job 0: s/0-scratch-llama is not the run that the sweep recorded: " in said and "job 1: s/1-" in said
+    first.rename("elsewhere")
+    assert main(["compare", "s"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "not counted: 1 run of s not there any more: 0-scratch-llama" in told
 
 
 def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from toyexp.runs.comparison import Comparison, Entry
 from toyexp.runs.found import look, metric_of, named, unzipped
 from toyexp.runs.plot import sheet
 from toyexp.runs.report import Report, importance_of, is_a_page, require, title
+from toyexp.sweep.directory import remembered
 from toyexp.sweep.ranking import TRAIN, Point, mean
 
 HELP = """\
@@ -158,6 +160,11 @@ def compared(places: Sequence[str], filters: Sequence[Filter], metric: str | Non
             f"compare {' '.join(f.typed for f in filters)}: none of {counted(len(paths), 'run')} is like that"
         )
     comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]), pooled)
+    for place in map(Path, places):
+        with contextlib.suppress(UserError):  # it holds no sweep, or a damaged one
+            gone = [d for j in remembered(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()]
+            told = f"not counted: {counted(len(gone), 'run')} of {short(place)} not there any more: "
+            notes += [told + ", ".join(gone[:3])] if gone else []
     comparison.unasked = notes
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
         evaluated = comparison.scores or any(run.loss is not None for run in runs)

@@ -16,6 +16,7 @@ from toyexp.base.home import at_home
 from toyexp.base.ownership import SWEEP
 from toyexp.base.packages import needed
 from toyexp.base.signals import whole_imports
+from toyexp.base.terminal import complain
 from toyexp.base.words import columns, counted, short
 from toyexp.base.writing import possible_names
 from toyexp.commands.flags import read, request_of, split
@@ -29,6 +30,7 @@ from toyexp.door.history import of_table
 from toyexp.door.result import Result, require_run
 from toyexp.sweep.directory import Job, remembered
 from toyexp.sweep.ranking import Ranking, ranked
+from toyexp.training.checkpoint import result_of
 
 if TYPE_CHECKING:
     import pandas
@@ -225,11 +227,14 @@ class SweepResult(Sequence[Result]):
     def _result(self, job: Job) -> Result | None:
         if job.directory is None:
             return None
+        path = self.directory / job.directory
         try:
-            require_run(self.directory / job.directory)
+            require_run(path)
         except UserError:  # it ended before it wrote anything
             return None
-        return Result(self.directory / job.directory, self._registry, late=True)
+        if other := job.difference(result_of(path)):
+            complain(f"warning: job {job.number}: {short(path)} is not the run that the sweep recorded: {other}")
+        return Result(path, self._registry, late=True)
 
     def __getitem__(self, index: Any) -> Any:
         return self.runs[index]

@@ -45,9 +45,7 @@ class Filter:
         if sign in ORDER and name == "when":
             _moment(word, value)
         elif sign in ORDER and name in COLUMNS and name not in NUMBERS:
-            raise UserError(
-                f"{word}: {key} is text, which {sign} does not compare; '{key}=...' or '{key}!=...', * fits"
-            )
+            raise UserError(f"{word}: {key} is text, which {sign} cannot compare; '{key}=...' or '{key}!=...', * fits")
         elif sign in ORDER and ((number := _number(value)) is None or math.isnan(number)):
             raise UserError(f"{word}: what {sign} compares is a number, such as '{key}{sign}3'")
         return cls(word, name, sign, value)

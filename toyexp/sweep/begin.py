@@ -139,9 +139,7 @@ def _settings(request: Request, own: Sequence[Any]) -> Sweep:
     """How the jobs are run; an experiment that is chosen may say so too."""
     chosen = [o for o in request.settings if o.key_or_group == "experiment"]
     settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
-    if (
-        settings.isolate and getattr(os, "fork", None) is None
-    ):  # their output is waited for as only pipes of POSIX allow
+    if settings.isolate and getattr(os, "fork", None) is None:  # only pipes of POSIX can be waited for so
         raise UserError("sweep.isolate=true: no jobs in processes of their own on Windows; sweep.isolate=false, or WSL")
     require(settings.launcher)
     return settings

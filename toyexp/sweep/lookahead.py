@@ -17,10 +17,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, printable
+from toyexp.base.words import typed as plain
 from toyexp.base.writing import require_below
 from toyexp.config.beforehand import OF_HYDRA, told_apart
-from toyexp.config.build import made, typed, without_hydra
+from toyexp.config.build import made, resolved, typed, without_hydra
 from toyexp.config.compose import Composed
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_settings, unknown_key, wrong_value
@@ -33,6 +34,9 @@ from toyexp.contract.model import Model
 from toyexp.contract.recipe import Recipe
 from toyexp.sweep.directory import Job
 from toyexp.sweep.gpus import VISIBLE, visible
+from toyexp.training.parts import ASIDE_KEYS
+from toyexp.training.resume import differences
+from toyexp.training.rundir import settings_in
 
 CHOICES = 8  # choices of names that are composed ahead: each composition takes a tenth of a second
 VALUES = 1000  # jobs that are looked at ahead
@@ -66,9 +70,7 @@ class Lookahead:
         """The sweep's directory, which is `root` where it is there already, and below it the job's."""
         composed = self._settled(self.config(job))
         cfg = composed.cfg
-        named = str(
-            [OmegaConf.to_container(cfg.hydra.sweep), OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["name"]))]
-        )
+        named = str([OmegaConf.to_container(node) for node in (cfg.hydra.sweep, OmegaConf.masked_copy(cfg, ["name"]))])
         if OF_HYDRA.search(named):  # ${hydra:job.override_dirname} is only known to Hydra
             composed = self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
         self._tell_hydra(composed.cfg, job)
@@ -99,6 +101,21 @@ class Lookahead:
             self._told = (cfg, hydra.cfg)
         with read_write(hydra.cfg.hydra.job):
             hydra.cfg.hydra.job.num = job.number
+
+    def other_run(self, job: Job, run: Path) -> str:
+        """Return a setting that was typed for the job, if its directory holds a run with another value, with both."""
+        with contextlib.suppress(UserError):  # what cannot be composed is told when it is the job's turn
+            saved, given = settings_in(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
+            typed_keys = {o.key_or_group for o in given if "$" not in str(o.input_line)}
+            keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
+            parts = {key.split(".")[0] for key in keys}
+            ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
+            for key, (there, here) in differences(saved, resolved(self._settled(ours).cfg)) if ours else ():
+                name = key.removesuffix(".name")
+                is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
+                if is_typed and str(there) != str(here):
+                    return f"{printable(f'{name} is {plain(there)}')} there and {printable(plain(here))} in this job"
+        return ""
 
     def gpus(self, job: Job, auto: int) -> int | None:
         """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
@@ -240,18 +257,13 @@ def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:
         except UserError as error:
             wrong[job.number] = error
         seen.add(names)
-    if len(jobs) > 1 and jobs[0].number in wrong:
-        _raise_if_common(wrong[jobs[0].number], jobs[-1], ahead)
+    if len(jobs) > 1 and (first := wrong.get(jobs[0].number)):
+        try:
+            ahead.check(jobs[-1], whole=True)  # which has no value like the first job's
+        except UserError as other:
+            if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
+                raise first from None
     return wrong
-
-
-def _raise_if_common(error: UserError, last: Job, ahead: Lookahead) -> None:
-    """Raises what is wrong with the first job if it is wrong with the `last`, too, which has no value like it."""
-    try:
-        ahead.check(last, whole=True)
-    except UserError as other:
-        if str(other) == str(error) and not str(error).startswith(tuple(last.overrides)):
-            raise error from None
 
 
 def require_directories(jobs: Sequence[Job], ahead: Lookahead) -> None:

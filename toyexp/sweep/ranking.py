@@ -89,9 +89,7 @@ class Ranking(Generic[J]):
         """Return what a reader of these numbers has to know about the data and files behind them."""
         told = []
         if self.apart:
-            told.append(
-                f"{' and '.join(self.apart)} changed between runs of the same settings: counted apart by digest"
-            )
+            told.append(f"{' and '.join(self.apart)} changed between runs of equal settings: counted apart by digest")
         if self.other_data:
             differ = ", ".join(self.other_data[1:] or self.other_data)
             told.append(f"the data differ between points ({differ}): their losses do not compare")

@@ -26,7 +26,7 @@ from toyexp.sweep.contained import contained
 from toyexp.sweep.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweep.forking import FORKED, PLATFORMS, Forks, spawned
 from toyexp.sweep.gpus import Gpus, visible
-from toyexp.sweep.process import AT_ONCE, Order, Stop, run_process, side_by_side
+from toyexp.sweep.process import AT_ONCE, NOT_STARTED, Order, Stop, run_process, side_by_side
 from toyexp.sweep.ranking import Ranking, ranked
 from toyexp.sweep.share import share_of
 from toyexp.sweep.shown import outcome, print_table
@@ -98,10 +98,10 @@ class Runner:
         """The jobs to go on with. Of those that ran when the sweep itself was killed, their directories tell."""
         assert self._folder is not None
         for job in self._jobs:
-            if job.status != Status.RUNNING:
+            if job.status != Status.RUNNING and job.code != NOT_STARTED:
                 continue
             directory = self._folder.run(job)
-            found = result_of(directory)
+            found = {} if self._ahead.other_run(job, directory) else result_of(directory)
             if found.get("error") and found.get("reason") != "interrupted":
                 job.end(Ended(1, str(found["error"])), directory)
             elif found.get("reason") in ("completed", "aborted"):
@@ -113,8 +113,7 @@ class Runner:
                 except Owned as owner:
                     say(f"[{job.number}] {job.label}: {owner}")
         self._miss()
-        retried = {job.number for job in self._jobs if self._settings.retry and self._may_retry(job)}
-        left = [job for job in self._jobs if job.status in UNFINISHED or job.number in retried]
+        left = [j for j in self._jobs if j.status in UNFINISHED or (self._settings.retry and self._may_retry(j))]
         return [job for job in left if job.status != Status.RUNNING]
 
     def _may_retry(self, job: Job) -> bool:
@@ -142,8 +141,12 @@ class Runner:
 
     def _placed(self, job: Job) -> bool:
         """Whether it is known where a job runs; one that has no place has ended."""
-        if job.directory is not None:
-            return True
+        if job.directory is not None and self._folder:
+            run = self._folder.run(job)
+            if other := self._ahead.other_run(job, run):
+                what = "put the job's own run back, or move this one away, then go on with the sweep"
+                self._end(job, Ended(NOT_STARTED, f"{short(run)}: holds another run: {other}; {what}"))
+            return not other
         try:
             root, directory = self._ahead.directory(job, self._folder.path if self._folder else None)
             self._places.give(job, root, directory)

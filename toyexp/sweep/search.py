@@ -113,9 +113,7 @@ class Searcher(Runner):
             if not cfg.eval_every:
                 raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
             if settings.prune and cfg.epochs is not None:
-                raise UserError(
-                    f"epochs={cfg.epochs:g}: {asked} compares runs at the same steps; give steps=... instead"
-                )
+                raise UserError(f"epochs={cfg.epochs:g}: {asked} compares runs at equal steps; give steps=... instead")
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
             self._ahead.model(probe).require_metric("sweep.metric", settings.metric)
         steps, every = max(lengths)

@@ -83,9 +83,7 @@ def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> Siz
             break
     if best == 1:
         return Size(1, f"{words}; together they are no faster here than alone: they train one after another")
-    took = (
-        f"a step of {best} takes {_shown(best * share)} and of one {_shown(alone)}: {alone / share:.1f} times as fast"
-    )
+    took = f"a step of {best} takes {_shown(best * share)}, of one {_shown(alone)}: {alone / share:.1f} times as fast"
     return Size(best, f"{words}; {took}")
 
 

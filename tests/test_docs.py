@@ -246,7 +246,9 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
              "callbacks.npz_export.compressed=true",
              "hydra.run.dir=run", "plugins=[npz_format]"]  # fmt: skip
     assert main(words) == 0, capsys.readouterr().err
-    exports = [["--type", "npz"], ["--type", "npz", "compressed=true", "--to", "small.npz"]]
+    assert main(["export", "run", "--type", "npz", "--force", "plugins=[npz_format]"]) == 2
+    assert "run/model.npz: belongs to the run run; write elsewhere" in capsys.readouterr().err
+    exports = [["--type", "npz", "--to", "plain.npz"], ["--type", "npz", "compressed=true", "--to", "small.npz"]]
     assert [main(["export", "run", *export, "--force", "plugins=[npz_format]"]) for export in exports] == [0, 0]
     assert main(["export", "small.npz", "--type", "gguf", "--to", "back.gguf", "plugins=[npz_format]"]) == 0
     write_base(Path("text.gguf"), "llama", tokenizer=Bytes())
@@ -260,7 +262,7 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
     assert capsys.readouterr().err == "toyexp: error: other.npz: holds no model that is known here\n"
     assert main(["plugins", "npz", "plugins=[npz_format]"]) == 0
     assert "compressed=false" in capsys.readouterr().out
-    with GGUFFile("run/model.gguf") as file, np.load("run/model.npz") as plain, np.load("small.npz") as small:
+    with GGUFFile("run/model.gguf") as file, np.load("plain.npz") as plain, np.load("small.npz") as small:
         assert all(np.array_equal(GGUFFile("back.gguf").read(n), file.read(n)) for n in file.tensors)
         assert {*plain.files} == {*small.files} == {"model", *file.tensors}
         assert all(np.array_equal(plain[n], file.read(n)) and np.array_equal(small[n], plain[n]) for n in file.tensors)

@@ -701,7 +701,12 @@ def test_a_job_s_own_run_is_known_whatever_was_typed():
     config = runs[0] / "config.yaml"
     config.write_text(config.read_text().replace("checkpoint_every: 1", "checkpoint_every: 7"))
     assert not ahead.other_run(found[0], runs[0])
-    config.write_text(config.read_text().replace("frozen: true", "frozen: false"))
+    whole = config.read_text()
+    config.write_text(whole.replace("\nlr: 0.003\n", "\nlr: 0.5\n"))  # which was not typed
+    assert ahead.other_run(found[0], runs[0]) == "lr is 0.5 there and 0.003 in this job"
+    config.write_text(whole.replace("name: scratch", "name: lora"))
+    assert ahead.other_run(found[0], runs[0]) == "recipe is lora there and scratch in this job"
+    config.write_text(whole.replace("frozen: true", "frozen: false"))
     assert ahead.other_run(found[0], runs[0]) == "optim.groups.blk.*.frozen is false there and true in this job"
 
 

@@ -40,6 +40,7 @@ from toyexp.training.rundir import settings_in
 
 CHOICES = 8  # choices of names that are composed ahead: each composition takes a tenth of a second
 VALUES = 1000  # jobs that are looked at ahead
+COMPARED = {"model", "data", "recipe", "optim", "seed", "lr", "batch_size"}  # of a job and the run that it goes on with
 SMALL = 20_000_000  # parameters of a model whose jobs are faster together on a GPU; of 6M they are three times as fast
 
 
@@ -103,12 +104,12 @@ class Lookahead:
             hydra.cfg.hydra.job.num = job.number
 
     def other_run(self, job: Job, run: Path) -> str:
-        """Return a setting that was typed for the job, if its directory holds a run with another value, with both."""
+        """Return a setting, typed or COMPARED, of which a job and the run in its directory have different values."""
         with contextlib.suppress(UserError):  # what cannot be composed is told when it is the job's turn
             saved, given = settings_in(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
             typed_keys = {o.key_or_group for o in given if "$" not in str(o.input_line)}
             keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
-            parts = {key.split(".")[0] for key in keys}
+            parts = {key.split(".")[0] for key in keys} | COMPARED
             ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
             for key, (there, here) in differences(saved, resolved(self._settled(ours).cfg)) if ours else ():
                 name = key.removesuffix(".name")

@@ -802,6 +802,7 @@ def config_file(directory: Path, text: str) -> None:
         ("model: {_target_: os.system}", ["config.yaml, line 2: _target_ names code"]),
         ("callbacks: {sample: {every: 5}}", ["sample is not among this run's callbacks"]),
         ("steps: [1\nb: : c", ["config.yaml, line", "not valid YAML"]),
+        ("strange: {a: '${nowhere}'}", ["unknown key strange;"]),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )

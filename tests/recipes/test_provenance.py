@@ -471,6 +471,11 @@ def test_a_checkpoint_of_another_run_is_refused(home, capsys, command, other):
     assert "another" in told(capsys, *command.split(), code=2)
 
 
+def test_a_digest_that_a_checkpoint_claims_is_shown_as_text():
+    (change,) = Record(None, {"data": "a\x1b[2J"}).differing({"data": "b\x1b[2J"})
+    assert change.isprintable()
+
+
 # -- files that are written to while a run trains ---------------------------------------------------------------------
 
 SPOIL = """

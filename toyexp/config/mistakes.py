@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -176,7 +177,10 @@ def check_keys(cfg: DictConfig, every: Keys) -> Keys:
         if not isinstance(node, DictConfig) or node.get("name") != name:
             raise UserError(_not_chosen(f"callbacks.{name}"))
     for key in keys.strangers(cfg):
-        raise unknown_key(key, cfg, registry, typed(OmegaConf.select(cfg, key)))
+        value = "..."
+        with contextlib.suppress(OmegaConfBaseException):  # it holds what cannot be resolved
+            value = typed(OmegaConf.select(cfg, key))
+        raise unknown_key(key, cfg, registry, value)
     for kind in PARTS:
         if not keys.classes[kind]:
             for name in names_in(cfg, kind):

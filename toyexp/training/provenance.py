@@ -117,7 +117,7 @@ class Record:
     def differing(self, now: Mapping[str, str]) -> list[str]:
         """Return which of the sources that both know are others now, each with both digests."""
         both = [role for role in now if role in self.sources and self.sources[role] != now[role]]
-        return [f"{role} was {printable(self.sources[role])} and is {now[role]}" for role in both]
+        return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in both]
 
 
 def recorded(path: Path) -> Record:

@@ -9,9 +9,8 @@ def register_data(register: Register) -> None:
     from toyexp_data.digits import Digits
     from toyexp_data.images import Images
     from toyexp_data.jsonl import Jsonl
-    from toyexp_data.noise import Random
     from toyexp_data.text import Stdlib, Text
-    from toyexp_data.tokens import Tokens
+    from toyexp_data.tokens import Random, Tokens
 
     for data in (Stdlib, Text, Jsonl, Tokens, Random, Digits, Images):
         register(data)

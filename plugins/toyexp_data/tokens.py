@@ -1,4 +1,4 @@
-"""Packed token files: little-endian uint16 or int32, with or without the original's TOYC header, or numpy's."""
+"""Token ids: packed little-endian uint16 or int32, TOYC, numpy's .npy, and random ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import toyexp.formats
-from toyexp import TOKENS, Kind, UserError, printable
-from toyexp.base import open_file, read_file, require, require_words
+from toyexp import TOKENS, Data, Kind, TokenDataset, UserError, printable
+from toyexp.base import MOST, generator, open_file, read_file, require, require_within, require_words
 from toyexp_data.held_out import SplitData
 from toyexp_data.text import named
 
@@ -21,6 +21,7 @@ DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 FEWER = 1000  # a vocabulary that is so many times smaller when the file is read as uint16 is one of uint16
+RANDOM, RANDOM_HELD_OUT = 1_000_000, 50_000  # ids of data=random
 MOST_IDS = 1 << 24  # each is a row of the embedding
 
 
@@ -150,3 +151,22 @@ def _numpy(path: Path, dtype: str) -> Held:
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}; token ids are one list of integers")
     return Held(np.array(ids))
+
+
+@dataclass
+class Random(Data):
+    """Random token ids, for measuring speed: there is nothing in them to learn."""
+
+    name: ClassVar[str] = "random"
+    gives: ClassVar[Kind] = TOKENS
+
+    vocab: int = 1024  # ids run from 0 to vocab - 1
+
+    def check(self) -> None:
+        """Raises UserError for a vocabulary that cannot be."""
+        require_within("data", self, vocab=f"[1,{MOST}]")
+
+    def open(self, vocabulary: Path | None) -> TokenDataset:
+        """The same ids every time; without a tokenizer, whatever `vocabulary` is."""
+        ids = generator(0, "data=random").integers(0, self.vocab, RANDOM, dtype="int32")
+        return TokenDataset(ids[RANDOM_HELD_OUT:], ids[:RANDOM_HELD_OUT], None, self.vocab, 16, {"vocab": self.vocab})

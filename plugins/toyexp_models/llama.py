@@ -1,4 +1,7 @@
-"""Llama (Touvron et al. 2023), and what goes by its name in GGUF: Llama 2 and 3, Mistral, SmolLM, TinyLlama."""
+"""Llama (Touvron et al. 2023), Qwen 2, 2.5 and 3 (Yang et al. 2024, 2025) and Gemma (Mesnard et al. 2024).
+
+Llama 2 and 3, Mistral, SmolLM and TinyLlama are `llama` in GGUF. In Qwen and Gemma rope turns halves of a head.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from toyexp import UserError
+from toyexp import Ops, Tensor, UserError
 from toyexp.base import require_float32
-from toyexp_models.gguf import LlamaGGUF
-from toyexp_models.huggingface import llama_layout
+from toyexp_models.gguf import LlamaGGUF, RotaryGGUF
+from toyexp_models.huggingface import gemma_layout, llama_layout, qwen2_layout, qwen3_layout
 from toyexp_models.rotary import RotaryModel
 
 
@@ -49,3 +52,61 @@ class Llama(RotaryModel):
     def factors(self) -> Sequence[float]:
         """Llama 3's."""
         return self.rope_factors
+
+
+@dataclass
+class Qwen2(RotaryModel):
+    """Qwen 2 and 2.5: as llama, with biases on q, k and v."""
+
+    name: ClassVar[str] = "qwen2"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen2_layout}
+
+    qkv_bias: bool = True  # biases on the query, key and value projections
+    norm_eps: float = 1e-6  # added to the variance inside the norms
+    rope_base: float = 1e6  # base of the rotary frequencies
+
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        super().check()
+        if self.head_size * self.n_heads != self.d_model:
+            raise UserError(
+                f"model.head_dim={self.head_dim}: in llama.cpp's qwen2 heads have d_model / n_heads features; "
+                "leave it at 0, or use model=qwen3"
+            )
+
+
+@dataclass
+class Qwen3(RotaryModel):
+    """Qwen 3: as llama, with a norm on each head of q and k."""
+
+    name: ClassVar[str] = "qwen3"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen3_layout}
+    head_norms: ClassVar[bool] = True
+
+    norm_eps: float = 1e-6  # added to the variance inside the norms
+    rope_base: float = 1e6  # base of the rotary frequencies
+
+
+@dataclass
+class Gemma(RotaryModel):
+    """Gemma 1: as llama, with scaled embeddings, GeGLU, and its embedding as output layer."""
+
+    name: ClassVar[str] = "gemma"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": gemma_layout}
+
+    tied: bool = True  # the output layer is the embedding table, and has to be
+    norm_eps: float = 1e-6  # added to the variance inside the norms
+
+    def check(self) -> None:
+        """Raises UserError for sizes that cannot work."""
+        super().check()
+        if not self.tied:
+            raise UserError("model.tied=false: gemma has no output layer but its embedding")
+
+    def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
+        """Rows of the table times sqrt(d)."""
+        return ops.scale(ops.embed(table, tokens), math.sqrt(self.d_model))
+
+    def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
+        """gelu(gate) * up (Shazeer 2020)."""
+        return ops.mul(ops.gelu(gate), up)

@@ -18,7 +18,7 @@ from typing import ClassVar
 from toyexp import Callback, Engine, Model, PlanTensor, Recipe, RunFailed, TokenBatches, TokenDataset, UserError
 from toyexp import hookimpl
 from toyexp.testing.null import NullEngine, NullSession
-from toyexp_data.noise import Random
+from toyexp_data.tokens import Random
 from toyexp_models.llama import Llama
 
 HEARD = []

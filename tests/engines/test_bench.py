@@ -38,7 +38,7 @@ from toyexp.contract.recipe import start
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import DataSuite, ReferenceOps, token_dataset
 from toyexp.testing.null import NullSession
-from toyexp_data.noise import Random
+from toyexp_data.tokens import Random
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora

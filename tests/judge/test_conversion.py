@@ -26,10 +26,8 @@ from toyexp.formats.gguf.write import write_model
 from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.sentencepiece import SentencePiece
 from toyexp.text.tokenizer import UNUSED, USER_DEFINED
-from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
-from toyexp_models.llama import Llama
-from toyexp_models.qwen import Qwen2, Qwen3
+from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 
 CHECKOUT = Path(os.environ.get("TOYEXP_LLAMA_CPP", ""))
 pytestmark = [

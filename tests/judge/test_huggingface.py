@@ -28,11 +28,9 @@ from toyexp.text.byte_level import BPE, Bytes, Characters
 from toyexp.text.chat import Template
 from toyexp.text.pretokenizers import PRE_TOKENIZERS
 from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.huggingface import llama3
-from toyexp_models.llama import Llama
-from toyexp_models.qwen import Qwen2, Qwen3
+from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.vit import ViT, cut
 
 pytestmark = [

@@ -34,10 +34,8 @@ from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain, tokenize
 from toyexp_data.template import ChatTemplate
 from toyexp_data.text import Text
 from toyexp_formats.shipped import GGUF
-from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
-from toyexp_models.llama import Llama
-from toyexp_models.qwen import Qwen2, Qwen3
+from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch

@@ -32,10 +32,8 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.text.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
-from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
-from toyexp_models.llama import Llama
-from toyexp_models.qwen import Qwen2, Qwen3
+from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_recipes.full import Full
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch

@@ -19,10 +19,8 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.text.byte_level import Bytes
-from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
-from toyexp_models.llama import Llama
-from toyexp_models.qwen import Qwen2, Qwen3
+from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 
 QUICK = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "steps=2", "batch_size=4",
          "model.context=12"]  # fmt: skip

@@ -9,10 +9,8 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.testing import token_dataset
 from toyexp.text.byte_level import BPE, Bytes
-from toyexp_models.gemma import Gemma
 from toyexp_models.gpt2 import GPT2
-from toyexp_models.llama import Llama
-from toyexp_models.qwen import Qwen2, Qwen3
+from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_recipes.scratch import Scratch
 
 VOCAB, CONTEXT = 40, 12

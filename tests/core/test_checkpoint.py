@@ -154,27 +154,49 @@ def test_a_failed_write_leaves_what_was_there(saved, monkeypatch):
     read(saved)
 
 
-@pytest.mark.parametrize("theirs", ["notes.txt", "theirs/notes.txt"])
-def test_one_to_which_someone_has_added_a_file_is_not_replaced(saved, theirs):
-    path = saved / theirs
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("mine")
-    before = contents(saved.parent)
-    with pytest.raises(OSError, match="step-7 is there, and is no checkpoint or holds more"):
-        write(saved.parent, 7, {"w": ARRAY["w"] + 1}, {})
-    assert contents(saved.parent) == before
+def _file(place):
+    place.write_text("mine")
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_is_in_the_place_of_a_checkpoint_is_named(saved, kind):
-    place = saved.parent / "step-8"
-    place.write_text("mine") if kind == "file" else place.symlink_to("nowhere")
+def _link(place):
+    place.symlink_to("nowhere")
+
+
+def _with_notes(place):
+    write(place.parent, 8, ARRAY, {})
+    (place / "theirs").mkdir()
+    (place / "theirs/notes.txt").write_text("mine")
+
+
+def _names_alone(place):
+    place.mkdir()
+    for name in ("manifest.json", "state.json", "state.safetensors"):
+        (place / name).write_text("mine")
+
+
+def _torn_manifest(place):
+    write(place.parent, 8, ARRAY, {})
+    (place / "manifest.json").write_text("{")
+
+
+def _whole(place):
+    if place.is_dir():
+        return {path.relative_to(place): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    return str(place.readlink()) if place.is_symlink() else place.read_text()
+
+
+@pytest.mark.parametrize("put", [_file, _link, _with_notes, _names_alone, _torn_manifest])
+def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(saved, put, caplog):
+    place, aside = saved.parent / "step-8", saved.parent / "step-8.1"
+    put(place)
+    before = _whole(place)
     keeper = Keeper(saved.parent, Interval(1), keep=9)
     keeper.save(8, given(ARRAY), {})
     keeper.wait()
-    assert keeper.published() == []
-    assert keeper.missing == "checkpoint of step 8: not written (step-8 is there, and is no checkpoint or holds more)"
-    assert place.is_symlink() if kind == "link" else place.read_text() == "mine"
+    assert [done.step for done in keeper.published()] == [8]
+    read(place)
+    assert _whole(aside) == before
+    assert f"moved to {aside}" in caplog.text
 
 
 # -- when, and how many -----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ renamed; the newest is the one with the largest step whose manifest verifies. No
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -59,7 +58,7 @@ class Checkpoint:
 
 
 def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
-    """Writes `folder`/step-<step> in one piece, replacing a checkpoint of that step, nothing else; raises OSError."""
+    """Write `folder`/step-<step> in one piece, replacing the directory of that name; raise OSError."""
     from concurrent.futures import ThreadPoolExecutor  # deferred: a run without checkpoints needs neither
 
     from safetensors import SafetensorError
@@ -83,19 +82,12 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
         write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
         sync_directory(temporary)
         if os.path.lexists(final):  # of the same run, before it was continued from an earlier checkpoint
-            if not (final.is_dir() and is_bare(final)):
-                raise OSError(errno.EEXIST, f"{final.name} is there, and is no checkpoint or holds more", str(final))
             shutil.rmtree(final)
         temporary.rename(final)
         sync_directory(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
-
-
-def is_bare(path: Path) -> bool:
-    """Whether a checkpoint's directory holds nothing that someone else put there."""
-    return not path.is_symlink() and {entry.name for entry in path.iterdir()} <= {ARRAYS, STATE, MANIFEST}
 
 
 def _digest(path: Path) -> tuple[int, str]:

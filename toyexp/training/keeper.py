@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import queue
 import shutil
 import threading
@@ -19,12 +20,12 @@ import numpy as np
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import cause
 from toyexp.base.memory import available_bytes
-from toyexp.base.ownership import TEMPORARY
+from toyexp.base.ownership import TEMPORARY, keep_aside
 from toyexp.base.writing import bytes_in
 from toyexp.contract.model import lower_is_better
 from toyexp.contract.run import Best
 from toyexp.contract.snapshot import SLOT
-from toyexp.training.checkpoint import Checkpoint, is_bare, read, steps, write
+from toyexp.training.checkpoint import Checkpoint, read, steps, write
 from toyexp.training.provenance import is_own_checkpoint
 from toyexp.training.settings import Interval
 
@@ -147,6 +148,8 @@ class Keeper:
             if bad := next((n for n, a in arrays.items() if SLOT not in n and not np.isfinite(a).all()), None):
                 raise ValueError(f"{bad} is not finite; the one before it stays the newest")
             sync()
+            if os.path.lexists(there := self._folder / f"step-{step}") and not is_own_checkpoint(there):
+                log.warning("%s: is not a checkpoint of this run, or damaged; moved to %s", there, keep_aside(there))
             path = write(self._folder, step, arrays, state)
             self._outcomes.append(Saved(step, path, bytes_in(path), time.perf_counter() - began))
             with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
@@ -159,8 +162,7 @@ class Keeper:
     def _prune(self, newest: int) -> None:
         """Delete what is neither among the last, nor the best, nor what this run was continued from.
 
-        A checkpoint of another run stays, and one to which someone has added a file. Any of a later step is a damaged
-        one that was passed over; it is replaced when training comes to its step.
+        A checkpoint of another run stays, a damaged one, and one to which someone has added a file.
         """
         have = {step: path for step, path in steps(self._folder).items() if step <= newest}
         kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
@@ -170,7 +172,7 @@ class Keeper:
         if len([p for p in have.values() if p != self._resumed]) < 2:
             kept.update(s for s, p in have.items() if p == self._resumed)
         for step, path in have.items():
-            if step not in kept and is_bare(path) and is_own_checkpoint(path):
+            if step not in kept and is_own_checkpoint(path):
                 shutil.rmtree(path, ignore_errors=True)
 
     def published(self) -> Sequence[Saved]:

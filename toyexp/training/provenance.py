@@ -18,7 +18,7 @@ from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import cause, open_file, working_directory
 from toyexp.base.ownership import fingerprint_once
 from toyexp.contract.recipe import Recipe
-from toyexp.training.checkpoint import STATE, read_if_whole, result_of
+from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE, read_if_whole, read_json, result_of
 from toyexp.training.parts import Prepared
 
 DIGEST = re.compile(r"_?(sha256|digest)$")  # how a fact of the data that is a digest is named
@@ -151,12 +151,13 @@ def first_event(run: Path) -> dict[str, Any]:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return whether the checkpoint in the directory `path` is of the run that it lies in."""
+    """Return whether a readable checkpoint of the run that it lies in is at `path`, to which nobody added a file."""
     try:
-        require_own_checkpoint(path, read_if_whole(path / STATE))
+        read_json(path / MANIFEST)
+        require_own_checkpoint(path, read_json(path / STATE))
     except UserError:
         return False
-    return True
+    return not path.is_symlink() and {entry.name for entry in path.iterdir()} <= {MANIFEST, STATE, ARRAYS}
 
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:

@@ -4,9 +4,9 @@ import contextlib
 import io
 from dataclasses import dataclass
 
-from toyexp.commands.line import main
-from toyexp.contract.command import Command
-from toyexp.contract.plugins import load
+from toyexp.cli.main import main
+from toyexp.interfaces.command import Command
+from toyexp.plugins.discovery import load
 
 USUAL = {0: "done", 2: "bad input, told in a line or two; nothing was begun and nothing is written"}
 WIDE = "---\nhide: [toc]\n---\n\n"  # a page without the column on its right: help has up to 120 letters a line

@@ -10,7 +10,7 @@ import notebook_pages
 import setting_pages
 from mkdocs.structure.files import File, Files
 
-from toyexp.commands.pages import with_templates
+from toyexp.cli.pages import with_templates
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "trust.md", "CHANGELOG.md": "changes.md"}

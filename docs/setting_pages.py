@@ -4,13 +4,13 @@ import html
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from toyexp.base.words import typed
-from toyexp.config.named import lines_about
+from toyexp.base.formatting import typed
+from toyexp.config.describe import lines_about
+from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
-from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS, top_level
-from toyexp.contract.plugins import load
-from toyexp.contract.settings import Setting, settings_of
+from toyexp.plugins.discovery import load
+from toyexp.plugins.settings import Setting, settings_of
 from toyexp.training.settings import ASIDE, FREE, Settings, keys_with
 
 TITLES = {

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 ASSET = Path(__file__).parent.parent / "plugins" / "toyexp_recipes" / "assets" / "donor.gguf"
 LIMIT = 400_000  # bytes that may travel in the package

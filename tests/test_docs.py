@@ -15,10 +15,10 @@ from cells import CELLS, ticked
 from structure import PUBLIC
 from tiny import write_base
 
-from toyexp.commands.line import main
-from toyexp.contract.hooks import Registration, RunHooks
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.text.byte_level import Bytes
+from toyexp.interfaces.hooks import Registration, RunHooks
+from toyexp.tokenizers.byte_level import Bytes
 
 ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT / "docs" / "pages")): path.read_text() for path in ROOT.glob("docs/pages/*/*.md")}

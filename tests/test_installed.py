@@ -8,7 +8,7 @@ from pathlib import Path
 import environments
 import pytest
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -152,7 +152,7 @@ for name in ("fork getuid geteuid getpgid setsid killpg sched_getaffinity syscon
 for name in ("SIGHUP SIGUSR1 SIGUSR2 SIGQUIT SIGKILL SIGALRM SIGVTALRM pthread_kill pthread_sigmask setitimer").split():
     delattr(signal, name)
 shutil._use_fd_functions = False
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 """
 
 

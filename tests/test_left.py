@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 PAGES = Path(__file__).parent.parent / "docs" / "pages" / "reference"
 SMALL = ["engine=ggml", "data.max_mb=0.2", "data.eval_batches=1", "model.context=16", "model.d_model=32",

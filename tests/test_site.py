@@ -8,10 +8,10 @@ from pathlib import Path
 import environments
 import pytest
 
-from toyexp.base.words import typed
+from toyexp.base.formatting import typed
 from toyexp.config.top_level import top_level
-from toyexp.contract.plugins import load
-from toyexp.contract.settings import settings_of
+from toyexp.plugins.discovery import load
+from toyexp.plugins.settings import settings_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,8 +17,8 @@ import yaml
 from PIL import Image
 from tiny import write_base
 
-from toyexp.commands.line import main
-from toyexp.text.byte_level import Bytes
+from toyexp.cli.main import main
+from toyexp.tokenizers.byte_level import Bytes
 
 NAMES = sorted(str(path.relative_to(snippets.PAGES)) for path in snippets.PAGES.rglob("*.md"))
 README = (snippets.PAGES.parent.parent / "README.md").read_text()

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
+    from toyexp.api.functions import SweepResult, compare, evaluate, open, predict, run, sweep
+    from toyexp.api.history import History
+    from toyexp.api.result import Result
+    from toyexp.api.train import train
     from toyexp.base.errors import (
         RunFailed,
         SessionError,
@@ -23,30 +27,8 @@ if TYPE_CHECKING:
         printable,
     )
     from toyexp.base.packages import needed
-    from toyexp.config.restored import adapter_files, adapter_of, check_base, file_of
-    from toyexp.contract.arithmetic import Arithmetic
-    from toyexp.contract.callback import Callback, Schedule
-    from toyexp.contract.command import Arguments, Command
-    from toyexp.contract.data import Data
-    from toyexp.contract.dataset import Batch, Batches, Dataset, InputSpec, batch_digest
-    from toyexp.contract.decoder import Decoder, Piecewise, Recompute
-    from toyexp.contract.engine import Engine
-    from toyexp.contract.format import Exported, Format, ModelFile, Models, TensorInfo
-    from toyexp.contract.hooks import Register, hookimpl
-    from toyexp.contract.kind import IMAGES, TOKENS, Kind
-    from toyexp.contract.model import Model, TensorSpec, lower_is_better
-    from toyexp.contract.ops import Adapted, LowRank, Ops, Params, Rotary, Tensor
-    from toyexp.contract.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Group, Optimiser, Rule
-    from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
-    from toyexp.contract.planned import Planned, changed
-    from toyexp.contract.recipe import Recipe, Setup
-    from toyexp.contract.run import Run
-    from toyexp.contract.sampling import Sampling, endless
-    from toyexp.contract.session import Session, State, StepMetrics
-    from toyexp.contract.stack import unlike
-    from toyexp.contract.values import Constant, Given, Normal, Values
-    from toyexp.datasets.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
-    from toyexp.datasets.pictures import (
+    from toyexp.batching.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
+    from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,
         BadImage,
         files_below,
@@ -55,16 +37,34 @@ if TYPE_CHECKING:
         require_pillow,
         scaled,
     )
-    from toyexp.datasets.tokens import TokenBatches, TokenDataset
-    from toyexp.door.history import History
-    from toyexp.door.result import Result
-    from toyexp.door.running import SweepResult, compare, evaluate, open, predict, run, sweep
-    from toyexp.door.training import train
+    from toyexp.batching.tokens import TokenBatches, TokenDataset
+    from toyexp.config.restored import adapter_files, adapter_of, check_base, file_of
     from toyexp.formats.gguf.open_model import FromGGUF
+    from toyexp.interfaces.arithmetic import Arithmetic
+    from toyexp.interfaces.callback import Callback, Schedule
+    from toyexp.interfaces.command import Arguments, Command
+    from toyexp.interfaces.data import Data
+    from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec, batch_digest
+    from toyexp.interfaces.decoder import Decoder, Piecewise, Recompute
+    from toyexp.interfaces.engine import Engine
+    from toyexp.interfaces.format import Exported, Format, ModelFile, Models, TensorInfo
+    from toyexp.interfaces.hooks import Register, hookimpl
+    from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
+    from toyexp.interfaces.model import Model, TensorSpec, lower_is_better
+    from toyexp.interfaces.ops import Adapted, LowRank, Ops, Params, Rotary, Tensor
+    from toyexp.interfaces.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Group, Optimiser, Rule
+    from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
+    from toyexp.interfaces.recipe import Recipe, Setup
+    from toyexp.interfaces.run import Run
+    from toyexp.interfaces.run_preview import Planned, changed
+    from toyexp.interfaces.sampling import Sampling, endless
+    from toyexp.interfaces.session import Session, State, StepMetrics
+    from toyexp.interfaces.stack import unlike
+    from toyexp.interfaces.values import Constant, Given, Normal, Values
     from toyexp.reference.engine import NumpyArithmetic, updated
     from toyexp.reference.forward import reason_to_recompute
     from toyexp.reference.forward_listing import Traced, listing
-    from toyexp.text.tokenizer import Tokenizer
+    from toyexp.tokenizers.tokenizer import Tokenizer
     from toyexp.training.bus import Bus
     from toyexp.training.checkpoint import rebuilt
 

@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 
-from toyexp.base.ending import exit_code_of
+from toyexp.base.exit_codes import exit_code_of
 from toyexp.base.ranks import FORKS
 from toyexp.base.signals import leave
 from toyexp.base.terminal import status
@@ -21,7 +21,7 @@ def main() -> int:
 def _forks() -> int:
     """As the process that a sweep's jobs are forked from, and in each of these as one that was started by its words."""
     gc.disable()  # all that is loaded stays: to look for what does not takes a quarter of the time
-    from toyexp.commands.forks import end, serve
+    from toyexp.cli.forkserver import end, serve
 
     if serve():
         status("starting")
@@ -31,13 +31,13 @@ def _forks() -> int:
 
 def _load_and_run() -> int:
     # Deferred: numpy takes longer than a person waits for a sign of life.
-    from toyexp.commands.line import answer
+    from toyexp.cli.main import answer
 
     return answer(sys.argv[1:])
 
 
 def _explained(error: str) -> str:
-    from toyexp.commands.line import explained
+    from toyexp.cli.main import explained
 
     return explained(error, sys.argv[1:])
 

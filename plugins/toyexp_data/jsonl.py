@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import toyexp.formats
-import toyexp.text
+import toyexp.tokenizers
 from toyexp import Planned, UserError, changed, choose, printable
 from toyexp.base import NOT_TEXT, counted, interruptible, read_file, require, require_words
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
@@ -123,9 +123,9 @@ class Jsonl(TokenizedData):
         """The tokenizer for the examples; one that learns merges learns them from those that are not held out."""
         texts = ["".join(part.text for row in made.rows for part in row) for made in examples]
         if self.tokenizer == "char":
-            return toyexp.text.Characters.of(texts)
+            return toyexp.tokenizers.Characters.of(texts)
         if self.tokenizer == "bpe":
-            return interruptible(lambda: toyexp.text.BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab))
+            return interruptible(lambda: toyexp.tokenizers.BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab))
         return self.read_tokenizer(vocabulary)
 
     def _tokenized(

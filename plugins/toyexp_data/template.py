@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toyexp import Tokenizer, UserError, printable
-from toyexp.text import REASONING, BadChat, Rendered, Template, control_pattern
+from toyexp.tokenizers import REASONING, BadChat, Rendered, Template, control_pattern
 from toyexp_data.chat import BadExample, Message, Part, Rows, strings
 
 _ADVICE = "data.template=plain does without it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
-import toyexp.text
+import toyexp.tokenizers
 from toyexp import TOKENS, Kind, Planned, UserError, changed, choose
 from toyexp.base import UnknownCharacter, complain, interruptible, require, require_within, require_words
 from toyexp_data.cache import packed, recall, remember
@@ -48,7 +48,7 @@ class TokenizedData(SplitData):
         if self.tokenizer.endswith(".gguf"):
             require(self.tokenizer, f"data.tokenizer={self.tokenizer}")
         if self.tokenizer == "bpe":
-            toyexp.text.check_bpe_vocab(self.bpe_vocab)
+            toyexp.tokenizers.check_bpe_vocab(self.bpe_vocab)
         super().check()
 
     def warnings(self, planned: Planned) -> Iterable[str]:
@@ -67,7 +67,7 @@ class TokenizedData(SplitData):
         """The tokenizer that is not made from the text."""
         source = self.source(vocabulary)
         if source is None:
-            return toyexp.text.Bytes()
+            return toyexp.tokenizers.Bytes()
         return toyexp.formats.read_tokenizer(toyexp.formats.opened(str(source)))
 
     def few_learned(self, tokenizer: toyexp.Tokenizer) -> list[str]:
@@ -136,18 +136,18 @@ class TextData(TokenizedData):
             known = self._learned_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
             remember("tokenizer", key, known)
         if not settings:
-            return toyexp.text.Characters(known["characters"]), []
+            return toyexp.tokenizers.Characters(known["characters"]), []
         merges = [(a, b) for a, b in known["merges"]]
-        return toyexp.text.BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
+        return toyexp.tokenizers.BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
 
     def _learned_bpe(self, corpus: Corpus) -> dict[str, Any]:
         """The pieces and merges of a BPE, and what of the text it did not learn from."""
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
-        cuts = toyexp.text.PRE_TOKENIZERS["gpt-2"].cuts
-        pieces: Iterator[str] = (piece for document in corpus.train() for piece in toyexp.text.cut_up(document, cuts))
+        cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.cut_up
+        pieces: Iterator[str] = (piece for document in corpus.train() for piece in cut_up(document, cuts))
         partly = 0 < limit < size
         learned = spread(pieces, size, limit) if partly else pieces
-        made = interruptible(lambda: toyexp.text.BPE.train(learned, self.bpe_vocab))
+        made = interruptible(lambda: toyexp.tokenizers.BPE.train(learned, self.bpe_vocab))
         left_out = [f"bpe learned from {megabytes(limit, size)}: data.bpe_mb"] if partly else []
         return {"pieces": made.pieces, "merges": made.merges, "left_out": left_out}
 
@@ -161,8 +161,8 @@ def _encoded(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[n
     """The ids of both parts."""
     if corpus.facts.taken > LONG:
         complain(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
-    yield toyexp.text.encoded(tokenizer, corpus.train())
-    yield toyexp.text.encoded(tokenizer, corpus.held_out())
+    yield toyexp.tokenizers.encoded(tokenizer, corpus.train())
+    yield toyexp.tokenizers.encoded(tokenizer, corpus.held_out())
     corpus.check_unchanged()
 
 

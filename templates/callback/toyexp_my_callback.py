@@ -1,7 +1,7 @@
 """A callback of your own; as it stands, it ends a run that has begun to learn its training data by heart.
 
 A callback hears of a run (`on_...`) and answers (`lr`, `factors`, `stop_reason`): methods marked @hookimpl, of whose
-arguments each names those it uses. `toyexp.contract.hooks.RunHooks` has them all, with what they are told.
+arguments each names those it uses. `toyexp.interfaces.hooks.RunHooks` has them all, with what they are told.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from toyexp import TOKENS, Data, Kind, TokenDataset, UserError, hookimpl
-from toyexp.text import Characters
+from toyexp.tokenizers import Characters
 
 
 @dataclass

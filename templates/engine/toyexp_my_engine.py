@@ -126,7 +126,7 @@ class MyEngineSession(Session):
 
 
 class MyEngineOps(Ops):
-    """The primitives; toyexp/contract/ops.py has shapes and formulas."""
+    """The primitives; toyexp/interfaces/ops.py has shapes and formulas."""
 
     def __init__(self, torch):
         self.torch = torch

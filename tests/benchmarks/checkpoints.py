@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from toyexp.config.request import Request
-from toyexp.contract.plugins import load
+from toyexp.plugins.discovery import load
+from toyexp.training.checkpointing import Keeper
 from toyexp.training.experiment import execute, prepare
-from toyexp.training.keeper import Keeper
 
 
 def seconds(engine: str, every: int, steps: int, registry) -> float:

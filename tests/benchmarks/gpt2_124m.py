@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from toyexp import AdamW, Setup
-from toyexp.contract.recipe import start
-from toyexp.datasets.tokens import TokenBatches
+from toyexp.batching.tokens import TokenBatches
+from toyexp.interfaces.recipe import start
 from toyexp_models.gpt2 import GPT2
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCUDA

@@ -20,7 +20,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as toyexp sets it, for both s
 import torch
 
 from toyexp.config.request import Request
-from toyexp.contract.plugins import load
+from toyexp.plugins.discovery import load
 from toyexp.training.experiment import execute, prepare
 from toyexp_torch.ops import TorchOps
 

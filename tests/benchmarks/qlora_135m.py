@@ -19,8 +19,8 @@ import numpy as np
 
 from toyexp import AdamW, Setup, TokenBatches
 from toyexp.base.threads import calm_threads
-from toyexp.contract.recipe import start
 from toyexp.formats.gguf.write import write_model
+from toyexp.interfaces.recipe import start
 from toyexp_models.llama import Llama
 
 SHAPE = {"d_model": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_ff": 1536, "vocab": 49152}

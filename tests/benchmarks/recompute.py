@@ -21,8 +21,8 @@ from allocated import peak_of_tensors
 
 from toyexp import AdamW, Setup, TokenBatches
 from toyexp.base.threads import calm_threads
-from toyexp.contract.plugins import load
-from toyexp.contract.recipe import start
+from toyexp.interfaces.recipe import start
+from toyexp.plugins.discovery import load
 from toyexp_models.llama import Llama
 from toyexp_recipes.scratch import Scratch
 

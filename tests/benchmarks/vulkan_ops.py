@@ -22,7 +22,7 @@ STEP = "-- a step"
 def child(shape, engine, steps):
     """Takes steps, and prints the milliseconds of each."""
     from toyexp.config.request import Request
-    from toyexp.contract.recipe import start
+    from toyexp.interfaces.recipe import start
     from toyexp.training.experiment import prepare
 
     request = Request.of([f"experiment=bench_{shape}", "callbacks=[]", "steps=5"])

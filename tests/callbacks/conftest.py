@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lines import last_of_each
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 MODEL = [
     "model=llama", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1", "model.d_ff=32",

@@ -12,10 +12,10 @@ import pytest
 
 import toyexp
 from toyexp.base import dump_json
-from toyexp.commands.line import main
-from toyexp.contract.model import LOGGED
-from toyexp.contract.run import Run
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.interfaces.model import LOGGED
+from toyexp.interfaces.run import Run
 from toyexp.training import checkpoint
 from toyexp_callbacks import events as events_module
 from toyexp_callbacks.events import Lines, go_back

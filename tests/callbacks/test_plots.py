@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from toyexp.base.drawing import MADE_BY, Sheet, is_drawn
-from toyexp.commands import bench
-from toyexp.commands.line import main
-from toyexp.runs.comparison import Comparison
-from toyexp.runs.found import look
-from toyexp.runs.plot import sheet
+from toyexp.cli import bench
+from toyexp.cli.main import main
+from toyexp.results.comparison import Comparison
+from toyexp.results.found import look
+from toyexp.results.plot import sheet
 from toyexp_callbacks import plots
 from toyexp_callbacks.plots import Curves, drawn, smoothed, thinned
 
@@ -228,7 +228,7 @@ def test_a_backend_that_matplotlib_does_not_have_is_named(train, monkeypatch):
 
 def test_a_run_without_the_callback_never_imports_matplotlib(settings, spawn):
     words = settings(engine="noop")
-    program = f"import sys, toyexp.commands.line as c; c.main({words!r}); print('matplotlib' in sys.modules)"
+    program = f"import sys, toyexp.cli.main as c; c.main({words!r}); print('matplotlib' in sys.modules)"
     out, _ = spawn("-c", program).communicate(timeout=60)
     assert out.splitlines()[-1] == "False", out
 

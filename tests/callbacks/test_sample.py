@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 
 def texts(run):

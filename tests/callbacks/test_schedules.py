@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toyexp import Planned
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp_callbacks.schedules import Constant, Cosine, Linear, WarmupStableDecay, cosine
 
 # n=20, 1e-3 -> 1e-5, warm-up 5: the original's own table.

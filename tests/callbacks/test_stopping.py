@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp import RunFailed
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp_callbacks.stopping import EarlyStop, QualityGate
 
 NO_LEARNING = "lr=0"  # the held-out loss then never falls

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 tensorboardX = pytest.importorskip("tensorboardX")
 

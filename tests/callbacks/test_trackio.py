@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp_callbacks.wandb import Wandb
 
 # A wandb that misbehaves as it is told; it stands first on the path of the child process.
@@ -39,7 +39,7 @@ def init(**options):
 PROGRAM = """
 import json, os, sys, time
 import toyexp_callbacks.dashboard as ours
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 ours.FINISH_SECONDS = 0.5
 ours.QUEUE_LIMIT = int(os.environ["QUEUE_LIMIT"])
 began = time.monotonic()

@@ -14,13 +14,13 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp.commands.line import main
-from toyexp.commands.table import COMMANDS
-from toyexp.commands.variants import ALONE
+from toyexp.cli.commands import COMMANDS
+from toyexp.cli.main import main
+from toyexp.cli.variants import ALONE
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_blanks
 from toyexp.config.words import parse
-from toyexp.contract.plugins import load
+from toyexp.plugins.discovery import load
 from toyexp.training.checkpoint import MANIFEST, STATE
 from toyexp.training.rundir import lock
 from toyexp_ggml.engines import GGMLCUDA, GGMLGPU, GGMLVulkan

@@ -22,10 +22,10 @@ from clusters import (
 )
 from mishaps import MISHAP
 
-from toyexp.commands.line import main
-from toyexp.sweep.cluster import Cluster, Lost, OnNode, on_cluster
-from toyexp.sweep.directory import Ended, Job
-from toyexp.sweep.process import NOT_STARTED, Order, Stop
+from toyexp.cli.main import main
+from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.launchers.cluster import Cluster, Lost, OnNode, on_cluster
+from toyexp.sweeps.launchers.processes import NOT_STARTED, Order, Stop
 from toyexp.training.rundir import lock
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc")
@@ -43,7 +43,7 @@ def _here(tmp_path, monkeypatch):
 def on_ray():
     """The module, where Ray is."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'toyexp[ray]'")
-    from toyexp.sweep import on_ray
+    from toyexp.sweeps.launchers import on_ray
 
     return on_ray
 
@@ -130,16 +130,18 @@ def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     work, seen = OnNode(Order(folder, tmp_path / "log", [], [], False), tmp_path / "stop"), []
-    monkeypatch.setattr("toyexp.sweep.cluster.run_process", lambda order, *rest: seen.append(order.goes_on) or Ended(0))
+    monkeypatch.setattr(
+        "toyexp.sweeps.launchers.cluster.run_process", lambda order, *rest: seen.append(order.goes_on) or Ended(0)
+    )
     held = lock(folder)
 
     def give_back(seconds):
         os.close(held)
 
-    monkeypatch.setattr("toyexp.sweep.cluster.time.sleep", give_back)
+    monkeypatch.setattr("toyexp.sweeps.launchers.cluster.time.sleep", give_back)
     assert work() == Ended(0) and seen == [True]
     again = lock(folder)
-    monkeypatch.setattr("toyexp.sweep.cluster.time.sleep", lambda seconds: (tmp_path / "stop").touch())
+    monkeypatch.setattr("toyexp.sweeps.launchers.cluster.time.sleep", lambda seconds: (tmp_path / "stop").touch())
     assert work() == Ended(143, "interrupted") and seen == [True]
     os.close(again)
 
@@ -165,10 +167,10 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
             if held_at_first and len(asked) == 1:
                 os.close(held)
                 if fails:  # as the disk of a sweep's machine that is gone
-                    monkeypatch.setattr("toyexp.sweep.cluster.require_left", raising)
+                    monkeypatch.setattr("toyexp.sweeps.launchers.cluster.require_left", raising)
         return Ended(0)
 
-    monkeypatch.setattr("toyexp.sweep.cluster.run_process", run)
+    monkeypatch.setattr("toyexp.sweeps.launchers.cluster.run_process", run)
     assert work() == Ended(0) and asked == [False, held_at_first]
 
 

@@ -13,18 +13,18 @@ import pytest
 import yaml
 
 from toyexp import Unavailable, UserError
-from toyexp.commands.flags import split
-from toyexp.commands.line import main
+from toyexp.cli.flags import split
+from toyexp.cli.main import main
 from toyexp.config.keys import choices
+from toyexp.config.paths import CONF
 from toyexp.config.request import Request
 from toyexp.config.schema import Root, Source
-from toyexp.config.shipped import CONF
 from toyexp.config.top_level import GROUPS, PARTS, top_level
 from toyexp.config.words import parse
-from toyexp.contract.plugins import load
-from toyexp.contract.settings import settings_of
-from toyexp.sweep.directory import Job
-from toyexp.sweep.lookahead import Lookahead
+from toyexp.plugins.discovery import load
+from toyexp.plugins.settings import settings_of
+from toyexp.sweeps.directory import Job
+from toyexp.sweeps.job_configs import Lookahead
 from toyexp_recipes.scratch import DONOR
 
 # Neither tokenizer nor donor is the point here.
@@ -326,7 +326,7 @@ def test_a_sweep_of_an_experiment_that_cannot_be_read_is_one_line(tiny_sweep, tm
 
 def test_help_lists_every_choice_and_imports_no_framework(registry):
     code = (
-        "import sys; from toyexp.commands.line import main; code = main(['--help']); "
+        "import sys; from toyexp.cli.main import main; code = main(['--help']); "
         "print('imported:', *sorted({'torch', 'ggml', 'wandb', 'matplotlib', 'tokenizers'} & set(sys.modules))); "
         "sys.exit(code)"
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from toyexp.base.formatting import duration
 from toyexp.base.threads import CORES
-from toyexp.base.words import duration
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.sweep.forking import PLATFORMS
+from toyexp.sweeps.launchers.forking import PLATFORMS
 from toyexp.training.settings import evaluations
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -86,7 +86,7 @@ def test_passes_through_data_count_what_is_learned_and_no_padding(capsys):
 
 def test_epochs_of_data_without_an_end_are_refused(capsys, monkeypatch):
     endless = property(lambda batches: None, lambda batches, rows: None)
-    monkeypatch.setattr("toyexp.datasets.tokens.TokenBatches.rows_per_epoch", endless, raising=False)
+    monkeypatch.setattr("toyexp.batching.tokens.TokenBatches.rows_per_epoch", endless, raising=False)
     assert main([*SMALL, "epochs=2", "hydra.run.dir=endless"]) == 2 and not Path("endless").exists()
     error = "epochs=2: data=random does not say how long one pass is; give steps=... instead"
     assert error in capsys.readouterr().err
@@ -155,8 +155,8 @@ def test_a_job_of_a_sweep_is_tried_as_jobs_are_started(capsys, monkeypatch):
     def spawn(*order):
         raise AssertionError("no job is spawned here")
 
-    monkeypatch.setattr("toyexp.sweep.foresight.spawned", spawn)
-    monkeypatch.setattr("toyexp.sweep.forking.spawned", spawn)
+    monkeypatch.setattr("toyexp.sweeps.dry_run.spawned", spawn)
+    monkeypatch.setattr("toyexp.sweeps.launchers.forking.spawned", spawn)
     told = dry(capsys, "-m", *SMALL, "seed=0,1", "steps=4", "hydra.sweep.dir=s")
     assert told["jobs"] == 2 and told["shapes"][0]["start"] > 0 and tree() == {}
 

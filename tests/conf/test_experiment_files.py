@@ -7,7 +7,7 @@ import pytest
 import yaml
 from lines import failed
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 TINY = ["model.d_model=16", "data=random", "engine=ggml", "engine.threads=1", "steps=1", "callbacks=[]"]
 HEADER = "# @package _global_\n"

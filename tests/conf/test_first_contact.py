@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 from lines import failed
 
-from toyexp.commands import doctor, line
-from toyexp.commands.line import main
-from toyexp.commands.pages import after_the_doctor, page_about, read, topics
+from toyexp.cli import doctor
+from toyexp.cli import main as line
+from toyexp.cli.main import main
+from toyexp.cli.pages import after_the_doctor, page_about, read, topics
 from toyexp.config.keys import Keys
-from toyexp.config.shipped import PAGES
+from toyexp.config.paths import PAGES
 from toyexp.config.top_level import GROUPS, in_our_words, other_tools
-from toyexp.contract.plugins import load
-from toyexp.contract.rules import KINDS
+from toyexp.plugins.discovery import load
+from toyexp.plugins.rules import KINDS
 from toyexp.training import verdict
 
 TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "engine=ggml",
@@ -210,7 +211,7 @@ def test_a_page_says_what_its_pictures_show():
 
 
 def test_every_page_that_an_error_may_name_is_there():
-    from toyexp.commands import pages
+    from toyexp.cli import pages
 
     named = {*pages._OF_KEY.values(), *pages._OF_COMMAND.values(), *(topic for _, topic in pages._ABOUT)}
     assert named <= {*topics()}

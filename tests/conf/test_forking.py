@@ -12,13 +12,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from toyexp.base.errors import UserError
-from toyexp.commands.line import main
-from toyexp.config import beforehand, schema
+from toyexp.cli.main import main
+from toyexp.config import compose_cache as beforehand
+from toyexp.config import schema
 from toyexp.config.build import without_hydra
 from toyexp.config.request import Request
 from toyexp.config.schema import Source, compose_raw
-from toyexp.sweep import forking, runner
-from toyexp.sweep.forking import Forks
+from toyexp.sweeps import runner
+from toyexp.sweeps.launchers import forking
+from toyexp.sweeps.launchers.forking import Forks
 
 pytestmark = pytest.mark.xdist_group("forking")  # its jobs are run once for many tests
 
@@ -61,7 +63,7 @@ class Trace(Callback):
             "nice": os.nice(0), "core": resource.getrlimit(resource.RLIMIT_CORE), "tty": sys.stdout.isatty(),
         }
         own = {"python": random.random(), "numpy": float(np.random.rand())}
-        own["forked"] = "toyexp.commands.forks" in sys.modules
+        own["forked"] = "toyexp.cli.forkserver" in sys.modules
         (run.dir / "seen.json").write_text(json.dumps([seen, own]))
         os.environ["LEFT"] = os.environ.pop("GIVEN", "")
         self.held.append(run.seed)

@@ -14,7 +14,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.ownership import fingerprint, fingerprint_once
 from toyexp.config import build
 from toyexp.config.request import Request
-from toyexp.contract.plan import optimised
+from toyexp.interfaces.plan import optimised
 from toyexp.training.rundir import runnable
 from toyexp_optimisers.sgd import SGD
 
@@ -127,5 +127,5 @@ def test_rules_are_one_program_by_what_they_do_also_where_their_settings_cannot_
     for own in (np.ones(3), 1):
         assert unlike([of(own), of(own)]) == unlike([of(own), of(own + 1)]) == ""
         assert "another formula" in unlike([of(own), of(own, nesterov=True)])
-    monkeypatch.delattr("toyexp.contract.stack._formula")
+    monkeypatch.delattr("toyexp.interfaces.stack._formula")
     assert unlike([of(1), of(1)]) == ""  # and nothing was written out

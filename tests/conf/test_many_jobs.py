@@ -9,12 +9,12 @@ import time
 import pytest
 
 from toyexp.base.errors import UserError
-from toyexp.sweep import journal
-from toyexp.sweep.directory import Job, Status, SweepDir, rows
-from toyexp.sweep.journal import JOURNAL, Seldom
-from toyexp.sweep.lookahead import Places
-from toyexp.sweep.ranking import ranked
-from toyexp.sweep.study import Study
+from toyexp.sweeps import journal
+from toyexp.sweeps.directory import Job, Status, SweepDir, rows
+from toyexp.sweeps.job_configs import Places
+from toyexp.sweeps.journal import JOURNAL, Seldom
+from toyexp.sweeps.ranking import ranked
+from toyexp.sweeps.search.study import Study
 
 ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
 

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from toyexp.base.errors import UserError
-from toyexp.commands.line import main
-from toyexp.sweep.pruning import ordered
+from toyexp.cli.main import main
+from toyexp.sweeps.search.pruning import ordered
 from toyexp.training.rundir import lock
 
 optuna = pytest.importorskip("optuna")
@@ -176,7 +176,9 @@ def test_a_search_has_no_more_runs_than_there_are_points(capsys):
 
 def test_with_pruning_the_first_seed_decides_over_the_others(monkeypatch):
     told = []
-    monkeypatch.setattr("toyexp.sweep.search.ordered", lambda *asked: told.append(asked[1]) or ordered(*asked))
+    monkeypatch.setattr(
+        "toyexp.sweeps.search.searcher.ordered", lambda *asked: told.append(asked[1]) or ordered(*asked)
+    )
     sweep = [*CPU, "lr=0.01,30", "sweep.search=grid", "sweep.repeats=2", "sweep.prune=asha", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
     assert [(job["trial"], job["status"]) for job in jobs()] == [(0, "completed"), (0, "completed"), (1, "pruned")]
@@ -250,7 +252,7 @@ def test_a_search_whose_summary_a_full_disk_does_not_take_says_so_and_is_complet
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("toyexp.sweep.search.in_one_piece", full)
+    monkeypatch.setattr("toyexp.sweeps.search.searcher.in_one_piece", full)
     assert main(["-m", *NOOP, LOG, "sweep.search=random", "sweep.trials=1", HERE, "hydra.sweep.dir=s"]) == 0
     assert "search.json: not written (No space left on device)" in capsys.readouterr().out
     assert [trial.state.name for trial in trials()] == ["COMPLETE"]

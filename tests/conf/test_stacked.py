@@ -14,17 +14,18 @@ import yaml
 
 from toyexp.base.signals import CommonSignals, Interrupted
 from toyexp.base.threads import CORES
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Sweep
-from toyexp.contract.data import opened_once
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.sweep import share, stack_size
-from toyexp.sweep.directory import Job
-from toyexp.sweep.gpus import Gpus
-from toyexp.sweep.lookahead import Lookahead
-from toyexp.sweep.stack import Tagged
-from toyexp.sweep.stacked import advice, dealt
+from toyexp.interfaces.data import opened_once
+from toyexp.sweeps import resources as share
+from toyexp.sweeps.directory import Job
+from toyexp.sweeps.job_configs import Lookahead
+from toyexp.sweeps.launchers import stack_size
+from toyexp.sweeps.launchers.gpus import Gpus
+from toyexp.sweeps.launchers.stack import Tagged
+from toyexp.sweeps.launchers.stacked import advice, dealt
 from toyexp.training.experiment import prepare
 from toyexp_torch.engines import TorchCPU
 
@@ -444,7 +445,7 @@ def test_each_run_hears_of_a_signal_and_the_second_is_raised():
 
 
 def test_a_line_says_whose_it_is(tmp_path):
-    from toyexp.sweep.stack import _tag
+    from toyexp.sweeps.launchers.stack import _tag
 
     with open(tmp_path / "out", "w") as file:
         stream = Tagged(file)

@@ -12,10 +12,10 @@ import pytest
 
 from toyexp.base.errors import UserError
 from toyexp.config.words import parse
-from toyexp.sweep.importance import _ranks, importance
-from toyexp.sweep.pruning import Pruning, first_asked
-from toyexp.sweep.space import probes, size, space
-from toyexp.sweep.study import Judge, Study
+from toyexp.sweeps.search.importance import _ranks, importance
+from toyexp.sweeps.search.pruning import Pruning, first_asked
+from toyexp.sweeps.search.space import probes, size, space
+from toyexp.sweeps.search.study import Judge, Study
 
 optuna = pytest.importorskip("optuna")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toyexp.commands.line import main
-from toyexp.sweep.directory import Job, Status, SweepDir
-from toyexp.sweep.ranking import ranked
-from toyexp.sweep.runner import Runner
+from toyexp.cli.main import main
+from toyexp.sweeps.directory import Job, Status, SweepDir
+from toyexp.sweeps.ranking import ranked
+from toyexp.sweeps.runner import Runner
 from toyexp.training.rundir import lock
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import threading
 
-from toyexp.sweep.board import MOST, Board
-from toyexp.sweep.directory import Job, Status, SweepDir
-from toyexp.sweep.ranking import ranked
-from toyexp.sweep.shown import outcome, print_table
+from toyexp.sweeps.board import MOST, Board
+from toyexp.sweeps.directory import Job, Status, SweepDir
+from toyexp.sweeps.ranking import ranked
+from toyexp.sweeps.summary_table import outcome, print_table
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
          "eval_every=5", "sweep.launcher=joblib", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip

@@ -24,16 +24,18 @@ import toyexp
 import toyexp.config.request as request_module
 from toyexp.base.errors import UserError
 from toyexp.base.threads import CORES, available_cores, machine_cores
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import parse, setting
-from toyexp.sweep import on_submitit, runner, share
-from toyexp.sweep.combinations import combinations, swept
-from toyexp.sweep.directory import Ended, Job, Status, SweepDir
-from toyexp.sweep.gpus import Gpus, visible
-from toyexp.sweep.lookahead import Lookahead, first_look
-from toyexp.sweep.runner import Runner
+from toyexp.sweeps import resources as share
+from toyexp.sweeps import runner
+from toyexp.sweeps.combinations import combinations, swept
+from toyexp.sweeps.directory import Ended, Job, Status, SweepDir
+from toyexp.sweeps.job_configs import Lookahead, first_look
+from toyexp.sweeps.launchers import on_submitit
+from toyexp.sweeps.launchers.gpus import Gpus, visible
+from toyexp.sweeps.runner import Runner
 from toyexp.training.rundir import lock
 
 MODULES = "plugins=[toyexp.testing.null,mishap]"
@@ -921,7 +923,7 @@ def test_how_a_process_ended_is_said_in_words():
 
 
 def test_more_jobs_at_once_than_a_machine_takes_are_as_many_as_it_takes_and_that_is_said(monkeypatch, capsys):
-    monkeypatch.setattr("toyexp.sweep.runner.AT_ONCE", 1)
+    monkeypatch.setattr("toyexp.sweeps.runner.AT_ONCE", 1)
     monkeypatch.setattr(Runner, "_process", lambda self, job: Ended(3, "not run"))
     words = [*QUICK, "seed=0,1", "sweep.launcher=joblib", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1

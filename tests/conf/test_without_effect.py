@@ -12,12 +12,12 @@ import pytest
 from lines import last_of_each
 
 from toyexp import Planned, PlanTensor
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.request import Request
-from toyexp.contract.plugins import load
 from toyexp.formats.gguf.open_model import FromGGUF
+from toyexp.plugins.discovery import load
 from toyexp.training.experiment import prepare
-from toyexp.training.parts import introduction
+from toyexp.training.run_config import introduction
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import DONOR

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lines import failed, last_of_each, noop
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.training import checkpoint
 
 PLUGIN = """

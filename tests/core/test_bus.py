@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, UserError, hookimpl
-from toyexp.commands.line import main
-from toyexp.contract.optimiser import Group
+from toyexp.cli.main import main
+from toyexp.interfaces.optimiser import Group
 from toyexp_optimisers.sgd import SGD
 
 COUNTER = itertools.count()

@@ -10,11 +10,11 @@ import pytest
 from kinds import write_foreign, write_lora, write_vit
 from tiny import write_base
 
-from toyexp.commands import models as caches
-from toyexp.commands.line import main
-from toyexp.commands.models import find, usual_places
-from toyexp.contract.plugins import load
-from toyexp.text.byte_level import Bytes
+from toyexp.cli import models as caches
+from toyexp.cli.main import main
+from toyexp.cli.models import find, usual_places
+from toyexp.plugins.discovery import load
+from toyexp.tokenizers.byte_level import Bytes
 
 VARIABLES = ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "OLLAMA_MODELS", "LLAMA_CACHE")
 
@@ -355,7 +355,7 @@ def test_as_a_process_it_returns_0_and_loads_no_framework(home):
     base(home / ".lmstudio/models/a.gguf")
     (home / ".lmstudio/models/b.gguf").write_bytes(b"GGUF")
     program = (
-        "import sys; from toyexp.commands.line import main; code = main(['models']);"
+        "import sys; from toyexp.cli.main import main; code = main(['models']);"
         "print(*{m.partition('.')[0] for m in sys.modules} & {'hydra', 'torch', 'ggml', 'gguf', 'tokenizers'});"
         "sys.exit(code)"
     )

@@ -11,8 +11,8 @@ import time
 import pytest
 from tiny import chat_tokenizer, write_base
 
-from toyexp.commands.line import main
-from toyexp.text.byte_level import Bytes
+from toyexp.cli.main import main
+from toyexp.tokenizers.byte_level import Bytes
 
 NOOP = ["plugins=[toyexp.testing.null]", "--engine", "noop"]
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import UserError
-from toyexp.training import keeper as keeper_module
+from toyexp.training import checkpointing as keeper_module
 from toyexp.training.checkpoint import (
     ARRAYS,
     MANIFEST,
@@ -32,9 +32,9 @@ from toyexp.training.checkpoint import (
     steps,
     write,
 )  # fmt: skip
-from toyexp.training.keeper import Keeper
-from toyexp.training.parts import Outcome
+from toyexp.training.checkpointing import Keeper
 from toyexp.training.resume import _outcome
+from toyexp.training.run_config import Outcome
 from toyexp.training.settings import Interval
 
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}

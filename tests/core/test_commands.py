@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from toyexp import Arguments, Command, UserError
-from toyexp.commands.table import COMMANDS
-from toyexp.contract.plugins import load
+from toyexp.cli.commands import COMMANDS
+from toyexp.plugins.discovery import load
 
 COMMAND = """
 from dataclasses import dataclass
@@ -108,13 +108,11 @@ def test_a_module_in_the_current_directory_has_one_too(toyexp, tmp_path):
 
 
 def test_help_imports_nothing_heavy_for_it(toyexp):
-    program = (
-        "import sys; from toyexp.commands.line import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
-    )
+    program = "import sys; from toyexp.cli.main import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     loaded = set(done.stderr.split())
     assert not loaded & {"numpy", "yaml", "hydra", "omegaconf", "torch", "ggml"}
-    assert not loaded & {"toyexp.commands.bench", "toyexp.contract.session", "toyexp_data.examples"}
+    assert not loaded & {"toyexp.cli.bench", "toyexp.interfaces.session", "toyexp_data.examples"}
 
 
 def test_every_shipped_one_is_in_the_registry():

@@ -9,15 +9,15 @@ import sys
 import pytest
 import shells
 
-from toyexp.commands.completion import SHELLS, complete, read_line, values_of
-from toyexp.commands.flags import FLAGS
-from toyexp.commands.line import main
-from toyexp.commands.table import COMMANDS
+from toyexp.cli.commands import COMMANDS
+from toyexp.cli.completion import SHELLS, complete, read_line, values_of
+from toyexp.cli.flags import FLAGS
+from toyexp.cli.main import main
 from toyexp.config import schema
 from toyexp.config.top_level import GROUPS, LAUNCHERS, top_level
-from toyexp.contract.optimiser import MODES
-from toyexp.contract.plugins import load
-from toyexp.contract.settings import settings_of
+from toyexp.interfaces.optimiser import MODES
+from toyexp.plugins.discovery import load
+from toyexp.plugins.settings import settings_of
 from toyexp.training.settings import NONFINITE
 from toyexp_optimisers.adamw import AdamWOptimiser
 
@@ -182,7 +182,7 @@ def test_a_script_is_printed_by_its_name_and_in_hydras_words(capsys, shell):
 
 def test_a_tab_imports_neither_a_framework_nor_hydra(tmp_path):
     program = (
-        "import sys; from toyexp.commands.line import main; main(['completion', '--for', 'fish', sys.argv[1]]); "
+        "import sys; from toyexp.cli.main import main; main(['completion', '--for', 'fish', sys.argv[1]]); "
         "print('LOADED', *({'torch', 'ggml', 'hydra', 'omegaconf', 'tokenizers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program, "recipe.base="], capture_output=True, text=True, cwd=tmp_path)

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from toyexp import TokenDataset, UserError
 from toyexp.base.files import read_text
 from toyexp.base.random import stream
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.request import Request
-from toyexp.contract.dataset import batch_digest
-from toyexp.contract.plugins import load
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.tokenizer import encoded
+from toyexp.interfaces.dataset import batch_digest
+from toyexp.plugins.discovery import load
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.tokenizer import encoded
 from toyexp.training.experiment import prepare
 from toyexp_data import cache as caching
 from toyexp_data import corpus as finding

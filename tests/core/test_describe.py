@@ -18,17 +18,17 @@ from kinds import VIT, write_foreign, write_lora, write_vit
 from safetensors.numpy import save_file
 from tiny import MODELS, SIZES, VOCAB, write_base
 
-from toyexp.commands.describe import describe
-from toyexp.commands.line import main
-from toyexp.commands.uses import pasted, shell
+from toyexp.cli.describe import describe
+from toyexp.cli.main import main
+from toyexp.cli.uses import pasted, shell
 from toyexp.config.words import parse
-from toyexp.contract.ops import Params, Rotary
-from toyexp.contract.plugins import load
-from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.write import Writer, write_model
+from toyexp.interfaces.ops import Params, Rotary
+from toyexp.plugins.discovery import load
+from toyexp.plugins.registry import Registry
 from toyexp.reference.engine import ReferenceOps
 from toyexp.reference.forward_listing import Line, Listing, ShapeOps, Traced, listing
-from toyexp.text.byte_level import BPE, Bytes
+from toyexp.tokenizers.byte_level import BPE, Bytes
 
 GPT2 = """\
 op            tensor                     shape    type  result              parameters  operations
@@ -584,10 +584,10 @@ def test_a_gigabyte_with_128k_tokens_takes_a_second_and_little_memory():
     write_large_vocabulary("big.gguf")
     assert Path("big.gguf").stat().st_size > 1e9
     program = (
-        "import sys; from toyexp.commands.line import main; main(['describe', 'big.gguf']);"
+        "import sys; from toyexp.cli.main import main; main(['describe', 'big.gguf']);"
         "names = {m.partition('.')[0] for m in sys.modules};"
         "print(*names & {'hydra', 'omegaconf', 'torch', 'ggml', 'gguf', 'tokenizers', 'jinja2', 'transformers'});"
-        "from toyexp.commands.bench_stepper import memory_bytes; print(memory_bytes()[1])"
+        "from toyexp.cli.bench_stepper import memory_bytes; print(memory_bytes()[1])"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -21,16 +21,17 @@ from tiny import write_base
 
 import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
+from toyexp.api.calls import worded
+from toyexp.api.history import History
 from toyexp.base.lazy import lazy
-from toyexp.commands.line import main
-from toyexp.config import beforehand, schema
-from toyexp.config.shipped import CONF
+from toyexp.cli.main import main
+from toyexp.config import compose_cache as beforehand
+from toyexp.config import schema
+from toyexp.config.paths import CONF
 from toyexp.config.words import parse
-from toyexp.door.aside import worded
-from toyexp.door.history import History
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.sweep.contained import plain_torch
-from toyexp.text.byte_level import Bytes
+from toyexp.sweeps.process_state import plain_torch
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data.text import Text
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
@@ -492,7 +493,7 @@ def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here
 
 
 def test_a_sweep_that_is_interrupted_before_it_begins_is_no_bad_input(here, monkeypatch):
-    monkeypatch.setattr("toyexp.sweep.runner.Runner.run", lambda runner, jobs: 128 + signal.SIGINT)
+    monkeypatch.setattr("toyexp.sweeps.runner.Runner.run", lambda runner, jobs: 128 + signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="SIGINT"):
         toyexp.sweep(*WORDS, seed=[0, 1], quiet=True)
 

@@ -13,14 +13,14 @@ import pytest
 from tiny import MODELS, split, write_base
 
 from toyexp.base.errors import RunFailed
-from toyexp.base.words import in_bytes
+from toyexp.base.formatting import in_bytes
 from toyexp.base.writing import required
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 
 OWN = ("general.file_type", "general.quantization_version")
 
@@ -217,7 +217,7 @@ def test_force_replaces_the_file_in_one_piece(source):
 FULL_DISK = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # a write past it fails, as on a full disk
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 sys.exit(main(["export", "model.gguf", "--type", "f16", "--to", "there.gguf", "--force"]))
 """
 

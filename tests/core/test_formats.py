@@ -16,16 +16,16 @@ from tiny import MODELS, VOCAB, write_base
 
 import toyexp
 from toyexp import Callback, Exported, Format, UserError, hookimpl
-from toyexp.commands.line import main
-from toyexp.contract.exporter import exporter
-from toyexp.contract.plugins import load
-from toyexp.contract.rules import check_class
-from toyexp.contract.settings import settings_of
+from toyexp.cli.main import main
 from toyexp.formats.gguf.form import PlainForm
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
+from toyexp.plugins.discovery import load
+from toyexp.plugins.exporter import exporter
+from toyexp.plugins.rules import check_class
+from toyexp.plugins.settings import settings_of
 from toyexp.testing import FormatSuite, OpModel
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
 from toyexp_models.gpt2 import GPT2
 

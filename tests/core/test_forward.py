@@ -8,7 +8,7 @@ from lines import failed, last_of_each, noop
 from probe import Probe, probe_plan
 
 from toyexp import LoraAdapter, Normal, PlanTensor, Rotary, UserError, lora_names
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.reference import forward
 from toyexp.reference.forward import check_forward
 from toyexp.reference.opmodel import CASES, op_plan

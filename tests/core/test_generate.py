@@ -20,17 +20,17 @@ from tiny import chat_tokenizer, plan, write_base
 
 from toyexp import Decoder, RunFailed
 from toyexp.base.random import stream
-from toyexp.commands.author import Scribe
-from toyexp.commands.line import main
-from toyexp.commands.table import COMMANDS
-from toyexp.contract.plugins import load
-from toyexp.contract.sampling import Sampling, continuation, endless, likeliest
+from toyexp.cli.commands import COMMANDS
+from toyexp.cli.generator import Scribe
+from toyexp.cli.main import main
 from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
+from toyexp.interfaces.sampling import Sampling, continuation, endless, likeliest
+from toyexp.plugins.discovery import load
 from toyexp.testing import image_dataset
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
 
@@ -444,7 +444,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(change, said, files, ca
 
 
 def start(files, *words):
-    program = "from toyexp.commands.line import main; import sys; sys.exit(main(sys.argv[1:]))"
+    program = "from toyexp.cli.main import main; import sys; sys.exit(main(sys.argv[1:]))"
     return subprocess.Popen([sys.executable, "-c", program, "generate", *words, *NOOP], cwd=files,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
@@ -481,7 +481,7 @@ def test_help_names_every_option(capsys):
 
 
 def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):
-    monkeypatch.setattr("toyexp.commands.llamacpp.PACKAGES", ())
+    monkeypatch.setattr("toyexp.cli.llamacpp.PACKAGES", ())
     assert main(["generate", "text.gguf", "--prompt", "x", "--engine", "llama.cpp"]) == 2
     assert "pip install xllamacpp" in capsys.readouterr().err
 

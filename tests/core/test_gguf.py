@@ -22,8 +22,6 @@ import pytest
 
 from toyexp import TOKENS, Constant, FromGGUF, Kind, Model, Normal, Setup, TensorSpec, UserError
 from toyexp.base.errors import RunFailed
-from toyexp.contract.exporter import exporter
-from toyexp.contract.plugins import load
 from toyexp.formats.gguf.form import GGUFForm, gguf_form
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, encodes_finite
 from toyexp.formats.gguf.header import GGUFError
@@ -31,8 +29,10 @@ from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.tokenizer import END_OF_TEXT, SYMBOLS
+from toyexp.plugins.discovery import load
+from toyexp.plugins.exporter import exporter
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_formats.shipped import GGUF
 from toyexp_models.llama import Llama
 
@@ -867,7 +867,7 @@ import numpy as np
 from test_gguf import Tiny, weights
 from toyexp.base.errors import RunFailed
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 
 limit = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # a write past it fails, as on a full disk

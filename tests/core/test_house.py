@@ -6,24 +6,26 @@ import pytest
 from structure import ROOT, circles, module_graph
 
 BASE = {"base"}
-TEXT = BASE | {"text"}
-CONTRACT = TEXT | {"contract"}
-BELOW = CONTRACT | {"datasets", "formats", "reference"}
+TOKENIZERS = BASE | {"tokenizers"}
+INTERFACES = TOKENIZERS | {"interfaces"}
+PLUGINS = INTERFACES | {"plugins"}
+BELOW = PLUGINS | {"batching", "formats", "reference"}
 MAY_IMPORT = {
     "base": BASE,
-    "text": TEXT,
-    "contract": CONTRACT,
-    "datasets": CONTRACT | {"datasets"},
-    "formats": CONTRACT | {"formats"},
-    "reference": CONTRACT | {"reference"},
+    "tokenizers": TOKENIZERS,
+    "interfaces": INTERFACES,
+    "plugins": PLUGINS,
+    "batching": INTERFACES | {"batching"},
+    "formats": PLUGINS | {"formats"},
+    "reference": INTERFACES | {"reference"},
     "training": BELOW | {"training"},
     "config": BELOW | {"training", "config"},
-    "sweep": BELOW | {"training", "config", "sweep"},
+    "sweeps": BELOW | {"training", "config", "sweeps"},
     "testing": BELOW | {"training", "testing"},
-    "runs": BELOW | {"training", "sweep", "runs"},
-    "commands": BELOW | {"training", "config", "sweep", "runs", "testing", "commands"},
-    "door": BELOW | {"training", "config", "sweep", "runs", "commands", "door"},
-    "__main__": BASE | {"commands"},
+    "results": BELOW | {"training", "sweeps", "results"},
+    "cli": BELOW | {"training", "config", "sweeps", "results", "testing", "cli"},
+    "api": BELOW | {"training", "config", "sweeps", "results", "cli", "api"},
+    "__main__": BASE | {"cli"},
 }
 GRAPH = module_graph()
 
@@ -50,21 +52,21 @@ FRESH = "into a folder or under a name that in_one_piece or Ledger.output has ju
 ELSEWHERE = "outside of any run or sweep"
 WRITERS = {
     ("toyexp/base/drawing.py", "write_bytes"): FRESH,
-    ("toyexp/commands/new.py", "mkdir"): ELSEWHERE,
-    ("toyexp/commands/new.py", "write_text"): FRESH,
-    ("toyexp/commands/plugin_check.py", "write_text"): ELSEWHERE,
-    ("toyexp/commands/bench_stepper.py", "write_text"): "to /proc",
-    ("toyexp/commands/predict.py", "write_text"): FRESH,
+    ("toyexp/cli/new.py", "mkdir"): ELSEWHERE,
+    ("toyexp/cli/new.py", "write_text"): FRESH,
+    ("toyexp/cli/plugin_check.py", "write_text"): ELSEWHERE,
+    ("toyexp/cli/bench_stepper.py", "write_text"): "to /proc",
+    ("toyexp/cli/predict.py", "write_text"): FRESH,
     ("toyexp/config/schema.py", "write_text"): ELSEWHERE,
     ("toyexp/formats/gguf/write.py", "open"): FRESH,
     ("toyexp/formats/huggingface.py", "mkdir"): FRESH,
     ("toyexp/formats/safetensors.py", "open"): FRESH,
-    ("toyexp/runs/report.py", "write_bytes"): FRESH,
-    ("toyexp/sweep/directory.py", "mkdir"): "the directory itself, which links above it may lead to",
-    ("toyexp/sweep/directory.py", "write_bytes"): FRESH,
-    ("toyexp/sweep/on_submitit.py", "touch"): "in a folder that mkdtemp has made",
-    ("toyexp/sweep/search.py", "write_text"): FRESH,
-    ("toyexp/sweep/stack.py", "open"): "a pipe, by its number",
+    ("toyexp/results/report.py", "write_bytes"): FRESH,
+    ("toyexp/sweeps/directory.py", "mkdir"): "the directory itself, which links above it may lead to",
+    ("toyexp/sweeps/directory.py", "write_bytes"): FRESH,
+    ("toyexp/sweeps/launchers/on_submitit.py", "touch"): "in a folder that mkdtemp has made",
+    ("toyexp/sweeps/search/searcher.py", "write_text"): FRESH,
+    ("toyexp/sweeps/launchers/stack.py", "open"): "a pipe, by its number",
     ("toyexp/base/terminal.py", "open"): "/dev/null",
     ("toyexp/training/checkpoint.py", "open"): "what save_file has just written",
     ("toyexp/training/checkpoint.py", "save_file"): "into a folder that make_fresh has made",

@@ -15,16 +15,16 @@ from texts import write_untrained
 from tiny import MODELS, split, write_base
 
 from toyexp import Exported, Rotary, RunFailed, UserError
-from toyexp.base.words import in_bytes
-from toyexp.commands.line import main
-from toyexp.contract.exporter import card_facts
+from toyexp.base.formatting import in_bytes
+from toyexp.cli.main import main
 from toyexp.formats.gguf.open_model import exported_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import hf_notes, model_card, write_folder
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import SYMBOLS
+from toyexp.plugins.exporter import card_facts
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizers.tokenizer import SYMBOLS
 from toyexp_models.huggingface import rope_scaling
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT

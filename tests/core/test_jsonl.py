@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import UserError
-from toyexp.contract.dataset import batch_digest
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.formats.gguf.write import write_model
+from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.tokenizer import END_OF_TEXT, SYMBOLS
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain, tokenize
 from toyexp_data.jsonl import Jsonl, parse, rows_of, spread
 from toyexp_data.template import ChatTemplate

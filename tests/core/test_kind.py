@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from toyexp import IMAGES, TOKENS, InputSpec, Kind, PlanTensor, Setup, TokenDataset
-from toyexp.commands.bench import positions
-from toyexp.commands.evaluate import Evaluation
-from toyexp.contract.compatibility import of_kind, refusal, unread
-from toyexp.contract.plugins import load
-from toyexp.datasets.tokens import Dropout
+from toyexp.batching.tokens import Dropout
+from toyexp.cli.bench import positions
+from toyexp.cli.evaluate import Evaluation
+from toyexp.plugins.compatibility import of_kind, refusal, unread
+from toyexp.plugins.discovery import load
 from toyexp.reference.opmodel import OpModel, op_plan
 from toyexp.testing import image_dataset
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data.digits import Digits
 from toyexp_models.vit import Patches
 from toyexp_recipes.scratch import Scratch

@@ -10,16 +10,16 @@ import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, Setup, StepMetrics, hookimpl
 from toyexp.base.errors import BadBatch, PluginFailed
-from toyexp.base.words import smooth_loss
-from toyexp.contract.dataset import batch_digest
-from toyexp.contract.micro_batches import micro_batches, readied
-from toyexp.contract.plan import PlanTensor, grouped
+from toyexp.base.formatting import smooth_loss
+from toyexp.interfaces.dataset import batch_digest
+from toyexp.interfaces.micro_batches import micro_batches, readied
+from toyexp.interfaces.plan import PlanTensor, grouped
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
 from toyexp.training import driver
 from toyexp.training.driver import Evaluate, Step, drive, drive_together
 from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
-from toyexp.training.parts import Outcome, Saver
+from toyexp.training.run_config import Outcome, Saver
 
 BASE_LR = 0.25
 GOOD, BAD = StepMetrics(1.5, 0.5), StepMetrics(math.nan, 0.5)

@@ -6,8 +6,8 @@ from typing import ClassVar
 import pytest
 
 from toyexp import IMAGES, Kind, Recipe, UserError
-from toyexp.contract.compatibility import cells, refusal, table
-from toyexp.contract.registry import Offer, Registry
+from toyexp.plugins.compatibility import cells, refusal, table
+from toyexp.plugins.registry import Offer, Registry
 from toyexp.reference.opmodel import OpModel
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import environments
 import pytest
 
-from toyexp.commands import pages
-from toyexp.commands.line import main
-from toyexp.commands.new import KINDS, renamed
-from toyexp.commands.pages import read, topics
-from toyexp.config.shipped import TEMPLATES
-from toyexp.contract.plugins import load_beside
-from toyexp.contract.rules import KINDS as REGISTERED
-from toyexp.contract.run import Run
+from toyexp.cli import pages
+from toyexp.cli.main import main
+from toyexp.cli.new import KINDS, renamed
+from toyexp.cli.pages import read, topics
+from toyexp.config.paths import TEMPLATES
+from toyexp.interfaces.run import Run
+from toyexp.plugins.discovery import load_beside
+from toyexp.plugins.rules import KINDS as REGISTERED
 
 pytestmark = pytest.mark.xdist_group("new")
 SMALL = ["steps=2", "eval_every=1", "data.max_mb=0.1", "model.context=16", "model.d_model=16", "model.d_ff=16"]
@@ -71,7 +71,7 @@ def test_each_passes_the_conformance_suite_and_its_own_tests_as_it_was_written(m
 
 
 def test_where_pytest_is_missing_it_is_among_what_to_type(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("toyexp.commands.new.find_spec", lambda module: None)
+    monkeypatch.setattr("toyexp.cli.new.find_spec", lambda module: None)
     assert main(["new", "callback", "mine", "--into", str(tmp_path)]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert lines.index(["pip", "install"]) < lines.index(["pytest", "#"])
@@ -212,7 +212,7 @@ def test_of_all():
 def test_a_test_that_ends_the_process_fails_and_one_that_ends_its_child_does_not(tmp_path):
     (tmp_path / "test_ends.py").write_text(ENDS)
     program = (
-        "from toyexp.commands.plugin_check import _Found, _pytest; found = _Found([])\n"
+        "from toyexp.cli.plugin_check import _Found, _pytest; found = _Found([])\n"
         "_pytest(['test_ends.py'], found); print(found.told()[0].failures)"
     )
     done = environments.run(sys.executable, "-c", program, cwd=tmp_path)

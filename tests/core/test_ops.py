@@ -8,7 +8,7 @@ import pytest
 from tiny import VOCAB, batches, plan
 
 from toyexp import Ops, SessionError
-from toyexp.contract.decoder import Piecewise, Recompute
+from toyexp.interfaces.decoder import Piecewise, Recompute
 from toyexp.reference.opmodel import CASES
 from toyexp.testing import OpModel, ReferenceOps, op_batch, op_plan, reference_logits
 from toyexp_ggml.engines import GGMLCPU

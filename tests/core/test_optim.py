@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, Optimiser, RunFailed, UserError
-from toyexp.contract.optimiser import FROM_SCRATCH, LORA, MODES, Group
-from toyexp.contract.plugins import load
+from toyexp.interfaces.optimiser import FROM_SCRATCH, LORA, MODES, Group
+from toyexp.plugins.discovery import load
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.lion import Lion
 

@@ -16,10 +16,10 @@ from toyexp import RunFailed, UserError
 from toyexp.base.drawing import Sheet
 from toyexp.base.ownership import FOLDERS, LEDGER, Ledger, Owned, require_empty, require_inside, require_left
 from toyexp.base.writing import require_place, swap
-from toyexp.commands.line import main
-from toyexp.contract.run import Run
-from toyexp.runs.comparison import Comparison
-from toyexp.runs.report import Report
+from toyexp.cli.main import main
+from toyexp.interfaces.run import Run
+from toyexp.results.comparison import Comparison
+from toyexp.results.report import Report
 from toyexp.training.rundir import RunDir, lock
 
 PLUGINS, *TINY = noop()

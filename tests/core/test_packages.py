@@ -16,8 +16,8 @@ from toyexp.base.errors import Broken
 from toyexp.base.packages import told_by, why, why_not_apart
 from toyexp.base.signals import Interrupted, stop_signals
 from toyexp.config.engines import facts_of, pick_engine
-from toyexp.contract.plugins import load
-from toyexp.contract.registry import Offer
+from toyexp.plugins.discovery import load
+from toyexp.plugins.registry import Offer
 from toyexp.testing.null import NullEngine
 
 COUNTER = itertools.count()
@@ -289,7 +289,7 @@ def test_auto_takes_the_next_engine_when_torch_cannot_be_loaded_and_says_so(besi
 
 def test_where_the_packages_of_all_engines_are_missing_auto_says_what_to_install(tmp_path):
     gone = "import sys; sys.modules |= dict.fromkeys(['torch', 'ggml'])"
-    code = [gone, "from toyexp.commands.line import main", "sys.exit(main())"]
+    code = [gone, "from toyexp.cli.main import main", "sys.exit(main())"]
     done = subprocess.run([sys.executable, "-c", "; ".join(code)], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
     assert done.stderr == (

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from toyexp.commands.line import main
-from toyexp.commands.parity import Measured, loss_difference, tensor_differences
+from toyexp.cli.main import main
+from toyexp.cli.parity import Measured, loss_difference, tensor_differences
 
 
 def measured(start, gradients, weights, losses=(1.0,)):

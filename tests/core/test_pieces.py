@@ -7,11 +7,11 @@ import pytest
 from texts import NASTY, PROSE, scrambled
 
 from toyexp import UserError
-from toyexp.text import tokenizer as pieces
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.pretokenizers import PRE_TOKENIZERS
-from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, USER_DEFINED, cut_up, encoded
+from toyexp.tokenizers import tokenizer as pieces
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
+from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizers.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, USER_DEFINED, cut_up, encoded
 
 NAME_OF = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items())}
 RUNS = [

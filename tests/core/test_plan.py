@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from toyexp import Constant, Given, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
-from toyexp.contract.plan import inherited, one_alpha
-from toyexp.contract.snapshot import state_misfit, state_shapes
+from toyexp.interfaces.plan import inherited, one_alpha
+from toyexp.interfaces.snapshot import state_misfit, state_shapes
 from toyexp.testing import OpModel, op_batch, op_plan
 
 TOKENS, TARGETS, WEIGHTS = InputSpec((5,), "int32"), InputSpec((5,), "int32"), InputSpec((5,), "float32")

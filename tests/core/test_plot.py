@@ -15,10 +15,10 @@ from made_runs import made
 from matplotlib.image import imread
 
 from toyexp.base.drawing import COLOURS, is_drawn
-from toyexp.commands.line import main
-from toyexp.runs.comparison import Comparison
-from toyexp.runs.found import below, look
-from toyexp.runs.plot import Line, sheet
+from toyexp.cli.main import main
+from toyexp.results.comparison import Comparison
+from toyexp.results.found import below, look
+from toyexp.results.plot import Line, sheet
 
 SWEEP = ["-m", "engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
          "eval_every=2", "steps=4", "lr=5,1e-2", "seed=0,1", "sweep.isolate=false", "sweep.report=false"]  # fmt: skip
@@ -235,7 +235,7 @@ def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_p
 @pytest.mark.xdist_group("swept_pictures")
 def test_a_sweep_without_plots_leaves_none_and_never_loads_matplotlib(tmp_path):
     words = [*SWEEP, "callbacks=[events]", "hydra.sweep.dir=s"]
-    program = f"import sys, toyexp.commands.line as c; c.main({words!r}); print('matplotlib' in sys.modules)"
+    program = f"import sys, toyexp.cli.main as c; c.main({words!r}); print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False", done.stdout
     assert not (tmp_path / "s/plots").exists()

@@ -13,12 +13,12 @@ from structure import PUBLIC
 
 import toyexp
 from toyexp import UserError
-from toyexp.commands.line import main
-from toyexp.config.shipped import CONF
-from toyexp.contract.hooks import Registration, RunHooks
-from toyexp.contract.plugins import load
-from toyexp.contract.rules import KINDS
-from toyexp.contract.settings import settings_of
+from toyexp.cli.main import main
+from toyexp.config.paths import CONF
+from toyexp.interfaces.hooks import Registration, RunHooks
+from toyexp.plugins.discovery import load
+from toyexp.plugins.rules import KINDS
+from toyexp.plugins.settings import settings_of
 
 COUNTER = itertools.count()
 ROOT = Path(toyexp.__file__).resolve().parent.parent
@@ -496,7 +496,7 @@ def test_every_hook_is_documented_and_registration_hooks_share_one_shape():
 
 def test_finding_the_shipped_plugins_imports_nothing_heavy():
     program = (
-        "import sys; from toyexp.contract.plugins import load; registry = load(); "
+        "import sys; from toyexp.plugins.discovery import load; registry = load(); "
         "assert 'cpu' in registry.offers['engine'] and 'wandb' in registry.offers['callbacks']; "
         f"print(sorted(set({FOREIGN!r}) & set(sys.modules)))"
     )

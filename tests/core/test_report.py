@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from made_runs import made, made_sweep
 
-from toyexp.commands.line import main
-from toyexp.runs.comparison import Comparison
-from toyexp.runs.events import Curve, History, means, thinned
-from toyexp.runs.found import below, look
-from toyexp.runs.report import FIRST, Report, SweepReport, importance_among, packed_library
+from toyexp.cli.main import main
+from toyexp.results.comparison import Comparison
+from toyexp.results.events import Curve, History, means, thinned
+from toyexp.results.found import below, look
+from toyexp.results.report import FIRST, Report, SweepReport, importance_among, packed_library
 
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
 
@@ -184,7 +184,7 @@ def test_a_sweep_without_what_draws_says_what_to_install(tmp_path, monkeypatch, 
 
 def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_new(tmp_path, monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr("toyexp.runs.report.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("toyexp.results.report.time.monotonic", lambda: now[0])
     read = []
     monkeypatch.setattr(History, "of", classmethod(lambda cls, run, old=History.of: read.append(run.name) or old(run)))
     report, page = SweepReport(), tmp_path / "s/report.html"
@@ -225,7 +225,7 @@ def test_what_ended_runs_tell_is_read_as_they_end(tmp_path, monkeypatch):
 
 
 def test_of_very_many_runs_the_best_are_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("toyexp.runs.report.MOST_RUNS", 3)
+    monkeypatch.setattr("toyexp.results.report.MOST_RUNS", 3)
     for number in range(5):
         made(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
     Report("five").write(Comparison.of([look(path) for path in below(tmp_path / "s")]), tmp_path / "r.html")

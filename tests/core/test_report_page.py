@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from made_runs import made_sweep
 
-from toyexp.commands.line import main
-from toyexp.runs.found import below, look
+from toyexp.cli.main import main
+from toyexp.results.found import below, look
 
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -16,12 +16,12 @@ import pytest
 from made_runs import made
 
 import toyexp
-from toyexp.base.words import as_csv
-from toyexp.commands.line import main
-from toyexp.runs.chosen import divided, filtered, ordered
-from toyexp.runs.comparison import Comparison, Entry
-from toyexp.runs.found import Run, look, unzipped
-from toyexp.runs.report import Report, title
+from toyexp.base.formatting import as_csv
+from toyexp.cli.main import main
+from toyexp.results.comparison import Comparison, Entry
+from toyexp.results.filters import divided, filtered, ordered
+from toyexp.results.found import Run, look, unzipped
+from toyexp.results.report import Report, title
 from toyexp.training.provenance import recorded
 from toyexp.training.rundir import lock
 
@@ -619,7 +619,7 @@ def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys,
     monkeypatch.setenv("TMPDIR", str(here / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (here / "tmp").mkdir()
-    monkeypatch.setattr("toyexp.runs.found.MOST_UNZIPPED", 1000)
+    monkeypatch.setattr("toyexp.results.found.MOST_UNZIPPED", 1000)
     archive("out.zip", **{"../config.yaml": "a: 1"})
     archive("dos.zip", **{"a\\..\\..\\config.yaml": "a: 1"})
     archive("big.zip", **{"a/config.yaml": b" " * 2000})
@@ -645,7 +645,7 @@ def test_what_may_not_be_read_is_said(here, capsys, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
-    monkeypatch.setattr("toyexp.runs.found.os.scandir", scandir)
+    monkeypatch.setattr("toyexp.results.found.os.scandir", scandir)
     for name in ("config.yaml", "events.jsonl"):  # as root finds no file that it may not read
         (denied / name).unlink()
         os.mkfifo(denied / name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from toyexp.base.signals import Interrupted, end_with_the_sweep, stop_signals
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.training import checkpoint
 
 DONOR = Path(__file__).parents[2] / "plugins" / "toyexp_recipes" / "assets"
@@ -64,12 +64,12 @@ def reached(marker):
 BUSY = """
 import ctypes, sys
 from pathlib import Path
-from toyexp.text.byte_level import BPE, Bytes
+from toyexp.tokenizers.byte_level import BPE, Bytes
 def busy(*_):
     Path("there").touch()
     ctypes.CDLL(None).usleep(900_000); ctypes.CDLL(None).sleep(60)
 BPE.train, Bytes.encode_pieces = busy, busy
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 sys.exit(main())
 """
 
@@ -140,13 +140,13 @@ def test_a_command_ends_by_sigterm_with_143_and_one_line(start, tmp_path, comman
 SLOW_TEXT = """
 import sys, time
 from pathlib import Path
-import toyexp.commands.author
+import toyexp.cli.generator
 def slow(*_):
     yield 1
     Path("there").touch()
     time.sleep(60)
-toyexp.commands.author.endless = slow
-from toyexp.commands.line import main
+toyexp.cli.generator.endless = slow
+from toyexp.cli.main import main
 sys.exit(main())
 """
 
@@ -302,7 +302,7 @@ EARLY = """
 import os, sys
 class KillsWhileLoading:
     def find_spec(self, name, path=None, target=None):
-        if name == "toyexp.commands.line":
+        if name == "toyexp.cli.main":
             os.kill(os.getpid(), {number})
 sys.meta_path.insert(0, KillsWhileLoading())
 from toyexp.__main__ import main

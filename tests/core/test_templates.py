@@ -17,9 +17,9 @@ import pytest
 
 from toyexp import UserError
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.byte_level import BPE, Bytes
-from toyexp.text.chat import BadChat, Template
-from toyexp.text.tokenizer import END_OF_TEXT, SYMBOLS
+from toyexp.tokenizers.byte_level import BPE, Bytes
+from toyexp.tokenizers.chat_template import BadChat, Template
+from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_data.chat import BadExample, Message, Part, tokenize
 from toyexp_data.jsonl import Jsonl
 from toyexp_data.template import ChatTemplate

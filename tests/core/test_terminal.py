@@ -14,9 +14,9 @@ import yaml
 from structure import PUBLIC
 
 import toyexp
-from toyexp.base.home import expanded, with_home, with_quotes
 from toyexp.base.terminal import complain, fit_encoding, say
-from toyexp.commands.line import main
+from toyexp.base.user_paths import expanded, with_home, with_quotes
+from toyexp.cli.main import main
 from toyexp.config.words import parse
 
 

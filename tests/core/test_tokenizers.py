@@ -19,10 +19,10 @@ from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import ENDS, read_tokenizer
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.pretokenizers import PRE_TOKENIZERS
-from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import (
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
+from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizers.tokenizer import (
     BYTE,
     CONTROL,
     END_OF_TEXT,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lines import failed, last_of_each, noop
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 PLUGIN = """
 import os

@@ -9,7 +9,7 @@ from several import OPTIMISERS, make_infinite, read
 from tiny import batches, plan, write_base
 
 from toyexp import Unavailable
-from toyexp.contract.plan import optimised
+from toyexp.interfaces.plan import optimised
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_torch import loss, resident

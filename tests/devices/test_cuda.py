@@ -10,7 +10,7 @@ import torch
 from tiny import batches, plan
 
 from toyexp import AdamW, Unavailable
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")

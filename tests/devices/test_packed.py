@@ -7,8 +7,8 @@ from requantised import q4_k, requantised
 from tiny import batches, write_base
 
 from toyexp import Setup, Unavailable
-from toyexp.contract.plan import optimised
 from toyexp.formats import GGUF_TYPES, dequantise
+from toyexp.interfaces.plan import optimised
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
 from toyexp_torch import loss

@@ -11,7 +11,7 @@ from several import ADAMW, OPTIMISERS, Started, taken
 from tiny import plan, write_base
 
 from toyexp import Unavailable
-from toyexp.contract.plan import optimised
+from toyexp.interfaces.plan import optimised
 from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCUDA
 

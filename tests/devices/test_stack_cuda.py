@@ -9,8 +9,8 @@ from stacks import lora_jobs
 from tiny import batches, plan, weighted
 
 from toyexp import Unavailable
-from toyexp.contract.plan import optimised
-from toyexp.datasets.tokens import Dropout
+from toyexp.batching.tokens import Dropout
+from toyexp.interfaces.plan import optimised
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")

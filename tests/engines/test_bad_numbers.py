@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 from toyexp import AdamW
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import op_batch, op_plan
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.checkpoint import steps
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama

@@ -17,11 +17,11 @@ from tiny import batches
 
 from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
-from toyexp.base.words import count
-from toyexp.commands import bench_peak
-from toyexp.commands import bench_stepper as stepper
-from toyexp.commands.bench import Report, Work, read, sheet, step_flops, take_turns
-from toyexp.commands.bench_stepper import (
+from toyexp.base.formatting import count
+from toyexp.cli import bench_peak
+from toyexp.cli import bench_stepper as stepper
+from toyexp.cli.bench import Report, Work, read, sheet, step_flops, take_turns
+from toyexp.cli.bench_stepper import (
     BASELINES,
     FIGURES,
     Entry,
@@ -32,10 +32,10 @@ from toyexp.commands.bench_stepper import (
     pids_of,
     warm_up,
 )
-from toyexp.commands.line import main
-from toyexp.commands.table import COMMANDS
-from toyexp.contract.recipe import start
+from toyexp.cli.commands import COMMANDS
+from toyexp.cli.main import main
 from toyexp.formats.gguf.write import write_model
+from toyexp.interfaces.recipe import start
 from toyexp.testing import DataSuite, ReferenceOps, token_dataset
 from toyexp.testing.null import NullSession
 from toyexp_data.tokens import Random
@@ -105,7 +105,7 @@ def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_pat
 
 
 def test_a_picture_that_cannot_be_written_is_told_before_anything_is_measured(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("toyexp.commands.bench.measure", None)
+    monkeypatch.setattr("toyexp.cli.bench.measure", None)
     for name, told in (("speed.gif", "draws .png, .svg, .pdf"), ("none/speed.svg", "there is no directory")):
         assert main(["bench", *TINY, "--plot", str(tmp_path / name)]) == 2
         assert told in (err := capsys.readouterr().err) and err.count("\n") == 1
@@ -224,7 +224,7 @@ def test_seconds_are_those_of_a_step_however_many_a_turn_has(monkeypatch):
             nonlocal now
             now += {"a": 0.5, "b": 2.0}[self.name]
 
-    monkeypatch.setattr("toyexp.commands.bench_stepper.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("toyexp.cli.bench_stepper.time", SimpleNamespace(perf_counter=lambda: now))
     ready = {name: (Timed(name), steps) for name, steps in (("a", 7), ("b", 2))}
     assert take_turns(ready, [{}] * 8, rounds=2) == {"a": [0.5, 0.5], "b": [2.0, 2.0]}
 

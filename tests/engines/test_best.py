@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from faults import TEXT, words
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.restored import _set_up, gguf_of
-from toyexp.contract.plugins import loaded
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.runs.found import look
+from toyexp.plugins.discovery import loaded
+from toyexp.results.found import look
 from toyexp.training import checkpoint
 
 # A rate so high that the held-out loss does not only fall; the same steps whatever their number.

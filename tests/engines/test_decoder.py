@@ -8,12 +8,12 @@ import pytest
 from tiny import CONTEXT, MODELS, VOCAB, batches, plan, write_base
 
 from toyexp import AdamW, Recompute, SessionError, Setup, reason_to_recompute
-from toyexp.commands.line import main
-from toyexp.contract.recipe import start
+from toyexp.cli.main import main
+from toyexp.interfaces.recipe import start
 from toyexp.reference.engine import reference_logits
 from toyexp.testing import ModelSuite, image_dataset, token_dataset
 from toyexp.testing.null import NullEngine
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT

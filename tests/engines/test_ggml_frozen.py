@@ -9,8 +9,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import batches, weighted
 
 from toyexp import AdamW, FromGGUF, Given, Normal, PlanTensor, SessionError, Setup, UserError
-from toyexp.contract.plan import LoraAdapter, lora_names
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.interfaces.plan import LoraAdapter, lora_names
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 from toyexp_ggml.products import UNPACKED_ROWS
 from toyexp_ggml.profiles import CPU_BLAS

@@ -9,9 +9,9 @@ import pytest
 from tiny import batches, plan
 
 from toyexp import AdamW
-from toyexp.commands.doctor import verdict
-from toyexp.commands.line import main
-from toyexp.contract.registry import Offer
+from toyexp.cli.doctor import verdict
+from toyexp.cli.main import main
+from toyexp.plugins.registry import Offer
 from toyexp_ggml import binding, engines, native
 from toyexp_ggml.engines import GGMLCPU
 

@@ -249,7 +249,7 @@ def test_a_hundred_sessions_do_not_grow_the_process():
 
 def test_a_run_never_imports_torch(tmp_path):
     code = (
-        "import sys\nfrom toyexp.commands.line import main\n"
+        "import sys\nfrom toyexp.cli.main import main\n"
         f"code = main(['recipe=warm', 'engine=ggml', 'experiment=smoke', 'hydra.run.dir={tmp_path}/run'])\n"
         "sys.exit(code or 'torch' in sys.modules)\n"
     )

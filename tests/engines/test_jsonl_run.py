@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from toyexp import Setup
-from toyexp.commands.line import main
-from toyexp.contract.recipe import start
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.byte_level import Bytes
+from toyexp.interfaces.recipe import start
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data import jsonl
 from toyexp_data.chat import PLAIN_TEMPLATE
 from toyexp_data.jsonl import Jsonl

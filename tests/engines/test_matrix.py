@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from toyexp.commands.line import main
-from toyexp.contract.compatibility import cells
-from toyexp.contract.plugins import load
+from toyexp.cli.main import main
+from toyexp.plugins.compatibility import cells
+from toyexp.plugins.discovery import load
 
 ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
 CELLS = {(c.recipe, c.model): c for c in cells(load())}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from toyexp import UserError
-from toyexp.commands import doctor
-from toyexp.commands.doctor import engines, examine, expectations, gradient, table, trainings
-from toyexp.commands.line import main
-from toyexp.contract.plugins import load
+from toyexp.cli import doctor
+from toyexp.cli.doctor import engines, examine, expectations, gradient, table, trainings
+from toyexp.cli.main import main
+from toyexp.plugins.discovery import load
 from toyexp.reference.opmodel import CASES, rows_for
 from toyexp.testing import EngineSuite, op_batch, op_plan
 from toyexp_ggml.engines import GGMLCPU
@@ -108,8 +108,8 @@ def test_what_is_wrong_is_found_and_nothing_else(references, fault):
 @pytest.fixture
 def known(references, monkeypatch):
     """The command then takes the references that are worked out already."""
-    monkeypatch.setattr("toyexp.commands.doctor.expectations", lambda rows: references[0])
-    monkeypatch.setattr("toyexp.commands.doctor.trainings", lambda rows: references[1])
+    monkeypatch.setattr("toyexp.cli.doctor.expectations", lambda rows: references[0])
+    monkeypatch.setattr("toyexp.cli.doctor.trainings", lambda rows: references[1])
 
 
 def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, known):
@@ -189,7 +189,7 @@ def test_it_needs_neither_pytest_nor_autograd():
     program = (
         "import sys\n"
         "for name in ('pytest', '_pytest', 'autograd', 'hypothesis', 'torch'): sys.modules[name] = None\n"
-        "from toyexp.commands.line import main\n"
+        "from toyexp.cli.main import main\n"
         "from toyexp.testing import NullEngine, OpModel, ReferenceOps\n"
         "sys.exit(main(['doctor', '--numerics', 'engine=ggml:threads=1']))\n"
     )
@@ -210,7 +210,7 @@ def test_the_suites_are_still_offered():
 
 
 def test_expectations_hold_every_op_of_the_vocabulary(references):
-    from toyexp.contract.ops import Ops
+    from toyexp.interfaces.ops import Ops
     from toyexp.testing import ReferenceOps
 
     used = set()

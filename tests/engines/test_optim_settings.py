@@ -5,7 +5,7 @@ import pytest
 import torch
 from float64_models import FORWARD
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp_ggml.session import GGMLSession
 from toyexp_torch.session import TorchSession

@@ -10,11 +10,11 @@ import pytest
 from tiny import batches, plan, weighted
 
 from toyexp import AdamW, Rule, SessionError, Unavailable, UserError
-from toyexp.commands.line import main
-from toyexp.contract.optimiser import Group
-from toyexp.contract.plan import optimised
-from toyexp.contract.snapshot import state_shapes
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.interfaces.optimiser import Group
+from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.engine import updated
 from toyexp.testing import OptimiserSuite
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan

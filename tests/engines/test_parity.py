@@ -6,8 +6,8 @@ import math
 import pytest
 from drawings import words_of
 
-from toyexp.commands.line import main
-from toyexp.commands.parity_plot import sheet
+from toyexp.cli.main import main
+from toyexp.cli.parity_plot import sheet
 
 TINY = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.d_model=32", "model.context=16",
         "engine.threads=1", "lr=1e-3"]  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp
 
 
 def test_what_a_picture_cannot_show_is_told_before_anything_is_computed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("toyexp.commands.parity.compare", None)
+    monkeypatch.setattr("toyexp.cli.parity.compare", None)
     (tmp_path / "theirs.png").write_bytes(b"theirs")
     for words, told in (
         (["--plot", "a.txt"], "--plot a.txt: draws .png, .svg, .pdf"),

@@ -11,11 +11,11 @@ import pytest
 from faults import TEXT, environment, python
 from several import ON_TWO, PLUGIN, RANKS, RUN, free_port
 
-import toyexp.base.ending
+import toyexp.base.exit_codes
 from toyexp import UserError
 from toyexp.base import started_ranks
 from toyexp.base.signals import ending
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.group import torchruns_store
@@ -173,7 +173,7 @@ def test_of_bad_input_the_first_of_torchruns_ranks_speaks_alone(book, given):
 def test_what_is_wrong_with_another_rank_alone_is_told_with_its_name(monkeypatch, capsys):
     for name, value in zip((*RANKS, "TORCHELASTIC_RUN_ID"), ("1", "2", "127.0.0.1", "1", "none"), strict=True):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(toyexp.base.ending, "GRACE", 0.0)
+    monkeypatch.setattr(toyexp.base.exit_codes, "GRACE", 0.0)
     assert main(["engine=cpu", "stepz=3"]) == 2
     assert re.match(r"toyexp: error: rank 1 \(on .*\): .*stepz", capsys.readouterr().err)
 

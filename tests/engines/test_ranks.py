@@ -23,8 +23,8 @@ from several import ADAMW, ON_TWO, OPTIMISERS, PLUGIN, RANKS, RUN, Started, asse
 from tiny import VOCAB, batches, plan, write_base
 
 from toyexp import RunFailed, Setup, UserError
-from toyexp.commands.line import main
-from toyexp.contract.plan import optimised
+from toyexp.cli.main import main
+from toyexp.interfaces.plan import optimised
 from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora

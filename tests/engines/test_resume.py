@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from faults import TEXT, Trace, words
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.training import checkpoint
 
 CONSTANT = ["callbacks=[constant,events,gguf_export]", "eval_every=4", "checkpoint_every=2"]  # the same for any steps

@@ -13,7 +13,7 @@ from tiny import batches, plan
 
 from toyexp import Given, InputSpec, RunFailed, Setup, UserError, unlike
 from toyexp.base.errors import BadBatch
-from toyexp.contract.plan import optimised
+from toyexp.interfaces.plan import optimised
 from toyexp.training.driver import drive_together
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lines import noop
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.testing import EngineSuite
 from toyexp.testing.null import NullEngine
 from toyexp.training import experiment

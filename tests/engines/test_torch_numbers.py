@@ -14,7 +14,7 @@ from float64_models import loss as reference_loss
 from tiny import MODELS, batches, plan, weighted
 
 from toyexp import AdamW, Rotary
-from toyexp.contract.plan import optimised
+from toyexp.interfaces.plan import optimised
 from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.sgd import SGD
 from toyexp_torch import update
@@ -233,7 +233,7 @@ def test_a_run_never_imports_the_compiler(tmp_path):
     """Which takes a second and 70 MB, and is wanted with engine.compile=true alone."""
     code = (
         "import sys\n"
-        "from toyexp.commands.line import main\n"
+        "from toyexp.cli.main import main\n"
         "code = main(['engine=cpu', 'steps=1', 'eval_every=0', 'hydra.run.dir=run'])\n"
         "sys.exit(code or 'torch._dynamo' in sys.modules)\n"
     )

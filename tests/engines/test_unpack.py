@@ -15,8 +15,8 @@ from tiny import batches, write_base
 
 import toyexp_torch
 from toyexp import Planned, Setup
-from toyexp.contract.plan import optimised
 from toyexp.formats import GGUF_TYPES, dequantise
+from toyexp.interfaces.plan import optimised
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
 from toyexp_torch import unpack

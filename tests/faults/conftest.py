@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from faults import FIGURES, LIKE_LLAMA, TEXT, words
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 
 def pytest_sessionfinish(session):

@@ -23,14 +23,14 @@ import numpy as np
 from faults import words
 
 from toyexp import ToyexpError, UserError
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config import request as requests
-from toyexp.contract.plugins import load
-from toyexp.contract.recipe import start
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.sweep.directory import Job, Status, SweepDir
-from toyexp.sweep.shown import print_table
+from toyexp.interfaces.recipe import start
+from toyexp.plugins.discovery import load
+from toyexp.sweeps.directory import Job, Status, SweepDir
+from toyexp.sweeps.summary_table import print_table
 from toyexp.training import checkpoint, experiment
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
 from toyexp.training.resume import load as load_run

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from faults import FIGURES, words
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.training import checkpoint
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
 

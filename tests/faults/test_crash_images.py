@@ -16,8 +16,8 @@ import pytest
 from faults import FIGURES, STEPS, Trace, words
 
 from toyexp.config.request import Request
-from toyexp.contract.compatibility import cells
-from toyexp.contract.plugins import load
+from toyexp.plugins.compatibility import cells
+from toyexp.plugins.discovery import load
 from toyexp.training import checkpoint, experiment
 from toyexp.training import rundir as run
 from toyexp.training.resume import Complete

@@ -16,10 +16,10 @@ from faults import FIGURES, STEPS, Trace, environment, python, toyexp, words
 
 from toyexp import Callback, RunFailed, ToyexpError, hookimpl
 from toyexp.base.errors import UserError
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.request import Request
-from toyexp.contract.plugins import load
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.plugins.discovery import load
 from toyexp.training import checkpoint, experiment
 from toyexp.training.resume import load as load_run
 
@@ -311,7 +311,7 @@ def test_a_log_that_cannot_be_written_costs_no_step(here, capfd):
 def test_few_open_files(limit, engine, here):
     directory = here / "files" / f"{engine}-{limit}"
     code = (
-        "import sys, resource; from toyexp.commands.line import main\n"
+        "import sys, resource; from toyexp.cli.main import main\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); sys.exit(main(sys.argv[1:]))"
     )
     command = python("-c", code, *WORDS, f"engine={engine}", f"hydra.run.dir={directory}")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import UserError
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp_data.jsonl import parse

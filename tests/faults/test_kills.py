@@ -10,8 +10,8 @@ import pytest
 from faults import FIGURES, Trace, interrupted, shell_code, toyexp, words
 
 from toyexp import Unavailable
-from toyexp.commands.line import main
-from toyexp.contract.plugins import load
+from toyexp.cli.main import main
+from toyexp.plugins.discovery import load
 from toyexp.training.checkpoint import steps
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

@@ -10,9 +10,9 @@ from faults import FIGURES, toyexp, words
 
 from toyexp.base import memory
 from toyexp.base.errors import RunFailed
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.request import Request
-from toyexp.contract.plugins import load
+from toyexp.plugins.discovery import load
 from toyexp.training.experiment import prepare
 
 WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batch_size", "steps"))]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from faults import FIGURES
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 optuna = pytest.importorskip("optuna")
 

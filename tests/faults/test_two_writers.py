@@ -10,7 +10,7 @@ import pytest
 from faults import FIGURES, environment, python, toyexp, words
 
 from toyexp import UserError
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.training import checkpoint
 from toyexp.training.rundir import lock
 

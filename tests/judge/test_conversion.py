@@ -19,13 +19,13 @@ import pytest
 from texts import NASTY, hard_pieces
 
 from toyexp import Model, Tokenizer
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.sentencepiece import SentencePiece
-from toyexp.text.tokenizer import UNUSED, USER_DEFINED
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.sentencepiece import SentencePiece
+from toyexp.tokenizers.tokenizer import UNUSED, USER_DEFINED
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 

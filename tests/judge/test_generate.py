@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import plan, write_base
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.write import write_adapter
-from toyexp.text.byte_level import BPE, Bytes
+from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp_recipes.lora import Lora
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]

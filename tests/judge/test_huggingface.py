@@ -17,17 +17,17 @@ from tiny import VOCAB
 from transformers_ids import answers
 
 from toyexp import Exported, InputSpec, Model, Setup, Tokenizer
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import write_folder
 from toyexp.formats.sentencepiece_model import sentencepiece_model
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.chat import Template
-from toyexp.text.pretokenizers import PRE_TOKENIZERS
-from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.chat_template import Template
+from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
+from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.huggingface import llama3
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3

@@ -18,16 +18,16 @@ from requantised import q4_k, requantised
 from texts import NASTY, PROSE, TALK, scrambled, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
-from toyexp.contract.exporter import exporter
-from toyexp.contract.plan import export_tensors
-from toyexp.contract.recipe import start
 from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.byte_level import BPE, Bytes, Characters
+from toyexp.interfaces.plan import export_tensors
+from toyexp.interfaces.recipe import start
+from toyexp.plugins.exporter import exporter
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.training.experiment import prepare
 from toyexp.training.loop import Training
-from toyexp.training.parts import Config
+from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
 from toyexp_callbacks.schedules import Cosine
 from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain, tokenize

@@ -22,15 +22,15 @@ from gguf import GGMLQuantizationType
 from requantised import requantised
 
 from toyexp import AdamW, Batch, Engine, Model, Plan, Recipe, Session, Setup, Unavailable
-from toyexp.contract.plan import export_tensors
-from toyexp.contract.recipe import start
-from toyexp.datasets.tokens import TokenDataset
+from toyexp.batching.tokens import TokenDataset
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
-from toyexp.text.byte_level import Bytes
+from toyexp.interfaces.plan import export_tensors
+from toyexp.interfaces.recipe import start
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3

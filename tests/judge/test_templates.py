@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from toyexp.formats.gguf.tokenizer import special_tokens
-from toyexp.text.byte_level import BPE
-from toyexp.text.chat import BadChat, Template
-from toyexp.text.tokenizer import CONTROL, NORMAL, SYMBOLS
+from toyexp.tokenizers.byte_level import BPE
+from toyexp.tokenizers.chat_template import BadChat, Template
+from toyexp.tokenizers.tokenizer import CONTROL, NORMAL, SYMBOLS
 from toyexp_data.chat import BadExample, Message, tokenize
 from toyexp_data.template import ChatTemplate
 

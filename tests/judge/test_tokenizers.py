@@ -22,10 +22,10 @@ from toyexp import Tokenizer
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import family, read_tokenizer
-from toyexp.text.byte_level import BPE
-from toyexp.text.pretokenizers import PRE_TOKENIZERS
-from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
+from toyexp.tokenizers.byte_level import BPE
+from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
+from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizers.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, SYMBOLS, UNKNOWN, USER_DEFINED
 from toyexp_data.chat import Message, tokenize
 from toyexp_data.template import ChatTemplate
 

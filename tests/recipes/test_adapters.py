@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 from tiny import write_base
 
 from toyexp.base.ownership import fingerprint
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.config.restored import adapter_of
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.llama import Llama
 
 QUICK = ["data=text", "data.path=book.txt", "engine.threads=1", "batch_size=4", "model.context=12", "lr=0.05",

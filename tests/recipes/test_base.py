@@ -13,12 +13,12 @@ from tiny import MODELS, split, write_base
 from toyexp import TensorSpec
 from toyexp.base.errors import UserError
 from toyexp.base.ownership import fingerprint
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.form import gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer, write_model
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 

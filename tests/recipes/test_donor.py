@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 

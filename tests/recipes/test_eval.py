@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toyexp.commands.evaldata import kind_of
-from toyexp.commands.line import main
-from toyexp.contract.plugins import load
-from toyexp.datasets.images import held_out_mask
+from toyexp.batching.images import held_out_mask
+from toyexp.cli.eval_data import kind_of
+from toyexp.cli.main import main
+from toyexp.plugins.discovery import load
 from toyexp_data.images import Images
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 200
@@ -315,7 +315,7 @@ def test_bad_words_are_told(words, said, trained, capsys):
 
 def test_a_loss_that_is_no_number_fails(capsys, monkeypatch):
     assert main([*TEXT, *TINY, "engine=ggml", "steps=1"]) == 0
-    monkeypatch.setattr("toyexp.contract.session.Session.evaluate", lambda *_: float("nan"))
+    monkeypatch.setattr("toyexp.interfaces.session.Session.evaluate", lambda *_: float("nan"))
     capsys.readouterr()
     assert main(["eval", "run", "engine=ggml", "engine.threads=1", "--json"]) == 1
     out, err = capsys.readouterr()

@@ -12,16 +12,16 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import CONTEXT, batches, write_base
 
 from toyexp import AdamW, Normal, Setup, TensorSpec, UserError
+from toyexp.batching.tokens import Dropout
 from toyexp.config.request import Request
-from toyexp.contract.plan import export_tensors, lora_names
-from toyexp.contract.plugins import load
-from toyexp.contract.recipe import start
-from toyexp.datasets.tokens import Dropout
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter
+from toyexp.interfaces.plan import export_tensors, lora_names
+from toyexp.interfaces.recipe import start
+from toyexp.plugins.discovery import load
 from toyexp.reference.engine import reference_loss as reference_ops_loss
 from toyexp.testing import given
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.experiment import prepare
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_recipes.full import Full

@@ -8,9 +8,9 @@ import pytest
 from tiny import CONTEXT, MODELS, VOCAB, batches, plan
 
 from toyexp import UserError
-from toyexp.commands.line import main
-from toyexp.contract.recipe import start
-from toyexp.contract.session import Session
+from toyexp.cli.main import main
+from toyexp.interfaces.recipe import start
+from toyexp.interfaces.session import Session
 from toyexp.testing import RecipeSuite, image_dataset
 from toyexp_models.vit import ViT
 from toyexp_recipes.original import LCG

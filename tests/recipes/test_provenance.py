@@ -14,9 +14,9 @@ from tiny import write_base
 
 import toyexp
 from toyexp.base.ownership import fingerprint
-from toyexp.commands.evaldata import Trained
-from toyexp.commands.line import main
-from toyexp.text.byte_level import Bytes
+from toyexp.cli.eval_data import Trained
+from toyexp.cli.main import main
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.provenance import MOVED, Record, data_sources, record_in, recorded
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
@@ -175,7 +175,7 @@ def test_a_path_that_is_typed_as_it_was_leads_to_the_same_file_from_elsewhere(ho
 
 def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch):
     facts = {"name": "text", "train_tokens": 9}
-    monkeypatch.setattr("toyexp.datasets.tokens.TokenDataset.describe", lambda data: facts)
+    monkeypatch.setattr("toyexp.batching.tokens.TokenDataset.describe", lambda data: facts)
     Path("book.txt").write_text(BOOK)
     assert main([*QUICK, *NANO, "hydra.run.dir=run"]) == 0
     Path("book.txt").rename("moved.txt")

@@ -8,9 +8,9 @@ import pytest
 from tiny import MODELS, batches
 
 from toyexp import AdamW, SessionError, Setup, UserError
-from toyexp.contract.plan import export_tensors
-from toyexp.contract.recipe import start
 from toyexp.formats.gguf.write import write_model
+from toyexp.interfaces.plan import export_tensors
+from toyexp.interfaces.recipe import start
 from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
 from toyexp_recipes.warm import PROJECTION, TABLE, DonorError, Warm, donor_embed_width, pca

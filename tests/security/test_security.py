@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 from toyexp.base.errors import UserError
 from toyexp.base.files import NODE_LIMIT
 from toyexp.base.signals import Interrupted
-from toyexp.commands.line import main
-from toyexp.config.trust import check_file
+from toyexp.cli.main import main
+from toyexp.config.safe_yaml import check_file
 from toyexp.training.rundir import escaped
 
 ROOT = Path(__file__).parents[2]
@@ -292,8 +292,8 @@ ATTACKS = [
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch):
     pytest.importorskip("jinja2")
-    from toyexp.text import chat
-    from toyexp.text.byte_level import Bytes
+    from toyexp.tokenizers import chat_template as chat
+    from toyexp.tokenizers.byte_level import Bytes
 
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     messages = [{"role": "user", "content": "hello"}]
@@ -315,8 +315,8 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
 )
 def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monkeypatch):
     pytest.importorskip("jinja2")
-    from toyexp.text import chat
-    from toyexp.text.byte_level import Bytes
+    from toyexp.tokenizers import chat_template as chat
+    from toyexp.tokenizers.byte_level import Bytes
 
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     began = time.process_time()
@@ -336,8 +336,8 @@ def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monk
 )
 def test_a_chat_template_that_takes_memory_is_refused_in_words(attack):
     pytest.importorskip("jinja2")
-    from toyexp.text import chat
-    from toyexp.text.byte_level import Bytes
+    from toyexp.tokenizers import chat_template as chat
+    from toyexp.tokenizers.byte_level import Bytes
 
     began = time.monotonic()
     with pytest.raises(UserError, match="takes more than 1 GB of memory"):
@@ -350,8 +350,8 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 
 def test_a_signal_ends_a_chat_template_at_once_and_others_go_on():
     pytest.importorskip("jinja2")
-    from toyexp.text import chat
-    from toyexp.text.byte_level import Bytes
+    from toyexp.tokenizers import chat_template as chat
+    from toyexp.tokenizers.byte_level import Bytes
 
     def handle(number, frame):
         raise Interrupted(number)
@@ -376,8 +376,8 @@ def test_a_signal_ends_a_chat_template_at_once_and_others_go_on():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_process_of_chat_templates_ends_with_the_last_of_them():
     pytest.importorskip("jinja2")
-    from toyexp.text import chat
-    from toyexp.text.byte_level import Bytes
+    from toyexp.tokenizers import chat_template as chat
+    from toyexp.tokenizers.byte_level import Bytes
 
     def children():
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -394,8 +394,8 @@ def test_the_process_of_chat_templates_ends_with_the_last_of_them():
 
 def test_a_chat_template_is_not_long():
     pytest.importorskip("jinja2")
-    from toyexp.text.byte_level import Bytes
-    from toyexp.text.chat import Template
+    from toyexp.tokenizers.byte_level import Bytes
+    from toyexp.tokenizers.chat_template import Template
 
     with pytest.raises(UserError, match="more than 65536 characters"):
         Template("x" * 70_000, Bytes(), "model.gguf")
@@ -421,7 +421,7 @@ def test_no_secret_of_the_environment_or_of_git_is_left_in_a_run(tmp_path, monke
 
 
 def test_wandb_has_no_setting_for_a_key():
-    from toyexp.contract.settings import settings_of
+    from toyexp.plugins.settings import settings_of
     from toyexp_callbacks.wandb import Wandb
 
     assert {s.name for s in settings_of(Wandb)} == {"mode", "project", "entity", "group", "tags", "artifacts", "every"}
@@ -437,7 +437,7 @@ def test_nothing_is_instantiated_unpickled_or_evaluated():
     forbidden_imports = ("pickle", "cloudpickle", "dill", "shelve", "marshal", "runpy", "hydra.utils",
                          "hydra._internal.instantiate")  # fmt: skip
     # Optuna keeps the state of CMA-ES as a pickle: it is read here beforehand, and refused for any other name in it.
-    may_import = {"toyexp/sweep/study.py": {"pickle"}}
+    may_import = {"toyexp/sweeps/search/study.py": {"pickle"}}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"

@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import quantize
 from requantised import q4_k, requantised
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp_ggml.binding import devices
 
 RECORD = Path(__file__).parents[1] / "golden.json"

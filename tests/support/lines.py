@@ -1,6 +1,6 @@
 """Command lines in this process: a tiny run that computes nothing, and what one that fails says."""
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 
 
 def noop(*plugins):

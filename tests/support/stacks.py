@@ -6,9 +6,9 @@ import numpy as np
 from tiny import VOCAB, batches, plan, weighted, write_base
 
 from toyexp import Bus, Callback, Run, Setup, hookimpl
-from toyexp.contract.plan import optimised
-from toyexp.datasets.tokens import Dropout
+from toyexp.batching.tokens import Dropout
 from toyexp.formats.gguf.write import write_model
+from toyexp.interfaces.plan import optimised
 from toyexp.testing import token_dataset
 from toyexp.training.loop import Training
 from toyexp_optimisers.adafactor import Adafactor

@@ -27,7 +27,7 @@ Graph = Mapping[str, set[str]]
 
 
 # What plugins import: the rest of toyexp is its own.
-PUBLIC = ("toyexp", "toyexp.base", "toyexp.formats", "toyexp.text", "toyexp.testing")
+PUBLIC = ("toyexp", "toyexp.base", "toyexp.formats", "toyexp.tokenizers", "toyexp.testing")
 
 
 def modules(folder: Path) -> dict[str, Path]:
@@ -152,7 +152,7 @@ class Walk:
 
 def walks() -> dict[str, tuple[int, int]]:
     """Files visited and changes of file: of a run up to what is allocated first, of a whole run, and of going on."""
-    from toyexp.commands.line import main
+    from toyexp.cli.main import main
 
     found = {}
     common = "model.d_model=32 model.n_layers=1 engine=ggml engine.threads=1 data=text data.path=book.txt batch_size=2"

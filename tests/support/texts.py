@@ -10,7 +10,7 @@ import numpy as np
 
 from toyexp import Tokenizer
 from toyexp.formats.gguf.write import write_model
-from toyexp.text.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
 from toyexp_data.chat import Message
 from toyexp_models.llama import Llama
 

@@ -8,7 +8,7 @@ from toyexp import Setup
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.testing import token_dataset
-from toyexp.text.byte_level import BPE, Bytes
+from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_recipes.scratch import Scratch

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from toyexp import ImageDataset, Planned, UserError
-from toyexp.contract.dataset import batch_digest
-from toyexp.datasets.images import augmented, held_out_mask
+from toyexp.batching.images import augmented, held_out_mask
+from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite, image_dataset
 from toyexp_data.digits import Digits
 from toyexp_data.images import Images

@@ -14,8 +14,8 @@ from saved_vit import load_vit
 from tiny import write_base
 
 import toyexp
-from toyexp.commands.line import main
-from toyexp.commands.predict import Predicted, Predictions
+from toyexp.cli.main import main
+from toyexp.cli.predict import Predicted, Predictions
 from toyexp.formats.gguf.write import write_model
 from toyexp_data.digits import Digits
 from toyexp_models.vit import ViT

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 from tiny import write_base
 
-from toyexp.commands.line import main
+from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data.digits import Digits
 
 TINY = ["engine=ggml", "engine.threads=1", "batch_size=16", "lr=0.01"]

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from toyexp.base.blame import place
-    from toyexp.base.bounds import MOST, is_whole, require_float32, require_positive, require_within, require_words
+    from toyexp.base.attribution import place
     from toyexp.base.drawing import (
         BLUE,
         GREY,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
         require,
         require_folder,
     )
-    from toyexp.base.home import cache_dir, is_private
+    from toyexp.base.formatting import counted, parameters_of, smooth_loss
     from toyexp.base.packages import broken
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
@@ -52,7 +51,8 @@ if TYPE_CHECKING:
         machine_cores,
         others_running,
     )
-    from toyexp.base.words import counted, parameters_of, smooth_loss
+    from toyexp.base.user_paths import cache_dir, is_private
+    from toyexp.base.validators import MOST, is_whole, require_float32, require_positive, require_within, require_words
     from toyexp.base.writing import dump_json, in_one_piece, make_folder, open_for_writing, write_synced
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from toyexp.base.bounds import MOST, is_whole
 from toyexp.base.errors import UserError, printable
+from toyexp.base.validators import MOST, is_whole
 
 SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each of them
 TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun, which start them alike

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from toyexp.base.bounds import MOST, is_whole
 from toyexp.base.errors import UserError
+from toyexp.base.validators import MOST, is_whole
 
 _CHOSEN_BY = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
 

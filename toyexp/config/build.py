@@ -12,20 +12,20 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.blame import blamed
+from toyexp.base.attribution import blamed
 from toyexp.base.errors import UserError
-from toyexp.base.home import expanded
 from toyexp.base.packages import told_by
+from toyexp.base.user_paths import expanded
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import in_plain_words
 from toyexp.config.schema import Root, class_of, schema
 from toyexp.config.top_level import PARTS, Sweep
-from toyexp.contract.data import Data
-from toyexp.contract.model import Model
-from toyexp.contract.optimiser import Optimiser
-from toyexp.contract.recipe import Recipe
-from toyexp.contract.registry import Registry
-from toyexp.contract.rules import types_of
+from toyexp.interfaces.data import Data
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.optimiser import Optimiser
+from toyexp.interfaces.recipe import Recipe
+from toyexp.plugins.registry import Registry
+from toyexp.plugins.rules import types_of
 from toyexp.training.provenance import Record
 from toyexp.training.settings import Settings
 

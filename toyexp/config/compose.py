@@ -16,29 +16,29 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, require_visible
+from toyexp.base.formatting import typed as plain
 from toyexp.base.ranks import lonely_ranks, started_ranks
-from toyexp.base.words import typed as plain
-from toyexp.config.beforehand import composed
 from toyexp.config.build import located, made, parts_of, resolved, typed
-from toyexp.config.chosen import check_files, placed
+from toyexp.config.compose_cache import composed
+from toyexp.config.config_files import check_files, placed
 from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys, in_braces
 from toyexp.config.mistakes import check_keys, check_settings, explain, in_plain_words
+from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import AUTO, Root, Source, default_callbacks
 from toyexp.config.top_level import OF_LAUNCHERS, Sweep
-from toyexp.config.trust import require_plugins
 from toyexp.config.words import as_typed, is_number
-from toyexp.contract.callback import Callback, answers_lr
-from toyexp.contract.compatibility import misfit, suited
-from toyexp.contract.engine import Engine
-from toyexp.contract.model import Model, sizes_of
-from toyexp.contract.recipe import Recipe
-from toyexp.contract.registry import Registry
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in, opened
-from toyexp.training.parts import Config
+from toyexp.interfaces.callback import Callback, answers_lr
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.recipe import Recipe
+from toyexp.plugins.compatibility import misfit, suited
+from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import Record
 from toyexp.training.resume import differences
+from toyexp.training.run_config import Config
 
 
 def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composed:

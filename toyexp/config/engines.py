@@ -13,8 +13,8 @@ from toyexp.base.ranks import started_ranks
 from toyexp.base.signals import hidden_interrupt
 from toyexp.config.build import made, typed
 from toyexp.config.schema import AUTO, class_of
-from toyexp.contract.engine import Engine
-from toyexp.contract.registry import Registry
+from toyexp.interfaces.engine import Engine
+from toyexp.plugins.registry import Registry
 
 
 def read_label(label: str, asked: str) -> tuple[str, dict[str, str]]:

@@ -12,11 +12,11 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from toyexp.config.paths import CONF
 from toyexp.config.schema import Root, Source, all_offered, offered
-from toyexp.config.shipped import CONF
 from toyexp.config.top_level import OF_LAUNCHERS, PARTS, Sweep
-from toyexp.contract.registry import Registry
-from toyexp.contract.rules import types_of
+from toyexp.plugins.registry import Registry
+from toyexp.plugins.rules import types_of
 
 
 @dataclass(frozen=True)

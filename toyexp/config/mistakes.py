@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, nearest, printable
-from toyexp.base.words import typed
-from toyexp.config.beforehand import composed
-from toyexp.config.chosen import files, includes_itself, misplaced, place
+from toyexp.base.formatting import typed
+from toyexp.config.compose_cache import composed
+from toyexp.config.config_files import files, includes_itself, misplaced, place
 from toyexp.config.keys import Keys, choices, names_in
+from toyexp.config.safe_yaml import check_typed
 from toyexp.config.schema import Source, load_yaml
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, in_our_words, top_level
-from toyexp.config.trust import check_typed
-from toyexp.contract.registry import Registry
+from toyexp.plugins.registry import Registry
 
 EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 

@@ -14,11 +14,11 @@ from toyexp.config.compose import Composed, compose
 from toyexp.config.engines import read_label
 from toyexp.config.schema import Source, store_schemas
 from toyexp.config.words import lines, parse, setting
-from toyexp.contract.command import modules_in
-from toyexp.contract.plugins import load
-from toyexp.contract.registry import Registry
-from toyexp.training.parts import Config
+from toyexp.interfaces.command import modules_in
+from toyexp.plugins.discovery import load
+from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import MOVED
+from toyexp.training.run_config import Config
 
 
 @dataclass(frozen=True)

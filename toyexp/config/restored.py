@@ -18,18 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.blame import asked, blamed
+from toyexp.base.attribution import asked, blamed
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import ADDRESS, is_address, require
 from toyexp.base.ownership import Ledger, fingerprint_once
 from toyexp.base.terminal import tell_aside
-from toyexp.contract.data import open_data
-from toyexp.contract.format import Exported, Format
-from toyexp.contract.model import Model
-from toyexp.contract.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
-from toyexp.contract.plugins import load, loaded
-from toyexp.contract.recipe import Setup, start
-from toyexp.contract.registry import Registry
 from toyexp.formats.file_plan import check_adapter, see_as
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.header import MADE_OF, how_to_convert, origin
@@ -37,9 +30,16 @@ from toyexp.formats.gguf.open_model import model_of, opened
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model, write_pairs
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
+from toyexp.interfaces.data import open_data
+from toyexp.interfaces.format import Exported, Format
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
+from toyexp.interfaces.recipe import Setup, start
+from toyexp.plugins.discovery import load, loaded
+from toyexp.plugins.registry import Registry
 from toyexp.training import checkpoint
-from toyexp.training.parts import config_hash
 from toyexp.training.provenance import NAMES, Record, data_sources, files, record_in, require_own_checkpoint
+from toyexp.training.run_config import config_hash
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 NAME_ADAPTER = f"name a run of recipe=lora, or an {ADAPTER}"  # what to type in place of what has none

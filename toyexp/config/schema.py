@@ -27,11 +27,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.files import read_text, require, require_folder
-from toyexp.config.shipped import CONF
+from toyexp.config.paths import CONF
+from toyexp.config.safe_yaml import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.config.top_level import PARTS, Sweep
-from toyexp.config.trust import PLACES, SIZE_LIMIT, check_file, require_plugins
-from toyexp.contract.registry import Registry
-from toyexp.contract.rules import types_of
+from toyexp.plugins.registry import Registry
+from toyexp.plugins.rules import types_of
 from toyexp.training.provenance import Record, record_in
 from toyexp.training.resume import saved_state
 from toyexp.training.settings import Settings

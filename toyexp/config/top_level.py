@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from toyexp.base.bounds import MOST, require_within, require_words
 from toyexp.base.errors import UserError
-from toyexp.contract.planned import changed
-from toyexp.contract.settings import Setting, settings_of
+from toyexp.base.validators import MOST, require_within, require_words
+from toyexp.interfaces.run_preview import changed
+from toyexp.plugins.settings import Setting, settings_of
 from toyexp.training.settings import Settings
 
 PARTS = ("model", "data", "recipe", "engine", "optim")

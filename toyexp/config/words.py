@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.words import typed
+from toyexp.base.formatting import typed
 
 WORDS = 1000  # that are known again: reading one takes a millisecond, and the jobs of a sweep share most
 # What draws a number, here or in another tool, as far as it is called.

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toyexp.base.errors import UserError, printable
-from toyexp.contract.dataset import Dataset
-from toyexp.contract.model import Model, TensorSpec, sizes_of
-from toyexp.contract.plan import LoraAdapter, Plan, PlanTensor, lora_names
-from toyexp.contract.recipe import Setup
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import FromGGUF, opened
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.interfaces.dataset import Dataset
+from toyexp.interfaces.model import Model, TensorSpec, sizes_of
+from toyexp.interfaces.plan import LoraAdapter, Plan, PlanTensor, lora_names
+from toyexp.interfaces.recipe import Setup
 
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:

@@ -16,16 +16,16 @@ import numpy as np
 
 from toyexp.base.errors import printable
 from toyexp.base.writing import dump_json, in_one_piece, required, write_synced
-from toyexp.contract.format import Exported
-from toyexp.contract.model import Model
-from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.layout import HF_TYPES, Conversion, Place, layout_of
 from toyexp.formats.peft import ORIGIN
 from toyexp.formats.safetensors import Tensor, write_safetensors
 from toyexp.formats.sentencepiece_model import lacking, sentencepiece_model
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.sentencepiece import SentencePiece
-from toyexp.text.tokenizer import Tokenizer
+from toyexp.interfaces.format import Exported
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, one_alpha
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.sentencepiece import SentencePiece
+from toyexp.tokenizers.tokenizer import Tokenizer
 
 FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
 METADATA = {"format": "pt"}  # transformers insists on it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
-from toyexp.contract.model import Model
+from toyexp.interfaces.model import Model
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,10 +13,10 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import read_file
-from toyexp.contract.model import Model
-from toyexp.contract.plan import lora_names
 from toyexp.formats.layout import Place, layout_of
 from toyexp.formats.safetensors import TensorsFile
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.plan import lora_names
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT = 1 << 20  # bytes

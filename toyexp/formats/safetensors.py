@@ -15,9 +15,9 @@ import numpy as np
 
 from toyexp.base.errors import printable
 from toyexp.base.files import open_file
-from toyexp.contract.format import ModelFile, TensorInfo
 from toyexp.formats.gguf.ggml_types import dequantise, encoded, pieces_of
 from toyexp.formats.gguf.header import HEADER_LIMIT, check_places, how_to_convert
+from toyexp.interfaces.format import ModelFile, TensorInfo
 
 KEYS = "gguf"
 TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # that are read: ggml's number, and bytes of one

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 
-from toyexp.text.sentencepiece import BLANK, SentencePiece
-from toyexp.text.tokenizer import BYTE, CONTROL, UNKNOWN, USER_DEFINED
+from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
+from toyexp.tokenizers.tokenizer import BYTE, CONTROL, UNKNOWN, USER_DEFINED
 
 # Numbers of the fields.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from toyexp.contract.arithmetic import Arithmetic
-from toyexp.contract.dataset import Batch
-from toyexp.contract.ops import Ops, Rotary
-from toyexp.contract.optimiser import Group
-from toyexp.contract.plan import Plan
+from toyexp.interfaces.arithmetic import Arithmetic
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.ops import Ops, Rotary
+from toyexp.interfaces.optimiser import Group
+from toyexp.interfaces.plan import Plan
 
 Array = np.ndarray
 
 
 class ReferenceOps(Ops):
-    """Every op on float64 arrays, straight from its definition in toyexp.contract.ops."""
+    """Every op on float64 arrays, straight from its definition in toyexp.interfaces.ops."""
 
     def rows(self, table: Array, ids: Array) -> Array:
         return table[ids]
@@ -140,7 +140,7 @@ def reference_slope(
 
 
 def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[Array, Array, Array]:
-    """One step of the formula in toyexp.contract.optimiser, in float64; returns the new w, m and v."""
+    """One step of the formula in toyexp.interfaces.optimiser, in float64; returns the new w, m and v."""
     lr, beta1, beta2, eps, decay, slot5, slot6 = (float(x) for x in hp)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
 
-from toyexp.base.blame import blamed, failure, place, told
+from toyexp.base.attribution import blamed, failure, place, told
 from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.words import counted
-from toyexp.contract.arithmetic import Shaped, is_shape
-from toyexp.contract.decoder import Piecewise
-from toyexp.contract.model import TensorSpec
-from toyexp.contract.ops import Adapted, Ops, Params, Rotary
-from toyexp.contract.plan import Plan, PlanTensor
-from toyexp.contract.values import Values
+from toyexp.base.formatting import counted
+from toyexp.interfaces.arithmetic import Shaped, is_shape
+from toyexp.interfaces.decoder import Piecewise
+from toyexp.interfaces.model import TensorSpec
+from toyexp.interfaces.ops import Adapted, Ops, Params, Rotary
+from toyexp.interfaces.plan import Plan, PlanTensor
+from toyexp.interfaces.values import Values
 
 LOOK_UP = Params.__getitem__.__code__  # of a tensor by its name
 LARGEST_HEAD = 1 << 16  # numbers of a head whose frequencies are worked out

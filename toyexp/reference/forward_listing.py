@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from toyexp.base.words import columns, count
-from toyexp.contract.model import Model
-from toyexp.contract.ops import Ops, Params, Rotary, Tensor
+from toyexp.base.formatting import columns, count
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.ops import Ops, Params, Rotary, Tensor
 
 Size = int | str  # a letter is a size that a run chooses: B sequences, T positions
 BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")

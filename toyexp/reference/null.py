@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp.contract.dataset import Batch
-from toyexp.contract.engine import Engine
-from toyexp.contract.plan import Plan, PlanTensor
-from toyexp.contract.session import Session, StepMetrics
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.plan import Plan, PlanTensor
+from toyexp.interfaces.session import Session, StepMetrics
 
 
 @dataclass

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp.base.errors import UserError
-from toyexp.contract.dataset import Batch, InputSpec
-from toyexp.contract.engine import Engine
-from toyexp.contract.kind import TOKENS, Kind
-from toyexp.contract.model import Model, TensorSpec
-from toyexp.contract.ops import Ops, Params, Rotary, Tensor
-from toyexp.contract.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
-from toyexp.contract.values import Constant, Normal
+from toyexp.interfaces.dataset import Batch, InputSpec
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.kind import TOKENS, Kind
+from toyexp.interfaces.model import Model, TensorSpec
+from toyexp.interfaces.ops import Ops, Params, Rotary, Tensor
+from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
+from toyexp.interfaces.values import Constant, Normal
 
 ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
 MOST_ROWS = 512  # that are tried for an engine of several devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toyexp.base.errors import UserError, choose
-from toyexp.contract.engine import Engine
+from toyexp.interfaces.engine import Engine
 
 
 @dataclass(frozen=True)

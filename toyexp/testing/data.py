@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.contract.data import Data
-from toyexp.contract.dataset import Batch, Batches, Dataset, batch_digest
+from toyexp.interfaces.data import Data
+from toyexp.interfaces.dataset import Batch, Batches, Dataset, batch_digest
 from toyexp.testing.suites import PluginSuite
 
 OPEN = Path("/proc/self/fd"), Path("/proc/self/map_files")  # what a process holds open, on Linux

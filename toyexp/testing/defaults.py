@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from toyexp.base.errors import UserError
-from toyexp.contract.data import Data
-from toyexp.contract.dataset import Dataset
-from toyexp.contract.engine import Engine
-from toyexp.contract.format import Format
-from toyexp.contract.kind import IMAGES, TOKENS, Kind
-from toyexp.contract.model import Model
-from toyexp.contract.recipe import Recipe
+from toyexp.interfaces.data import Data
+from toyexp.interfaces.dataset import Dataset
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.format import Format
+from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.recipe import Recipe
 from toyexp.testing.data import DataSuite
 from toyexp.testing.engines import EngineSuite
 from toyexp.testing.formats import FormatSuite

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import SessionError, Unavailable, UserError
-from toyexp.contract.dataset import Batch
-from toyexp.contract.engine import Engine
-from toyexp.contract.optimiser import AdamW
-from toyexp.contract.plan import Plan
-from toyexp.contract.session import Session, State, StepMetrics
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.optimiser import AdamW
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.session import Session, State, StepMetrics
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
 from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan, rows_for
 from toyexp.testing.suites import PluginSuite

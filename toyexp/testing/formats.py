@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.formatting import typed
 from toyexp.base.ownership import Ledger
-from toyexp.base.words import typed
-from toyexp.contract.exporter import Exporter, exporter
-from toyexp.contract.format import Exported, Format
-from toyexp.contract.model import Model
-from toyexp.contract.recipe import Setup
-from toyexp.contract.run import Run
+from toyexp.interfaces.format import Exported, Format
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.recipe import Setup
+from toyexp.interfaces.run import Run
+from toyexp.plugins.exporter import Exporter, exporter
 from toyexp.testing.null import NullEngine
 from toyexp.testing.suites import Bare, PluginSuite, token_dataset
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 
 OURS = b"whoever wrote this wants to keep it"
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import SessionError, Unavailable
-from toyexp.contract.dataset import Batch, Dataset
-from toyexp.contract.engine import Engine
-from toyexp.contract.model import Model
-from toyexp.contract.ops import Ops, Params
-from toyexp.contract.plan import Plan
-from toyexp.contract.recipe import Setup
-from toyexp.contract.session import Session
+from toyexp.interfaces.dataset import Batch, Dataset
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.ops import Ops, Params
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.recipe import Setup
+from toyexp.interfaces.session import Session
 from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
 from toyexp.reference.forward import reason_to_recompute
 from toyexp.testing.suites import Bare, PluginSuite, tiny_data

@@ -5,7 +5,7 @@ Give it to a run with `plugins=[toyexp.testing.null] engine=noop`.
 
 from __future__ import annotations
 
-from toyexp.contract.hooks import Register, hookimpl
+from toyexp.interfaces.hooks import Register, hookimpl
 from toyexp.reference.null import NullEngine, NullSession
 
 __all__ = ["NullEngine", "NullSession"]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import Unavailable
-from toyexp.contract.engine import Engine
-from toyexp.contract.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
-from toyexp.contract.plan import Plan
-from toyexp.contract.session import Session
-from toyexp.contract.snapshot import state_shapes
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.session import Session
+from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.engine import updated
 from toyexp.reference.opmodel import op_batch, op_plan
 from toyexp.testing.engines import same

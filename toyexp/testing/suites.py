@@ -20,24 +20,24 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import UserError
-from toyexp.contract.callback import Callback
-from toyexp.contract.dataset import Dataset
-from toyexp.contract.engine import Engine
-from toyexp.contract.kind import IMAGES, TOKENS, Kind
-from toyexp.contract.model import Model
-from toyexp.contract.optimiser import AdamW, Rule
-from toyexp.contract.plan import Plan, PlanTensor, export_tensors, grouped
-from toyexp.contract.recipe import Recipe, Setup, start
-from toyexp.contract.rules import KINDS, check_class
-from toyexp.contract.run import Run
-from toyexp.contract.session import State
-from toyexp.contract.settings import settings_of
-from toyexp.contract.values import Given
-from toyexp.datasets.images import ImageDataset
-from toyexp.datasets.tokens import TokenDataset
+from toyexp.batching.images import ImageDataset
+from toyexp.batching.tokens import TokenDataset
+from toyexp.interfaces.callback import Callback
+from toyexp.interfaces.dataset import Dataset
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.optimiser import AdamW, Rule
+from toyexp.interfaces.plan import Plan, PlanTensor, export_tensors, grouped
+from toyexp.interfaces.recipe import Recipe, Setup, start
+from toyexp.interfaces.run import Run
+from toyexp.interfaces.session import State
+from toyexp.interfaces.values import Given
+from toyexp.plugins.rules import KINDS, check_class
+from toyexp.plugins.settings import settings_of
 from toyexp.reference.opmodel import OpModel
 from toyexp.testing.null import NullEngine
-from toyexp.text.byte_level import Bytes
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.bus import Bus
 from toyexp.training.loop import Training
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pluggy
 
-from toyexp.base.blame import failure
+from toyexp.base.attribution import failure
 from toyexp.base.errors import PluginFailed, RunFailed, SessionError, UserError, choose, printable
 from toyexp.base.signals import hidden_interrupt
-from toyexp.contract.callback import Callback, Schedule, answers_lr, implements
-from toyexp.contract.hooks import RunHooks
-from toyexp.contract.run import Metrics, Run
+from toyexp.interfaces.callback import Callback, Schedule, answers_lr, implements
+from toyexp.interfaces.hooks import RunHooks
+from toyexp.interfaces.run import Metrics, Run
 
 if TYPE_CHECKING:
-    from toyexp.contract.dataset import Batch
-    from toyexp.contract.plan import Plan
-    from toyexp.contract.run import Best
+    from toyexp.interfaces.dataset import Batch
+    from toyexp.interfaces.plan import Plan
+    from toyexp.interfaces.run import Best
 
 log = logging.getLogger("toyexp")
 

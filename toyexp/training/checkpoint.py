@@ -25,7 +25,7 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import open_file
 from toyexp.base.writing import dump_json, make_folder, make_fresh, sync_directory, write_synced
-from toyexp.contract.snapshot import SLOT
+from toyexp.interfaces.snapshot import SLOT
 
 log = logging.getLogger("toyexp")
 

@@ -14,11 +14,11 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from toyexp.contract.dataset import Batch
-from toyexp.contract.engine import Engine
-from toyexp.contract.model import scores_of
-from toyexp.contract.plan import Plan
-from toyexp.contract.session import Session, StepMetrics
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.model import scores_of
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.session import Session, StepMetrics
 
 
 @dataclass(frozen=True)

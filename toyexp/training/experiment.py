@@ -10,34 +10,34 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from toyexp.base.blame import asked, blamed, given, of_a_part, sentences
+from toyexp.base.attribution import asked, blamed, given, of_a_part, sentences
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
-from toyexp.contract.callback import Schedule
-from toyexp.contract.compatibility import refusal, unread
-from toyexp.contract.data import shared_data
-from toyexp.contract.dataset import Batches, Dataset, OtherClasses
-from toyexp.contract.model import Model
-from toyexp.contract.optimiser import Optimiser
-from toyexp.contract.owners import OWNERS
-from toyexp.contract.plan import Plan, optimised
-from toyexp.contract.planned import Planned
-from toyexp.contract.recipe import Setup, warmed
-from toyexp.contract.run import Best, Run
-from toyexp.contract.session import Session
-from toyexp.datasets.tokens import Dropout
+from toyexp.batching.tokens import Dropout
 from toyexp.formats.file_plan import see_as
+from toyexp.interfaces.callback import Schedule
+from toyexp.interfaces.data import shared_data
+from toyexp.interfaces.dataset import Batches, Dataset, OtherClasses
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.optimiser import Optimiser
+from toyexp.interfaces.plan import Plan, optimised
+from toyexp.interfaces.recipe import Setup, warmed
+from toyexp.interfaces.run import Best, Run
+from toyexp.interfaces.run_preview import Planned
+from toyexp.interfaces.session import Session
+from toyexp.plugins.compatibility import refusal, unread
+from toyexp.plugins.owners import OWNERS
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
+from toyexp.training.checkpointing import Keeper
 from toyexp.training.driver import Asks, Realize, Rest, drive
-from toyexp.training.keeper import Keeper
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
-from toyexp.training.parts import Config, Outcome, Prepared, Result, Saver, facts, introduction
 from toyexp.training.provenance import record, require_unwritten
 from toyexp.training.resume import Resumed
+from toyexp.training.run_config import Config, Outcome, Prepared, Result, Saver, facts, introduction
 from toyexp.training.rundir import RunDir
 from toyexp.training.settings import Interval, require_utf8
 from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of

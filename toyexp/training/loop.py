@@ -15,17 +15,17 @@ from typing import NoReturn
 
 import numpy as np
 
-from toyexp.base.blame import OnError, batches_of, blamed
+from toyexp.base.attribution import OnError, batches_of, blamed
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed
-from toyexp.base.words import smooth_loss
-from toyexp.contract.dataset import Batch, Batches, batch_digest
-from toyexp.contract.micro_batches import Ready, readied
-from toyexp.contract.plan import Plan
-from toyexp.contract.run import Metrics, Run
-from toyexp.contract.session import Session, StepMetrics
+from toyexp.base.formatting import smooth_loss
+from toyexp.interfaces.dataset import Batch, Batches, batch_digest
+from toyexp.interfaces.micro_batches import Ready, readied
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.run import Metrics, Run
+from toyexp.interfaces.session import Session, StepMetrics
 from toyexp.training.bus import Bus
 from toyexp.training.driver import Asks, Begun, Evaluate, Step, drive
-from toyexp.training.parts import Outcome, Saver
+from toyexp.training.run_config import Outcome, Saver
 
 log = logging.getLogger("toyexp")
 

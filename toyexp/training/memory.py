@@ -10,10 +10,10 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.memory import REMEDY, TO_EVALUATE, available_bytes, running_out
-from toyexp.contract.engine import Engine
-from toyexp.contract.plan import Plan
-from toyexp.contract.session import Session
-from toyexp.contract.snapshot import state_shapes
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.session import Session
+from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.forward import check_forward, numbers_kept
 
 

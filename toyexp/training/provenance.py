@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.blame import asked
+from toyexp.base.attribution import asked
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import cause, open_file, working_directory
 from toyexp.base.ownership import fingerprint_once
-from toyexp.contract.recipe import Recipe
+from toyexp.interfaces.recipe import Recipe
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE, read_if_whole, read_json, result_of
-from toyexp.training.parts import Prepared
+from toyexp.training.run_config import Prepared
 
 DIGEST = re.compile(r"_?(sha256|digest)$")  # how a fact of the data that is a digest is named
 NAMES = ("tokenizer", "classes")  # digests of what ids stand for, and not of the ids

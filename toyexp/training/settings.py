@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from toyexp.base.bounds import require_float32, require_positive
 from toyexp.base.errors import UserError, choose, printable, require_visible
-from toyexp.base.words import counted
-from toyexp.contract.planned import changed
+from toyexp.base.formatting import counted
+from toyexp.base.validators import require_float32, require_positive
+from toyexp.interfaces.run_preview import changed
 
 NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
 

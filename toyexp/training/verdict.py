@@ -12,14 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 from toyexp.base.errors import PluginFailed, RankFailed, RunFailed
+from toyexp.base.formatting import count, counted, in_bytes, short
 from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals
 from toyexp.base.terminal import say
-from toyexp.base.words import count, counted, in_bytes, short
 from toyexp.base.writing import bytes_in
-from toyexp.contract.run import Run
+from toyexp.interfaces.run import Run
 from toyexp.training.checkpoint import steps
-from toyexp.training.parts import Outcome, Prepared, Result
+from toyexp.training.run_config import Outcome, Prepared, Result
 from toyexp.training.rundir import RunDir
 
 log = logging.getLogger("toyexp")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toyexp import AdamW, UserError
-from toyexp.commands.bench_stepper import Entry
+from toyexp.cli.bench_stepper import Entry
 
 
 def entries(settings, engines):

@@ -5,9 +5,9 @@ import contextlib
 import torch
 
 from toyexp import Unavailable
+from toyexp.base.formatting import counted
 from toyexp.base.threads import available_cores
-from toyexp.base.words import counted
-from toyexp.commands.bench_stepper import Stepper
+from toyexp.cli.bench_stepper import Stepper
 
 
 class Loop(Stepper):

@@ -5,9 +5,9 @@ import torch._dynamo  # torch.optim would import it later, and its 70 MB would c
 import torch.nn.functional as F
 
 from toyexp import Unavailable
+from toyexp.base.formatting import counted
 from toyexp.base.threads import available_cores
-from toyexp.base.words import counted
-from toyexp.commands.bench_stepper import Stepper
+from toyexp.cli.bench_stepper import Stepper
 
 ENGINE, BESIDE, KEEPS = "cpu", {"cpu", "ggml"}, ["threads"]
 

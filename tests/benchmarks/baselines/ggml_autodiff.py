@@ -7,9 +7,9 @@ import ggml
 import numpy as np
 
 from toyexp import Unavailable
+from toyexp.base.formatting import counted
 from toyexp.base.threads import available_cores
-from toyexp.base.words import counted
-from toyexp.commands.bench_stepper import Stepper
+from toyexp.cli.bench_stepper import Stepper
 
 ENGINE, BESIDE, KEEPS = "ggml", {"cpu", "ggml"}, ["threads"]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from toyexp.base.errors import UserError, printable
-from toyexp.contract.format import ModelFile
-from toyexp.contract.model import Model, sizes_of
+from toyexp.interfaces.format import ModelFile
+from toyexp.interfaces.model import Model, sizes_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,9 +22,9 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import READING, misfit
-from toyexp.base.words import short
-from toyexp.contract.format import TensorInfo
+from toyexp.base.formatting import short
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, UNSUPPORTED
+from toyexp.interfaces.format import TensorInfo
 
 HEADER_LIMIT = 256 << 20  # bytes of metadata and tensor table, and of the memory that they take in all parts
 KEY_LIMIT = 65_535  # bytes of a key

@@ -12,16 +12,16 @@ import numpy as np
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.ownership import fingerprint_once
-from toyexp.contract.format import Exported, ModelFile, TensorInfo
-from toyexp.contract.kind import Kind
-from toyexp.contract.model import Model
-from toyexp.contract.plan import PlanTensor
-from toyexp.contract.registry import IN_A_MODULE, Registry
-from toyexp.contract.values import Values
 from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
-from toyexp.text.tokenizer import Tokenizer
+from toyexp.interfaces.format import Exported, ModelFile, TensorInfo
+from toyexp.interfaces.kind import Kind
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.plan import PlanTensor
+from toyexp.interfaces.values import Values
+from toyexp.plugins.registry import IN_A_MODULE, Registry
+from toyexp.tokenizers.tokenizer import Tokenizer
 
 # Keys of `general` that are about the file and not about the model.
 OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "size_label", "alignment")

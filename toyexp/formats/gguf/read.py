@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import printable
-from toyexp.contract.format import ModelFile, TensorInfo
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, NUMBERS, all_finite, dequantise, encodes_finite
 from toyexp.formats.gguf.header import GGUFError, Part, origin
+from toyexp.interfaces.format import ModelFile, TensorInfo
 
 
 class GGUFFile(ModelFile):

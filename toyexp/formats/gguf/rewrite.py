@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from toyexp.contract.format import ModelFile, TensorInfo
 from toyexp.formats.gguf.ggml_types import checked, dequantise
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, quantise, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer
+from toyexp.interfaces.format import ModelFile, TensorInfo
 
 PLAIN = ("F32", "F16", "BF16")
 

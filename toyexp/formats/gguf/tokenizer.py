@@ -10,10 +10,10 @@ import numpy as np
 
 from toyexp.base.errors import printable
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.text.byte_level import BPE, Bytes, Characters
-from toyexp.text.pretokenizers import PRE_TOKENIZERS
-from toyexp.text.sentencepiece import SentencePiece
-from toyexp.text.tokenizer import (
+from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
+from toyexp.tokenizers.sentencepiece import SentencePiece
+from toyexp.tokenizers.tokenizer import (
     BYTE,
     BYTE_OF,
     CONTROL,

@@ -13,14 +13,14 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.writing import in_one_piece, required
-from toyexp.contract.model import Model, sizes_of
-from toyexp.contract.plan import LoraAdapter, Plan, lora_names, one_alpha
 from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, IDS, checked, encoded, fitting, pieces_of
 from toyexp.formats.gguf.header import ARRAY, SCALARS, STRING
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, check_type, quantise, tensor_type
 from toyexp.formats.gguf.tokenizer import fitting_name
-from toyexp.text.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
+from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, one_alpha
+from toyexp.tokenizers.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
 _KINDS = {np.dtype(form): kind for kind, form in SCALARS.items()}

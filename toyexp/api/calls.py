@@ -1,0 +1,162 @@
+"""What all calls share: keywords as typed settings, and the process put back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toyexp.base.errors import RunFailed, UserError, printable
+from toyexp.base.files import working_directory
+from toyexp.base.formatting import short, typed
+from toyexp.base.ranks import started_ranks
+from toyexp.base.terminal import silent, status
+from toyexp.base.threads import available_cores
+from toyexp.base.writing import possible_names
+
+CALLS = {"eval": "toyexp.evaluate(...)", "generate": "toyexp.open(...).generate(...)"}
+CALLS |= {command: f"toyexp.{command}(...)" for command in ("predict", "compare")}
+_turn = threading.RLock()  # Hydra, the environment and the working directory are those of the process
+
+
+@contextlib.contextmanager
+def aside(call: str, quiet: bool = False) -> Iterator[None]:
+    """Around all that is done: one call at a time, and what it changes globally is put back.
+
+    That is random state, environment (but for what libraries read once, as they start), working directory, logging,
+    PyTorch's settings, where modules are looked for, and what Hydra knows. UserError under torchrun, which starts the
+    ranks of a command.
+    """
+    from toyexp.config.compose_cache import own_hydra
+    from toyexp.sweeps.process_state import contained
+
+    if not isinstance(quiet, bool):
+        raise UserError(f"{call} quiet: is True or False, and is {printable(repr(quiet))}")
+    if started_ranks().count > 1:
+        raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
+    available_cores()  # which refuses a TOYEXP_CORES that cannot be
+    working_directory()  # which says so when it is gone
+    with _turn, contained(), own_hydra(), silent(quiet), path_as_it_was(), possible_names():
+        try:
+            yield
+        except UserError as error:
+            if call not in ("toyexp.run", "toyexp.sweep"):  # which take the words of a command line
+                error.args = (for_python(str(error)),)
+            raise
+        finally:
+            status("")
+
+
+def for_python(text: str) -> str:
+    """Return an error's words with keywords in place of options, and calls in place of commands."""
+    text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda found: found[1].replace("-", "_"), text)
+    return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(CALLS)})\b", lambda found: CALLS[found[1]], text)
+
+
+@contextlib.contextmanager
+def path_as_it_was() -> Iterator[None]:
+    """Modules are afterwards looked for where they were, and no more where local plugins stand."""
+    path = list(sys.path)
+    try:
+        yield
+    finally:
+        for place in [place for place in sys.path if place not in path]:
+            sys.path.remove(place)
+
+
+@contextlib.contextmanager
+def what_is_left(where: Path, call: str) -> Iterator[None]:
+    """Says of a run that fails or is interrupted how it is looked at from here, and gone on with."""
+    try:
+        yield
+    except (RunFailed, KeyboardInterrupt) as error:
+        if (where / "config.yaml").is_file():
+            going_on = f"; go on: {call}resume={short(where)!r})" if any(where.glob("checkpoints/step-*")) else ""
+            error.add_note(f"what it left: toyexp.open({short(where)!r}){going_on}")
+        raise
+
+
+# -- keywords of a call as the settings that would be typed for them --------------------------------------------------
+
+
+SPECIAL = {"null", "true", "false", "nan", "inf"}  # words that are no texts
+WITHIN = ("callbacks", "hydra", "sweep")  # whose mappings hold mappings of settings, too
+
+
+def texts(call: str, words: Sequence[Any]) -> list[str]:
+    """The words themselves; UserError for what is none, such as a mapping of settings."""
+    for word in words:
+        if not isinstance(word, str):
+            raise UserError(
+                f"{call} {printable(repr(word))}: is no word of a command line; settings are words or keywords: "
+                f"{call}('recipe=warm', steps=100)"
+            )
+    return list(words)
+
+
+def place(what: str, given: Any) -> Path:
+    """A directory that is given; UserError for what is no path."""
+    if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes) or not os.fspath(given):
+        raise UserError(f"{what}: must be a path, got {printable(repr(given))}")
+    return Path(given)
+
+
+def worded(settings: Mapping[str, Any], swept: bool = False) -> list[str]:
+    """`key=value` for each keyword; a mapping holds the settings of a part, and `name` in it which part that is.
+
+    With `swept` a list or a tuple holds the values of a sweep, but for `callbacks` and `plugins`, which are lists.
+    Raises UserError for what is no setting's value.
+    """
+    return [word for key, value in settings.items() for word in _words(key, value, swept)]
+
+
+def _words(key: str, value: Any, swept: bool) -> Iterator[str]:
+    parts = key.split(".")
+    if isinstance(value, Mapping) and (len(parts) == 1 or (parts[0] in WITHIN and len(parts) == 2)):
+        if parts == ["callbacks"]:
+            yield f"callbacks={_list(key, list(value))}"
+        for name, inner in value.items():
+            yield from _words(key if name == "name" and parts[0] != "callbacks" else f"{key}.{name}", inner, swept)
+    elif swept and isinstance(value, list | tuple | range) and key not in ("callbacks", "plugins"):
+        yield f"{key}={','.join(_text(key, one) for one in value)}"
+    else:
+        yield f"{key}={_text(key, value)}"
+
+
+def _text(key: str, value: Any) -> str:
+    if getattr(value, "shape", None) == ():  # a number of numpy's
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float):
+        return typed(value)
+    if isinstance(value, str | os.PathLike):
+        return _quoted(os.fspath(value))
+    if isinstance(value, list | tuple | range):
+        return _list(key, value)
+    if isinstance(value, Mapping):  # names in braces stand without quotes, what has a meaning to Hydra escaped
+        pairs = (f"{_escaped(str(name))}:{_text(key, one)}" for name, one in value.items())
+        return f"{{{','.join(pairs)}}}"
+    what = printable(repr(value))
+    raise UserError(
+        f"{key}={what}: is no setting's value; it takes numbers, texts, true or false, lists and mappings of these"
+        + ("; finished objects go to toyexp.train(...)" if getattr(value, "check", None) else "")
+    )
+
+
+def _list(key: str, values: Any) -> str:
+    return f"[{','.join(_text(key, one) for one in values)}]"
+
+
+def _quoted(text: str) -> str:
+    from toyexp.config.words import setting
+
+    plain = re.fullmatch(r"[A-Za-z_./][\w./-]*", text, re.ASCII) and text.lower() not in SPECIAL
+    return text if plain else setting("", text).removeprefix("=")
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([][{}():=, ])", r"\\\1", name)

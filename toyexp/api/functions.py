@@ -1,0 +1,339 @@
+"""What a Python program calls: `run` and `sweep` by the words of a command line; `open`, `evaluate`, `predict`, ...."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING, Any
+
+from toyexp.api.calls import aside, path_as_it_was, place, texts, what_is_left, worded
+from toyexp.api.history import of_table
+from toyexp.api.result import Result, require_run
+from toyexp.base.attribution import of_a_part
+from toyexp.base.errors import UserError
+from toyexp.base.formatting import columns, counted, short
+from toyexp.base.ownership import SWEEP
+from toyexp.base.packages import needed
+from toyexp.base.signals import whole_imports
+from toyexp.base.terminal import complain
+from toyexp.base.user_paths import at_home
+from toyexp.base.writing import possible_names
+from toyexp.cli.flags import read, request_of, split
+from toyexp.cli.main import carry_out, many_runs, one_run
+from toyexp.config.restored import is_checkpoint
+from toyexp.plugins.discovery import load
+from toyexp.plugins.owners import OWNERS
+from toyexp.plugins.registry import Registry
+from toyexp.sweeps.directory import Job, remembered
+from toyexp.sweeps.ranking import Ranking, ranked
+from toyexp.training.checkpoint import result_of
+
+if TYPE_CHECKING:
+    import pandas
+
+    from toyexp.cli.compare import Compared
+    from toyexp.cli.evaluate import Evaluation
+    from toyexp.cli.predict import Predictions
+
+
+@whole_imports()
+def run(
+    *words: str,
+    resume: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Result:
+    """Runs one experiment, or goes on with one, and returns what came out of it.
+
+    `words` are what stands behind `toyexp` on a command line, `"recipe=warm"` or `"--config-dir=mine"`; keywords are
+    settings, which count where a word says otherwise: `steps=100`, `recipe="warm"`. A mapping holds the settings of a
+    part, with the part's own name under `name`: `model={"name": "llama", "d_model": 128}`; a whole key works too:
+    `**{"optim.beta1": 0.9}`.
+
+        result = toyexp.run("recipe=warm", steps=100, seed=1)
+        result.history["loss"], result.held_out["loss"], result.generate("def ")
+
+    The run is written to `directory`, which must not hold anything, or below outputs/. `resume` goes on with the run in
+    a directory (or a Result), or with "auto" with the newest of the same name, also where that is complete already.
+    `quiet` prints nothing; in a notebook the progress is one line that renews.
+
+    Raises UserError for bad input, with the words of the command line, before anything is written; RunFailed for a run
+    that could not go on. KeyboardInterrupt (Ctrl-C, the notebook's stop) saves first: a note on it says how to look at
+    what is left, and how to go on. Calls from several threads wait for one another; random state, environment, working
+    directory, logging and Hydra's own state are afterwards what they were.
+    """
+    typed = [*texts("toyexp.run", words), *worded(settings)]
+    if resume is not None:
+        typed.append(f"resume={os.fspath(place('toyexp.run resume', resume))}")
+    with aside("toyexp.run", quiet), of_a_part(lambda: OWNERS):
+        from toyexp.config.words import setting
+        from toyexp.training.resume import AUTO, Complete
+
+        flags, asked, going_on = read(at_home(typed))
+        if directory is not None:
+            asked.append(setting("hydra.run.dir", place("toyexp.run directory", directory).absolute()))
+        for flag in flags:
+            if not flag.startswith("--config-"):
+                meant = "many runs are toyexp.sweep(...)" if flag == "--multirun" else f"type it: toyexp {flag} ..."
+                raise UserError(f"toyexp.run {flag}: trains one experiment; {meant}")
+        request = request_of(flags, asked)
+        if "sweep.resume" in request.values:
+            raise UserError("toyexp.run sweep.resume: goes on with a sweep: toyexp.sweep(resume=DIR)")
+        try:
+            prepared, where, resumed = one_run(request, going_on)
+        except Complete as error:
+            if going_on != AUTO:
+                raise
+            return Result(error.run, request.registry)
+        with what_is_left(where, "toyexp.run("):
+            carry_out(prepared, where, resumed)
+    return Result(where, request.registry)
+
+
+SHOWN = 30  # rows of a table
+
+
+@whole_imports()
+def sweep(
+    *words: str,
+    resume: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> SweepResult:
+    """Runs every combination of values, or a search, and returns what came out: `toyexp -m ...` from Python.
+
+    `words` are what stands behind `toyexp -m`: `"seed=0,1,2"`, `"lr=tag(log, interval(1e-4, 1e-2))"`. Of keywords a
+    list has the values of a sweep, `lr=[1e-3, 3e-3]`, and anything else is a setting of all jobs; how they are run is
+    `sweep={"launcher": "joblib", "jobs": 4}`. A setting that is a list by itself stands in a word.
+
+        swept = toyexp.sweep("recipe=scratch,warm", seed=[0, 1, 2], steps=100)
+        swept.best.held_out["loss"], swept.frame()
+
+    It is written to `directory`, which must not hold anything, or below outputs/sweeps/. `resume` goes on with the
+    sweep in a directory (or a SweepResult). Each job is a process of its own, unless sweep.isolate=false.
+
+    Raises UserError for bad input, where nothing is said of what to run, and where no job could begin; a job that fails
+    ends no other, and stands in the result. KeyboardInterrupt lets the jobs that run save first; a note on it says how
+    to look, and how to go on.
+    """
+    typed = [*texts("toyexp.sweep", words), *worded(settings, swept=True)]
+    if not typed and resume is None:
+        raise UserError("toyexp.sweep: says nothing of what to run: toyexp.sweep(seed=[0, 1]); one run is toyexp.run()")
+    with aside("toyexp.sweep", quiet), of_a_part(lambda: OWNERS):
+        from toyexp.config.words import setting
+        from toyexp.sweeps.begin import prepared
+
+        flags, asked = split(at_home(typed))
+        if directory is not None:
+            asked.append(setting("hydra.sweep.dir", place("toyexp.sweep directory", directory).absolute()))
+        if resume is not None:
+            asked.append(setting("sweep.resume", place("toyexp.sweep resume", resume).absolute()))
+        flags.pop("--multirun", None)
+        for flag in flags:
+            if not flag.startswith("--config-"):
+                raise UserError(f"toyexp.sweep {flag}: trains; type it: toyexp -m {flag} ...")
+        request = request_of(flags, asked)
+        runner, jobs = prepared(many_runs(flags, request))
+        code = runner.run(jobs)
+        if code > 128:
+            interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
+            if runner.place is not None:  # else it had not begun
+                left = repr(short(runner.place))
+                interrupted.add_note(f"what it left: toyexp.open({left}); go on: toyexp.sweep(resume={left})")
+            raise interrupted
+        if runner.place is None:
+            raise UserError(next((job.error for job in runner.jobs if job.error), "the sweep has no job"))
+    return SweepResult(runner.place, request.registry)
+
+
+class SweepResult(Sequence[Result]):
+    """A sweep's directory: a sequence of its runs, the best first; those that did not complete come last.
+
+    It may stand wherever a path may: `toyexp.sweep(resume=swept)`.
+    """
+
+    def __init__(self, directory: Path, registry: Registry | None = None):
+        self.directory = directory.absolute()
+        self._registry = registry or load()
+        self._all, asked = remembered(self.directory)
+        self._ranking: Ranking[Job] = ranked(self._all, asked["sweep"])
+        self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See Result."""
+        return SweepResult, (self.directory, None)
+
+    @property
+    def runs(self) -> list[Result]:
+        """Its runs, the best first; a job that did not begin has none."""
+        return [result for result in self._results.values() if result]
+
+    @property
+    def best(self) -> Result | None:
+        """The best run of the best choice of settings, by the mean over its seeds; None where none completed."""
+        return self.runs[0] if self._ranking.best and self.runs else None
+
+    @property
+    def metric(self) -> str:
+        """What they are ordered by: `held-out loss`, another score, or `smoothed train loss` if nothing is held out."""
+        return self._ranking.column
+
+    @cached_property
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each job, the best first: its number, its own settings, state, steps, scores, seconds, error.
+
+        `mean` and `deviation` (over n-1) are of the metric, over all jobs that differ from it in the seed alone.
+        """
+        keys = list(dict.fromkeys(word.partition("=")[0] for job in self._all for word in job.overrides))
+        rows = []
+        for job, point in self._ranking.jobs():
+            result, found = self._results[job.number], job.result
+            known: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in job.overrides}
+            with contextlib.suppress(UserError):  # of a run that was resumed since
+                known |= result.settings if result else {}
+            scores = {f"held_out_{name}": value for name, value in (found.get("eval_scores") or {}).items()}
+            rows.append({
+                "job": job.number,
+                **{key: known.get(key) for key in keys},
+                "state": str(job.status), "steps": found.get("steps"), "loss": found.get("train_loss"),
+                "held_out_loss": found.get("eval_loss"), **scores, "seconds": found.get("seconds"),
+                "mean": point.mean if point.values else None, "deviation": point.deviation, "error": job.error,
+            })  # fmt: skip
+        return rows
+
+    def frame(self) -> pandas.DataFrame:
+        """The table, by job; raises Unavailable without pandas."""
+        with needed("pandas", "pip install pandas"):
+            import pandas
+        return pandas.DataFrame(self.table).set_index("job")
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Why jobs have no result, by their numbers: what failed, was refused, or was killed."""
+        return {job.number: job.error for job in self._all if job.error and job.status != "pruned"}
+
+    @property
+    def report(self) -> Path | None:
+        """report.html, its runs side by side in one file, where it was written."""
+        path = self.directory / "report.html"
+        return path if path.is_file() else None
+
+    def _result(self, job: Job) -> Result | None:
+        if job.directory is None:
+            return None
+        path = self.directory / job.directory
+        try:
+            require_run(path)
+        except UserError:  # it ended before it wrote anything
+            return None
+        if other := job.difference(result_of(path)):
+            complain(f"warning: job {job.number}: {short(path)} is not the run that the sweep recorded: {other}")
+        return Result(path, self._registry, late=True)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.runs[index]
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def _cells(self) -> tuple[list[str], list[list[str]], str]:
+        """Heads, rows and a line below them, as text."""
+        left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.seeds)}
+        heads = [name for name in dict.fromkeys(key for row in self.table for key in row) if name not in left_out]
+        rows = [[_text(row.get(name)) for name in heads] for row in self.table[:SHOWN]]
+        more = f"{len(self.table) - SHOWN} more in .table; " if len(self.table) > SHOWN else ""
+        failed = f", {len(self.failed)} without a result (.failed)" if self.failed else ""
+        below = f"{more}{counted(len(self._all), 'job')}{failed}, the best {self.metric} first; {short(self.directory)}"
+        return heads, rows, below
+
+    def __repr__(self) -> str:
+        heads, rows, below = self._cells()
+        return "\n".join([*columns([heads, *rows]), below])
+
+    def _repr_html_(self) -> str:
+        return of_table(*self._cells())
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -- finished models and runs -----------------------------------------------------------------------------------------
+
+
+@possible_names()
+@whole_imports()
+def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
+    """Return the run in a directory, whatever became of it, or the sweep; of a job of a sweep, that run.
+
+    Of a checkpoint (`run/checkpoints/step-200`) it is its run, with the model as it was then.
+
+    `plugins` are the local modules that it takes to read its model: those of `plugins=[...]` when it was begun.
+
+    Raises UserError for a directory that holds neither, and for a sweep whose files are damaged.
+    """
+    with path_as_it_was():
+        directory, registry = place("toyexp.open", path), load(plugins)
+    if (directory / SWEEP).is_file():
+        return SweepResult(directory, registry)
+    checkpoint = directory.absolute() if is_checkpoint(directory) else None
+    run = checkpoint.parents[1] if checkpoint else directory
+    require_run(run)
+    return Result(run, registry, checkpoint)
+
+
+@whole_imports()
+def evaluate(
+    model: str | os.PathLike[str], *, data: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | None = None, plugins: Sequence[str] = (), **settings: Any,
+) -> Evaluation:  # fmt: skip
+    """Return the held-out loss and scores of a model: a file, a run (or its Result), or a checkpoint.
+
+    `data` is a path, else the run's own data is taken; `settings` are those of `toyexp eval`: `engine="ggml"`,
+    `batch_size=4`, `**{"data.val_fraction": 0.5}`. Raises UserError for what does not fit together.
+    """
+    with aside("toyexp.evaluate", quiet=True):
+        from toyexp.cli import evaluate as evaluating
+        from toyexp.cli.variants import one_experiment
+
+        request = one_experiment("eval", worded({**settings, **({"plugins": list(plugins)} if plugins else {})}))
+        where = None if data is None else os.fspath(place("toyexp.evaluate data", data))
+        on_it = None if adapter is None else place("toyexp.evaluate adapter", adapter)
+        return evaluating.evaluate(place("toyexp.evaluate", model), request, where, on_it)
+
+
+@whole_imports()
+def predict(
+    model: str | os.PathLike[str], *images: str | os.PathLike[str], top: int = 1, engine: str = "auto",
+    plugins: Sequence[str] = (),
+) -> Predictions:  # fmt: skip
+    """Return the likeliest classes of images: files, or folders of them."""
+    with aside("toyexp.predict", quiet=True):
+        from toyexp.batching.pictures import require_pillow
+        from toyexp.cli import predict as predicting
+
+        require_pillow()
+        if not images or type(top) is not int or top < 1:
+            raise UserError("toyexp.predict(model, image, ..., top=1): takes images, and a whole number from 1 as top")
+        files = predicting.listed([place("toyexp.predict", image) for image in images])
+        return predicting.predict(place("toyexp.predict", model), files, top, engine, load(plugins), plugins)
+
+
+@whole_imports()
+def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> Compared:
+    """Return runs, sweeps or directories of them side by side; texts such as "lr>1e-3" choose among them."""
+    with aside("toyexp.compare", quiet=True):
+        from toyexp.cli.compare import compared
+        from toyexp.results.filters import divided
+
+        places, filters = divided([os.fspath(place("toyexp.compare", run)) for run in runs])
+        return compared(places, filters, None if metric is None else str(metric), pool)

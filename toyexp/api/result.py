@@ -1,0 +1,353 @@
+"""What came out of a run, as a Python program looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toyexp.api.calls import aside
+from toyexp.api.history import History, of_run
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import absent
+from toyexp.base.formatting import columns, counted, short
+from toyexp.base.ownership import LEDGER, LOCK, fingerprint_once
+from toyexp.plugins.discovery import load
+from toyexp.plugins.registry import Registry
+from toyexp.results.events import events_in, start_of
+from toyexp.results.found import SIGNS, look, values
+from toyexp.training.checkpoint import result_of
+from toyexp.training.provenance import recorded
+
+if TYPE_CHECKING:
+    from toyexp.interfaces.engine import Engine
+    from toyexp.interfaces.model import Model
+    from toyexp.interfaces.plan import PlanTensor
+    from toyexp.tokenizers.tokenizer import Tokenizer
+
+FILES = ("checkpoints", "plots", "logs")  # directories of a run whose entries are files of it
+
+
+class Result:
+    """A run as it stood when this object was made; files and weights are read from its directory when asked for.
+
+    Once the run was resumed, its weights and files are others: asking for them raises UserError. A result may stand
+    wherever a path may: `toyexp.run(resume=result)`. One of a sweep, which may have thousands, reads its events `late`.
+    """
+
+    def __init__(
+        self, directory: Path, registry: Registry | None = None, checkpoint: Path | None = None, late: bool = False
+    ):
+        self.directory = directory.absolute()
+        self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
+        self._registry = registry or load()
+        self._when, found = self._begun(), look(self.directory)
+        self.name, self._engine_name = found.name, found.engine
+        self.state = found.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
+        self.why = found.why  # the sentence of the callback that stopped it, or the error that it failed with, or empty
+        self.steps = found.steps  # optimiser steps taken; None if none is known of
+        self.loss = found.train_loss  # smoothed training loss, over about the last 50 steps, in nats a target
+        # Held-out scores of the exported model: loss, in nats a target, and the model's own, such as accuracy.
+        self.held_out = {**({} if found.loss is None else {"loss": found.loss}), **found.scores}
+        self.best: dict[str, Any] | None = result_of(directory).get("best")  # step, metric, score: `checkpoint_best`
+        self.seconds, self.speed = found.seconds, found.speed  # in all; tokens, or images, a second in steps alone
+        if not late:
+            self.lines()  # which reads settings, history and warnings
+
+    def _begun(self) -> list[int]:
+        """Return when training last began: each process that trains the run writes its config.yaml anew."""
+        return [path.stat().st_mtime_ns for path in self.directory.glob("config.yaml")]
+
+    @property
+    def _place(self) -> Path:
+        """The run's directory; UserError if the run was resumed since."""
+        if self._when != self._begun():
+            now = f"toyexp.open({str(self.directory)!r}) shows it as it is now"
+            raise UserError(f"{short(self.directory)}: was resumed, or moved, since this result was read; {now}")
+        return self.directory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle of it opens the directory again, with the plugins that are found there."""
+        return Result, (self.directory, None, self.checkpoint)
+
+    # -- how it went --
+
+    @cached_property
+    def history(self) -> History:
+        """Its numbers step by step, as arrays."""
+        return History.of(self._place)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All settings by the keys they are typed under: settings["model"], settings["model.d_model"]."""
+        return values(self._place)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What it recorded as it began: engine, machine, model, data."""
+        return start_of(self._place)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What it was warned of, a sentence each."""
+        events = events_in(self._place / "events.jsonl")
+        return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Its files by their names below its directory; a checkpoint is a directory: files["checkpoints/step-200"]."""
+        found: dict[str, Path] = {}
+        with contextlib.suppress(OSError):
+            for path in sorted(self._place.iterdir()):
+                inside = sorted(path.iterdir()) if path.name in FILES and path.is_dir() else [path]
+                shown = [p for p in inside if not p.name.startswith(".") and p.name not in (LOCK, LEDGER)]
+                found |= {str(p.relative_to(self.directory)): p for p in shown}
+        return found
+
+    # -- what it trained --
+
+    @cached_property
+    def model(self) -> Model:
+        """The model that was trained, with its sizes; of an adapter, its base. `parameters` are its weights.
+
+        Raises UserError where the run left no weights.
+        """
+        from toyexp.formats.gguf.open_model import model_of
+
+        return model_of(self._weights[0], self._registry)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, np.ndarray]:
+        """Its trained weights: float32 arrays by the names of GGUF, a matrix as [out, in]; read one by one.
+
+        An adapter's are `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank], beside the base's.
+        """
+        from toyexp.formats.file_plan import frozen_tensors
+
+        return Parameters(frozen_tensors(self.model, *self._weights)[0], lambda: self._place)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of its text: encode(), decode(); UserError for a model without one."""
+        from toyexp.formats.gguf.open_model import opened
+        from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
+
+        file = opened(str(self._weights[0]))
+        if not has_text(file):
+            raise UserError(f"{short(self._weights[0])}: has no tokenizer, so it knows ids alone")
+        return read_tokenizer(file)
+
+    def logits(self, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
+        """The model's float32 logits, before any softmax.
+
+        Of a language model `inputs` is a text, or token ids [T] or [B, T], and the answer [T, V] or [B, T, V]; a text
+        begins with the tokenizer's first token, where it has one. Of images it is uint8 [N, H, W, channels] as large as
+        the model's, and the answer [N, classes]; one image has an answer [classes].
+
+        Raises UserError for what the model cannot read, and for more tokens than its context.
+        """
+        from toyexp.formats.file_plan import frozen_plan
+        from toyexp.interfaces.recipe import Setup
+        from toyexp.training.memory import checked_session
+
+        with aside("logits"):
+            arrays, specs, single = self._inputs(inputs)
+            rows = min(max((len(array) for array in arrays.values()), default=1), 32)
+            plan = frozen_plan(self.model, self._weights[0], Setup(specs, rows), self._weights[1])
+            computes = self._engine(engine, rows)
+            with checked_session(plan, computes, short(self.directory)) as session:
+                found = session.logits(arrays)
+            return found[0] if single else found
+
+    def generate(
+        self, prompt: str | Sequence[int], tokens: int = 64, *, temperature: float = 0.8, top_k: int = 40,
+        top_p: float = 0.95, min_p: float = 0.0, seed: int = 0, chat: bool = False, system: str | None = None,
+        engine: str = "auto",
+    ) -> str | list[int]:  # fmt: skip
+        """What the model writes behind a prompt, without it: at most so many tokens, or up to its end of text.
+
+        With temperature 0 always the likeliest token; `chat` puts the prompt into the chat template, behind what
+        `system` says. The same seed writes the same text. Of ids as a prompt, and a model without a tokenizer, it is a
+        list of ids.
+
+        Beyond the model's context the later half of the text is read anew. Raises UserError for what cannot be.
+        """
+        from toyexp.cli import generate as writing
+        from toyexp.cli.generator import Options
+        from toyexp.interfaces.sampling import Sampling
+
+        path, adapter = self._weights
+        options = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k, "--top-p": top_p,
+                   "--min-p": min_p, "--seed": seed}  # fmt: skip
+        for name, value in options.items():
+            least, most = writing.LIMITS[name]
+            fits = int if isinstance(least, int) else (int, float, np.floating)
+            if not isinstance(value, fits) or isinstance(value, bool) or not least <= value <= most:
+                kind = "a whole number" if isinstance(least, int) else "a number"
+                key = name.removeprefix("--").replace("-", "_")
+                raise UserError(f"generate {key}={printable(repr(value))}: must be {kind} from {least} to {most}")
+        if not isinstance(engine, str):
+            raise UserError(f"generate engine={printable(repr(engine))}: takes a name, such as 'ggml:threads=1'")
+        if chat and not isinstance(prompt, str):
+            raise UserError("generate chat=True: takes its message as text; ids go without it")
+        if system is not None and not (chat and isinstance(system, str)):
+            raise UserError(f"generate system={printable(repr(system))}: takes a text, with chat=True")
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, _ids("generate", prompt, (1,)).tolist())
+        if text == "-":  # which on a command line stands for standard input
+            text, ids = None, self.tokenizer.prompt("-").tolist()
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        asked = Options(
+            path, text, ids, chat, system, tokens, sampling, seed, str(adapter) if adapter else None, engine,
+            plugins=self._registry.modules,
+        )  # fmt: skip
+        with aside("generate", quiet=True):
+            found = writing.generate(asked, self._registry, lambda text: None)
+        return found.text if isinstance(prompt, str) and found.text is not None else found.ids
+
+    # -- how it is done --
+
+    @property
+    def _weights(self) -> tuple[Path, Path | None]:
+        """The file of the model, and that of an adapter on it; UserError where nothing is left."""
+        from toyexp.config.restored import ADAPTER, MODEL, file_of
+
+        where, adapter = self.checkpoint or self._place, self._place / ADAPTER
+        if (where / MODEL).exists():
+            return file_of(where, registry=self._registry), None
+        if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
+            record = recorded(self.directory)
+            path = file_of(Path(record.found(str(base))), registry=self._registry)
+            if changes := record.differing({"base": fingerprint_once(path)}):
+                raise UserError(f"{short(path)}: is another file than it was: {changes[0]}; put that file back")
+            return path, adapter
+        with aside("weights"):
+            return file_of(where, registry=self._registry), None
+
+    def _engine(self, engine: str | Engine, rows: int) -> Engine:
+        """Return the engine of that name, or the object itself, as it computes so many rows."""
+        from toyexp.config.engines import engine_of, pick_engine
+
+        if not isinstance(engine, str):
+            computes = engine
+        elif engine == "auto":
+            computes = pick_engine({"name": "auto"}, self._registry)[0]
+        else:
+            computes = engine_of(engine, self._registry)
+        computes = computes.of_one_row() if rows == 1 else computes
+        computes.check_rows(rows, 1)
+        return computes
+
+    def _inputs(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
+        """The arrays of a batch, what they are, and whether one row was given without its axis."""
+        model: Any = self.model
+        name = model.reads.sequence
+        if not name:
+            return self._images(given)
+        ids = self.tokenizer.prompt(given) if isinstance(given, str) else _ids("logits", given, (1, 2))
+        vocab, context = int(model.vocab), int(model.context)
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise UserError(f"logits: the ids run from {ids.min()} to {ids.max()}, the model's from 0 to {vocab - 1}")
+        if ids.shape[-1] > context:
+            raise UserError(f"logits: {counted(ids.shape[-1], 'token')} are more than the model's context of {context}")
+        rows = np.atleast_2d(ids).astype(np.int32)
+        return {name: rows}, model.reads.inputs(rows.shape[1]), ids.ndim == 1
+
+    def _images(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
+        from toyexp.cli.predict import Seen
+        from toyexp.formats.gguf.open_model import opened
+
+        seen = Seen.of(opened(str(self._weights[0])), self.model, self.directory)
+        images, wanted = _array("logits", given), (seen.size, seen.size, seen.channels)
+        single = images.ndim == 3
+        images = images[None] if single else images
+        if images.dtype != np.uint8 or images.shape[1:] != wanted or not len(images):
+            raise UserError(
+                f"logits: takes uint8 images [N, {', '.join(map(str, wanted))}], not {list(images.shape)} of "
+                f"{images.dtype}; files of any size are for toyexp predict"
+            )
+        batches = seen.model.batches(seen.dataset(images), min(len(images), 32), 0)
+        parts = list(batches.held_out())
+        arrays = {n: np.concatenate([part[n] for part in parts])[: len(images)] for n in seen.model.inputs()}
+        return arrays, batches.inputs, single
+
+    # -- how it is shown --
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is worth a look, as pairs of a word and what it is."""
+        chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._engine_name]
+        taken = "" if self.steps is None else f" after {counted(self.steps, 'step')}"
+        took = "" if self.seconds is None else f" in {self.seconds:.1f} s"
+        first = self.history.held_out.get("loss", np.empty(0))
+        begun = f"{first[0]:.4f} -> " if len(first) > 1 and math.isfinite(first[0]) else ""
+        told = [
+            ("run", f"{self.name}  ({', '.join(filter(None, chosen))})"),
+            ("state", f"{self.state}{taken}{took}" + (f": {self.why}" if self.why else "")),
+            *((f"held-out {k}", f"{begun if k == 'loss' else ''}{v:.4f}") for k, v in self.held_out.items()),
+        ]
+        if self.loss is not None:
+            told.append(("smoothed train loss", f"{self.loss:.4f}"))
+        if self.warnings:
+            told.append(("warnings", f"{len(self.warnings)}: {self.warnings[0]}"))
+        if self.checkpoint:
+            told.append(("weights", self.checkpoint.name))
+        return [*told, ("directory", short(self.directory))]
+
+    def __repr__(self) -> str:
+        return "\n".join(columns(self.lines()))
+
+    def _repr_html_(self) -> str:
+        return of_run(self.lines(), self.history)
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+
+class Parameters(Mapping[str, np.ndarray]):
+    """Tensors by their names, each read from its file when it is asked for."""
+
+    def __init__(self, tensors: Sequence[PlanTensor], check: Callable[[], object]):
+        self._tensors, self._check = {tensor.name: tensor for tensor in tensors}, check
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self._check()
+        tensor = self._tensors[name]
+        return np.asarray(tensor.values.draw(tensor.shape, 0, name), np.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return "\n".join(columns([(name, str(list(tensor.shape))) for name, tensor in self._tensors.items()]))
+
+
+def _array(call: str, given: Any) -> np.ndarray:
+    try:
+        return np.asarray(given)
+    except ValueError:
+        raise UserError(f"{call}: takes rows of equal length") from None
+
+
+def _ids(call: str, given: Any, axes: Sequence[int]) -> np.ndarray:
+    """Token ids as an array of so many axes; UserError for what are none."""
+    ids = _array(call, given)
+    if ids.ndim not in axes or ids.dtype.kind not in "iu" or not ids.size:
+        shapes = " or ".join(("[T]", "[B, T]")[n - 1] for n in axes)
+        raise UserError(f"{call}: takes a text, or token ids {shapes}, not {list(ids.shape)} of {ids.dtype}")
+    return ids
+
+
+def require_run(directory: Path) -> None:
+    """Raises UserError for a directory that is none of a run."""
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    if "config.yaml" not in names or not names & SIGNS:
+        what = "holds no run" if directory.exists() else absent(directory)
+        raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open takes a run, a checkpoint or a sweep")

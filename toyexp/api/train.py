@@ -1,0 +1,218 @@
+"""`toyexp.train(...)`: one run from finished objects, with nothing to compose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from toyexp.api.calls import aside, place, what_is_left
+from toyexp.api.result import Result
+from toyexp.base.attribution import of_a_part
+from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.memory import running_out
+from toyexp.base.signals import whole_imports
+from toyexp.base.terminal import status
+from toyexp.cli.main import carry_out
+from toyexp.config.paths import CONF
+from toyexp.interfaces.callback import Callback
+from toyexp.interfaces.data import Data
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.hooks import RunHooks
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.optimiser import Optimiser
+from toyexp.interfaces.recipe import Recipe
+from toyexp.plugins.discovery import load
+from toyexp.plugins.owners import OWNERS
+from toyexp.plugins.registry import LOCAL, Offer, Registry
+from toyexp.plugins.rules import check_hooks
+from toyexp.training.run_config import Config
+from toyexp.training.settings import Settings
+
+KINDS: Mapping[str, type] = {
+    "model": Model, "data": Data, "recipe": Recipe, "engine": Engine, "optim": Optimiser, "callbacks": Callback,
+}  # fmt: skip
+
+
+@whole_imports()
+def train(
+    model: Model | str | None = None,
+    data: Data | str = "stdlib",
+    recipe: Recipe | str = "scratch",
+    engine: Engine | str = "auto",
+    optim: Optimiser | str = "adamw",
+    callbacks: Sequence[Callback | str] = ("default",),
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Result:
+    """Trains a model on data by a recipe, on an engine, all of them finished objects, and returns what came out.
+
+    Any part may be an object, of a class that is registered or one of your own, or a name, which means that one with
+    its defaults. `settings` are those of every run: steps, batch_size, lr, seed, eval_every, name, ....
+    Without a `model` it is that of the recipe's base file, or else the llama. Callbacks remember their run, so that
+    each run takes new ones; all else may be given again.
+
+        result = toyexp.train(model=Llama(d_model=64), engine="cpu", steps=100, lr=1e-3)
+
+    The run is written to `directory`, which must not hold anything, or below outputs/; `resume` goes on with the run in
+    a directory, for which the same objects are given again. Errors, Ctrl-C and what is left alone are as with
+    `toyexp.run`.
+    """
+    if resume is not None and directory is not None:
+        raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")
+    if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
+        raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
+    with aside("toyexp.train", quiet), of_a_part(lambda: OWNERS):
+        from toyexp.base.ownership import require_empty
+        from toyexp.training.experiment import prepare
+        from toyexp.training.resume import load as load_run
+        from toyexp.training.resume import recall, require_run
+
+        status("starting the engine")
+        given = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
+        with running_out():
+            registry = _registry([*given.values(), *callbacks])
+            built = _built(given, callbacks, settings, registry)
+            built.engine.follow()
+            if resume is not None:
+                where = place("toyexp.train resume", resume).absolute()
+                require_run(where, "resume")
+                recall(where, built.data)
+            else:
+                now = f"{datetime.now():%Y-%m-%d_%H%M%S_%f}"
+                below = Path("outputs", built.settings.name, now)
+                where = (below if directory is None else place("toyexp.train directory", directory)).absolute()
+                require_empty(where, "directory")
+            status("reading the data")
+            prepared = prepare(built)
+            resumed = load_run(where, prepared) if resume is not None else None
+        with what_is_left(where, "toyexp.train(..., "):
+            carry_out(prepared, where, resumed)
+    return Result(where, registry)
+
+
+def _registry(parts: Sequence[Any]) -> Registry:
+    """What is installed, and the classes of these parts, so that what they leave is read again."""
+    known = load()
+    grown = Registry({kind: dict(offers) for kind, offers in known.offers.items()}, known.problems, known.notes)
+    for part in parts:
+        kind = next((kind for kind, base in KINDS.items() if isinstance(part, base)), None)
+        if kind:
+            cls = type(part)
+            if not isinstance(getattr(cls, "name", None), str):
+                raise UserError(f"train {kind}: {cls.__name__} has no name; its class takes one: name = 'mine'")
+            if kind == "callbacks":
+                check_hooks(cls, RunHooks, f"train callbacks: {cls.__name__}")
+            there = grown.offers[kind].get(cls.name)
+            if there and there.cls is not cls:
+                raise UserError(f"train {kind}={cls.__name__}: its name, {cls.name}, is that of {there.cls.__name__}")
+            grown.offers[kind].setdefault(cls.name, Offer(kind, cls.name, cls, cls.__module__, LOCAL))
+    return grown
+
+
+def _built(
+    given: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
+) -> Config:
+    """The parts of a run, checked, and the same as plain data; UserError for what cannot work."""
+    from toyexp.config.build import check_together
+    from toyexp.config.schema import default_callbacks
+
+    parts = {kind: copy(_part(kind, given[kind], registry)) for kind in ("data", "recipe", "optim")}
+    watching = _callbacks(callbacks, registry, default_callbacks)
+    base = _base(parts["recipe"], given["model"], registry)
+    parts["model"] = base or _part("model", given["model"] or "llama", registry)
+    engine, note = _engine(given["engine"], registry)
+    name = f"{parts['recipe'].name}-{parts['model'].name}"
+    of_run = _settings({"name": name, **settings})
+    plain: dict[str, Any] = {f.name: getattr(of_run, f.name) for f in fields(of_run)}
+    plain |= {kind: _plain(kind, part) for kind, part in {**parts, "engine": engine}.items()}
+    plain["callbacks"] = {name: _plain(f"callbacks.{name}", callback) for name, callback in watching.items()}
+    check_together(of_run, parts, watching)
+    return Config(
+        settings=of_run, **parts, engine=engine, callbacks=watching, plain=plain, engine_note=note, base=base,
+        by_default=default_callbacks,
+    )  # fmt: skip
+
+
+def _part(kind: str, value: Any, registry: Registry) -> Any:
+    """The object that is given, or the one of that name with its defaults."""
+    if isinstance(value, str):
+        if value in registry.offers[kind]:
+            return registry.get(kind, value)()
+        shown, hint = printable(value), ""
+        if (CONF / kind / f"{shown}.yaml").is_file():
+            hint = f"; that is a preset: toyexp.run('{kind}={shown}'), or an object with its sizes"
+        elif kind == "data" and (text := registry.offers[kind].get("text")):
+            hint = f"; a text of yours: {text.cls.__module__}.{text.cls.__name__}(path='book.txt')"
+        raise UserError(f"train {registry.missing(kind, shown, registry.offers[kind])}{hint}")
+    if not isinstance(value, KINDS[kind]):
+        what = f"the class {value.__name__}; give an object of it: {value.__name__}()" if isinstance(value, type) else (
+            f"{printable(repr(value))}, no {KINDS[kind].__name__}; {choose('', registry.offers[kind])}"
+        )  # fmt: skip
+        raise UserError(f"train {kind}: is {what}")
+    return value
+
+
+def _callbacks(given: Sequence[Callback | str], registry: Registry, usual: Any) -> dict[str, Callback]:
+    """The callbacks by their names, where `default` stands for those that a run has unless told otherwise."""
+    each = [one for value in given for one in (usual() if value == "default" else [value])]
+    found: dict[str, Callback] = {}
+    objects: dict[str, Callback] = {}
+    for value in each:
+        callback = _part("callbacks", value, registry)
+        if callback.name in found and isinstance(value, str):
+            continue
+        if not isinstance(value, str) and objects.setdefault(callback.name, callback) is not callback:
+            raise UserError(f"train callbacks: two have the name {callback.name}; a run has one of each name")
+        found[callback.name] = callback
+    return found
+
+
+def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
+    """The model of the recipe's base file, if it has one; UserError for another that is given beside it."""
+    from toyexp.formats.gguf.open_model import model_in, opened
+
+    recipe.check()
+    path = recipe.base_file()
+    if path is None:
+        return None
+    if model is not None:
+        raise UserError(f"train model: recipe={recipe.name} takes the model from {path}; leave model out")
+    return model_in(opened(str(path)), registry, recipe.reads)
+
+
+def _engine(given: Engine | str, registry: Registry) -> tuple[Engine, str]:
+    """The engine, which works here, and a line that says which and why."""
+    from toyexp.config.engines import facts_of, pick_engine
+
+    if isinstance(given, str) and given == "auto":
+        return pick_engine({"name": "auto"}, registry)
+    engine = _part("engine", given, registry)
+    return engine, f"{engine.name}: {facts_of(engine)}"
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    """The settings of the run; UserError for a key that there is not, and a value of another type."""
+    from toyexp.config.build import typed
+
+    if {"steps", "epochs"} <= given.keys():
+        raise UserError(f"train epochs={given['epochs']}: sets the number of steps; leave steps={given['steps']} out")
+    known = {f.name for f in fields(Settings)} - {"resume", "plugins"}
+    for key in given.keys() - known:
+        raise UserError(f"train {key}: there is no such setting; {choose(key, known)}")
+    return Settings(**typed(Settings, dict(given), ""))
+
+
+def _plain(where: str, part: Any) -> dict[str, Any]:
+    """The settings of a part as a configuration has them."""
+    from toyexp.config.build import typed
+
+    node = {"name": part.name, **{f.name: getattr(part, f.name) for f in fields(part) if f.init}}
+    return typed(type(part), node, where)

@@ -1,0 +1,166 @@
+"""Whose fault it is: what a plugin raises without meaning to, told in one line that names the plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError, printable
+from toyexp.base.formatting import short
+from toyexp.base.memory import running_out
+from toyexp.base.packages import broken_requirement
+from toyexp.base.signals import hidden_interrupt
+
+T = TypeVar("T")
+LIMIT = 300  # characters of what an exception says
+
+
+def told(error: BaseException) -> bool:
+    """Whether an error has words of its own for the person who runs this: it was raised on purpose, or by a signal."""
+    return isinstance(error, ToyexpError | MemoryError) or hidden_interrupt(error) is not None
+
+
+def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
+    """The error as one of `who`, such as callbacks.sample; one with words of its own as it is.
+
+    It ends in where the traceback stands, or without a log in where it was raised. A package that cannot be loaded is
+    nobody's fault but its own.
+    """
+    if told(error) and isinstance(error, Exception):
+        return error
+    if broken := broken_requirement(error):
+        return RunFailed(str(broken))
+    words = " ".join(str(error).split())
+    said = f"{type(error).__name__}: {words[:LIMIT]}{'...' if len(words) > LIMIT else ''}".removesuffix(": ")
+    failed = PluginFailed(f"{who} failed {when}: {said}" + (f"; see {short(log)}" if log else place(error)))
+    failed.__cause__ = error
+    return failed
+
+
+def place(error: BaseException, of_plugins: bool = False) -> str:
+    """The last line outside of toyexp and Python's own library that an error came through, in brackets.
+
+    Where there is none: the last of all, or with `of_plugins` nothing.
+    """
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    known = {"toyexp", *sys.stdlib_module_names}
+    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in known]
+    places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
+    return places[-1] if outside or (places and not of_plugins) else ""
+
+
+def _is_toyexps(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("toyexp.")
+
+
+@contextlib.contextmanager
+def blamed(who: str, when: str, log: Path | None = None, **others: object) -> Iterator[None]:
+    """Raises what goes wrong inside as `failure` of `who`, or of one of the `others` whose own code it was in.
+
+    Memory that ran out is told as that; a file that cannot be used names itself.
+    """
+    try:
+        with running_out():
+            yield
+    except OSError as error:
+        if error.filename is None:
+            raise failure(who, when, error, log) from error
+        raise
+    except (Exception, SystemExit) as error:
+        guilty = _guilty(error, others) or who
+        raise failure(guilty, when, error, log) from error.__cause__ if told(error) else error
+
+
+def asked(who: str, when: str, wanted: type, call: Callable[[], T], log: Path | None = None, **others: object) -> T:
+    """What a plugin answers, `blamed` for what it raises, and for what is nothing of the `wanted` class."""
+    with blamed(who, when, log, **others):
+        found = call()
+    if not isinstance(found, wanted):
+        raise PluginFailed(f"{who} failed {when}: it gave {type(found).__name__}, expected a {wanted.__name__}")
+    return found
+
+
+class OnError:
+    """Around code that runs often: `tell` is called with an error inside, and raises what is to be raised instead."""
+
+    def __init__(self, tell: Callable[[Exception | SystemExit], NoReturn]):
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception | SystemExit):
+            self._tell(error)
+
+
+@contextlib.contextmanager
+def batches_of(data: str, when: str) -> Iterator[None]:
+    """Names the data whose batch a session refuses."""
+    try:
+        yield
+    except BadBatch as error:
+        raise PluginFailed(f"data.{data} {when}: {error}") from error
+
+
+def given(wanted: type, method: Callable[..., T], *arguments: object) -> T:
+    """What a method of a plugin's part gives; PluginFailed for what is nothing of the wanted class."""
+    found = method(*arguments)
+    if not isinstance(found, wanted):
+        raise unwanted(method, found, wanted.__name__)
+    return found
+
+
+def sentences(method: Callable[..., object], *arguments: object) -> list[str]:
+    """What a method of a plugin's part tells, each on one line; PluginFailed for a text, told letter by letter else."""
+    found = method(*arguments)
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise unwanted(method, found, "sentences in a list")
+    return [" ".join(str(sentence).splitlines()) for sentence in found]
+
+
+def unwanted(method: Callable[..., object], found: object, wanted: str) -> PluginFailed:
+    """What a method of a plugin's part gave, and what was expected of it."""
+    owner = type(getattr(method, "__self__", None)).__name__
+    return PluginFailed(f"{owner}.{method.__name__}() gave {printable(repr(found))}, expected {wanted}")
+
+
+@contextlib.contextmanager
+def of_a_part(kinds: Callable[[], Mapping[type, str]], log: Path | None = None) -> Iterator[None]:
+    """Raises what comes out of any method of a plugin's part as `failure` of that part: the net below `blamed`.
+
+    `kinds` gives the word for the parts of each class. A mistake of toyexp's own, and an OSError, come out as they are.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, OSError) or told(error) or (found := _method(error, kinds())) is None:
+            raise
+        raise failure(*found, error, log) from error
+
+
+def _method(error: BaseException, kinds: Mapping[type, str]) -> tuple[str, str] | None:
+    """Whose method, of all outside of toyexp, the error came out of last, and which one."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if not _is_toyexps(frame):
+            owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            cls = owner if isinstance(owner, type) else type(owner)
+            for base, kind in kinds.items():
+                if issubclass(cls, base):
+                    name = getattr(cls, "name", None)
+                    return f"{kind}.{name}" if name else f"{kind}'s {cls.__name__}", f"in {frame.f_code.co_name}()"
+    return None
+
+
+def _guilty(error: BaseException, others: dict[str, object]) -> str | None:
+    """The kind and name of whichever of `others` has the innermost frame of all in its module."""
+    modules = {
+        type(part).__module__: f"{kind}.{getattr(part, 'name', type(part).__name__)}" for kind, part in others.items()
+    }
+    frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return modules.get(str(frames[-1])) if frames else None

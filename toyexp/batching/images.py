@@ -1,0 +1,230 @@
+"""Images and their classes as batches of numpy arrays, where batch k is a function of (seed, k) alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.random import stream
+from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec, OtherClasses
+
+AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
+NORMALISATIONS = ("train", "fixed")
+NAMED = 12  # classes that a run names
+
+
+class ImageDataset(Dataset):
+    """8-bit images [N, height, width, channels] with a class each; of every class a fixed part is held out."""
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        classes: Sequence[str],
+        val_fraction: float,
+        normalise: str = "train",
+        augment: str = "none",
+        eval_images: int = 0,
+        facts: Mapping[str, Any] | None = None,
+        left_out: Sequence[str] = (),
+        remarks: Sequence[str] = (),
+        held_out: np.ndarray | None = None,
+    ):
+        """Hold out the images that `held_out` [N] says, or else `val_fraction` of every class."""
+        held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
+        if not held_out.any():
+            raise UserError(
+                f"data.val_fraction={val_fraction} holds out none of {len(labels)} images: "
+                "give more images of a class, or a larger fraction"
+            )
+        self.classes, self.vocab = tuple(classes), len(classes)
+        self.image_shape: tuple[int, ...] = images.shape[1:]
+        self.train = images[~held_out], labels[~held_out].astype(np.int32)
+        self.held_out = images[held_out], labels[held_out].astype(np.int32)
+        channels = self.image_shape[-1]
+        trained = self.train[0] if len(self.train[0]) else images  # all may be held out, for an eval
+        halves = np.full(channels, 0.5)
+        self.mean, self.std = mean_and_std(trained) if normalise == "train" else (halves, halves)
+        self._augment, self._eval_images, self._left_out, self._remarks = augment, eval_images, left_out, remarks
+        digest = hashlib.sha256(images.tobytes())
+        digest.update(labels.astype(np.int32).tobytes())
+        self._facts = {
+            **(facts or {}),
+            "train_images": len(self.train[1]),
+            "held_out_images": len(self.held_out[1]),
+            "classes": len(classes),
+            "image_shape": list(self.image_shape),
+            "images_sha256": digest.hexdigest(),
+            "classes_digest": hashlib.sha256(json.dumps(list(classes)).encode()).hexdigest()[:16],
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Image counts, their shape, and a digest of pixels and classes."""
+        return self._facts
+
+    def left_out(self) -> Sequence[str]:
+        """What whoever opened the data has left out."""
+        return self._left_out
+
+    def remarks(self) -> list[str]:
+        """Return the classes, and what whoever opened the data has to say."""
+        names = [printable(name) for name in self.classes[:NAMED]]
+        more = [f"and {self.vocab - NAMED} more"] if self.vocab > NAMED else []
+        return [f"{self.vocab} classes: {', '.join([*names, *more])}", *self._remarks]
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The classes' names, and how pixels from 0 to 1 become the model's input: (pixel - mean) / std."""
+        mean, std = ([float(x) for x in values] for values in (self.mean, self.std))
+        return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
+
+    def see_as(self, written: Mapping[str, Any]) -> None:
+        """Takes pixel mean and deviation from the model's file, and gives the classes the numbers they have there.
+
+        Raises UserError for a class that the model does not know, and for keys that hold something else.
+        """
+        for name in ("image_mean", "image_std"):
+            ours = self.gguf_metadata()[name]
+            theirs = _numbers(name, written.get(name, ours))
+            if theirs.shape == np.shape(ours) and not np.allclose(theirs, ours, rtol=1e-6):  # the file has float32
+                setattr(self, name.removeprefix("image_"), theirs)
+        known = written.get("classes", list(self.classes))
+        if not isinstance(known, list):
+            raise UserError(f"its classes are {printable(str(known))}, expected a list of names")
+        unknown = [name for name in self.classes if name not in known]
+        if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
+            return  # a list of labels, which counts the classes as the model does
+        if unknown:
+            raise OtherClasses(
+                f"the data has the class {printable(unknown[0])}, and the model knows {printable(', '.join(known))}"
+            )
+        numbers = np.array([known.index(name) for name in self.classes], np.int32)
+        self.train, self.held_out = ((images, numbers[labels]) for images, labels in (self.train, self.held_out))
+        self.classes, self.vocab = tuple(known), len(known)
+
+    def batches(self, context: int, rows: int, seed: int) -> ImageBatches:
+        """Batches of `rows` images; they have no positions, so `context` means nothing."""
+        return ImageBatches(self, rows, seed, self._augment, self._eval_images)
+
+
+class Unlabelled(ImageDataset):
+    """8-bit images [N, height, width, channels] of no known class, all of them held out, as a trained model sees them.
+
+    `classes` are the model's; pixels from 0 to 1 become (pixel - mean) / std, both by channel.
+    """
+
+    def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
+        self.classes, self.vocab = tuple(classes), len(classes)
+        self.image_shape = images.shape[1:]
+        self.train = self.held_out = images, np.zeros(len(images), np.int32)
+        self.mean, self.std = mean, std
+        self._augment, self._eval_images, self._left_out, self._remarks = "none", 0, (), ()
+        self._facts = {"images": len(images)}
+
+
+class ImageBatches(Batches):
+    """Every epoch visits each image once, in an order drawn from (seed, epoch), and so is how each is augmented."""
+
+    def __init__(self, dataset: ImageDataset, rows: int, seed: int, augment: str, eval_images: int):
+        self._train, self._held_out = dataset.train, dataset.held_out
+        self._rows, self._seed = rows, seed
+        self._flip, self._shift = "flip" in augment, "shift" in augment
+        self._eval_images = eval_images or len(self._held_out[1])
+        self.rows_per_epoch = len(self._train[1])
+        self._factor = (1 / (255 * dataset.std)).astype(np.float32)
+        self._offset = (dataset.mean / dataset.std).astype(np.float32)
+        self._drawn = lru_cache(maxsize=2)(self._draw)
+        self.inputs = {
+            "images": InputSpec(dataset.image_shape, "float32"),
+            "targets": InputSpec((), "int32", below=dataset.vocab),
+            "weights": InputSpec((), "float32"),
+        }
+
+    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's order, and for each of its places 64 random bits for the augmentation."""
+        count = len(self._train[1])
+        words = stream(self._seed, "data-order", epoch).random_raw(count)
+        return np.argsort(words, kind="stable"), stream(self._seed, "augment", epoch).random_raw(count)
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`: images [rows, height, width, channels], targets [rows] and weights [rows]."""
+        images, labels = self._train
+        chosen, words = [], []
+        for number in range(k * self._rows, (k + 1) * self._rows):
+            epoch, place = divmod(number, len(labels))
+            order, bits = self._drawn(epoch)
+            chosen.append(order[place])
+            words.append(int(bits[place]))
+        picked = images[chosen]
+        if self._flip or self._shift:
+            picked = np.stack([augmented(i, w, self._flip, self._shift) for i, w in zip(picked, words, strict=True)])
+        return self._batch(picked, labels[chosen])
+
+    def held_out(self) -> Sequence[Batch]:
+        """At most `eval_images` images spread evenly over the held-out part; the last rows may weigh nothing."""
+        images, labels = self._held_out
+        wanted = min(len(labels), self._eval_images)
+        chosen = np.arange(wanted) * len(labels) // wanted
+        batches = []
+        for first in range(0, wanted, self._rows):
+            part = chosen[first : first + self._rows]
+            filled = np.resize(part, self._rows)  # repeated rows fill the shape and weigh nothing
+            batch = self._batch(images[filled], labels[filled])
+            batch["weights"][len(part) :] = 0
+            batches.append(batch)
+        return batches
+
+    def _batch(self, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        pixels = images.astype(np.float32) * self._factor - self._offset
+        return {"images": pixels, "targets": labels, "weights": np.ones(len(labels), np.float32)}
+
+
+def _numbers(name: str, value: object) -> np.ndarray:
+    """The pixels' mean or deviation as a model's file has it; UserError for what pixels cannot be seen by."""
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        array = np.full(1, np.nan)
+    if not np.isfinite(array).all() or (name == "image_std" and not (array > 0).all()):
+        raise UserError(f"its {name} is {printable(str(value))}, which pixels cannot be seen by")
+    return array
+
+
+def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
+    """Return which images are held out: `fraction` of every class, the same for every seed; below 1 never its last."""
+    order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
+    mask = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        of_class = order[labels[order] == label]
+        mask[of_class[: min(round(len(of_class) * fraction), len(of_class) - (fraction < 1))]] = True
+    return mask
+
+
+def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each channel of 8-bit images, as pixels from 0 to 1, by counting."""
+    values = np.arange(256) / 255
+    means, deviations = [], []
+    for channel in range(images.shape[-1]):
+        share = sum(np.bincount(image[..., channel].ravel(), minlength=256) for image in images) / images[..., 0].size
+        mean = float((share * values).sum())
+        means.append(mean)
+        # A channel that never changes has nothing to divide by.
+        deviations.append(float(np.sqrt((share * (values - mean) ** 2).sum())) or 1.0)
+    return np.array(means), np.array(deviations)
+
+
+def augmented(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
+    """An image [height, width, channels] mirrored or not, and moved by up to an eighth of its size, as `bits` say."""
+    if flip and bits & 1:
+        image = image[:, ::-1]
+    if shift:
+        height, width = image.shape[:2]
+        y, x = max(height // 8, 1), max(width // 8, 1)
+        down, right = (bits >> 8) % (2 * y + 1), (bits >> 32) % (2 * x + 1)
+        image = np.pad(image, ((y, y), (x, x), (0, 0)), mode="edge")[down : down + height, right : right + width]
+    return image

@@ -1,0 +1,187 @@
+"""Token ids as batches of windows, and dropout masks beside them: batch k is a function of (seed, k) alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+
+from toyexp.base.errors import UserError
+from toyexp.base.random import stream
+from toyexp.interfaces.dataset import Batch, Batches, Dataset
+from toyexp.interfaces.kind import TOKENS
+from toyexp.interfaces.plan import Plan
+from toyexp.tokenizers.tokenizer import Tokenizer
+
+PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens in which a prompt is looked for, and its characters at most
+
+
+class TokenDataset(Dataset):
+    """Token ids in two parts, one to train on and one held out."""
+
+    def __init__(
+        self,
+        train: np.ndarray,
+        held_out: np.ndarray,
+        tokenizer: Tokenizer | None,
+        vocab: int,
+        eval_batches: int,
+        facts: Mapping[str, Any],
+        digest: str | None = None,
+        left_out: Sequence[str] = (),
+        remarks: Sequence[str] = (),
+    ):
+        """The parts may be mapped, and of any type of integer; `digest`: the SHA-256 of both as int32, where known.
+
+        Raises UserError for ids of another type, of which batches would cut off the fractions.
+        """
+        for part, ids in (("training", train), ("held-out", held_out)):
+            if ids.dtype.kind not in "iu":
+                raise UserError(f"the ids of the data's {part} part are {ids.dtype}; they must be integers")
+        self.train, self.held_out = train, held_out
+        self.tokenizer, self.vocab = tokenizer, vocab
+        self._eval_batches, self._left_out, self._remarks = eval_batches, left_out, remarks
+        self._facts = {
+            **facts,
+            "train_tokens": len(train),
+            "held_out_tokens": len(held_out),
+            "tokens_sha256": digest or _digest((train, held_out)),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Token counts and a digest over both parts."""
+        return self._facts
+
+    def prompt(self) -> list[int]:
+        """The first words of a line of the held-out text, of one without an indent if there is one."""
+        assert self.tokenizer is not None
+        lines = self.tokenizer.decode(self.held_out[:PROMPT_TOKENS]).splitlines()
+        whole = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # the first may be cut, as the last is
+        line = next((line for line in whole if not line[0].isspace()), "".join(whole[:1]))
+        return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
+
+    def left_out(self) -> Sequence[str]:
+        """What whoever opened the data has left out."""
+        return self._left_out
+
+    def remarks(self) -> list[str]:
+        """What whoever opened the data has to say."""
+        return list(self._remarks)
+
+    def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
+        """Windows of `context` tokens and their next tokens."""
+        for part, ids in (("training", self.train), ("held-out", self.held_out)):
+            if len(ids) <= context and (len(ids) or part == "held-out"):  # all may be held out, for an eval
+                raise UserError(
+                    f"model.context={context} is longer than the {part} part of the data "
+                    f"({len(ids)} tokens; a window needs {context + 1}): give more data or a smaller context"
+                )
+        return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
+
+
+class TokenBatches(Batches):
+    """Every epoch visits each window of `context` tokens once, in an order drawn from (seed, epoch).
+
+    Window boundaries move from epoch to epoch by a random offset, so that no target stays at an edge.
+    """
+
+    def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
+        self._train, self._held_out = train, held_out
+        self._context, self._rows, self._seed = context, rows, seed
+        self._eval_batches = eval_batches
+        self._span = np.arange(context + 1)
+        # One window fewer than fit, so that the rest is room for the offset; a tiny corpus keeps one.
+        self._windows = self.rows_per_epoch = max((len(train) - 1) // context - 1, 1)
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self.inputs = TOKENS.inputs(context)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Start positions of the epoch's windows, shuffled."""
+        words = stream(self._seed, "data-order", epoch).random_raw(self._windows + 1)
+        spare = len(self._train) - 1 - self._windows * self._context
+        offset = int(words[-1] % np.uint64(spare + 1))
+        return np.argsort(words[:-1], kind="stable") * self._context + offset
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k`: tokens, targets and weights, each [rows, context]."""
+        return self._rows_of(k, 1)
+
+    def block(self, first: int, count: int) -> Batch:
+        """The rows of `count` batches from batch `first` on."""
+        return self._rows_of(first, count)
+
+    def _rows_of(self, first: int, count: int) -> Batch:
+        row, end = first * self._rows, (first + count) * self._rows
+        starts: list[np.ndarray] = []
+        while row < end:  # a batch may cross into the next epoch, more than once on a tiny corpus
+            epoch, place = divmod(row, self._windows)
+            starts.append(self._order(epoch)[place : place + end - row])
+            row += len(starts[-1])
+        return _windows(self._train, np.concatenate(starts), self._span)
+
+    def held_out(self) -> Sequence[Batch]:
+        """At most `eval_batches` batches spread evenly over the held-out part; the last rows may weigh nothing."""
+        count = (len(self._held_out) - 1) // self._context
+        wanted = min(count, self._eval_batches * self._rows)
+        starts = np.arange(wanted) * count // wanted * self._context
+        batches = []
+        for first in range(0, wanted, self._rows):
+            part = starts[first : first + self._rows]
+            spare = self._rows - len(part)  # repeated rows fill the shape and weigh nothing
+            batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
+            batch["weights"][len(part) :] = 0
+            batches.append(batch)
+        return batches
+
+
+def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
+    """SHA-256 of arrays one after another, of which memory holds `step` ids at a time."""
+    digest = hashlib.sha256()
+    for ids in parts:
+        for first in range(0, len(ids), step):
+            digest.update(ids[first : first + step].tobytes())
+    return digest.hexdigest()
+
+
+def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str, np.ndarray]:
+    window = ids[starts[:, None] + span]  # [rows, context + 1]: each token's target is the one after it
+    return {
+        "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
+        "targets": np.ascontiguousarray(window[:, 1:], np.int32),
+        "weights": np.ones((len(starts), len(span) - 1), np.float32),
+    }
+
+
+class Dropout(Batches):
+    """Batches with the masks of a plan's adapters: what x is to be multiplied by, less one.
+
+    Inverted dropout (Srivastava et al. 2014): a number is hidden, x + x * -1, or scaled up so that the mean stays.
+    Drawn on the host as a function of (seed, adapter, k), so every engine hides the same. Held-out batches have no
+    masks, which means zeros: nothing is hidden.
+    """
+
+    def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
+        self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
+        self.inputs, self.facts, self.left_out = plan.inputs, batches.facts, batches.left_out
+
+    def batch(self, k: int) -> Batch:
+        """Training batch `k` and its masks, each [rows, *spec.shape]."""
+        batch = self._batches.batch(k)
+        rows = len(batch["targets"])
+        masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.drops}
+        return {**batch, **masks}
+
+    def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:
+        shape = (rows, *self.inputs[name].shape)
+        count, hidden = math.prod(shape), round(share * 65536)  # 16 random bits decide about a number
+        bits = stream(self._seed, name, k).random_raw(-(-count // 4)).astype("<u8").view("<u2")[:count]
+        scaled_up = hidden / (65536 - hidden)
+        return np.where(bits < hidden, np.float32(-1), np.float32(scaled_up)).reshape(shape)
+
+    def held_out(self) -> Sequence[Batch]:
+        """The held-out batches as they are."""
+        return self._batches.held_out()

@@ -1,0 +1,342 @@
+"""Engines side by side on this machine: what `toyexp bench` measures and shows.
+
+All of them stand in one process and take turns, so that whatever else the machine does meets them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import toyexp
+from toyexp.base.drawing import BLUE, INK, LABEL, PALE, SMALL, Sheet, cut, own_style, picture_at, plain
+from toyexp.base.errors import UserError
+from toyexp.base.formatting import columns, count, counted, in_bytes
+from toyexp.base.terminal import tell
+from toyexp.base.threads import available_cores
+from toyexp.cli.args import Answer, options, require_settings
+from toyexp.cli.bench_peak import Peak, peak_of
+from toyexp.cli.bench_stepper import (
+    FIGURES,
+    EngineStepper,
+    Entry,
+    Stepper,
+    alone,
+    baselines,
+    made_batches,
+    warm_up,
+)
+from toyexp.cli.variants import ALONE, on_engines, prepared_on
+from toyexp.config.request import Request
+from toyexp.interfaces.command import Arguments
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.plan import Plan
+from toyexp.training.run_config import Prepared
+
+SECONDS, *BYTES = FIGURES  # of one alone
+
+HELP = """\
+usage: toyexp bench [key=value ...] [options]
+
+Engines side by side on this machine; ratio is the speed of each over the
+first one's. A key behind a name is of that engine alone. All take turns in one
+process; what a library is told once in a process, such as vulkan:half=true
+beside vulkan, needs two commands with the same first engine.
+  toyexp bench                                    cpu and ggml, the default model
+  toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
+  toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
+  toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens;
+                                                  also bench_100k and bench_6m
+options
+  --rounds N      turns that each of them gets (7)
+  --steps N       steps of a turn (as many as take about 0.3 s)
+  --baseline      beside them loops that do no more than train: one in nanoGPT's
+                  manner for model=gpt2, eager and compiled, and of a llama on
+                  the CPU PyTorch's, likewise, and ggml's own autodiff (on
+                  engine.threads); on a GPU PEFT's for recipe=lora (in
+                  engine.dtype)
+  --no-peak       leave out the share of the peak, which takes its time to find
+  --no-memory     leave out what needs a process for each: memory, and the wait
+                  for the first step
+  --plot FILE     a picture of the speeds too, .svg, .png or .pdf
+                  (pip install 'toyexp[plots]')
+  --json          everything as JSON
+
+ms/step is the median of the rounds, quartiles are between which their middle
+half lies. GFLOP/s counts 6 N + 12 L d T operations for each of the T positions
+of a row (PaLM, appendix B), N being the parameters in matrix products, and 4
+of a frozen one. of peak is their share of what the same engine reaches in large
+matrix products alone, measured before in the same process, in the type that its
+products have.
+first step is counted from the start of a process; toyexp's reading of the
+settings is in it for the baselines too, and a compiler may find its work on
+disk. on device is the most memory that PyTorch had of a GPU, and of ggml its
+own buffers, whatever the device, of several devices the first one's; peak is
+the most memory that the process held, with those that compute beside it, beyond
+import how much of the first one's came after all was imported."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the command line."""
+
+    rounds: int = 7
+    steps: int = 0  # 0: as many as fill a slice
+    baseline: bool = False
+    no_peak: bool = False
+    no_memory: bool = False
+    json: bool = False
+    plot: str = ""  # where a picture is drawn; empty: nowhere
+
+
+LIMITS = {"--rounds": (1, 10**6), "--steps": (1, 10**6)}
+
+
+def read(arguments: Arguments) -> Options:
+    """The options of a command line; UserError for what is no setting, and for steps, which it chooses itself."""
+    require_settings("bench", arguments.rest)
+    for setting in arguments.rest:
+        key, _, value = setting.partition("=")
+        if key == "steps":
+            raise UserError(f"{setting}: bench takes the steps that fill its rounds; to fix them: --steps {value}")
+    return options(Options, arguments, LIMITS)
+
+
+def run(arguments: Arguments) -> int:
+    """Measures the engines, and shows what came out."""
+    asked = read(arguments)
+    picture = picture_at("--plot", asked.plot) if asked.plot else None
+    request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
+    watch: Callable[[str], None] = (lambda line: None) if asked.json else tell
+    report = measure(request, labels, asked, watch)
+    code, work = report.show(arguments), report.work
+    if picture:
+        name, size, of_a_step = (*work.model.split(", ", 2), "", "")[:3]
+        drawn = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [of_a_step, work.data, work.machine])
+        watch(f"\nplot    {asked.plot}, {in_bytes(drawn.write(picture))}")
+    return code
+
+
+# -- what is found --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every engine is given."""
+
+    machine: str
+    model: str
+    data: str
+    unit: str  # what speed is counted in: tokens, images
+    units: int  # of them in a step
+    flops: float  # in a step
+
+
+@dataclass(frozen=True)
+class Report(Answer):
+    """All of it; the first engine is what the others are compared with."""
+
+    work: Work
+    engines: list[dict[str, Any]]  # what was measured of each; seconds, bytes and operations without prefixes
+    left_out: dict[str, str]  # baselines, and why
+
+    def plain(self) -> dict[str, Any]:
+        """What it was given, and what was measured."""
+        work = asdict(self.work)
+        counts = {f"{work.pop('unit')}_per_step": work.pop("units"), "flops_per_step": work.pop("flops")}
+        return {**work, **counts, "engines": self.engines, "left_out": self.left_out}
+
+    def lines(self) -> list[str]:
+        """A row for each with its speed, another one with its memory, and below them what each says of itself."""
+        speed = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "of peak", "ratio"]]
+        memory = [["engine", "first step", "on device", "peak", "beyond import"]]
+        notes = []
+        for e in self.engines:
+            low, high = (f"{1e3 * seconds:.3g}" for seconds in e["quartiles"])
+            row = [e["name"], f"{1e3 * e['seconds_per_step']:.3g}", f"{low}..{high}"]
+            row += [count(e[f"{self.work.unit}_per_second"]), f"{e['flops_per_second'] / 1e9:.3g}"]
+            share = e.get("share_of_peak")
+            speed.append([*row, "" if share is None else f"{100 * share:.3g} %", f"{e['ratio']:.2f}"])
+            if SECONDS in e:
+                taken = ("" if e[name] is None else f"{e[name] / 1e6:.0f} MB" for name in BYTES)
+                memory.append([e["name"], f"{e[SECONDS]:.1f} s", *taken])
+            notes.append([e["name"], e["note"]])
+            if SECONDS in e and e["devices"] > 1:
+                notes.append(["", f"peak of all {e['devices']} processes, on device and beyond import of the first"])
+            if share is not None and e["name"] == e["engine"]:
+                reached = f"{e['peak_flops_per_second'] / 1e9:.3g} GFLOP/s"
+                notes.append(["", f"peak {reached}, in its products of {e['peak_size']} x {e['peak_size']}"])
+        notes += [[name, f"left out: {reason}"] for name, reason in self.left_out.items()]
+        if all("share_of_peak" not in e for e in self.engines):
+            speed = [[*row[:5], row[6]] for row in speed]
+        tables = [speed, memory] if len(memory) > 1 else [speed]
+        return [line for table in tables for line in ("", *columns(table, right=range(1, 7)))] + ["", *columns(notes)]
+
+
+def work_of(prepared: Prepared) -> Work:
+    """What an engine computes, and where."""
+    plan, flops, cores = prepared.plan, step_flops(prepared.plan), available_cores()
+    rows = plan.rows * plan.accumulate
+    machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
+    size = count(prepared.model.parameters())
+    per_step = f"{rows} x {positions(plan)} positions and {flops / 1e9:.3g} GFLOP a step"
+    kind = prepared.model.reads
+    return Work(
+        machine=", ".join([*machine, f"toyexp {toyexp.__version__}"]),
+        model=f"{prepared.model.name}, {size} parameters, {per_step}",
+        data=f"{prepared.config.data.name}, {prepared.dataset.vocab} {kind.targets}",
+        unit=kind.units,
+        units=rows * math.prod(plan.inputs["targets"].shape),
+        flops=flops,
+    )
+
+
+def positions(plan: Plan) -> int:
+    """Positions of a row: the first axis of what the model reads, where that is a sequence or has several."""
+    name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
+    return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1
+
+
+def step_flops(plan: Plan) -> float:
+    """Floating-point operations of a training step's matrix products: 6 N + 12 L d T for each of a row's T positions.
+
+    The estimate of PaLM (Chowdhery et al. 2022, appendix B), which nanoGPT uses too. N are the parameters in matrix
+    products, with 2 operations forward and 4 backward: 2 for the gradient of what they multiply, 2 for their own, which
+    a frozen one does not have. A table that is only looked up is not among them, the embedding is where it is the
+    output layer too, and so are the matrices of adapters. Attention's two products are counted in full though half of
+    them is masked, and d is the width of all heads; a model without n_layers and d_model has N alone.
+    """
+    model, length = plan.model, positions(plan)
+    sizes = {t.name: math.prod(t.shape) for t in model.tensors() if len(t.shape) > 1}
+    only_looked_up = {name for name in sizes if name.endswith("position_embd.weight")}
+    if "output.weight" in sizes:
+        only_looked_up.add("token_embd.weight")
+    sizes |= {t.name: t.size for t in plan.trainable if t.name not in sizes and len(t.shape) > 1}
+    frozen = {t.name for t in plan.tensors if not t.trainable}
+    products = sum((4 if name in frozen else 6) * n for name, n in sizes.items() if name not in only_looked_up)
+    width = getattr(model, "n_heads", 0) * getattr(model, "head_size", 0) or getattr(model, "d_model", 0)
+    attention = 12 * getattr(model, "n_layers", 0) * width * length
+    return float((products + attention) * length * plan.rows * plan.accumulate)
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------
+
+
+def measure(request: Request, labels: Sequence[str], asked: Options, watch: Callable[[str], None]) -> Report:
+    """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
+    environment = dict(os.environ)  # engines may set in it what they tell their library, once in a process
+    runs = prepared_on(request, labels)
+    first = runs[labels[0]]
+    settings = [str(override.input_line) for override in request.settings]
+    names = [prepared.config.engine.name for prepared in runs.values()]
+    added = list(baselines(settings, names)) if asked.baseline else []
+    work = work_of(first)
+    for name in ("machine", "model", "data"):
+        watch(f"{name:<8} {getattr(work, name)}")
+
+    entries, batches = [Entry(label, settings, label) for label in labels], made_batches(first)
+    ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
+    left_out: dict[str, str] = {}
+    found = {} if asked.no_peak else runs
+    peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in found.items()}
+    with contextlib.ExitStack() as last:
+        for label in labels:
+            ready[label] = warm_up(partial(EngineStepper, runs[label]), batches, asked.steps)
+            last.callback(ready[label][0].close)
+        for name, entry in added:
+            try:
+                if isinstance(entry, str):
+                    raise UserError(entry)
+                ready[name] = warm_up(entry.prepare()[1], batches, asked.steps)
+                last.callback(ready[name][0].close)
+                entries.append(entry)
+            except Exception as error:  # whatever a baseline lacks here, the engines are measured
+                left_out[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        seconds = take_turns(ready, batches, asked.rounds)
+    engines = []
+    for entry in entries:  # now that the machine's memory is free again
+        (stepper, steps), times = ready[entry.name], seconds[entry.name]
+        memory = {} if asked.no_memory else alone(entry, environment)
+        median = statistics.median(times)
+        engines.append({
+            "name": entry.name, "engine": entry.engine, "note": stepper.note, "devices": stepper.devices,
+            "steps_per_round": steps, "seconds_per_step": median,
+            "quartiles": np.percentile(times, (25, 75)), "rounds": times,
+            f"{work.unit}_per_second": work.units / median, "flops_per_second": work.flops / median,
+            "ratio": statistics.median(seconds[entries[0].name]) / median,
+            **_share(work.flops / median, peaks.get(entry.engine)), **memory,
+        })  # fmt: skip
+    return Report(work, engines, left_out)
+
+
+def _share(flops_per_second: float, peak: Peak | None) -> dict[str, Any]:
+    """What part that is of the peak of the engine's products, and how that was found."""
+    if peak is None:
+        return {}
+    share = flops_per_second / peak.flops_per_second
+    return {"share_of_peak": share, "peak_flops_per_second": peak.flops_per_second, "peak_size": peak.size}
+
+
+def take_turns(
+    ready: Mapping[str, tuple[Stepper, int]], batches: Sequence[Batch], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds a step of each in every round; who begins changes from round to round."""
+    names = list(ready)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for r in range(rounds):
+        first = r % len(names)
+        for name in names[first:] + names[:first]:
+            stepper, steps = ready[name]
+            seconds[name].append(stepper.turn(batches, steps))
+    return seconds
+
+
+# -- as a picture to print --------------------------------------------------------------------------------------------
+
+
+ROW = 0.5  # inches
+
+
+@own_style()
+def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Sequence[str]) -> Sheet:
+    """A bar for each engine as long as it is fast, in `unit` a second; `engines` are those of the report.
+
+    A bar ends at the median of the rounds; the line goes over their middle half, and each round has a mark.
+    """
+    rounds = len(engines[0]["rounds"])
+    how = f"bars end at the median of {counted(rounds, 'round')}, lines span their middle half" if rounds > 1 else ""
+    found = Sheet(1.3 + ROW * max(len(engines), 2), title, " · ".join(filter(None, [*below, how])))
+    (axes,) = found.panels
+    plain(axes, "x")
+    for row, engine in enumerate(engines):
+        units = engine[f"{unit}_per_second"] * engine["seconds_per_step"]  # of a step
+        speed, (low, high) = units / engine["seconds_per_step"], (units / seconds for seconds in engine["quartiles"])
+        own = engine["name"] == engine["engine"]  # and no baseline
+        axes.barh(row, speed, height=0.5, color=BLUE if own else PALE, alpha=0.45 if own else 0.6)
+        if rounds > 1:
+            axes.plot([units / seconds for seconds in engine["rounds"]], [row] * rounds, color=INK, marker="|",
+                      markersize=9, markeredgewidth=0.6, alpha=0.5, linestyle="none")  # fmt: skip
+            axes.plot([low, high], [row, row], color=INK, linewidth=2, solid_capstyle="butt")
+        told = f"{count(speed)} {unit}/s, {1e3 * engine['seconds_per_step']:.3g} ms a step"
+        ratio = "" if row == 0 and len(engines) > 1 else f"{engine['ratio']:.2f} times {engines[0]['name']}"
+        axes.text(1.01, row, f"{told}\n{cut(ratio, 34)}".strip() if len(engines) > 1 else told, va="center",
+                  transform=axes.get_yaxis_transform(), fontsize=SMALL, color=INK)  # fmt: skip
+    lines = [textwrap.wrap(engine["name"], 26, max_lines=2, placeholder="…") for engine in engines]
+    names = ["\n".join(cut(line, 26) for line in some) for some in lines]
+    axes.set_yticks(range(len(engines)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(engines) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda value, _: count(value))
+    axes.set_xlabel(f"{unit} a second", color=INK, fontsize=LABEL)
+    return found

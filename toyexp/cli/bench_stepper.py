@@ -1,0 +1,264 @@
+"""What `toyexp bench` compares: engines and bare loops, as things that take training steps.
+
+Run as a program it opens one of them alone, so that memory and the wait for the first step can be told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.formatting import counted
+from toyexp.cli.variants import prepared_on
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.recipe import start
+from toyexp.interfaces.session import StepMetrics
+from toyexp.training.run_config import Prepared
+
+FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
+STEPS_ALONE = 3  # the later ones may want memory that the first did not
+SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
+WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many steps:
+WARM_UP_STEPS = 3
+BATCHES = 8  # made beforehand, and used over and over
+BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
+
+
+class Stepper(Protocol):
+    """A model and its optimiser, ready to train."""
+
+    note: str  # versions, device and threads
+    devices: int = 1  # that compute together
+    pids: Sequence[int] = ()  # of other processes on this machine that compute with this one
+
+    def step(self, batch: Batch) -> object:
+        """Begins one training step, and waits for one: this, or where the device computes by itself the one before."""
+
+    def wait(self) -> None:
+        """Until every step that was begun is taken."""
+        return
+
+    def close(self) -> None:
+        """Free everything."""
+
+    def turn(self, batches: Sequence[Batch], steps: int) -> float:
+        """Take so many training steps, and return the seconds of one."""
+        began = time.perf_counter()
+        for k in range(steps):
+            self.step(batches[k % len(batches)])
+        self.wait()
+        return (time.perf_counter() - began) / steps
+
+    def device_bytes(self) -> int | None:
+        """The most that it has taken of its device's memory, if that is counted."""
+        return None
+
+
+class EngineStepper(Stepper):
+    """An engine's session, driven as a run without callbacks that look drives it."""
+
+    def __init__(self, prepared: Prepared):
+        self.session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
+        self._plan, self._lr = prepared.plan, prepared.config.settings.lr
+        self._steps = 0
+        self._under_way: list[Callable[[], StepMetrics]] = []
+        facts = self.session.describe()
+        self.devices, self.pids = facts.get("devices", 1), pids_of(facts.get("ranks", ()))
+        told, of_auto, _ = prepared.config.engine_note.partition(" (auto")
+        device = told.partition(": ")[2].split(", ")
+        threads = [counted(facts["threads"])] if "threads" in facts and self.devices == 1 else []
+        # An engine may say the same twice.
+        note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
+        note = f"{prepared.config.engine.name}: {note}" if of_auto else note
+        idle = [text for text in prepared.warnings if text.startswith("engine.")]
+        self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self.session.notes()))
+
+    def step(self, batch: Batch) -> None:
+        """One step, with the numbers that the optimiser has for it."""
+        numbers = self._plan.numbers(self._steps, self._lr)
+        self._steps += 1
+        self._under_way.append(self.session.launch(batch, numbers))
+        if not self.session.runs_ahead or len(self._under_way) > 1:
+            self._under_way.pop(0)()
+
+    def wait(self) -> None:
+        """Until the last step is taken."""
+        while self._under_way:
+            self._under_way.pop(0)()
+
+    def device_bytes(self) -> int | None:
+        """The session's."""
+        return self.session.device_bytes()
+
+    def close(self) -> None:
+        """Closes the session."""
+        self.session.close()
+
+
+def pids_of(ranks: Sequence[str]) -> list[int]:
+    """The other processes of a run on this machine, of ranks as a session tells them: `pid 12 on host`."""
+    told = [re.fullmatch(r"pid (\d+) on (.*)", rank) for rank in ranks]
+    return [int(rank[1]) for rank in told if rank and rank[2] == platform.node() and int(rank[1]) != os.getpid()]
+
+
+def made_batches(prepared: Prepared) -> list[Batch]:
+    """The first few of the experiment's batches."""
+    return [prepared.batches.batch(k) for k in range(BATCHES)]
+
+
+def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
+    """An open stepper after steps that do not count, and how many steps make a turn: `steps`, or a slice full."""
+    stepper = open_stepper()
+    try:
+        times: list[float] = []
+        while len(times) < WARM_UP_STEPS or sum(times) < WARM_UP:
+            began = time.perf_counter()
+            stepper.step(batches[len(times) % len(batches)])
+            stepper.wait()
+            times.append(time.perf_counter() - began)
+    except BaseException:
+        stepper.close()
+        raise
+    return stepper, steps or max(1, round(SLICE / statistics.median(times)))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An engine or a baseline, before anything of it is read or imported."""
+
+    name: str
+    settings: list[str]  # as they were typed, without the engine
+    engine: str  # by its label
+    file: str = ""  # of a baseline
+
+    def prepare(self) -> tuple[Prepared, Callable[[], Stepper]]:
+        """Reads the settings and imports what they need; what is returned beside the experiment opens it."""
+        from toyexp.config.request import Request
+
+        prepared = prepared_on(Request.of(self.settings), [self.engine])[self.engine]
+        if not self.file:
+            return prepared, partial(EngineStepper, prepared)
+        index = _index(Path(self.file).parent)
+        return prepared, partial(index.opened, self, prepared)
+
+
+def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple[str, Entry | str]]:
+    """The baselines beside these engines by name, each as an entry or as the reason why there is none.
+
+    Raises UserError outside of a checkout.
+    """
+    if not BASELINES.is_dir():
+        raise UserError(
+            "--baseline: the baselines are no part of an installed toyexp; run bench in a checkout of its source, "
+            "where they are tests/benchmarks/baselines/"
+        )
+    found: Iterable[tuple[str, Entry | str]] = _index(BASELINES).entries(settings, engines)
+    return found
+
+
+def _index(folder: Path) -> Any:
+    """The module that says which baselines lie in a folder, and opens them; it belongs to no package."""
+    spec = importlib.util.spec_from_file_location("baselines", folder / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- alone in a process ---------------------------------------------------------------------------------------------
+
+
+def alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[str, float | None]:
+    """Seconds and bytes of an entry in a new process; RunFailed when it does not get through.
+
+    By FIGURES: those until its first step, from the process's start; the most that it took of its device's memory, None
+    where that is not counted; the most that the process held, with those that compute beside it, None where the system
+    does not tell that; and those of its own that came after all was imported.
+    """
+    command = [sys.executable, "-m", "toyexp.cli.bench_stepper", json.dumps(asdict(entry))]
+    with tempfile.TemporaryFile("w+") as errors:
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+            assert process.stdout is not None
+            try:
+                process.stdout.readline()
+                seconds = time.perf_counter() - began
+                told = process.stdout.read()
+            except BaseException:  # interrupted: nobody waits for it any more
+                process.kill()
+                raise
+        if process.returncode:
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            why = re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
+            raise RunFailed(f"{entry.name}: in a process of its own: {why}; --no-memory leaves this out")
+    return {FIGURES[0]: seconds, **json.loads(told)}
+
+
+def main(words: Sequence[str]) -> None:
+    """Opens the one entry in `words`, writes a line after its first step, and its memory at the end."""
+    entry = Entry(**json.loads(words[0]))
+    prepared, open_stepper = entry.prepare()
+    imported, before = memory_bytes()
+    forget_peak()
+    stepper = open_stepper()
+    for k in range(STEPS_ALONE):
+        stepper.step(prepared.batches.batch(k))
+        stepper.wait()
+        if k == 0:
+            sys.stdout.write("first step\n")
+            sys.stdout.flush()
+    _, peak = memory_bytes()
+    found = stepper.device_bytes(), _with_others(max(peak, before), stepper.pids), peak - imported
+    json.dump(dict(zip(FIGURES[1:], found, strict=True)), sys.stdout)
+    stepper.close()
+
+
+def _with_others(own: int, pids: Sequence[int]) -> int | None:
+    """The most that this process held, and each of the others; None where the system tells nothing of others."""
+    found = [_of_linux(pid) for pid in pids]
+    return own + sum(peak for _, peak in filter(None, found)) if all(found) else None
+
+
+def memory_bytes() -> tuple[int, int]:
+    """What this process holds, and the most it held; where the system tells only the latter, that twice."""
+    if found := _of_linux("self"):  # whose getrusage starts at the peak of the process that started this one
+        return found
+    import resource  # deferred: Windows has none
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak, peak
+
+
+def _of_linux(pid: int | str) -> tuple[int, int] | None:
+    """The same of any process, where Linux tells it."""
+    try:
+        found = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()))
+    except OSError:
+        return None
+    return 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
+
+
+def forget_peak() -> None:
+    """Lets the peak begin anew where the system can: reading data may have needed more for a moment."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

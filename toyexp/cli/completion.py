@@ -1,0 +1,381 @@
+"""What may come next on a command line: what TAB offers.
+
+All of it is read off the tables that the command line itself goes by. Nothing is opened but toyexp's own conf/ and
+what is given with --config-dir; below the working directory files are listed, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from toyexp.base.errors import UserError, choose
+from toyexp.base.terminal import say
+from toyexp.cli.commands import find
+from toyexp.cli.flags import FLAGS, SHORT
+from toyexp.config.paths import CONF
+from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
+from toyexp.interfaces.command import Arguments, Command
+from toyexp.interfaces.optimiser import LORA, scalable
+from toyexp.plugins.discovery import load
+from toyexp.plugins.registry import Registry
+from toyexp.plugins.settings import Setting, settings_of
+
+PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
+DEFAULT_OPTIMISER = "adamw"  # as conf/config.yaml has it
+RUNS = 20  # the newest of them are offered
+SHELLS = ("bash", "fish", "zsh")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A word that may stand where the cursor is."""
+
+    text: str
+    help: str = ""
+    more: bool = False  # something has to follow, without a space
+    path: bool = False
+
+
+def complete(words: Sequence[str]) -> list[Candidate]:
+    """What the last of the words behind `toyexp` may become; it may be empty."""
+    *before, word = words
+    command = find(before[0], before) if before and before[0].isidentifier() else None
+    unique: dict[str, Candidate] = {}
+    for candidate in Line(before, word).candidates(command):
+        if candidate.text.startswith(word):
+            unique.setdefault(candidate.text.removesuffix("/"), candidate)  # a run is a directory that is wanted itself
+    return sorted(unique.values(), key=lambda c: c.text)
+
+
+class Line:
+    """The words before the cursor, and the one at it."""
+
+    def __init__(self, before: Sequence[str], word: str):
+        self.before, self.word = before, word
+
+    @cached_property
+    def registry(self) -> Registry:
+        """All plugins that are installed."""
+        return load()
+
+    # -- which kind of word ------------------------------------------------------------------------------------------
+
+    def candidates(self, command: Command | None) -> Iterator[Candidate]:
+        """What a sub-command takes, or a run or sweep: options, what stands behind one of them, or another word."""
+        options: dict[str, Sequence[str] | None] = {**FLAGS, "--version": None}  # None takes nothing
+        kinds = ["settings"] if self.before else ["settings", "commands"]
+        if command:
+            options, kinds = {**dict.fromkeys(command.switches), **command.values}, command.takes.split()
+        flag, equals, value = self.word.partition("=")
+        last = SHORT.get(self.before[-1], self.before[-1]) if self.before else ""
+        if (takes := options.get(last)) is not None:
+            yield from self._behind(last, takes, self.word)
+        elif equals and (takes := options.get(flag)) is not None:
+            yield from (replace(c, text=f"{flag}={c.text}") for c in self._behind(flag, takes, value))
+        elif self.word.startswith("-"):
+            yield from map(Candidate, (*options, "--help"))
+        else:
+            for kind in kinds:
+                yield from self._words(kind)
+
+    def _words(self, kind: str) -> Iterator[Candidate]:
+        match kind:
+            case "settings":
+                yield from self.settings()
+            case "commands":
+                yield from self._offered("command")
+            case "names":
+                for offered in self.registry.offers:
+                    yield from self._offered(offered)
+            case "topics":
+                from toyexp.cli.pages import topics
+
+                yield from map(Candidate, topics())
+            case "kinds":
+                from toyexp.cli.new import KINDS
+
+                yield from map(Candidate, KINDS)
+            case "shells":
+                yield from map(Candidate, SHELLS)
+            case "directory":
+                yield from paths(self.word, ("/",))
+            case "file":
+                yield from runs()
+                yield from paths(self.word, (".gguf",))
+
+    def _offered(self, kind: str, form: str = "{}") -> Iterator[Candidate]:
+        return (Candidate(form.format(n), o.help) for n, o in self.registry.offers.get(kind, {}).items())
+
+    def _behind(self, flag: str, takes: Sequence[str], word: str) -> Iterator[Candidate]:
+        """What stands behind an option: one of its choices, or what its example tells, as a file's suffix does."""
+        match flag:
+            case "--engine":
+                from toyexp.cli.generate import LLAMA_CPP
+
+                yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
+            case "--type":
+                yield from map(Candidate, self.registry.types())
+            case "--config-name":
+                yield from (Candidate(p.stem) for d in self._config_dirs() for p in d.glob("*.yaml"))
+            case "--package":
+                yield from map(Candidate, (*self._top_level(), *GROUPS))
+            case "--config-dir" | "--config-path":
+                yield from paths(word, ("/",))
+            case _ if not isinstance(takes, str):
+                yield from map(Candidate, takes)
+            case _ if Path(takes).suffix and not takes[0].isdigit():
+                yield from paths(word)
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def settings(self) -> Iterator[Candidate]:
+        """`key=value`, as far as it is typed: keys, or values of the key."""
+        key, equals, value = self.word.partition("=")
+        if equals:
+            for c in self._values(key.lstrip("+~"), value):
+                yield replace(c, text=f"{key}={c.text}")
+            return
+        prefix = self.word[: len(self.word) - len(self.word.lstrip("+~"))]
+        found = self._offered("callbacks", "callbacks.{}") if prefix == "~" else self._keys(self.word[len(prefix) :])
+        yield from (replace(c, text=prefix + c.text) for c in found)
+
+    def _keys(self, word: str) -> Iterator[Candidate]:
+        """Keys: what stands before their first dot until that is typed, then all of them, of callbacks by name."""
+        short = "." not in word
+        keys = [(name, "") for name in (*GROUPS, *(f"{name}." for name in GROUPS if short and name != "experiment"))]
+        keys += [(key, s.comment) for key, s in self._settings(word)]
+        for key, comment in keys:
+            dot = key.find(".", len(word)) + 1 if short or word.startswith("callbacks.") else 0
+            yield Candidate(key[:dot], more=True) if dot else Candidate(f"{key}=", comment, more=True)
+
+    def _values(self, key: str, value: str) -> Iterator[Candidate]:
+        if key in GROUPS:
+            yield from self._named(key, value)
+            return
+        for setting in [setting for known, setting in self._settings(key) if known == key]:
+            choices, suffixes = values_of(setting)
+            yield from map(Candidate, choices)
+            if key.startswith("callbacks.") and key.endswith(".scales"):
+                yield from map(Candidate, self._scaled())
+            if "run's directory" in setting.comment:
+                yield from runs()
+            if suffixes is not None:
+                yield from paths(value, suffixes)
+
+    def _scaled(self) -> set[str]:
+        """The numbers that a schedule can scale, of the optimiser of this line."""
+        chosen = next((w.partition("=")[2] for w in self.before if w.startswith("optim=")), DEFAULT_OPTIMISER)
+        offer = self.registry.offers["optim"].get(chosen)
+        return {"lr"}.union(*map(scalable, offer.cls().settled(LORA).rules())) if offer else {"lr"}
+
+    def _named(self, kind: str, value: str) -> Iterator[Candidate]:
+        """Names of a group: alone, in a list, or between the commas of a sweep."""
+        head = value[: max(value.rfind("["), value.rfind(",")) + 1] or ("[" if kind == "callbacks" else "")
+        typed = re.split(r"[\[,]", head)
+        found = [c for c in self._choices(kind) if c.text not in typed]
+        for c in found:
+            if not head.startswith("["):
+                yield replace(c, text=head + c.text)
+            elif [f for f in found if (head + f.text).startswith(value)] == [c]:  # what may stand behind it
+                yield from (replace(c, text=f"{head}{c.text}{end}", more=end == ",") for end in "],")
+            else:
+                yield replace(c, text=head + c.text, more=True)
+
+    # -- the tables --------------------------------------------------------------------------------------------------
+
+    def _config_dirs(self) -> list[Path]:
+        pairs = zip(self.before, self.before[1:], strict=False)
+        given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
+        return [*map(Path, given), CONF]
+
+    def _choices(self, kind: str) -> list[Candidate]:
+        """What a group may be: plugins, and the presets of the config directories."""
+        roots = [d / kind for d in self._config_dirs()]
+        found = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
+        found += [Candidate("auto", "The best engine that works here.")] if kind == "engine" else []
+        return list({c.text: c for c in (*found, *self._offered(kind))}.values())
+
+    def _top_level(self) -> dict[str, Setting]:
+        """The keys that are no part's, and where Hydra has runs and sweeps go."""
+        return {**dict(top_level()), **{key: Setting("dir", "str", "", "") for key in HYDRA_KEYS[:3]}}
+
+    def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
+        """The top-level keys, and those of the key's group: of what is chosen on this line, or of all that could be."""
+        yield from self._top_level().items()
+        kind = key.partition(".")[0]
+        offers = self.registry.offers.get(kind, {}) if "." in key else {}
+        chosen = next((w.partition("=")[2] for w in self.before if w.startswith(f"{kind}=")), "")
+        for name, offer in offers.items():
+            where = f"{kind}.{name}" if kind == "callbacks" else kind
+            if where != kind or name == chosen or chosen not in offers:
+                yield from ((f"{where}.{s.name}", s) for s in settings_of(offer.cls))
+
+
+def values_of(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
+    """What a setting takes, by its type and the comment behind it: `one | other (why) | a GGUF file`.
+
+    These are its choices, and the suffixes of the files that it takes: none for any file, None where it takes no path.
+    """
+    if setting.type.startswith("bool"):
+        return ["true", "false"], None
+    if not setting.type.startswith("str"):
+        return [], None
+    comment = re.sub(r"\(.*?\)", "", setting.comment)
+    first, *others = comment.split(" | ")
+    words = [first.split()[-1], *(other.split()[0] for other in others)] if others else []
+    choices = [word.strip(":,;.") for word in words if word != "a"]
+    kinds = set(PATH.findall(comment)) | ({"directory"} if setting.name == "dir" else set())
+    if not kinds or not (choices or setting.name == "dir" or setting.default in (None, "")):
+        return choices, None
+    return choices, (".gguf",) if "GGUF" in kinds else () if "file" in kinds else ("/",)
+
+
+# -- what is on the disk ----------------------------------------------------------------------------------------------
+
+
+def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
+    """What a path may become: directories, and the files with one of the suffixes, or all of them without any."""
+    folder, slash, start = word.rpartition("/")
+    with contextlib.suppress(OSError), os.scandir(Path(folder + slash or ".").expanduser()) as entries:
+        for entry in entries:
+            if not entry.name.startswith(start) or entry.name.startswith(".") > start.startswith("."):
+                continue
+            if entry.is_dir():
+                yield Candidate(f"{folder}{slash}{entry.name}/", more=True, path=True)
+            elif not suffixes or entry.name.endswith(tuple(suffixes)):
+                yield Candidate(folder + slash + entry.name, path=True)
+
+
+def runs() -> list[Candidate]:
+    """The newest runs below outputs/."""
+    with contextlib.suppress(OSError):
+        found = [path.parent for path in Path("outputs").glob("*/*/config.yaml")]
+        newest = sorted(found, key=lambda p: p.name, reverse=True)[:RUNS]
+        return [Candidate(str(path), f"a run of {path.parent.name}", path=True) for path in newest]
+    return []
+
+
+# -- the scripts of bash, zsh and fish, and what they are answered ----------------------------------------------------
+
+
+HELP = """\
+usage: toyexp completion bash|zsh|fish
+
+Prints what makes the shell complete toyexp's command lines. To switch it on, for this shell or in its start-up file:
+  ~/.bashrc                     eval "$(toyexp completion bash)"
+  ~/.zshrc                      eval "$(toyexp completion zsh)"
+  ~/.config/fish/config.fish    toyexp completion fish | source"""
+
+# Readline replaces what stands behind the last of COMP_WORDBREAKS, such as `=`, and not the whole word.
+BASH = r"""_toyexp() {
+    local IFS=$'\n' line
+    COMPREPLY=()
+    while read -r line; do
+        [[ -n $line ]] && COMPREPLY+=("$line")
+    done < <("${1/#\~/$HOME}" completion --for bash "${COMP_LINE:0:COMP_POINT}" "$COMP_WORDBREAKS" 2>/dev/null)
+}
+complete -o nospace -F _toyexp toyexp
+"""
+ZSH = r"""#compdef toyexp
+_toyexp() {
+    local kind text told
+    local -a plain plain_told more more_told
+    while IFS=$'\t' read -r kind text told; do
+        told="$text${told:+  -- $told}"
+        [[ -n $text ]] || continue
+        if [[ $kind == more ]]; then
+            more+=("$text") more_told+=("$told")
+        else
+            plain+=("$text") plain_told+=("$told")
+        fi
+    done < <("${${(Q)words[1]}/#\~/$HOME}" completion --for zsh "${(@Q)words[2,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)
+    (( $#plain )) && compadd -l -d plain_told -- "${plain[@]}"
+    (( $#more )) && compadd -S '' -l -d more_told -- "${more[@]}"
+    (( $#plain + $#more ))
+}
+if [[ ${funcstack[1]} == _toyexp ]]; then
+    _toyexp "$@"
+else
+    (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+    compdef _toyexp toyexp
+fi
+"""
+FISH = r"""function __toyexp
+    set -l words (commandline -opc)
+    set -l program (string replace -r '^~' $HOME -- $words[1])
+    $program completion --for fish $words[2..-1] (commandline -ct) 2>/dev/null
+end
+complete -c toyexp -f -a '(__toyexp)'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+SPECIAL = frozenset(" \t\n\"'`\\$&;<>|()!*?")  # what bash would read otherwise than as itself, in a path
+
+
+def run(arguments: Arguments) -> int:
+    """Prints a shell's script, or behind --for what that script asks."""
+    words = arguments.rest
+    if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
+        say("\n".join(answer(words[1], words[2:])))
+        return 0
+    if len(words) != 1 or words[0] not in SHELLS:
+        hint = choose(words[0] if words else "", SHELLS)
+        raise UserError(f"completion {' '.join(words)}".rstrip() + f": takes one shell, {hint}")
+    say(SCRIPTS[words[0]])
+    return 0
+
+
+def answer(shell: str, words: Sequence[str]) -> list[str]:
+    """The lines that a shell's script reads, about the words before the cursor; bash gives the line and its breaks."""
+    if shell == "bash":
+        typed = read_line(*words[:2])
+        return [typed.replacement(c) for c in complete(typed.words[1:] or [""])]
+    *before, word = words or [""]
+    if shell == "zsh":
+        return ["\t".join(("more" if c.more else "word", c.text, c.help)) for c in complete([*before, word])]
+    return [f"{c.text}\t{c.help}" for c in complete([*before, read_line(word).words[-1]])]  # fish leaves the quotes
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command line up to the cursor, as bash reads it."""
+
+    words: list[str]  # without their quotes
+    kept: int  # characters of the last word that a completion leaves alone
+    quote: str  # that is open
+
+    def replacement(self, found: Candidate) -> str:
+        """What takes the place of the rest of the word."""
+        text = found.text[self.kept :]
+        if self.quote:  # which readline closes
+            return text
+        if found.path:
+            text = "".join(f"\\{c}" if c in SPECIAL else c for c in text)
+        return text if found.more else f"{text} "
+
+
+def read_line(line: str, breaks: str = "") -> Typed:
+    """The words of a line that may end in the middle of one; assignments before the command are left out."""
+    words, quote, kept, inside, escaped = [""], "", 0, False, False
+    for c in line:
+        if escaped:
+            words[-1], escaped = words[-1] + c, False
+        elif c == "\\" and quote != "'":
+            inside = escaped = True
+        elif c == quote:
+            quote, kept = "", len(words[-1])
+        elif not quote and c in "\"'":
+            quote, kept, inside = c, len(words[-1]), True
+        elif not quote and c in " \t\n":
+            words, kept, inside = [*words, ""] if inside else words, 0, False
+        else:
+            words[-1], inside = words[-1] + c, True
+            kept = len(words[-1]) if not quote and c in breaks else kept
+    while len(words) > 1 and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
+        del words[0]
+    return Typed(words, kept, quote)

@@ -1,0 +1,345 @@
+"""Which engines work here, what they compute and where: what `toyexp doctor` shows."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+import toyexp
+from toyexp.base.errors import Unavailable, UserError
+from toyexp.base.files import working_directory
+from toyexp.base.formatting import columns
+from toyexp.base.packages import why
+from toyexp.base.terminal import tell
+from toyexp.cli import llamacpp
+from toyexp.cli.pages import after_the_doctor
+from toyexp.cli.variants import ALONE, on_engines, prepared_on
+from toyexp.config.top_level import LAUNCHERS
+from toyexp.formats.gguf.quantise import quantiser
+from toyexp.interfaces.command import Arguments
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.optimiser import AdamW
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.recipe import start
+from toyexp.plugins.discovery import load
+from toyexp.plugins.registry import Offer, Registry
+from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss
+from toyexp.reference.opmodel import CASES, ROWS, op_batch, op_plan, rows_for
+from toyexp.reference.tolerances import TOLERANCES, precision
+from toyexp.results import report
+from toyexp.sweeps.launchers.processes import require
+from toyexp.sweeps.search import study
+from toyexp.tokenizers import chat_template as chat
+from toyexp.training.run_config import Prepared
+
+HELP = """\
+usage: toyexp doctor [--numerics [engine=NAME,...]] [--graph [key=value ...]]
+
+Which engines work here, and why the others do not.
+  toyexp doctor
+  toyexp doctor --numerics engine=ggml        whether it computes every op and a short training as float64 does
+  toyexp doctor --graph engine=ggml model=gpt2  which ops of a training step run on which device
+
+--numerics exits with 1 when something is off. plugins=[my_module] goes with both."""
+
+
+def run(arguments: Arguments) -> int:
+    """Tells of the engines, of their numbers, or of their graphs."""
+    working_directory()  # or MKL, which looks for itself from there, ends the process
+    if "--graph" in arguments.switches:
+        request, labels = on_engines("doctor --graph", arguments, {*ALONE, "steps", "lr", "callbacks"}, "ggml")
+        print("\n".join(placement(prepared_on(request, labels))))
+        return 0
+    if "--numerics" in arguments.switches:
+        return _numerics(arguments)
+    if arguments.settings:
+        raise UserError(
+            f"doctor {arguments.settings[0]}: takes --numerics or --graph and settings behind it, or nothing"
+        )
+    registry = load()
+    tell(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    width = max((len(n) for n in registry.offers["engine"]), default=0)
+    working = []
+    for offer in registry.engines():
+        told = verdict(offer)
+        tell(f"  {offer.name:<{width}}  {told}")
+        working += [offer.name] if told.startswith("PASS") else []
+    for line in not_here(registry):
+        tell(f"  {line}")
+    for problem in registry.problems:
+        tell(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    tell("\n".join(after_the_doctor(working)))
+    return 0
+
+
+def _numerics(arguments: Arguments) -> int:
+    """Whether the engines compute every op's values and gradients, and a short training, as float64 does."""
+    from toyexp.config.request import take_engines
+
+    labels, strange = take_engines(arguments.rest, "")
+    if strange:
+        raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
+    chosen = engines(labels, load(arguments.modules))
+    references = references_for([engine for _, engine in chosen])
+    passed = True
+    for label, engine in chosen:
+        lines = list(examine(engine, *references[rows_for(engine)]))
+        passed = passed and all(line.passed for line in lines)
+        tell("\n".join(table(label, engine, lines)))
+    return 0 if passed else 1
+
+
+def placement(runs: Mapping[str, Prepared]) -> list[str]:
+    """For each engine, on which device the nodes of its training step run, and which ops they are."""
+    lines = []
+    for label, prepared in runs.items():
+        with start(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
+            facts = session.describe()
+        where = facts.get("residency")
+        if where is None:
+            lines.append(f"{label}: builds no graph of its own, so there is nothing to place")
+            continue
+        size = f"{facts['nodes']} nodes, {facts['off_device']} off the device, {facts['compute_bytes'] / 1e6:.1f} MB"
+        lines.append(f"{label}: {facts['profile']}'s graph, {size}")
+        for device, ops in where.items():
+            named = ", ".join(f"{op} {n}" for op, n in sorted(ops.items(), key=lambda item: -item[1]))
+            lines.append(f"  {device:<8} {sum(ops.values()):>5}  {named}")
+    return lines
+
+
+# -- what does not work on this machine, and why ----------------------------------------------------------------------
+
+
+def verdict(offer: Offer) -> str:
+    """Whether an engine works here: PASS with its facts and advice, or no or FAIL with the reason."""
+    try:
+        engine = offer.cls()
+        return "; ".join((f"PASS  {engine.check()}", *engine.remedies()))
+    except Unavailable as reason:
+        return f"no    {reason}"
+    except Exception as error:  # whatever a plugin raises, the others are still reported
+        return f"FAIL  {why(error)}"
+
+
+def not_here(registry: Registry) -> Iterator[str]:
+    """A line about each thing but engines that needs a package which is missing or broken."""
+    for label, check in _checks(registry):
+        try:
+            check()
+        except Unavailable as reason:
+            yield f"{label}: {reason}" if label else str(reason)
+        except UserError:  # a setting that has to be given
+            continue
+        except Exception as error:  # of a plugin
+            yield f"{label}: its check failed ({why(error)})"
+
+
+def _check(cls: type) -> None:
+    cls().check()
+
+
+def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
+    for kind, form in (("data", "data={}"), ("callbacks", "callbacks.{}")):
+        for name, offer in sorted(registry.offers[kind].items()):
+            yield form.format(name), partial(_check, offer.cls)
+    for launcher in LAUNCHERS:
+        yield "", partial(require, launcher)
+    yield "", partial(study.require, "cmaes")
+    yield "compare --html", report.require
+    yield "the chat template of a GGUF", chat.sandbox
+    yield "", llamacpp.installed
+    yield "", partial(quantiser, "a K-quant")
+
+
+# -- whether an engine computes as float64 does -----------------------------------------------------------------------
+
+
+Arrays = Mapping[str, np.ndarray]
+
+ADAPTED = (("matmul", "lens"), ("bias", "lora"))
+STEPS, CLIP = 3, 0.5
+TRAINED = "rope"  # the case that the short training takes: attention with grouped heads and positions
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an op should compute, in float64."""
+
+    name: str
+    plan: Plan
+    batch: Batch
+    loss: float
+    logits: np.ndarray
+    gradients: Arrays
+
+
+@dataclass(frozen=True)
+class Line:
+    """How far an engine was off."""
+
+    name: str
+    values: float  # relative to the largest
+    gradients: float  # of the worst tensor, in norm; of a training, the weights, relative to how far they moved
+    tolerances: tuple[float, float]  # of values, and of gradients or weights
+    failure: str = ""  # what it raised instead
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was within the tolerances; what is no number was not."""
+        return not self.failure and self.values <= self.tolerances[0] and self.gradients <= self.tolerances[1]
+
+
+def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
+    """The engines that the labels name; without any, all that work here, and the first other one that is emulated."""
+    from toyexp.config.engines import engine_of
+
+    if labels:
+        return [(label, engine_of(label, registry)) for label in labels]
+    found: list[tuple[str, Engine]] = []
+    emulated = False
+    for offer in registry.engines():
+        try:
+            found.append((offer.name, engine_of(offer.name, registry)))
+        except Unavailable:
+            if not emulated and "emulate" in getattr(offer.cls, "__dataclass_fields__", {}):
+                emulated, label = True, f"{offer.name}:emulate=true"
+                found.append((label, engine_of(label, registry)))
+    if not found:
+        command = f"`toyexp doctor{registry.loading}`"
+        raise UserError(f"doctor --numerics: no engine works here; {command} says why and what to install")
+    return found
+
+
+def references_for(engines: Sequence[Engine]) -> dict[int, tuple[list[Expected], list[Trained]]]:
+    """What all of them should compute, by the number of rows; see `rows_for`."""
+    return {rows: (expectations(rows), trainings(rows)) for rows in {rows_for(engine) for engine in engines}}
+
+
+def expectations(rows: int = ROWS) -> list[Expected]:
+    """Of every op, and of the adapters, on batches of so many rows."""
+    found = []
+    for case, adapter in [*((case, None) for case in CASES), *ADAPTED]:
+        plan, batch = op_plan(case, adapter, rows=rows), op_batch(rows, case=case)
+        values = {t.name: plan.initial(t) for t in plan.tensors}
+        gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
+        loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
+        found.append(Expected(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients))
+    return found
+
+
+def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-5) -> np.ndarray:
+    """The loss's gradient by one tensor, number by number, by central differences in float64."""
+    wide = {**values, name: values[name].astype(np.float64)}
+    moved, found = wide[name].reshape(-1), np.empty(wide[name].shape)
+    for i, value in enumerate(moved.copy()):
+        losses = []
+        for moved[i] in (value + h, value - h):
+            losses.append(reference_loss(plan, wide, batch))
+        moved[i], found.flat[i] = value, (losses[0] - losses[1]) / (2 * h)
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A short training as it should go, in float64."""
+
+    name: str
+    plan: Plan
+    adamw: AdamW
+    losses: Sequence[float]
+    start: Arrays
+    end: Arrays
+
+
+def trainings(rows: int = ROWS) -> list[Trained]:
+    """In both modes of AdamW, with a gradient that is clipped and weights that decay."""
+    modes = AdamW.for_from_scratch(), AdamW.for_lora()
+    return [_trained(replace(mode, lr=0.01, weight_decay=0.1), rows) for mode in modes]
+
+
+def _trained(adamw: AdamW, rows: int) -> Trained:
+    plan = op_plan(TRAINED, rows=rows, grad_clip=CLIP)
+    start = {t.name: plan.initial(t).astype(np.float64) for t in plan.tensors}
+    weights = dict(start)
+    moments = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
+    losses = []
+    for step in range(STEPS):
+        batch, hp = op_batch(rows, step, TRAINED), adamw.hp_for_step(step)
+        losses.append(reference_loss(plan, weights, batch))
+        gradients = {n: gradient(plan, weights, batch, n) for n in weights}
+        clip = min(1.0, CLIP / (norm(*gradients.values()) + 1e-6))
+        for name, g in gradients.items():
+            weights[name], *pair = reference_adamw(weights[name], clip * g, *moments[name], hp)
+            moments[name] = pair[0], pair[1]
+    return Trained(f"{STEPS} steps, {adamw.mode}", plan, adamw, losses, start, weights)
+
+
+def examine(engine: Engine, ops: Sequence[Expected], runs: Sequence[Trained]) -> Iterator[Line]:
+    """One line for each op and training; what an engine raises fails its line and no other."""
+    limits = TOLERANCES[precision(engine)]
+    for op in ops:
+        yield _line(op.name, (limits.values, limits.slopes), partial(_op_errors, engine, op))
+    for run in runs:
+        yield _line(run.name, (limits.values, limits.weights), partial(_training_errors, engine, run))
+
+
+def _line(name: str, tolerances: tuple[float, float], measure: Callable[[], tuple[float, float]]) -> Line:
+    try:
+        return Line(name, *measure(), tolerances)
+    except Exception as error:  # whatever an engine raises, the other lines are still worth reading
+        return Line(name, math.inf, math.inf, tolerances, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _op_errors(engine: Engine, one: Expected) -> tuple[float, float]:
+    with engine.realize(one.plan) as session:
+        session.build()
+        logits, loss = session.logits(one.batch), session.evaluate([one.batch])
+        gradients = session.gradients(one.batch)
+    scale = norm(*one.gradients.values())
+    return (
+        worst(np.abs(logits - one.logits).max() / np.abs(one.logits).max(), abs(loss - one.loss) / abs(one.loss)),
+        # A tensor whose true gradient is next to nothing is held against the whole.
+        worst(*(norm(gradients[n] - g) / max(norm(g), 1e-3 * scale) for n, g in one.gradients.items())),
+    )
+
+
+def _training_errors(engine: Engine, run: Trained) -> tuple[float, float]:
+    with engine.realize(run.plan) as session:
+        session.build()
+        losses = [
+            session.step(op_batch(run.plan.rows, step, TRAINED), run.adamw.hp_for_step(step)).loss
+            for step in range(STEPS)
+        ]
+        weights = {name: session.download(name) for name in run.start}
+    return (
+        worst(*(abs(a - b) / abs(b) for a, b in zip(losses, run.losses, strict=True))),
+        worst(*(norm(weights[n] - w) / norm(w - run.start[n]) for n, w in run.end.items())),
+    )
+
+
+def norm(*arrays: np.ndarray) -> float:
+    """The Euclidean norm of all numbers together."""
+    return math.sqrt(sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays))
+
+
+def worst(*errors: float) -> float:
+    """The largest; NaN when one is."""
+    return float(np.max(np.array(errors, np.float64)))
+
+
+def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
+    """For a person."""
+    passed = sum(line.passed for line in lines)
+    rows = [("op", "values", "at most", "gradients", "at most", "")]
+    for line in lines:
+        (values, gradients), verdict = line.tolerances, "PASS" if line.passed else f"FAIL  {line.failure}"
+        figures = f"{line.values:.1e}", f"{values:.0e}", f"{line.gradients:.1e}", f"{gradients:.0e}"
+        rows.append((line.name, *figures, verdict))
+    head = f"{label}: {passed} of {len(lines)} pass, products in {engine.rounds_to()}"
+    return [head, *(f"  {row}" for row in columns(rows, right=range(1, 5)))]

@@ -1,0 +1,171 @@
+"""The process that the jobs of a sweep are forked from: all is loaded there, no device is open and no thread runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import numpy.ma  # which numpy imports where it is first used, as the next one
+import numpy.random
+
+import toyexp.batching.tokens
+import toyexp.cli.main  # what a job begins with, and what it comes to
+import toyexp.formats.gguf.write
+import toyexp.training.experiment
+import toyexp.training.resume  # noqa: F401
+from toyexp.base.ranks import FORKS
+from toyexp.base.signals import leave
+from toyexp.cli.flags import split
+from toyexp.config.compose_cache import keep
+from toyexp.config.keys import Keys
+from toyexp.config.request import Request
+from toyexp.config.schema import AUTO, Source
+from toyexp.interfaces.engine import Engine
+from toyexp.plugins.discovery import keep as keep_plugins
+from toyexp.sweeps.begin import FLAGS
+from toyexp.sweeps.launchers.forking import HANDED, NUMBER, STREAMS, hear, with_files
+
+HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers open once they are in use
+
+
+def serve() -> bool:
+    """Forks a process for each job that it is told of: true there, and false here once nobody asks any more."""
+    control = socket.socket(fileno=int(os.environ.pop(FORKS)))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
+    with control, contextlib.suppress(ConnectionError):
+        if (heard := hear(control)) is None:
+            return False
+        with contextlib.suppress(Exception):  # each job reports errors in its settings itself
+            _load(**heard[0])
+        fit = _is_fit()
+        control.sendall(b"1" if fit else b"0")
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
+        while fit and (heard := hear(control, STREAMS + 1 + HANDED)) is not None:
+            order, files = heard
+            with contextlib.suppress(Exception):
+                _composed(order["words"])
+            if _forked(control, files):
+                _become(order, files)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                return True
+            for file in files:
+                os.close(file)
+    return False
+
+
+def _load(words: Sequence[str], stacks: bool) -> None:
+    """Imports what the jobs will: plugins by their names, and what the engine computes with, `stacks` of them too."""
+    import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
+
+    if stacks:
+        import toyexp.sweeps.launchers.stack  # noqa: F401 - and where nothing trains together
+    request = _composed(words)
+    keep_plugins(request.registry)
+    composed = request.compose()
+    for offer in request.registry.engines():
+        if composed.cfg.engine.name in (AUTO, offer.name):
+            with contextlib.suppress(Exception):  # it is not installed
+                engine = cast("type[Engine]", offer.cls)()
+                engine.preload_stack() if stacks else engine.preload()
+    with contextlib.suppress(Exception):
+        composed.look_over()  # the settings of parts that jobs share are merged once
+
+
+def _composed(words: Sequence[str]) -> Request:
+    """What words ask for, composed as far as other jobs may ask for the same."""
+    flags, settings = split(words)
+    request = Request.of(settings, Source.of(*map(flags.get, FLAGS)))
+    keep(Keys.of(request.registry).in_lists(request.settings), request.source)
+    return request
+
+
+def _is_fit() -> bool:
+    """Whether a process forked from this one has nothing of it that only one can have."""
+    gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it, and takes a while
+    gc.enable()
+    if not (trial := os.fork()):
+        os._exit(0)
+    os.waitpid(trial, 0)
+    with contextlib.suppress(OSError):
+        opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        threads = list(Path("/proc/self/task").iterdir())  # OpenBLAS has ended its own before the fork
+        return len(threads) == 1 and not any(name.startswith(DEVICES) for name in opened)
+    return False
+
+
+def _forked(control: socket.socket, files: Sequence[int]) -> bool:
+    """Forks a process that waits for the job, and from that one the job: true in the job, and false here.
+
+    One of the files hears the job's number and how it ended; until it is closed, the number is not given again.
+    """
+    channel = files[STREAMS]
+    try:
+        if os.fork():
+            return False
+        control.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not (job := os.fork()):
+            return True
+    except OSError as error:
+        job = -(error.errno or 1)
+    with contextlib.suppress(OSError):
+        os.write(channel, NUMBER.pack(job))
+    if control.fileno() >= 0:
+        return False
+    for file in files:
+        if file != channel:
+            os.close(file)
+    if job > 0:
+        ended = os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
+        code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else 0
+        with contextlib.suppress(OSError):  # the sweep is gone
+            os.write(channel, NUMBER.pack(code))
+            os.read(channel, 1)
+        os.waitpid(job, 0)
+    os._exit(0)
+
+
+def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Makes this process what a job's is that was started by its words."""
+    os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
+    own, handed = files[: STREAMS + 1], files[STREAMS + 1 :]
+    for number, file in enumerate(own[:-1]):
+        os.dup2(file, number)
+    for file in own:
+        os.close(file)
+    os.environ.clear()
+    os.environ.update({**order["environment"], **with_files(handed)})
+    os.chdir(order["directory"])
+    sys.argv[1:] = order["words"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        before, raw = getattr(sys, name), io.FileIO(number, "w" if number else "r", closefd=False)
+        at_once = bool(number) and before.write_through  # PYTHONUNBUFFERED
+        whole = raw if at_once else io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+        lines = number == 2 or os.isatty(number)
+        stream = io.TextIOWrapper(
+            cast("Any", whole), before.encoding, before.errors, line_buffering=lines, write_through=at_once
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    np.random.seed()  # as Python has done with its own random numbers
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process of a job: to take apart all that is loaded takes a tenth of a second, and copies its memory."""
+    threading._shutdown()  # type: ignore[attr-defined] # waits for the threads that a process waits for
+    for file in gc.get_objects():  # those since the fork
+        if isinstance(file, io.IOBase):
+            with contextlib.suppress(Exception):
+                file.flush()  # as happens to files that are left open
+    leave(code)

@@ -1,0 +1,286 @@
+"""A model in a file that writes text, on one of our engines."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from toyexp.base.errors import UserError
+from toyexp.base.memory import running_out
+from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.header import GGUFError, origin
+from toyexp.formats.gguf.open_model import model_of, opened
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
+from toyexp.interfaces.recipe import Setup
+from toyexp.interfaces.sampling import Sampling, endless
+from toyexp.tokenizers.chat_template import BadChat, Template
+from toyexp.tokenizers.tokenizer import Tokenizer
+from toyexp.training.memory import checked_session
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp.config.request import Request
+    from toyexp.interfaces.session import Session
+
+LESS = "fewer --tokens take less"
+# Why it ends.
+END, LIMIT, FULL, STOPPED = "end of text", "token limit", "context full", "stopped"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    model: Path
+    prompt: str | None = None
+    ids: list[int] | None = None
+    chat: bool = False
+    system: str | None = None  # what a chat begins with
+    tokens: int = 64
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    adapter: str | None = None
+    engine: str = "auto"
+    json: bool = False
+    plugins: Sequence[str] = ()  # local modules
+
+
+# -- what is found ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote."""
+
+    file: str
+    engine: str
+    prompt: str | None
+    prompt_ids: list[int]
+    text: str | None  # of a file with a tokenizer
+    ids: list[int]  # without an end token
+    tokens: int  # how many they are; of llama.cpp's ids only --json knows all
+    reason: str
+    seconds: float
+    seed: int
+    template: str | None = None  # with --chat: the file whose chat template wrote the prompt
+    slides: int = 0  # how often the context was full, and its later half read anew
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens written a second, the reading of the prompt included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+
+    def line(self) -> str:
+        """For a person."""
+        speed = f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s"
+        template = f" · chat template of {self.template}" if self.template else ""
+        return f"{speed} · {self.reason} · {self.engine}{template}"
+
+
+class Scribe:
+    """The tokens so far, and their text: `write` gets each part as soon as it is whole characters.
+
+    Without a tokenizer the text is the ids with commas between them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
+        self._tokenizer, self._write = tokenizer, write
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.ids: list[int] = []
+        self.text = ""
+
+    def add(self, token: int) -> None:
+        """The next token."""
+        self.ids.append(token)
+        if self._tokenizer is None:
+            self.put(f"{',' if len(self.ids) > 1 else ''}{token}")
+        else:
+            self.put(self._decode(self._tokenizer.bytes_of(token)))
+
+    def put(self, text: str) -> None:
+        """Text as it is."""
+        self.text += text
+        if text:
+            self._write(text)
+
+    def finish(self) -> None:
+        """No token follows: what is left of a character is none."""
+        self.put(self._decode(b"", final=True))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Author:
+    """The model, which writes; it holds a session, and is closed with its `with`.
+
+    `step` is of how many positions its window grows at a time: an engine of static graphs computes all of it for every
+    token, so that one text has the positions that it takes and no more.
+    """
+
+    def __init__(self, path: Path, asked: Options, request: Request, step: int = 1):
+        self.path, self.asked, self._step = path, asked, step
+        model: Any = model_of(path, request.registry)
+        if not model.reads.sequence:
+            raise UserError(f"{origin(path)}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
+        self._model, self._request = model, request
+        self.context: int = model.context
+        self.tokenizer, self.slides = language(path, asked), 0
+        self.vocab = min(self.tokenizer.vocab, model.vocab) if self.tokenizer else model.vocab
+        self.note = ""
+        self._window, self._held = 0, ExitStack()
+        self._session: Session | None = None
+
+    def __enter__(self) -> Author:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def write(
+        self, prompt: str | None, ids: Sequence[int], scribe: Scribe, words: np.random.Philox,
+        template: ChatTemplate | None, stopped: Callable[[], bool] = lambda: False,
+        slid: Callable[[str], object] = lambda note: None,
+    ) -> Generated:  # fmt: skip
+        """Continue `ids`, which `prompt` became by a `template`, and draw by the numbers of `words`.
+
+        It goes on beyond the context: the later half of the text is read anew, and the first time `slid` gets a line
+        that says so. `stopped` is asked before each token.
+        """
+        beyond = [i for i in ids if i >= self.vocab]
+        if beyond:
+            raise UserError(f"{origin(self.path)}: the prompt's id {beyond[0]} is not one of its 0..{self.vocab - 1}")
+        require_room(self.path, len(ids), self.context)
+        ends: frozenset[int] | set[int] = set(self.tokenizer.ends) if self.tokenizer else set()
+
+        def slides() -> None:
+            self.slides += 1
+            if self.slides == 1:
+                left = max(1, self.context // 2)
+                slid(f"note: the context of {self.context} tokens is full; it goes on from the last {left} of them")
+
+        with running_out(LESS):
+            session, began, reason = self._opened(len(ids) + self.asked.tokens), time.perf_counter(), LIMIT
+            for token in endless(session, ids, self.asked.sampling, words, self.vocab, slides):
+                if stopped():
+                    reason = STOPPED
+                elif token in ends:
+                    reason = END
+                else:
+                    scribe.add(token)
+                    if len(scribe.ids) < self.asked.tokens:
+                        continue
+                break
+        scribe.finish()
+        return Generated(
+            str(origin(self.path)), self.note, prompt, list(ids), scribe.text if self.tokenizer else None, scribe.ids,
+            len(scribe.ids), reason, time.perf_counter() - began, self.asked.seed, template and template.file,
+            self.slides,
+        )  # fmt: skip
+
+    def _opened(self, count: int) -> Session:
+        """The session with so many positions, or all that the model has."""
+        window = min(self.context, -(-count // self._step) * self._step)
+        if self._session is not None and self._window >= window:
+            return self._session
+        self._held.close()
+        self._session = None
+        inputs, name = self._model.reads.inputs(window), self._model.reads.sequence
+        inputs[name] = replace(inputs[name], below=self._model.vocab)
+        adapter = Path(self.asked.adapter) if self.asked.adapter else None
+        plan = frozen_plan(self._model, self.path, Setup(inputs, rows=1), adapter)
+        built = self._request.parts()
+        engine = built.engine.of_one_row()
+        first = engine is not built.engine
+        self.note = f"{engine.name}: {engine.check()}, of its devices the first" if first else built.engine_note
+        session = self._held.enter_context(checked_session(plan, engine, str(origin(self.path)), LESS))
+        self._session, self._window = session, window
+        return session
+
+
+def language(path: Path, asked: Options) -> Tokenizer | None:
+    """The file's tokenizer, if it has one and it is needed."""
+    file = opened(str(path))
+    if not has_text(file):
+        return None
+    try:
+        return read_tokenizer(file)
+    except GGUFError:
+        if asked.ids is None:
+            raise
+        return None
+
+
+class ChatTemplate(NamedTuple):
+    """A chat template, and which file has it."""
+
+    text: str
+    file: str
+
+
+def chat_template(path: Path, asked: Options, required: bool = True) -> ChatTemplate | None:
+    """What writes a chat's prompt: the template that the adapter was trained with, or the model's.
+
+    None without --chat; UserError where there is none and one is `required`.
+    """
+    if not asked.chat:
+        return None
+    for name in filter(None, (asked.adapter, str(path))):
+        with GGUFFile(name) as file:
+            if text := read_chat_template(file):
+                return ChatTemplate(text, name)
+    if required:
+        raise UserError(f"{origin(path)}: has no chat template; leave --chat out")
+    return None
+
+
+def prompt_ids(path: Path, asked: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> list[int]:
+    """The ids that are continued: those given, or those of the prompt; UserError where it cannot be told in ids."""
+    if asked.ids is not None:
+        return asked.ids
+    if tokenizer is None:
+        raise UserError(f"{origin(path)}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
+    assert asked.prompt is not None
+    if template is None:
+        return tokenizer.prompt(asked.prompt).tolist()
+    return chat_ids(
+        tokenizer, Template(template.text, tokenizer, template.file), [*opening(asked), said("user", asked.prompt)]
+    )
+
+
+def opening(asked: Options) -> list[dict[str, str]]:
+    """Return the turns that a chat begins with: the system's, if one was given."""
+    return [] if asked.system is None else [said("system", asked.system)]
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    """A turn of a conversation."""
+    return {"role": role, "content": content}
+
+
+def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the ids of a conversation, up to where the assistant's next turn begins. Raises BadChat."""
+    text = template.render(turns, answer=True).text
+    if turns[0]["role"] == "system" and turns[0]["content"].strip() not in text:
+        raise BadChat("the chat template leaves --system out; say it in the first message")
+    if not text:
+        raise BadChat("the chat template writes nothing, so there is nothing to answer; --prompt without --chat")
+    begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
+
+
+def require_room(path: Path, count: int, context: int) -> None:
+    """Raises UserError for a prompt that is longer than the context."""
+    if count > context:
+        raise UserError(f"{origin(path)}: the prompt has {count} tokens, the model's context is {context}")

@@ -1,0 +1,133 @@
+"""A plugin to begin with: what `toyexp new` writes."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path
+
+from toyexp.base.errors import UserError, choose
+from toyexp.base.files import working_directory
+from toyexp.base.formatting import short
+from toyexp.base.writing import in_one_piece, required, unwritable
+from toyexp.cli.args import refuse_settings
+from toyexp.config.paths import CONF, TEMPLATES
+from toyexp.interfaces.command import Arguments
+from toyexp.plugins.discovery import load
+
+HELP = """\
+usage: toyexp new KIND NAME [--into DIR]
+
+A plugin to begin with, in a directory of its own, toyexp-NAME: a part that works, its test by the conformance suite,
+and a README with the commands to go on with. KIND is engine, model, recipe, data, callback, optimiser or format.
+  toyexp new optimiser sgdr
+  cd toyexp-sgdr && pytest
+
+--into DIR   where that directory is made; this one unless told. DIR is made if it is not there. Nothing that is there
+             is ever replaced."""
+
+KINDS = {  # the registry's words for them
+    "engine": "engine", "model": "model", "recipe": "recipe", "data": "data", "callback": "callbacks",
+    "optimiser": "optim", "format": "format",
+}  # fmt: skip
+HABITS = {"optim": "optimiser", "optimizer": "optimiser", "callbacks": "callback", "dataset": "data"}
+LONGEST = 60  # letters of a name, which becomes a part of file names
+HOW = "toyexp new KIND NAME, such as toyexp new optimiser sgdr"
+
+
+def run(arguments: Arguments) -> int:
+    """Writes it, and says how to go on."""
+    words = arguments.rest
+    refuse_settings("new", words, "a kind and a name")
+    if len(words) != 2:
+        raise UserError(f"new{''.join(f' {word}' for word in words)}: takes a kind, and a name: {HOW}")
+    kind = HABITS.get(words[0], words[0])
+    if kind not in KINDS:
+        raise UserError(f"new {kind}: there is no such kind; {choose(kind, KINDS)}")
+    place = write(kind, words[1], Path(arguments.values.get("--into", ".")), arguments.modules)
+    readme = (place / "README.md").read_text()
+    commands = re.search(r"```\n(.*?)```", readme, re.DOTALL)
+    print(f"{short(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")
+    print(f"  cd {short(place)}")
+    if find_spec("pytest") is None:
+        print("  pip install pytest")
+    for line in commands[1].splitlines() if commands else ():
+        print(f"  {line}")
+    print(f"\nHow such a part is written: toyexp help plugins/{kind}")
+    return 0
+
+
+def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
+    """Writes the plugin, whole or not at all; returns its directory. UserError for a name that cannot be one."""
+    files = {path.name: path.read_text() for path in (TEMPLATES / kind).iterdir() if path.is_file()}
+    _check_name(kind, name, "".join(files.values()), modules)
+    place = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
+    if place.exists() or place.is_symlink():
+        raise UserError(
+            f"new {kind} {name}: {short(place)} is there already; another name, or --into another directory"
+        )
+    if into.exists() and not into.is_dir():
+        raise UserError(f"new {kind} {name} --into {into}: is no directory")
+    if why := unwritable(place):
+        raise UserError(f"new {kind} {name}: {short(place)} cannot be written ({why})")
+    with required(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with in_one_piece(place) as new:
+            new.mkdir()
+            for file, text in files.items():
+                (new / renamed(file, kind, name)).write_text(renamed(text, kind, name))
+    return place
+
+
+def renamed(text: str, kind: str, name: str) -> str:
+    """A template with a name of one's own in the place of `my_<kind>`, as class and as distribution too."""
+    for mine, theirs in zip(_forms(f"my_{kind}"), _forms(name), strict=True):
+        text = text.replace(mine, theirs)
+    return text
+
+
+def _forms(name: str) -> tuple[str, str, str]:
+    """As a module and a setting, as a class, and as a distribution."""
+    return name, _class(name), name.replace("_", "-")
+
+
+def _class(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _as_name(words: str) -> str:
+    """A name from what was typed, letters without their accents; nothing where letters would be lost."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", words) if not unicodedata.combining(c))
+    if any(c.isalnum() and not c.isascii() for c in plain):
+        return ""
+    parted = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", plain).lower()
+    name = re.sub(r"[^a-z0-9]+", "_", parted).strip("_")
+    return f"my_{name}" if name[:1].isdigit() else name
+
+
+def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None:
+    """Raises UserError for a name that is none, or somebody else's."""
+    asked = f"new {kind} {name}"
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        guess = _as_name(name)
+        hint = f"; did you mean {guess}?" if guess else ""
+        raise UserError(f"{asked}: a name is lower-case letters, digits and single underscores, a letter first{hint}")
+    if len(name) > LONGEST:
+        raise UserError(f"new {kind} {name[:20]}...: has {len(name)} letters; a name has at most {LONGEST}")
+    if name == f"my_{kind}":  # the template's own
+        pass
+    elif iskeyword(_class(name)) or re.search(rf"\b{_class(name)}\b", template):
+        raise UserError(
+            f"{asked}: its class would be {_class(name)}, which stands for something else; such as my_{name}"
+        )
+    offer = load(modules).offers[KINDS[kind]].get(name)
+    if offer is not None:
+        key = "--type " if kind == "format" else f"{KINDS[kind]}="
+        raise UserError(f"{asked}: {key}{name} is that of {offer.plugin} ({offer.package}); another name")
+    preset = CONF / KINDS[kind] / f"{name}.yaml"
+    if preset.is_file() or (kind, name) == ("engine", "auto"):
+        raise UserError(f"{asked}: {KINDS[kind]}={name} stands for something else; another name")
+    if find_spec(f"toyexp_{name}") is not None:
+        raise UserError(f"{asked}: there is a module toyexp_{name} already; another name")

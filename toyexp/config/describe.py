@@ -1,0 +1,79 @@
+"""What a name stands for: the settings of a plugin, of optim, of engine=auto, and of a preset in conf/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from toyexp.base.errors import UserError, nearest, printable
+from toyexp.base.formatting import typed
+from toyexp.config.paths import CONF
+from toyexp.config.schema import AUTO, AutoEngine
+from toyexp.config.top_level import GROUPS
+from toyexp.plugins.registry import Registry
+from toyexp.plugins.settings import settings_of
+
+
+def lines_about(name: str, registry: Registry) -> list[str]:
+    """A head and a line for each setting of everything that has this name; UserError where nothing has."""
+    auto = [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
+    found = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]
+    if not found:
+        known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
+        presets = {path.stem for kind in GROUPS for path in (CONF / kind).glob("*.yaml")}
+        best = nearest(name, known | presets)
+        hint = f"did you mean {best}?" if best else f"what there is: toyexp plugins{registry.loading}"
+        raise UserError(f"plugins {printable(name)}: there is nothing of that name; {hint}")
+    return [line for block in found for line in block]
+
+
+def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:
+    for kind, offers in registry.offers.items():
+        for offer in offers.values() if name == kind else filter(None, [offers.get(name)]):
+            label, prefix = {
+                "command": (f"toyexp {offer.name}", ""),
+                "format": (f"export --type {offer.name}", ""),
+                "callbacks": (f"callbacks={offer.name}", f"callbacks.{offer.name}."),
+            }.get(kind, (f"{kind}={offer.name}", f"{kind}."))
+            yield [f"{label}  {offer.help}  [{offer.plugin}, {offer.package}]", *_settings(prefix, offer.cls)]
+
+
+def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
+    for path in sorted(CONF.glob(f"*/{name}.yaml")):
+        kind, text = path.parent.name, path.read_text(encoding="utf-8")
+        body = yaml.safe_load(text)
+        chosen = body.pop("defaults", [])
+        comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+        about = " ".join(line for line in comments if not line.startswith("toyexp "))
+        head = f"{kind}={name}  {about}  [conf/{kind}/{path.name}]"
+        base = next((part for part in chosen if isinstance(part, str) and part != "_self_"), "")
+        if kind == "callbacks":
+            yield [head, f"  callbacks=[{','.join(chosen)}]"]
+        elif base in registry.offers.get(kind, {}):
+            yield [head, f"  {kind}={base}, with", *_settings(f"{kind}.", registry.get(kind, base), body)]
+        else:
+            commands = (line for line in comments if line.startswith("toyexp "))
+            yield [head, *(f"  {line}" for line in (*commands, *_choices(chosen), *_flat(body)))]
+
+
+def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
+    """The settings of a class with their defaults, or the `values` that take their place."""
+    shown = [(s, (values or {}).get(s.name, s.default)) for s in settings_of(cls)]
+    return [f"  {f'{prefix}{s.name}={typed(value)}':<34} {s.comment}" for s, value in shown]
+
+
+def _choices(defaults: list[Any]) -> Iterator[str]:
+    for part in defaults:
+        for key, value in part.items() if isinstance(part, dict) else ():
+            yield f"{str(key).rpartition('/')[2]}={typed(value)}"
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield f"{name.replace('hydra.sweeper.params.', '-m ')}={typed(value)}"

@@ -1,0 +1,144 @@
+"""What a configuration file may say: plain values under plain keys. Nothing in it names code or reads the machine.
+
+A file may come with a repository, a run or a mail. Hydra would follow it to packages and to the environment, and
+`_target_` to any function; so what is not needed is refused before Hydra sees it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Override
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import check_nodes
+from toyexp.plugins.rules import NAMES_CODE
+
+SIZE_LIMIT = 256 << 10  # bytes of a file
+CODE = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
+RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # what ${name:...} may ask
+OF_HYDRA = r"(_\w+_\.)?hydra(\.|$)"  # a package that is Hydra's own: hydra.run, _global_.hydra
+HYDRA_KEYS = ("run", "sweep", "sweeper", "searchpath")  # of Hydra's own settings
+PLACES = ("run", "sweep")  # where something is written: for a person's own main file to say, no other
+PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
+NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
+
+
+@functools.lru_cache  # of a text that was looked through nothing else can be said
+def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
+    """Raises UserError for a file that says more than settings; `ours` lies in toyexp's own conf/.
+
+    A `preset` is a choice of a group, such as an experiment, which one takes from elsewhere.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return  # whoever reads it says what is wrong, and on which line
+    except RecursionError:
+        raise UserError(f"{path}: its values are nested too deeply") from None
+    if root is None:
+        return
+    check_nodes(root, path)
+    for node, key in _nodes(root):
+        place = f"{path}, line {node.start_mark.line + 1}"
+        if node.tag not in PLAIN:
+            raise UserError(f"{place}: {printable(node.tag)} names a type; a configuration holds plain values")
+        if node.tag in NUMBERS and ":" in node.value:  # sexagesimal
+            raise UserError(f"{place}: YAML reads {node.value} in base 60; write the number, or a text in quotes")
+        if key and not ours and re.search(rf"@{OF_HYDRA}", str(node.value)):
+            raise UserError(f"{place}: {printable(str(node.value))} sets Hydra's own settings, which is not taken")
+        if key and node.value in NAMES_CODE:
+            raise UserError(f"{place}: {node.value} {CODE}")
+        if not key and not ours and isinstance(node, yaml.ScalarNode):
+            check_text(node.value, place)
+    if not ours:
+        _check_hydra(root, text, path, preset)
+
+
+def require_plugins(asked: object, loaded: Sequence[str], what: str) -> None:
+    """Raises UserError where a configuration asks for local plugins that are not `loaded`: code comes with no file."""
+    names = [str(name) for name in asked] if isinstance(asked, Iterable) and not isinstance(asked, str) else []
+    if missing := [name for name in names if name not in loaded]:
+        raise UserError(
+            f"{what} asks for the local plugin {printable(missing[0])}; code is only loaded from the command line: "
+            f"add 'plugins=[{printable(','.join(names), 200)}]'"
+        )
+
+
+def _children(node: yaml.Node) -> Iterator[tuple[yaml.Node, bool]]:
+    """The nodes in a node, and whether each is a key."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from ((key, True), (value, False))
+    elif isinstance(node, yaml.SequenceNode):
+        yield from ((item, False) for item in node.value)
+
+
+def _nodes(node: yaml.Node, key: bool = False) -> Iterator[tuple[yaml.Node, bool]]:
+    yield node, key
+    for child, is_key in _children(node):
+        yield from _nodes(child, is_key)
+
+
+def check_text(text: str, place: str) -> None:
+    """Raises UserError for a value that asks the machine for something, such as ${oc.env:HOME}."""
+    for match in re.finditer(r"(\\*)\$\{\s*([^:}$]*)(.?)", text):
+        escaped, name, end = len(match[1]) % 2, match[2].strip(), match[3]
+        if escaped or (end == "}" or (end == ":" and name in RESOLVERS)):
+            continue
+        if name.startswith("oc.env"):
+            raise UserError(
+                f"{place}: {printable(text)} reads the environment, and what it finds would stand in everything that "
+                "the run leaves; give it on the command line: key=$NAME"
+            )
+        raise UserError(f"{place}: {printable(text)} is not taken from a file; there may be ${{key}} and ${{now:...}}")
+
+
+def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
+    """Raises UserError for settings of Hydra's that can load or call something, or write where a preset wants."""
+    package = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
+    if package and re.match(OF_HYDRA, package[1]):
+        raise UserError(f"{path}: sets Hydra's own settings by '@package {printable(package[1])}', which is not taken")
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value != "hydra" or not isinstance(value, yaml.MappingNode):
+            continue
+        for name, inner in value.value:
+            place = f"{path}, line {name.start_mark.line + 1}"
+            if preset and name.value in PLACES:
+                raise UserError(
+                    f"{place}: hydra.{name.value} is not taken from such a file, which may not choose where something "
+                    f"is written; give it on the command line: hydra.{name.value}.dir=..."
+                )
+            if name.value not in HYDRA_KEYS:
+                raise UserError(
+                    f"{place}: hydra.{printable(name.value)} is not taken from a file; there may be "
+                    f"{', '.join(f'hydra.{k}' for k in HYDRA_KEYS)}"
+                )
+            if name.value == "sweeper" and any(k.value != "params" for k, _ in inner.value):
+                raise UserError(f"{place}: of hydra.sweeper only params is taken from a file")
+            if name.value == "searchpath" and "pkg:" in str(inner.value):
+                raise UserError(f"{place}: hydra.searchpath loads a Python package (pkg://), which is not taken")
+
+
+def check_typed(given: Sequence[Override]) -> None:
+    """Raises UserError for a setting of the command line by which something would be called."""
+    for override in given:
+        if code := _names_code(dict.fromkeys(re.split("[./]", override.key_or_group), override.value())):
+            raise UserError(f"{override.input_line}: {code} {CODE}")
+
+
+def _names_code(value: Any) -> str | None:
+    """The first key in plain data by which something would be called."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found = key if key in NAMES_CODE else _names_code(item)
+            if found:
+                return str(found)
+    if isinstance(value, list):
+        return next(filter(None, map(_names_code, value)), None)
+    return None

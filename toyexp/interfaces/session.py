@@ -1,0 +1,423 @@
+"""Session: a Plan with its numbers on a device, its states and its errors.
+
+A session is NEW until it is opened, REALIZED when its tensors exist and may still be replaced (the warm window), BUILT
+once `build()` has baked the training step, and CLOSED at the end. Every public method here checks the state, the names
+and the shapes, so an engine implements only the `do_*` methods and can trust what reaches them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Self, TypeVar, final
+
+import numpy as np
+
+from toyexp.base.attribution import given
+from toyexp.base.errors import BadBatch, PluginFailed, SessionError, choose
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.decoder import Decoder, Recompute
+from toyexp.interfaces.micro_batches import Ready, cut, micro_batches, padded
+from toyexp.interfaces.optimiser import AdamW
+from toyexp.interfaces.plan import Plan, PlanTensor
+from toyexp.interfaces.snapshot import slot_name, snapshot_fault, state_misfit
+
+X = TypeVar("X")
+
+
+class State(Enum):
+    """Where a session is in its life."""
+
+    NEW = "new"
+    REALIZED = "realized"
+    BUILT = "built"
+    CLOSED = "closed"
+
+
+class StepMetrics(NamedTuple):
+    """What a training step reports: the batch's loss before the update, and the gradient's global norm."""
+
+    loss: float
+    grad_norm: float
+
+
+def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
+    """A vector of finite numbers for each group of the plan; AdamW's seven are spread over the groups.
+
+    Raises SessionError for what is neither. What does not decay (norms, biases) has a decay of 0 in its seven.
+    """
+    groups = plan.updates
+    if isinstance(numbers, np.ndarray):
+        if not all(isinstance(group.rule, AdamW) for group in groups):
+            raise SessionError("step(): the plan has another optimiser than AdamW: it takes plan.numbers(step, lr)")
+        if numbers.shape != (7,):
+            raise SessionError(f"step(): hp has the shape {list(numbers.shape)}, expected [7]")
+        keeps = np.where(np.arange(7) == 4, 0.0, numbers)
+        numbers = [numbers if plan.tensor(group.tensors[0]).decays else keeps for group in groups]
+    if len(numbers) != len(groups):
+        raise SessionError(f"step(): numbers for {len(numbers)} groups, and the plan has {len(groups)}")
+    for vector in numbers:
+        if not math.isfinite(sum(vector.tolist())) and not all(map(math.isfinite, vector.tolist())):
+            raise SessionError(f"step(): its numbers are not finite: {', '.join(f'{x:g}' for x in vector)}")
+    return numbers
+
+
+class Session(ABC):
+    """A realized plan: made, then opened. Use it as a context manager, or call `close()`."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.state = State.NEW
+        self.version = 0  # counts what makes a decoder's memory of earlier positions worthless
+        self._by_name = {t.name: t for t in plan.tensors}
+        self._state_is_set = False
+
+    # -- the life of a session ----------------------------------------------------------------------------------
+
+    @final
+    def open(self) -> Self:
+        """Makes the tensors, with the plan's initial values; closes the session where that fails."""
+        self._require(State.NEW, "open()")
+        try:
+            self.do_open()
+            self.state = State.REALIZED
+            for tensor in self.plan.tensors:
+                self.do_load(tensor)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @final
+    def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
+        """Replaces a tensor's values with `array` (its exact shape); only while the warm window is open."""
+        if self.state is State.NEW:
+            self._require(State.REALIZED, f"upload of {name} from {source}")
+        if self.state is not State.REALIZED:
+            raise SessionError(f"upload of {name} from {source}: the warm window closed at build(); upload before it")
+        tensor = self._tensor(name, f"upload from {source}")
+        if tuple(array.shape) != tensor.shape:
+            raise SessionError(
+                f"upload of {name} from {source}: expected shape {list(tensor.shape)}, got {list(array.shape)}"
+            )
+        self.do_upload(tensor, np.ascontiguousarray(array, np.float32))
+
+    @final
+    def build(self) -> None:
+        """Closes the warm window and bakes forward, loss, backward and the optimiser into the training step.
+
+        A plan that trains nothing has no step: its session only evaluates.
+        """
+        self._require(State.REALIZED, "build()")
+        self.do_build()
+        self.state = State.BUILT
+
+    @final
+    def step(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepMetrics:
+        """One step of the optimiser on `batch`; the first call starts from a state of zeros.
+
+        `numbers` are those of `plan.numbers(step, lr)`, or AdamW's seven for a plan that AdamW alone trains.
+        """
+        return self.launch(batch, numbers)()
+
+    @final
+    def launch(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> Callable[[], StepMetrics]:
+        """Begins such a step; what it returns, called once, waits until the step is taken.
+
+        Where `runs_ahead`, a second step may be launched before the first is waited for; they are taken in order.
+        """
+        micros, numbers = self._step_of(batch, numbers)
+        self._prepare_state()
+        self.version += 1
+        return self.do_launch(micros, numbers)
+
+    @final
+    def launch_several(
+        self, steps: Sequence[tuple[Batch, Sequence[np.ndarray]]]
+    ) -> Callable[[], Sequence[StepMetrics]]:
+        """Begins several such steps, one behind the other, at most `steps_at_once`; what it returns waits for all."""
+        found = [self._step_of(batch, numbers) for batch, numbers in steps]
+        self._prepare_state()
+        self.version += len(found)
+        return self.do_launch_several(found)
+
+    def _step_of(
+        self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray
+    ) -> tuple[Sequence[Batch], Sequence[np.ndarray]]:
+        """What a step is of: its micro-batches, and each group's numbers."""
+        self._require_training("step()")
+        numbers = _for_groups(self.plan, numbers)
+        if isinstance(batch, Ready) and batch.plan is self.plan:
+            micros: Sequence[Batch] = batch.micros
+        else:
+            micros = micro_batches(self.plan, batch)
+        if len(micros) != self.plan.accumulate:
+            raise BadBatch(
+                f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
+            )
+        return micros, numbers
+
+    def all_launched(self) -> None:  # noqa: B027 (most engines have no stacks)
+        """Every run of a stack has launched its step, which can begin then."""
+
+    @final
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over all weighted targets of `batches`; changes nothing."""
+        return self.launch_evaluation(batches)()
+
+    @final
+    def launch_evaluation(self, batches: Iterable[Batch]) -> Callable[[], float]:
+        """Begins to evaluate; what it returns, called once, waits for the mean loss."""
+        self._require(State.BUILT, "evaluate()")
+        weight = 0.0
+
+        def micros() -> Iterator[Batch]:
+            nonlocal weight
+            for batch in batches:
+                for micro in cut(self.plan, batch)[0]:
+                    weight += float(micro["weights"].sum(dtype=np.float64))
+                    yield micro
+
+        total = self.do_launch_losses(micros())
+
+        def wait() -> float:
+            loss = total()
+            if not 0 < weight < math.inf:
+                raise BadBatch(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
+            return loss / weight
+
+        return wait
+
+    @final
+    def logits(self, batch: Batch) -> np.ndarray:
+        """The float32 logits of the inputs in `batch`, [rows, ..., V].
+
+        Any number of rows: they are computed as many at a time as the plan has. Where rows are missing, or are shorter
+        than the plan's, they are padded for the computation and cut off again.
+        """
+        self._require(State.BUILT, "logits()")
+        count = max((len(array) for array in batch.values()), default=0)
+        cuts = range(0, max(count, 1), self.plan.rows)
+        parts = [self._padded_logits({k: v[i : i + self.plan.rows] for k, v in batch.items()}) for i in cuts]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @final
+    def decoder(self) -> Decoder:
+        """What reads a sequence of tokens piece by piece, with the present weights; raises for other models."""
+        self._require(State.BUILT, "decoder()")
+        model = self.plan.model
+        ids, targets = (self.plan.inputs.get(name) for name in (model.reads.sequence, "targets"))
+        if ids is None or targets is None or ids.shape != targets.shape:
+            raise SessionError(f"decoder(): model={model.name} does not continue a sequence of tokens")
+        return self.do_decoder()
+
+    @final
+    def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The gradient of the batch's loss for every trainable tensor, before clipping; changes nothing."""
+        self._require_training("gradients()")
+        return self.do_gradients(micro_batches(self.plan, batch))
+
+    @final
+    def download(self, name: str) -> np.ndarray:
+        """A tensor's present values, float32."""
+        if self.state in (State.NEW, State.CLOSED):
+            raise SessionError(f"download of {name}: the session is {self.state.value}")
+        return self.do_download(self._tensor(name, "download"))
+
+    @final
+    def snapshot(self, into: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
+        """A copy of all that training changes: each trainable tensor, and its optimiser's state as `<name>@<slot>`.
+
+        The numbers keep the engine's own precision, so that `restore` brings back the very bits. `into`, an earlier
+        snapshot of this session that nobody needs any more, is overwritten where the engine can, which is faster.
+        """
+        self._require(State.BUILT, "snapshot()")
+        if into is not None and (misfit := state_misfit(self.plan, into)):
+            raise SessionError(f"snapshot(): {misfit}")
+        self._prepare_state()
+        found = given(Mapping, self.do_snapshot, into or {})
+        if fault := snapshot_fault(self.plan, found):
+            raise PluginFailed(f"{type(self).__name__}.do_snapshot() gave {fault}")
+        return found
+
+    @final
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Puts back what `snapshot` gave, here or on another engine; raises SessionError when it does not fit."""
+        self._require(State.BUILT, "restore()")
+        misfit = state_misfit(self.plan, arrays)
+        if misfit:
+            raise SessionError(f"restore(): {misfit}")
+        self._prepare_state()
+        self.version += 1
+        for tensor in self.plan.trainable:
+            slots = {slot: slot_name(tensor.name, slot) for slot in self.plan.slots(tensor)}
+            state = {slot: np.ascontiguousarray(arrays[name]) for slot, name in slots.items()}
+            self.do_restore(tensor, np.ascontiguousarray(arrays[tensor.name]), state)
+
+    @final
+    def close(self) -> None:
+        """Frees everything; closing twice is harmless."""
+        if self.state is not State.CLOSED:
+            self.state = State.CLOSED
+            self.version += 1
+            self.do_close()
+
+    def __enter__(self) -> Self:
+        return self.opened()
+
+    @final
+    def opened(self) -> Self:
+        """Itself; raises SessionError for one that `Engine.realize` made and did not open."""
+        if self.state is State.NEW:
+            raise SessionError(
+                f"realize() gave a {type(self).__name__} that is not open; it returns Session(plan).open()"
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What run_start records about the engine: device, threads, precision."""
+        return {}
+
+    def device_bytes(self) -> int | None:
+        """The most that its tensors and graphs have taken of its device's memory; None where nobody counts that."""
+        return None
+
+    def notes(self) -> Iterable[str]:
+        """What a person should know of how it computes this plan, a line each, before the first step."""
+        return ()
+
+    @final
+    def named(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
+        """What stands in `values` and `states` for the trainable tensors, by the names of a snapshot."""
+        found: dict[str, X] = {}
+        for tensor in self.plan.trainable:
+            found[tensor.name] = values[tensor.name]
+            found |= {slot_name(tensor.name, slot): value for slot, value in states[tensor.name].items()}
+        return found
+
+    # -- what an engine implements ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def do_open(self) -> None:
+        """Allocates what holds the tensors; their values follow, one by one, through `do_load`."""
+
+    def do_load(self, tensor: PlanTensor) -> None:
+        """Gives the tensor its initial values; an engine may take those of a file as they stand there."""
+        self.do_upload(tensor, self.plan.initial(tensor))
+
+    @abstractmethod
+    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
+        """Stores a contiguous float32 array as the tensor's values."""
+
+    @abstractmethod
+    def do_build(self) -> None:
+        """Prepares the training step."""
+
+    @abstractmethod
+    def do_reset_state(self) -> None:
+        """Sets the optimiser's state to zeros."""
+
+    @abstractmethod
+    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
+        """Sums the gradients of the micro-batches, clips, updates. The weights of all micros together sum to 1.
+
+        `numbers` has a vector for each group of `plan.updates`. Where the plan says `skip_nonfinite`, a loss or norm
+        that is not finite leaves weights and state as they are.
+        """
+
+    def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
+        """Begins such a step, and returns what waits for it; an engine whose steps begin at once and take time."""
+        metrics = self.do_step(micros, numbers)
+        return lambda: metrics
+
+    def do_launch_several(
+        self, steps: Sequence[tuple[Sequence[Batch], Sequence[np.ndarray]]]
+    ) -> Callable[[], Sequence[StepMetrics]]:
+        """Begins several; an engine that has more than one of `steps_at_once`."""
+        waits = [self.do_launch(micros, numbers) for micros, numbers in steps]
+        return lambda: [wait() for wait in waits]
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host is free while a step is taken, so that the next one can be launched behind it."""
+        return False
+
+    @property
+    def steps_at_once(self) -> int:
+        """How many steps it is best given at a time, where nobody looks at the run in between."""
+        return 1
+
+    @abstractmethod
+    def do_loss(self, micro: Batch) -> float:
+        """The weighted sum of the losses of one micro-batch, without training."""
+
+    def do_launch_losses(self, micros: Iterable[Batch]) -> Callable[[], float]:
+        """Begins to sum such losses of micro-batches, and returns what waits for the sum."""
+        total = 0.0
+        for micro in micros:
+            total += self.do_loss(micro)
+        return lambda: total
+
+    @abstractmethod
+    def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
+        """The logits of the first `rows` rows of a micro-batch."""
+
+    def do_decoder(self) -> Decoder:
+        """A decoder; an engine that can keep what it computed of earlier positions has a faster one."""
+        return Recompute(self)
+
+    @abstractmethod
+    def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
+        """The summed gradient of every trainable tensor, by name."""
+
+    @abstractmethod
+    def do_download(self, tensor: PlanTensor) -> np.ndarray:
+        """A float32 copy of the tensor's values."""
+
+    @abstractmethod
+    def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Copies of all that training changes, as `named` gives it, in the engine's precision.
+
+        `into` is empty, or what an earlier call gave: its arrays may be overwritten and returned.
+        """
+
+    @abstractmethod
+    def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
+        """Sets a trainable tensor's values and state, from arrays of any float type."""
+
+    @abstractmethod
+    def do_close(self) -> None:
+        """Frees what the session holds; one whose opening failed may hold a part."""
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def _prepare_state(self) -> None:
+        if not self._state_is_set:
+            self.do_reset_state()
+            self._state_is_set = True
+
+    def _require(self, state: State, call: str) -> None:
+        if self.state is state:
+            return
+        advice = {State.NEW: "; call open() first", State.REALIZED: "; call build() first"}.get(self.state, "")
+        raise SessionError(f"{call}: the session is {self.state.value}, expected {state.value}{advice}")
+
+    def _require_training(self, call: str) -> None:
+        self._require(State.BUILT, call)
+        if not self.plan.trainable:
+            raise SessionError(f"{call}: the plan trains nothing")
+
+    def _tensor(self, name: str, what: str) -> PlanTensor:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise SessionError(f"{what}: no tensor {name!r} in the plan; {choose(name, self._by_name)}") from None
+
+    def _padded_logits(self, batch: Batch) -> np.ndarray:
+        full, kept = padded(self.plan, batch)
+        return np.ascontiguousarray(self.do_logits(full, len(kept[0]))[tuple(slice(len(k)) for k in kept)])

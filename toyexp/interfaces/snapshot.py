@@ -1,0 +1,67 @@
+"""What a snapshot of a session holds: every trainable tensor, and the optimiser's state of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from toyexp.base.errors import printable
+from toyexp.interfaces.plan import Plan
+
+SLOT = "@"  # stands in a snapshot between a tensor's name and that of a slot of its state
+
+
+def slot_name(tensor: str, slot: str) -> str:
+    """What a snapshot calls a slot of a tensor's state."""
+    return f"{tensor}{SLOT}{slot}"
+
+
+def state_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """What a snapshot holds, by name: `<tensor>`, and `<tensor>@<slot>` for the optimiser's state of it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t in plan.trainable:
+        shapes[t.name] = t.shape
+        shapes |= {slot_name(t.name, slot): shape for slot, shape in plan.slots(t).items()}
+    return shapes
+
+
+def snapshot_fault(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
+    """What of an engine's snapshot the plan does not have, or has otherwise, or None."""
+    wanted = state_shapes(plan)
+    for name in (*wanted, *(arrays.keys() - wanted.keys())):
+        array = arrays.get(name)
+        if name not in wanted:
+            return f"{printable(repr(name))}, which is neither a trainable tensor nor its state"
+        if not isinstance(array, np.ndarray) or array.shape != wanted[name]:
+            given = list(array.shape) if isinstance(array, np.ndarray) else type(array).__name__
+            return f"{given} for {printable(name)}, expected an array {list(wanted[name])}"
+    return None
+
+
+def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
+    """Why a snapshot's arrays are not those of `plan`, or None."""
+    wanted = state_shapes(plan)
+    for name in sorted(wanted.keys() ^ arrays.keys()):
+        tensor = name.partition(SLOT)[0]
+        if tensor != name and tensor in wanted and tensor in arrays:
+            kept, found = (_slots(names, tensor) for names in (wanted, arrays))
+            return (
+                f"of {printable(tensor)} the optimiser keeps {kept}, the snapshot has {found}; go on with the version "
+                "of the optimiser that wrote it, or begin a new run"
+            )
+        there = "lacks" if name in wanted else "has"
+        return f"the snapshot {there} {printable(name)}, unlike the plan"
+    for name, shape in wanted.items():
+        array = arrays[name]
+        if array.shape != shape:
+            return f"{name} has the shape {list(array.shape)}, not {list(shape)}"
+        if array.dtype.kind != "f":
+            return f"{name} holds {array.dtype}, not floating-point numbers"
+    return None
+
+
+def _slots(names: Iterable[str], tensor: str) -> str:
+    """The slots of a tensor in words."""
+    own = sorted(n.partition(SLOT)[2] for n in names if n.startswith(slot_name(tensor, "")))
+    return printable(", ".join(own)) or "nothing"

@@ -1,0 +1,160 @@
+"""Runs that are asked for: `recipe=warm`, `loss<3`, in an order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
+from typing import Any
+
+from toyexp.base.errors import UserError, choose
+from toyexp.base.formatting import short
+from toyexp.results.found import COLUMNS, Run, settings
+
+FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)", re.DOTALL)
+ORDER = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
+NUMBERS = ("seed", "lr", "batch_size", "steps", "of", "loss", "train_loss", "seconds", "speed")  # columns
+ALSO = {"held_out": "loss", "held-out": "loss", "eval_loss": "loss", "started": "when", "tokens_per_second": "speed"}
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One of them."""
+
+    typed: str
+    key: str
+    sign: str
+    value: str
+
+    @classmethod
+    def of(cls, word: str) -> Filter | None:
+        """A word as a filter; None for one that is none, such as the name of a directory."""
+        found = FILTER.fullmatch(word)
+        if not found or os.path.lexists(word):
+            return None
+        key, sign, value = found[1], "=" if found[2] == "==" else found[2], found[3]
+        name = ALSO.get(key, key)
+        if sign in ORDER and not value:
+            raise UserError(f"{word}: {sign} takes a value to compare with, such as '{key}{sign}3'")
+        if sign in ORDER and name == "when":
+            _moment(word, value)
+        elif sign in ORDER and name in COLUMNS and name not in NUMBERS:
+            raise UserError(f"{word}: {key} is text, which {sign} cannot compare; '{key}=...' or '{key}!=...', * fits")
+        elif sign in ORDER and ((number := _number(value)) is None or math.isnan(number)):
+            raise UserError(f"{word}: what {sign} compares is a number, such as '{key}{sign}3'")
+        return cls(word, name, sign, value)
+
+    def takes(self, value: Any) -> bool:
+        """Whether a run with that value is asked for; one without a value is, by != alone."""
+        if value is None:
+            return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
+        if self.sign in ("=", "!="):
+            printed = self.key != "lr" and "." not in self.key  # a score, which tables print with four decimals
+            return any(_equal(value, one, printed) for one in self.value.split(",")) is (self.sign == "=")
+        if self.key == "when":
+            with contextlib.suppress(ValueError):
+                return bool(ORDER[self.sign](datetime.fromisoformat(value), _moment(self.typed, self.value)))
+        there, asked = _number(value), _number(self.value)
+        return there is not None and asked is not None and ORDER[self.sign](there, asked)
+
+
+def divided(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
+    """Words that name places, and those that are filters."""
+    filters = [Filter.of(word) for word in words]
+    places = [word for word, one in zip(words, filters, strict=True) if one is None]
+    return places, [one for one in filters if one is not None]
+
+
+def filtered(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -> list[Run]:
+    """Return the runs that all filters take, and add to `notes` which runs could not be asked.
+
+    Raises UserError for a key that no run has, and for text that is to be ordered.
+    """
+    runs, known = list(runs), set(COLUMNS)
+    quick = [f for f in filters if f.key in COLUMNS]
+    slow = [f for f in filters if f.key not in COLUMNS]  # for which the whole configuration is read
+    left = [run for run in runs if all(f.takes(run.value(f.key)) for f in quick)]
+    notes += [f"not asked: {short(run.path)}, {run.unread}" for run in runs if run.unread and run not in left]
+    if not slow or not left:
+        return left
+    told: list[Run] = []
+    for run in left:
+        if not (has := {**settings(run.path), **run.scores}):
+            notes.append(f"not asked: {short(run.path)}, {run.unread or 'whose config.yaml cannot be read'}")
+        known |= set(has)
+        for f in slow:
+            if f.sign in ORDER and f.key in has and _number(has[f.key]) is None and has[f.key] not in ("null", "None"):
+                raise UserError(f"{f.typed}: {f.key} is text ({has[f.key]}) in {short(run.path)}; compare with = or !=")
+        if all(f.takes(has.get(f.key)) for f in slow):
+            told.append(run)
+    for f in slow:
+        if f.key not in known:
+            raise UserError(f"{f.typed}: no run here has {f.key}; {_nearest(f.key, known)}")
+    return told
+
+
+def ordered(runs: Iterable[Run], key: str) -> list[Run]:
+    """Runs by a column or a setting, from the smallest; `-key` from the largest. Those without a value come last."""
+    runs, falling, name = list(runs), key.startswith("-"), key.lstrip("-")
+    name = ALSO.get(name, name)
+    values: list[Any] = [run.value(name) for run in runs]
+    if runs and name not in COLUMNS and all(value is None for value in values):
+        each = [settings(run.path) for run in runs]
+        values = [one.get(name) for one in each]
+        if all(value is None for value in values):
+            raise UserError(
+                f"--sort {key}: no run here has {name}; {_nearest(name, {*COLUMNS, *(k for s in each for k in s)})}"
+            )
+    there = [(_rank(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
+    there.sort(key=lambda pair: pair[0], reverse=falling)
+    return [run for _, run in there] + [run for value, run in zip(values, runs, strict=True) if _is_none(value)]
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    if key == "whose":
+        return "it is a column of compare's table alone; name the directory of a person's runs"
+    near = choose(key, known)
+    return near if near.startswith("did you") else "its keys: toyexp runs --json, and those of its config.yaml"
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _rank(value: Any) -> tuple[bool, float, str]:
+    number = _number(value)
+    return (number is None, 0.0 if number is None else number, str(value))
+
+
+def _equal(value: Any, asked: str, printed: bool) -> bool:
+    there, number = _number(value), _number(asked)
+    if there is not None and number is not None:
+        return there == number or (printed and f"{there:.4f}" == asked)
+    if str(value) in ("true", "false", "null"):
+        return str(value) == asked.lower() or (value, asked) == ("null", "None")
+    return fnmatchcase(str(value), asked)
+
+
+def _moment(word: str, text: str) -> datetime:
+    """Return the start of a day, month or year, or a time, in this machine's zone if it names none."""
+    day = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
+    if text in ("today", "yesterday"):
+        return day - timedelta(days=text == "yesterday")
+    try:
+        return datetime.fromisoformat(text + "2000-01-01"[len(text) :] if len(text) in (4, 7) else text).astimezone()
+    except ValueError:
+        known = "'when>2026-11', 'when>2026-11-20', 'when>2026-11-20T18:00', 'when>yesterday'"
+        raise UserError(f"{word}: when is compared with a date (and time), today or yesterday: {known}") from None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,383 @@
+"""Which runs are below a directory, and what each is: little is read of one, so that thousands take a moment."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import absent, cause, open_file
+from toyexp.base.formatting import UNZIPPED, counted, shown, smooth_loss, typed
+from toyexp.base.ownership import LOCK, SWEEP, Owned, require_left
+from toyexp.sweeps.directory import NUMBERS, PRUNES
+from toyexp.sweeps.ranking import METRIC
+from toyexp.training.checkpoint import Damaged, conforms, read_json, result_of
+from toyexp.training.rundir import settings_in
+
+HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
+TAIL = 1 << 16  # bytes of the events of a run without a result
+DEPTH = 8  # of directories below the one that is searched
+MOST_UNZIPPED = 1 << 30  # bytes that are extracted from an archive
+RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP}  # files of runs that are extracted
+INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
+SIGNS = {"events.jsonl", "result.json", LOCK}  # one beside config.yaml makes a directory a run, or two of them
+DONE = ("completed", "diverged", "stopped")  # states of runs whose numbers count: they came to their own end
+_CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
+_SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)
+_ENGINE = re.compile(r'"backend": \{"kind": "([^"]+)"')
+_STARTED = re.compile(r'"started_at": "([^"]+)"')
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory in short."""
+
+    path: Path
+    name: str = ""
+    when: str = ""  # ISO 8601, UTC
+    sweep: str = ""  # name of the sweep's directory
+    recipe: str = ""
+    model: str = ""
+    data: str = ""
+    engine: str = ""
+    seed: int | None = None
+    lr: float | None = None
+    batch_size: int | None = None
+    steps: int | None = None  # that were taken
+    of: int | None = None  # that it was to take
+    loss: float | None = None  # of the held-out data
+    train_loss: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)  # held out, beside the loss
+    seconds: float | None = None
+    speed: float | None = None  # tokens, or images, a second
+    state: str = ""  # completed | diverged | stopped | pruned | interrupted | failed | killed | running | unreadable
+    why: str = ""  # of a state that is not completed
+    unread: str = ""  # which of its files exist and cannot be read, and why
+
+    def value(self, key: str) -> Any:
+        """What stands in a column; None where it has none."""
+        return getattr(self, key) if key in COLUMNS else self.scores.get(key)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"path": shown(self.path), **{key: getattr(self, key) for key in COLUMNS}, "scores": dict(self.scores)}
+
+
+COLUMNS = ("name", "when", "sweep", "recipe", "model", "data", "engine", "seed", "lr", "batch_size", "steps", "of",
+           "loss", "train_loss", "seconds", "speed", "state", "why", "unread")  # fmt: skip
+
+
+def below(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
+    """Yield the runs in a directory and below it, by name; of directories that are links only the root is searched.
+
+    A directory that this user may not read is yielded too: `look` says so of it. `notes` gets a line about links.
+    """
+    links: list[Path] = []
+
+    def walk(directory: Path, depth: int) -> Iterator[Path]:
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except PermissionError:
+            yield directory
+            return
+        except OSError:  # it was deleted meanwhile
+            return
+        names = {entry.name for entry in entries}
+        if len(names & {"config.yaml", *SIGNS}) > 1:
+            yield directory
+            return
+        links.extend(Path(entry.path) for entry in entries if entry.is_symlink() and not entry.name.startswith("."))
+        for entry in entries if depth else ():
+            if not entry.name.startswith(".") and entry.name not in INSIDE and entry.is_dir(follow_symlinks=False):
+                yield from walk(Path(entry.path), depth - 1)
+
+    yield from walk(root, DEPTH)
+    away = [link for link in links if link.is_dir() and not link.resolve().is_relative_to(root.resolve())]
+    if away and notes is not None:
+        notes.append(f"not followed: {counted(len(away), 'link')} below {shown(root)}, such as {shown(away[0])}")
+
+
+def named(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
+    """The runs that words name: runs, sweeps, directories that hold them, and patterns of these; each once.
+
+    Raises UserError for a word that names none. See `below` for `notes`.
+    """
+    found: dict[Path, None] = {}
+    for word in words:
+        if not word:
+            raise UserError(f"{command} '': is empty (a variable that is not set?); leave it out, or name a directory")
+        exists = os.path.lexists(word)
+        places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
+        runs = [run for place in places for run in _at(Path(place), notes)]
+        if not runs:
+            what = "holds no run" if exists else "matches no run" if glob.has_magic(word) else absent(Path(word))
+            if exists and (Path(word) / SWEEP).is_file():
+                what = "is a sweep of which no run has begun"
+            raise UserError(f"{command} {shown(word)}: {what}; what is here: toyexp runs")
+        found.update(dict.fromkeys(runs))
+    return list(found)
+
+
+@contextlib.contextmanager
+def unzipped(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield words in which a temporary directory stands for each zip archive, with the archive's records of runs.
+
+    Raises UserError for an archive that is damaged or too large, and for one that names a place outside itself.
+    """
+    with contextlib.ExitStack() as stack:
+        places = list(words)
+        for number, word in enumerate(words):
+            if word.lower().endswith(".zip") and Path(word).is_file():
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=UNZIPPED))
+                places[number] = str(_extract(Path(word), Path(folder, Path(word).name)))
+        yield places
+
+
+def _extract(archive: Path, folder: Path) -> Path:
+    """Extract what `runs` and `compare` read of runs; models and checkpoints stay in the archive."""
+    try:
+        with open_file(archive) as file, zipfile.ZipFile(file) as found:
+            wanted = [info for info in found.infolist() if re.split(r"[/\\]", info.filename)[-1] in RECORDS]
+            for info in wanted:
+                info.filename = name = info.filename.replace("\\", "/")  # as Windows' own archiver has written them
+                if name.startswith("/") or ".." in PurePosixPath(name).parts:
+                    raise UserError(f"{archive}: holds {printable(name)}, which lies outside of it")
+            if sum(info.file_size for info in wanted) > MOST_UNZIPPED:
+                raise UserError(f"{archive}: its runs take more than {MOST_UNZIPPED >> 20} MiB; unzip it yourself")
+            found.extractall(folder, wanted)
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+        raise UserError(f"{archive}: cannot be unzipped: {printable(str(error).rpartition('> ')[2])}") from None
+    if not wanted:
+        raise UserError(f"{archive}: holds no run")
+    return folder
+
+
+def _at(place: Path, notes: list[str]) -> Iterator[Path]:
+    """The runs at a place; of a file in a run, that run."""
+    if place.is_dir():
+        yield from below(place, notes)
+    elif place.name in ("events.jsonl", "config.yaml", "result.json"):
+        yield from (run for run in below(place.parent) if run == place.parent)
+
+
+def metric_of(places: Sequence[Path]) -> str:
+    """What the sweeps at these places went by, where that is one metric; the loss otherwise."""
+    every = [word for place in places for word in words_of(place, "sweep")]
+    found = {word.removeprefix(METRIC) for word in every if word.startswith(METRIC)}
+    return found.pop() if len(found) == 1 else "loss"
+
+
+def words_of(sweep: Path, key: str) -> list[str]:
+    """Return what was typed of a sweep: its own settings (`sweep`), or the space of a search (`space`)."""
+    try:
+        words: Any = read_json(sweep / SWEEP).get(key)
+    except Damaged:
+        return []
+    return list(words) if conforms(words, list[str]) else []
+
+
+def look(path: Path) -> Run:
+    """What a run directory says of itself; what it does not say, or what cannot be read, is left out."""
+    unread: list[str] = []
+    head = _start(path / "config.yaml", unread)
+    unread += [] if head or unread else ["config.yaml is missing or empty"]
+    chosen = dict(_CHOICE.findall(head))
+    settings = dict(_SETTING.findall(head))
+    result = result_of(path)
+    first = _start(path / "events.jsonl", unread)
+    started = _STARTED.search(first)
+    if chosen.get("engine") == "auto" and (taken := _ENGINE.search(first)):
+        chosen["engine"] = taken[1]
+    told: dict[str, Any] = {k: v for k, v in result.items() if k in NUMBERS and conforms(v, NUMBERS[k])}
+    if "steps" not in told:
+        told |= last_numbers(path)
+    state, why = ("unreadable", unread[0]) if not head and unread else _state(path, result)
+    wrong = [k for k, hint in NUMBERS.items() if k in result and not conforms(result[k], hint)]
+    unread += [f"result.json has {printable(repr(result[k]))} for {k}" for k in wrong]
+    scores = {k: float(v) for k, v in (told.get("eval_scores") or {}).items() if v is not None}
+    return Run(
+        path=path, name=_text(settings.get("name", "")) or path.name, when=started[1] if started else _when(path),
+        **{part: _text(chosen.get(part, "")) for part in ("recipe", "model", "data", "engine")},
+        seed=_whole(settings.get("seed")), lr=_number(settings.get("lr")), of=_whole(settings.get("steps")),
+        batch_size=_whole(settings.get("batch_size")), steps=told.get("steps"), loss=told.get("eval_loss"),
+        train_loss=told.get("train_loss"), scores=scores, seconds=told.get("seconds"),
+        speed=_finite(result.get("tokens_per_second")), state=state, why=why, unread=", ".join(unread),
+        sweep=next((p.name for p in path.parents[:3] if (p / SWEEP).exists()), ""),
+    )  # fmt: skip
+
+
+def last_numbers(path: Path) -> dict[str, Any]:
+    """What the end of the events tells of a run that has left no result."""
+    found: dict[str, Any] = {}
+    events, smoothed = _last_events(path / "events.jsonl"), None
+    for event in events:
+        if event.get("kind") == "step" and conforms(event.get("step"), int) and event["step"] > 0:
+            loss = _finite(event.get("loss"))
+            smoothed = smooth_loss(smoothed, math.nan if loss is None else loss, event["step"])
+    for event in reversed(events):
+        kind, loss = event.get("kind"), _finite(event.get("loss"))
+        if kind == "step" and "steps" not in found and conforms(event.get("step"), int):
+            found |= {"steps": event["step"], "train_loss": smoothed}
+            found["seconds"] = _finite(event.get("t"))
+        elif kind == "eval" and "eval_loss" not in found:
+            scores = {k: v for k, v in event.items() if k not in OF_AN_EVAL and conforms(v, float | int)}
+            found |= {"eval_loss": loss, "eval_scores": scores}
+    return found
+
+
+OF_AN_EVAL = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # what is no score of the model's
+
+
+def _last_events(path: Path) -> list[dict[str, Any]]:
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(size - TAIL, 0))
+            lines = file.read(TAIL).split(b"\n")[size > TAIL :]
+    except (OSError, UserError):
+        return []
+    events = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            events.append(json.loads(line))
+    return [event for event in events if isinstance(event, dict)]
+
+
+def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
+    """How a run stands, and why, where it did not simply come to its end."""
+    if is_written(path):
+        return "running", ""
+    why = " ".join(str(result.get("error") or result.get("why") or "").split())
+    match result.get("reason"):
+        case "interrupted":
+            return "interrupted", ""
+        case "completed" if not result.get("error"):
+            return "diverged" if result.get("diverged") is True else "completed", ""
+        case "aborted" if not result.get("error"):
+            return ("pruned" if why.startswith(PRUNES) else "stopped"), why
+        case None:
+            return "killed", "result.json cannot be read" if (path / "result.json").exists() else ""
+    return "failed", why
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process writes a run now.
+
+    Only where the process is there that the lock names, or is of another machine, is the lock itself asked: for that
+    moment nobody else could take it.
+    """
+    try:
+        with open_file(path / LOCK) as file:
+            number, _, node = file.read(100).decode(errors="replace").strip().partition(" on ")
+            if node == platform.node() and os.name == "posix" and not _is_there(number):
+                return False
+        require_left(path)
+    except Owned:
+        return True
+    except (OSError, UserError):  # there is no lock, or a file system that knows none
+        return False
+    return False
+
+
+def _is_there(number: str) -> bool:
+    try:
+        os.kill(int(number), 0)
+    except (ValueError, ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return int(number) > 0
+
+
+def _start(path: Path, unread: list[str]) -> str:
+    """Return the first HEAD bytes of a file; add to `unread` why a file that exists cannot be read."""
+    try:
+        with open_file(path) as file:
+            return file.read(HEAD).decode(errors="replace")
+    except (OSError, UserError) as error:
+        if os.path.lexists(path) or not os.access(path.parent, os.X_OK):
+            unread.append(f"{path.name} {cause(error).removeprefix(f'{path}: ')}")
+        return ""
+
+
+def _when(path: Path) -> str:
+    """When a run without events was begun, by its configuration's time."""
+    from datetime import UTC, datetime
+
+    try:
+        return datetime.fromtimestamp((path / "config.yaml").stat().st_mtime, UTC).isoformat(timespec="milliseconds")
+    except OSError:
+        return ""
+
+
+def _text(scalar: str) -> str:
+    """A word of YAML, without its quotes."""
+    if scalar[:1] == "'":
+        return scalar[1:-1].replace("''", "'")
+    if scalar[:1] == '"':
+        with contextlib.suppress(ValueError):
+            return str(json.loads(scalar))
+    return scalar
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"-?\d{1,18}", text) else None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _finite(value: Any) -> float | None:
+    """A number of JSON's, where it is one."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and abs(value) <= sys.float_info.max else None  # an int may be larger, which is none
+
+
+# -- the settings of runs under their whole names, as they are typed: optim.beta1 -------------------------------------
+
+
+# What says nothing of a run's numbers, and differs between any two: what Hydra composes, and where it went on from.
+LEFT_OUT = ("defaults", "resume", "hydra", "sweep")
+
+
+def settings(run: Path) -> dict[str, str]:
+    """All settings of a run as they are typed; none where its config.yaml cannot be read."""
+    return {key: typed(value) for key, value in values(run).items()}
+
+
+def values(run: Path) -> dict[str, Any]:
+    """The same as the numbers, texts and lists that they are."""
+    saved = settings_in(run / "config.yaml")
+    return dict(_flat({k: v for k, v in saved.items() if k not in LEFT_OUT}))
+
+
+def _flat(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A part's name stands under the part alone, `recipe`; a callback's says nothing."""
+    for key, value in saved.items():
+        whole = f"{prefix}{key}"
+        if whole == "callbacks" and isinstance(value, Mapping):
+            yield whole, list(value)
+        if isinstance(value, Mapping) and value and prefix.count(".") < 8:
+            yield from _flat(value, f"{whole}.")
+        elif whole.endswith(".name"):
+            if not whole.startswith("callbacks."):
+                yield whole.removesuffix(".name"), value
+        else:
+            yield whole, value

@@ -1,0 +1,347 @@
+"""report.html: runs side by side in one file that opens anywhere, without a network."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import logging
+import math
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from toyexp.base.errors import Unavailable
+from toyexp.base.files import head
+from toyexp.base.formatting import parameters_of, short, shown
+from toyexp.base.packages import needed
+from toyexp.base.terminal import say
+from toyexp.base.writing import dump_json, in_one_piece, make_folder, required
+from toyexp.interfaces.model import lower_is_better
+from toyexp.results.comparison import Comparison, Entry
+from toyexp.results.events import Curve, History, means, thinned
+from toyexp.results.found import DONE, below, look, metric_of, values
+from toyexp.results.plot import sheet
+from toyexp.results.plot_search import Search
+from toyexp.sweeps.search.importance import importance
+
+MOST_POINTS = 10_000  # of a curve
+ALL_POINTS = 400_000  # of the losses of all runs together
+MOST_BYTES = 5_000_000
+MOST_RUNS = 500
+Importance = tuple[Mapping[str, float], str]  # of settings; and where there is none, why
+SOON_READ = 4 << 20  # bytes of events, which take a tenth of a second
+PAGE = Path(__file__).parent / "page"
+SCRIPTS = ("data.js", "charts.js", "choices.js", "table.js", "page.js")
+MADE_BY = '<meta name="generator" content="toyexp">'
+REMEDY = "pip install 'toyexp[report]'"
+
+
+def require() -> None:
+    """Raises Unavailable without what draws."""
+    with needed("plotly", REMEDY):
+        import plotly  # noqa: F401 - what packed_library() reads
+
+
+def title(places: Sequence[str]) -> str:
+    """What a page is called: what it is about."""
+    places = [shown(place) for place in places]
+    return " ".join(places) if sum(map(len, places)) <= 80 else f"{places[0]} and {len(places) - 1} more"
+
+
+def is_a_page(path: Path) -> bool:
+    """Whether a file is a report that was written before, which a new one may replace."""
+    return MADE_BY.encode() in head(path, 1000)
+
+
+@cache
+def packed_library() -> str:
+    """What draws: plotly.js, as the Python package carries it; Unavailable without it."""
+    require()
+    from plotly.offline import get_plotlyjs
+
+    return packed(str(get_plotlyjs()))
+
+
+@dataclass
+class Report:
+    """A report that may be written again as its runs go on: what a run that has ended told is kept."""
+
+    title: str
+    importance: Importance | None = None  # as a search has found it
+    _kept: dict[Path, tuple[tuple[float, ...], dict[str, Any]]] = field(default_factory=dict)
+
+    def write(self, comparison: Comparison, path: Path) -> int:
+        """Writes the page in one piece, and returns its bytes; fewer points a curve where it would be too large.
+
+        Of more than MOST_RUNS runs the best are shown.
+
+        Raises RunFailed where it cannot be written, Unavailable without plotly.
+        """
+        comparison = comparison.best(MOST_RUNS)
+        most = _points(len(comparison.entries))
+        page = self._page(comparison, most)
+        while len(page) > MOST_BYTES and most > 100:
+            most //= 2
+            page = self._page(comparison, most)
+        with required(path), in_one_piece(path) as place:
+            place.write_bytes(page)
+        return len(page)
+
+    def read(self, run: Path, count: int) -> None:
+        """Keeps what a run tells that has ended, for a page of so many; what takes long is left for when it is written.
+
+        Raises OSError where there are no events, Unavailable without plotly.
+        """
+        if count <= MOST_RUNS and (run / "events.jsonl").stat().st_size <= SOON_READ:
+            packed_library()
+            self._told(run, _points(count))
+
+    def _page(self, comparison: Comparison, most: int) -> bytes:
+        told = packed(dump_json(self._data(comparison, most)))
+        parts = {
+            "title": escape(self.title, quote=False),
+            "style": (PAGE / "page.css").read_text(encoding="utf-8"),
+            "library": packed_library(),
+            "data": told,
+            "script": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        }
+        page = (PAGE / "page.html").read_text(encoding="utf-8")
+        for name, text in parts.items():
+            page = page.replace(f"<!--{name}-->", text)
+        return page.encode(errors="backslashreplace")
+
+    def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
+        ranking = comparison.ranking
+        shares, why = self.importance or importance_among(comparison)
+        order = {id(entry): place for place, (entry, _) in enumerate(ranking.jobs())}
+        place_of = {id(entry): n for n, point in enumerate(ranking.points) for entry in point.jobs}
+        entries = sorted(comparison.entries, key=lambda entry: order[id(entry)])
+        every = comparison.every_key
+        rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
+        return {
+            "title": self.title,
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "metric": ranking.column,
+            "best": len(ranking.points) > 1 and ranking.best is not None,
+            "rising": rising,
+            "keys": comparison.keys,
+            "along": comparison.along,
+            "differ": {key: comparison.values(key) for key in every},
+            "scores": comparison.scores,
+            "notes": comparison.notes(),
+            "importance": shares, "no_importance": why,
+            "points": [
+                {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
+                 "mean": point.mean if math.isfinite(point.mean) else None,
+                 "counted": len(point.values),
+                 "settings": {key: point.jobs[0].settings.get(key) for key in comparison.keys}}
+                for point in ranking.points
+            ],
+            "runs": [self._run(entry, place_of[id(entry)], every, most) for entry in entries],
+            "most": most, "unit": _unit(entries),
+        }  # fmt: skip
+
+    def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
+        run = entry.run
+        return {
+            **run.plain(), "path": shown(run.path.absolute()), "point": point, "counts": run.state in DONE,
+            "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
+            "all": dict(entry.settings), "facts": _environment(entry),
+            "again": shlex.join(["toyexp", "--config-path", shown(run.path.absolute()), "--config-name", "config"]),
+            **self._told(run.path, most),
+        }  # fmt: skip
+
+    def _told(self, path: Path, most: int) -> dict[str, Any]:
+        """What the events of a run tell, read again only where they have changed."""
+        try:
+            status = (path / "events.jsonl").stat()
+            mark: tuple[float, ...] = (most, status.st_mtime, status.st_size)
+        except OSError:
+            mark = (most,)
+        if path not in self._kept or self._kept[path][0] != mark:
+            self._kept[path] = (mark, _shown(History.of(path), most))
+        return self._kept[path][1]
+
+
+def _points(count: int) -> int:
+    """Those of a curve at most, of so many runs: halved, so that what is kept of one seldom has to be read again."""
+    most = MOST_POINTS
+    while most * count > ALL_POINTS and most > 200:
+        most //= 2
+    return most
+
+
+def _shown(history: History, most: int) -> dict[str, Any]:
+    """The events of a run as the page has them."""
+    fewer = max(most // 8, 60)
+    return {
+        "curves": {
+            "loss": _curve(history.loss, most, max(most // 4, 100)),
+            **{name: _curve(getattr(history, name), fewer, fewer // 2) for name in ("lr", "grad_norm", "speed")},
+        },
+        "clock": _clock(history),
+        "held": {name: _few(curve, fewer) for name, curve in history.held_out.items()},
+        "samples": history.samples, "warnings": history.warnings, "warned": history.warned,
+    }  # fmt: skip
+
+
+def importance_among(comparison: Comparison) -> Importance:
+    """Return how much each setting matters for the score of these runs."""
+    points = [point for point in comparison.ranking.points if point.values]
+    settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
+    return importance(settings, [point.mean for point in points])
+
+
+def packed(text: str) -> str:
+    """Text as a page carries it: compressed, in base64; the browser undoes both by itself."""
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()  # of 9 it takes a third, and 0.5% more
+
+
+def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
+    """A curve for the page: steps as differences, values in five digits."""
+    steps, values = thinned(curve, most)
+    found = {"n": len(curve.steps), "x": _differences(steps), "y": _short(values)}
+    if len(curve.steps) > smooth:
+        steps_of_means, values = means(curve, smooth)
+        found["mx"], found["my"] = _differences([round(step) for step in steps_of_means]), _short(values)
+    return found
+
+
+def _clock(history: History) -> list[Sequence[float]]:
+    """Some steps, with the seconds and the tokens at each: between them the page draws straight lines."""
+    count = len(history.tokens.steps)
+    places = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
+    seconds = dict(zip(history.seconds.steps, history.seconds.values, strict=True))
+    steps = [history.tokens.steps[place] for place in places]
+    return [
+        steps,
+        _short(seconds.get(step, math.nan) for step in steps),
+        [int(history.tokens.values[p]) for p in places],
+    ]
+
+
+def _few(curve: Curve, most: int) -> list[list[float]]:
+    """Return the steps and values of held-out scores, of many only every so many-th and the last."""
+    count = len(curve.steps)
+    places = sorted({*range(0, count, -(-count // most) or 1), count - 1}) if count else []
+    return [[curve.steps[place] for place in places], _short(curve.values[place] for place in places)]
+
+
+def _differences(steps: Sequence[int]) -> list[int]:
+    return [step - before for step, before in zip(steps, [0, *steps], strict=False)]
+
+
+def _short(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+def _environment(entry: Entry) -> dict[str, str]:
+    """Where a run was done, and with what."""
+    facts = entry.facts
+    host, git, backend, model = (facts.get(name) or {} for name in ("host", "git", "backend", "model"))
+    names = [str(backend[key]) for key in ("kind", "framework", "device") if backend.get(key)]
+    # "ggml", "ggml 0.15.3", "CPU": what another one says too is left out
+    engine = [name for name in names if not any(name != other and name in other for other in names)]
+    told = {
+        "engine": " ".join(dict.fromkeys(engine)),
+        "threads": backend.get("threads"),
+        "machine": " ".join(str(host[k]) for k in ("name", "os", "arch") if host.get(k)),
+        "Python": host.get("python"),
+        "commit": str(git.get("sha") or "")[:12],
+        "parameters": parameters_of(model).replace(" parameters", ""),
+    }
+    return {key: str(value)[:200] for key, value in told.items() if value}
+
+
+def _unit(entries: Iterable[Entry]) -> str:
+    """What their steps count."""
+    images = {"train_images" in (entry.facts.get("data") or {}) for entry in entries}
+    return "tokens or images" if len(images) > 1 else "images" if images == {True} else "tokens"
+
+
+def importance_of(search: Path) -> Importance | None:
+    """Return how much each setting matters, as a search has found it; None in other directories."""
+    found = Search.of(search)
+    return (found.importances, found.no_importances) if found else None
+
+
+# -- what lies beside the runs of a sweep -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("toyexp")
+
+NAME = "report.html"
+PLOTS = "plots"
+SHARE = 0.02  # of a sweep's time that may go into its report before the end
+FIRST = 30.0  # seconds before it is written for the first time
+
+
+def draw_sweep(sweep: Path) -> None:
+    """plots/sweep.png and .svg of a sweep that has ended and whose runs have the callback `plots`.
+
+    No trouble with it is one of the sweep's: it is said.
+    """
+    try:
+        first = next(below(sweep), None)
+        if first is None or "plots" not in (values(first).get("callbacks") or ()):
+            return
+        comparison = Comparison.of([look(run) for run in below(sweep)], metric_of([sweep]))
+        picture = sheet(comparison, short(sweep), sweep)
+        make_folder(sweep / PLOTS)
+        for suffix in (".png", ".svg"):
+            path = sweep / PLOTS / f"sweep{suffix}"
+            picture.write(path)
+            say(f"plot    {short(path)}")
+    except Exception as error:
+        log.warning("%s: not drawn (%s)", sweep, error)
+        say(f"plot    none: {error}")
+
+
+class SweepReport:
+    """The report of a sweep that runs; no trouble with it is one of the sweep's."""
+
+    def __init__(self) -> None:
+        self._report = Report("")
+        self._next = time.monotonic() + FIRST
+        self._failed = False
+
+    def read(self, run: Path, count: int) -> None:
+        """Reads what a run tells that has ended, one of so many: at the end somebody waits for the page."""
+        with contextlib.suppress(Exception):  # which is told when it is to be written
+            self._report.read(run, count)
+
+    def __call__(self, sweep: Path, last: bool) -> None:
+        """Writes it, if it is time or this is the `last` call, which says where it is, or why there is none."""
+        if self._failed or not (last or time.monotonic() >= self._next):
+            return
+        began = time.monotonic()
+        path = sweep / NAME
+        try:
+            runs = [look(run) for run in below(sweep)]
+            if not runs:
+                return
+            if path.exists() and not is_a_page(path):
+                raise Unavailable(f"{short(path)} is somebody else's")
+            self._report.title = short(sweep)
+            self._report.importance = importance_of(sweep)
+            self._report.write(Comparison.of(runs, metric_of([sweep])), path)
+        except Unavailable as error:
+            if last:
+                say(f"report  none: {error}, or leave it out: sweep.report=false")
+            self._next = float("inf")
+        except Exception as error:  # a full disk, or a run that somebody is taking away
+            self._failed = True
+            log.warning("%s: not written (%s)", path, error)
+            say(f"report  none: {path.name} was not written ({error})")
+        else:
+            took = time.monotonic() - began
+            self._next = time.monotonic() + max(FIRST, took / SHARE)
+            if last:
+                say(f"report  {short(path)}")

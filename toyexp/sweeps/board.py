@@ -1,0 +1,169 @@
+"""A sweep as it stands, in the last lines of a terminal: what runs, what is done, how long yet, what is best."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toyexp.base.errors import for_terminal
+from toyexp.base.formatting import duration
+from toyexp.base.terminal import in_notebook, is_silent, on_terminal, write_text
+from toyexp.sweeps.directory import ANSWERED, FAILURES, Job, Status
+from toyexp.sweeps.journal import Seldom
+from toyexp.sweeps.ranking import Ranking
+
+REDRAW = 0.2  # seconds between two pictures
+ROOM = 4  # lines of the terminal that are left to what stands above
+MOST = 16  # jobs with a line of their own
+
+
+@dataclass
+class Board:
+    """What a person sees of jobs that run side by side; whoever calls holds the lock of what is printed."""
+
+    jobs: Callable[[], Sequence[Job]]
+    ranking: Callable[[], Ranking[Job]]
+    at_once: int
+    _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # since when, and the last line
+    _walls: dict[int, float] = field(default_factory=dict)  # seconds of processes that have ended
+    _took: list[float] = field(default_factory=list)  # and those of the jobs that came to an answer
+    _best: str = ""
+    _height: int = 0  # lines that stand there
+    _drawn: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._looked = Seldom(self._look)
+
+    def begin(self, job: Job) -> None:
+        """A job starts."""
+        self._running[job.number] = (job, time.monotonic(), "begins")
+        self.draw()
+
+    def hear(self, job: Job, line: str) -> None:
+        """What a job printed takes the place of what it printed before."""
+        if line.strip() and job.number in self._running:
+            self._running[job.number] = (job, self._running[job.number][1], line.strip())
+        self.draw(soon=True)
+
+    def leave(self, job: Job) -> None:
+        """The process of a job has ended, or one that did not come to begin it."""
+        if job.number in self._running:
+            _, since, _ = self._running.pop(job.number)
+            self._walls[job.number] = time.monotonic() - since
+
+    def ended(self, job: Job) -> None:
+        """It is known what became of a job."""
+        seconds = self._walls.pop(job.number, None)
+        if job.status in ANSWERED and seconds is not None:
+            self._took.append(seconds)
+        self._looked.ask(len(self.jobs()))
+
+    def _look(self) -> None:
+        ranking = self.ranking()
+        if best := ranking.best:
+            self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
+
+    def lines(self, width: int = sys.maxsize) -> list[str]:
+        """A line of counts, one of the best, and one for each job that runs, its settings cut where `width` is less."""
+        statuses = [job.status for job in self.jobs()]
+        if self._looked.waits:
+            self._looked.ask(len(statuses))
+        done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
+        failed = sum(status in FAILURES for status in statuses)
+        left_over = bool(waiting or self._running)
+        counts = [f"{len(self._running)} running"] if left_over else []
+        counts += [f"{done} of {len(statuses)} done"]
+        counts += [f"{pruned} pruned"] if (pruned := statuses.count(Status.PRUNED)) else []
+        counts += [f"{failed} failed"] if failed else []
+        if self._took and left_over:  # as far as those that are left are like those that were
+            each, now = statistics.mean(self._took), time.monotonic()
+            left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
+            counts.append(f"about {duration(left / max(self.at_once, len(self._running)))} left")
+        entries = list(self._running.values())
+        rows = [_row(f"[{job.number}] {job.label}".rstrip(), line, width) for job, _, line in entries[:MOST]]
+        rows += [f"... and {len(entries) - MOST} more"] if len(entries) > MOST else []
+        return [" · ".join(counts), *([self._best] if self._best else []), *rows]
+
+    def draw(self, soon: bool = False) -> None:
+        """Draws it anew; `soon`: unless that was a moment ago."""
+        if soon and time.monotonic() - self._drawn < REDRAW:
+            return
+        size = shutil.get_terminal_size()
+        width = size.columns - 1
+        shown = [for_terminal(line)[:width] for line in self.lines(width)[: max(size.lines - ROOM, 1)]]
+        with contextlib.suppress(OSError):
+            write_text(self._up() + "".join(line + "\n" for line in shown))
+        self._height, self._drawn = len(shown), time.monotonic()
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """It stands below what is printed meanwhile."""
+        self.clear()
+        yield
+        self.draw()
+
+    def clear(self) -> None:
+        """Takes it off the terminal."""
+        with contextlib.suppress(OSError):
+            write_text(self._up())
+        self._height = 0
+
+    def _up(self) -> str:
+        """Back to where it begins, with nothing from there on."""
+        return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
+
+
+def _row(job: str, line: str, width: int) -> str:
+    """A job and how far it is: of many settings the first, of which a third of the line is left to them at least."""
+    keep = max(width - len(line) - 2, width // 3)
+    return f"{job if len(job) <= keep else job[: keep - 3] + '...'}  {line}"
+
+
+@dataclass
+class Cell(Board):
+    """The same in a notebook: one output of the cell, in place of which the next picture comes."""
+
+    _shown: Any = None
+
+    def draw(self, soon: bool = False) -> None:
+        """Draws it anew; `soon`: unless that was a moment ago."""
+        from IPython.display import display
+
+        if soon and time.monotonic() - self._drawn < REDRAW:
+            return
+        text = "\n".join(map(for_terminal, self.lines()))
+        output = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        if self._shown is None:
+            self._shown = display(output, raw=True, display_id=True)
+        else:
+            self._shown.update(output, raw=True)
+        self._drawn = time.monotonic()
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """What is printed meanwhile has outputs of its own."""
+        yield
+
+    def clear(self) -> None:
+        """Leaves it as it ended."""
+        self.draw()
+
+
+def board_for(
+    jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, launcher: str
+) -> Board | None:
+    """A board in a notebook, and where jobs run side by side before a terminal; else lines are printed as they come."""
+    if is_silent():
+        return None
+    if in_notebook():
+        return Cell(jobs, ranking, at_once)
+    watched = on_terminal()
+    side_by_side = launcher == "stacked" or (launcher == "joblib" and at_once > 1)
+    return Board(jobs, ranking, at_once) if watched and side_by_side else None

@@ -1,0 +1,326 @@
+"""What is wrong with a sweep is told before its first job: each value is looked at once, and not each combination."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.formatting import typed as plain
+from toyexp.base.writing import require_below
+from toyexp.config.build import made, resolved, typed, without_hydra
+from toyexp.config.compose import Composed
+from toyexp.config.compose_cache import OF_HYDRA, told_apart
+from toyexp.config.keys import Keys
+from toyexp.config.mistakes import check_settings, unknown_key, wrong_value
+from toyexp.config.request import Request
+from toyexp.config.schema import AUTO, Root, class_of
+from toyexp.config.top_level import GROUPS
+from toyexp.config.words import parse
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.recipe import Recipe
+from toyexp.sweeps.directory import Job
+from toyexp.sweeps.launchers.gpus import VISIBLE, visible
+from toyexp.training.resume import differences
+from toyexp.training.run_config import ASIDE_KEYS
+from toyexp.training.rundir import settings_in
+
+CHOICES = 8  # choices of names that are composed ahead: each composition takes a tenth of a second
+VALUES = 1000  # jobs that are looked at ahead
+COMPARED = {"model", "data", "recipe", "optim", "seed", "lr", "batch_size"}  # of a job and the run that it goes on with
+SMALL = 20_000_000  # parameters of a model whose jobs are faster together on a GPU; of 6M they are three times as fast
+
+
+@dataclass
+class Lookahead:
+    """The configurations of a sweep's jobs: Hydra composes each choice of names once, other values are set in it."""
+
+    request: Request  # with the settings that all jobs share
+    values: Mapping[str, Any]  # of the words that vary, where they are known
+    _bases: dict[tuple[str, ...], Composed | UserError] = field(default_factory=dict)
+    _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
+    _of_hydra: dict[tuple[str, ...], str] = field(default_factory=dict)  # each choice of names, as text
+    _told: tuple[DictConfig, Any] | None = None  # a configuration, and the copy of it that Hydra has
+    _nodes: dict[tuple[tuple[str, ...], str], dict[str, Any]] = field(default_factory=dict)  # settings of each part
+
+    @cached_property
+    def _keys(self) -> Keys:
+        return Keys.of(self.request.registry)
+
+    def config(self, job: Job) -> Composed:
+        """A job's configuration, until the next one is asked for; UserError for what cannot be composed."""
+        composed = self._with_values(*told_apart(job.overrides))
+        with read_write(composed.cfg.hydra.job):
+            composed.cfg.hydra.job.num = job.number
+        return composed
+
+    def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
+        """The sweep's directory, which is `root` where it is there already, and below it the job's."""
+        composed = self._settled(self.config(job))
+        cfg = composed.cfg
+        named = str([OmegaConf.to_container(node) for node in (cfg.hydra.sweep, OmegaConf.masked_copy(cfg, ["name"]))])
+        if OF_HYDRA.search(named):  # ${hydra:job.override_dirname} is only known to Hydra
+            composed = self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
+        self._tell_hydra(composed.cfg, job)
+        root = root or composed.directory("hydra.sweep.dir")
+        return root, composed.directory("hydra.sweep.subdir", below=root)
+
+    def of_a_run(self, job: Job) -> Composed:
+        """What a run of the job is made from, in this process."""
+        composed = self.config(job)
+        names = told_apart(job.overrides)[0]
+        if names not in self._of_hydra:
+            self._of_hydra[names] = str(OmegaConf.to_container(without_hydra(composed.cfg)))
+        if OF_HYDRA.search(self._of_hydra[names] + job.label):
+            return self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
+        self._tell_hydra(composed.cfg, job)
+        given = [*self.request.settings, *parse(job.overrides)]
+        cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # in which a base is put
+        keys = {override.key_or_group for override in given}
+        with read_write(cfg.hydra.sweeper):  # an experiment's own sweep, of which the job has a value each
+            cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
+        return replace(composed, cfg=cfg, given=given)
+
+    def _tell_hydra(self, cfg: DictConfig, job: Job) -> None:
+        """Has ${hydra:job.num} read the job's; a copy of all of Hydra's settings is made once for each base."""
+        hydra: Any = HydraConfig.instance()
+        if self._told is None or self._told[0] is not cfg or self._told[1] is not hydra.cfg:
+            hydra.set_config(cfg)
+            self._told = (cfg, hydra.cfg)
+        with read_write(hydra.cfg.hydra.job):
+            hydra.cfg.hydra.job.num = job.number
+
+    def other_run(self, job: Job, run: Path) -> str:
+        """Return a setting, typed or COMPARED, of which a job and the run in its directory have different values."""
+        with contextlib.suppress(UserError):  # what cannot be composed is told when it is the job's turn
+            saved, given = settings_in(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
+            typed_keys = {o.key_or_group for o in given if "$" not in str(o.input_line)}
+            keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
+            parts = {key.split(".")[0] for key in keys} | COMPARED
+            ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
+            for key, (there, here) in differences(saved, resolved(self._settled(ours).cfg)) if ours else ():
+                name = key.removesuffix(".name")
+                is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
+                if is_typed and str(there) != str(here):
+                    return f"{printable(f'{name} is {plain(there)}')} there and {printable(plain(here))} in this job"
+        return ""
+
+    def gpus(self, job: Job, auto: int) -> int | None:
+        """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
+        engine = self._engine(job)
+        return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
+
+    def cores(self, job: Job) -> int:
+        """How many of the machine's cores the job has use for at least; 0: it computes on a GPU, or may."""
+        engine = self._engine(job)
+        if engine == AUTO:
+            return 0 if visible() or sys.platform == "darwin" else 1
+        if isinstance(engine, Engine):
+            return 0 if engine.on_gpu else max(getattr(engine, "threads", 0), engine.processes(), 1)
+        return 1
+
+    def could_be_stacked(self, job: Job) -> bool:
+        """Whether the job is of a small model on a GPU engine that trains several jobs together, as far as is known."""
+        engine = self._engine(job)
+        cls = self._auto_gpu() if engine == AUTO else type(engine)
+        with contextlib.suppress(UserError):  # which is told when it is the job's turn
+            if cls and issubclass(cls, Engine) and cls.on_gpu and cls.unstackable is not Engine.unstackable:
+                of_one = isinstance(engine, Engine) and engine.gpus() not in (0, 1)
+                return not of_one and sum(math.prod(t.shape) for t in self.model(job).tensors()) <= SMALL
+        return False
+
+    def _auto_gpu(self) -> type | None:
+        """The engine that engine=auto is likely to take where there are NVIDIA GPUs."""
+        offered = self.request.registry.classes("engine").values() if visible() else ()
+        engines = [cast("type[Engine]", cls) for cls in offered]
+        return max((cls for cls in engines if cls.shows == VISIBLE), key=lambda cls: cls.priority, default=None)
+
+    def processes(self, job: Job) -> int:
+        """How many processes the job is that compute on the CPU, as far as its settings tell."""
+        engine = self._engine(job)
+        return engine.processes() if isinstance(engine, Engine) else 1
+
+    def _engine(self, job: Job) -> Engine | str:
+        """The engine of a job, `auto`, or nothing for one that cannot be, which is told when it is the job's turn."""
+        try:
+            node = self.config(job).cfg.engine
+            if node.name == AUTO:
+                return AUTO
+            cls = class_of("engine", node, self.request.registry)
+            return cast("Engine", made(cls, typed(cls, node, "engine")))
+        except UserError:
+            return ""
+
+    def model(self, job: Job) -> Model:
+        """The model of a job; UserError for one that cannot be."""
+        cfg = self._settled(self.config(job)).cfg
+        cls = class_of("model", cfg.model, self.request.registry)
+        return cast("Model", made(cls, typed(cls, cfg.model, "model")))
+
+    def _settled(self, composed: Composed) -> Composed:
+        """With the model of the recipe's base file, which names the job, where it has one."""
+        if not self._has_base(composed):
+            return composed
+        settled = replace(composed, cfg=copy.deepcopy(composed.cfg))
+        settled.settle()
+        return settled
+
+    def _has_base(self, composed: Composed) -> bool:
+        recipe = cast("type[Recipe]", class_of("recipe", composed.cfg.recipe, self.request.registry))
+        return recipe.base_file is not Recipe.base_file
+
+    def check(self, job: Job, whole: bool = False) -> None:
+        """Raises UserError for values of the job that cannot work; `whole`: for any of its settings.
+
+        What lies in files and what the engine says is only known when the job runs.
+        """
+        names, others = told_apart(job.overrides)
+        composed = self._with_values(names, others)
+        if whole:
+            composed.look_over()
+            return
+        for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
+            self._check_owner(composed.cfg, owner, names, others)
+
+    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composed:
+        composed = self._base(names)
+        for word in others:
+            self._set(composed.cfg, word)
+        return replace(composed)  # which has looked at nothing yet
+
+    def _base(self, names: tuple[str, ...]) -> Composed:
+        if names not in self._bases:
+            try:
+                self._bases[names] = self.request.compose(*names)
+            except UserError as error:
+                self._bases[names] = error
+        found = self._bases[names]
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def _set(self, cfg: DictConfig, word: str) -> None:
+        key = word.partition("=")[0]
+        if key not in self._lists:
+            check_settings(parse([word]), self._keys, self.request.source)
+            self._lists[key] = self._keys.holds_list(key)
+        value = self.values[word] if word in self.values else parse([word])[0].value()
+        try:
+            one = self._lists[key] and isinstance(value, str | int | float)
+            OmegaConf.update(cfg, key, [value] if one else value, merge=True)
+        except (ConfigKeyError, AttributeError):
+            raise unknown_key(key, cfg, self.request.registry) from None
+        except OmegaConfBaseException as error:
+            raise wrong_value(error, key, parse([word]), self.request.registry) from None
+
+    def _check_owner(self, cfg: DictConfig, owner: str, names: tuple[str, ...], others: Sequence[str]) -> None:
+        """Has the part whose settings vary check them: model, callbacks.cosine, or "" for the top-level keys."""
+        kind, _, name = owner.partition(".")
+        if (names, owner) not in self._nodes:
+            node = OmegaConf.select(cfg, owner) if owner else cfg
+            left_out = () if owner else (*GROUPS, "hydra", "sweep")
+            self._nodes[names, owner] = {str(k): node[k] for k in node if str(k) not in left_out}
+        node = self._nodes[names, owner]
+        for key in (word.partition("=")[0] for word in others):
+            if key.rpartition(".")[0] == owner:
+                node[key.rpartition(".")[2]] = OmegaConf.select(cfg, key)
+        registry = self.request.registry
+        cls = registry.get(kind, name) if name else class_of(kind, node, registry) if owner else Root
+        (cls(**node) if cls is Root else made(cls, node)).check()
+
+
+def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:
+    """What is wrong with each of the jobs that show every value once, by their numbers.
+
+    Raises UserError for what is wrong in every job.
+    """
+    wrong: dict[int, UserError] = {}
+    seen: set[tuple[str, ...]] = set()
+    for job in _one_changed(jobs[:VALUES]):
+        names = told_apart(job.overrides)[0]
+        if names not in seen and len(seen) == CHOICES:
+            continue
+        try:
+            ahead.check(job, whole=names not in seen)
+        except UserError as error:
+            wrong[job.number] = error
+        seen.add(names)
+    if len(jobs) > 1 and (first := wrong.get(jobs[0].number)):
+        try:
+            ahead.check(jobs[-1], whole=True)  # which has no value like the first job's
+        except UserError as other:
+            if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
+                raise first from None
+    return wrong
+
+
+def require_directories(jobs: Sequence[Job], ahead: Lookahead) -> None:
+    """Raises UserError when a value that varies does not tell the jobs' directories apart."""
+    first = jobs[0]
+    changed = {_differing(first, job): job for job in reversed(list(_one_changed(jobs[:VALUES]))) if job is not first}
+    for job in changed.values():
+        try:
+            places = [ahead.directory(one, None)[1] for one in (first, job)]
+        except UserError:  # which is told of the job
+            continue
+        if places[0] == places[1]:
+            raise UserError(
+                f"hydra.sweep.subdir gives jobs {first.number} and {job.number} one directory, {places[0].name}; "
+                "put ${hydra.job.num} into it, or leave it out"
+            )
+
+
+def _one_changed(jobs: Sequence[Job]) -> Iterator[Job]:
+    """The first job, and those that differ from it in one value."""
+    return (job for job in jobs if sum(_differing(jobs[0], job)) <= 1)
+
+
+def _differing(first: Job, job: Job) -> tuple[bool, ...]:
+    """Of each value, whether it differs."""
+    return tuple(map(operator.ne, first.overrides, job.overrides))
+
+
+# -- the directory of each job ----------------------------------------------------------------------------------------
+
+
+class Places:
+    """The job that each directory of a sweep belongs to."""
+
+    def __init__(self, jobs: Iterable[Job]):
+        self._owners: dict[PurePath, Job] = {}
+        self._within: dict[PurePath, Job] = {}  # of a directory that is none of a job's, one of those below it
+        for job in jobs:
+            self._take(job)
+
+    def give(self, job: Job, root: Path, directory: Path) -> None:
+        """Lets a job have a directory of a sweep; UserError where that is another's, or not the sweep's to give."""
+        if not directory.is_relative_to(root) or ".." in directory.relative_to(root).parts or directory == root:
+            raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
+        require_below(root, directory)
+        name = directory.relative_to(root)
+        if owner := self._owners.get(name):
+            raise UserError(f"hydra.sweep.subdir gives jobs {owner.number} and {job.number} one directory, {name}")
+        for other in (self._within.get(name), *map(self._owners.get, name.parents)):
+            if other:
+                raise UserError(f"hydra.sweep.subdir puts jobs {other.number} and {job.number} one into the other")
+        job.directory = str(name)
+        self._take(job)
+
+    def _take(self, job: Job) -> None:
+        if job.directory is not None:
+            name = PurePath(job.directory)
+            self._owners[name] = job
+            self._within.update(dict.fromkeys(name.parents, job))

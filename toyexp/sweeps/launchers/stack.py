@@ -1,0 +1,304 @@
+"""In the process of a stack: jobs that a sweep hands over, trained together as far as they are one program."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from toyexp.base.attribution import of_a_part
+from toyexp.base.errors import RunFailed
+from toyexp.base.formatting import counted
+from toyexp.base.memory import running_out
+from toyexp.base.signals import CommonSignals, Interrupted, stop_signals
+from toyexp.base.terminal import say
+from toyexp.interfaces.data import opened_once
+from toyexp.interfaces.session import Session
+from toyexp.interfaces.stack import unlike
+from toyexp.plugins.owners import OWNERS
+from toyexp.sweeps.combinations import STACK
+from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.job_configs import Lookahead
+from toyexp.sweeps.launchers.forking import FILES
+from toyexp.sweeps.launchers.processes import is_begun
+from toyexp.sweeps.launchers.stack_size import Size, size_of
+from toyexp.sweeps.process_state import contained
+from toyexp.sweeps.runner import failure
+from toyexp.training.driver import Asks, Realize, drive_together
+from toyexp.training.experiment import run
+from toyexp.training.verdict import print_result
+
+if TYPE_CHECKING:
+    from toyexp.config.compose import Composed
+    from toyexp.config.request import Request
+    from toyexp.training.resume import Resumed
+    from toyexp.training.run_config import Prepared
+
+log = logging.getLogger("toyexp")
+
+POOL = 256  # jobs that are made ready before the first of them trains, and so the most in a stack
+Ready = Callable[["Composed", Path | None, Path | None], tuple["Prepared", Path, "Resumed | None"]]
+
+_tag: ContextVar[str] = ContextVar("tag", default="")  # what a line begins with of the job that is at work
+
+
+@dataclass(eq=False)
+class Member:
+    """A job that is ready to begin, and what is its own in this process."""
+
+    number: int
+    prepared: Prepared
+    directory: Path
+    resumed: Resumed | None
+    context: Context
+
+    @property
+    def steps(self) -> int:
+        """Those that are left."""
+        return self.prepared.config.settings.steps - (self.resumed.checkpoint.step if self.resumed else 0)
+
+    def joins(self, other: Member) -> str:
+        """Why its steps and another's are not of one program, or nothing."""
+        ours, theirs = self.prepared, other.prepared
+        if ours.config.engine != theirs.config.engine:
+            return "their engines differ"
+        return unlike([ours.plan, theirs.plan])
+
+
+def train_stack(request: Request, ready: Ready) -> int:
+    """Trains the jobs that stand in the file which this process was handed; what becomes of each goes into the other.
+
+    Returns the exit code, which is 0 also where jobs failed.
+    """
+    del os.environ[STACK]
+    orders, reports = (int(number) for number in os.environ.pop(FILES).split(","))
+    with open(orders, encoding="utf-8") as file:
+        asked = json.load(file)
+    os.set_inheritable(reports, False)
+    signals = CommonSignals()
+    with (
+        open(reports, "w", encoding="utf-8", buffering=1) as pipe,
+        stop_signals(signals),
+        opened_once(),
+        contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),
+        contextlib.redirect_stderr(cast("TextIO", Tagged(sys.stderr))),
+    ):
+        log.setLevel(logging.INFO)  # each run would put it back as it was when it began, and others go on
+
+        def tell(**fields: Any) -> None:
+            with contextlib.suppress(OSError):  # the sweep is gone, and a signal on its way
+                pipe.write(json.dumps(fields) + "\n")
+
+        return Stacks(request, ready, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
+
+
+@dataclass
+class Stacks:
+    """The jobs of this process, stack by stack."""
+
+    request: Request
+    ready: Ready
+    signals: CommonSignals
+    tell: Callable[..., None]  # the sweep
+    limit: int  # jobs in a stack; 0: as many as fit, and as pay
+    shared_by: int  # stacks that the device's memory is for
+    _sizes: list[tuple[Member, Size]] = field(default_factory=list)  # what was found, by a member of each program
+    _told: set[str] = field(default_factory=set)  # reasons
+
+    def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
+        """Trains them all, or until a signal comes; returns the exit code."""
+        ahead, left, pool = Lookahead(self.request, {}), deque(jobs), list[Member]()
+        try:
+            while (left or pool) and not self.signals.caught():
+                while left and len(pool) < (self.limit or POOL) and not self.signals.caught():
+                    pool += self._made_ready(left.popleft(), ahead)
+                if pool and not self.signals.caught():
+                    stack = self._next_stack(pool)
+                    pool = [member for member in pool if member not in stack]
+                    with contained():
+                        self._train(stack)
+        except Interrupted as second:
+            return second.exit_code
+        return 0
+
+    # -- which jobs --
+
+    def _made_ready(self, order: Mapping[str, Any], ahead: Lookahead) -> Iterator[Member]:
+        """The job's run, checked, with nothing written yet; none where it cannot be, which is told."""
+        job = Job(order["number"], order["overrides"])
+        context, directory = copy_context(), Path(order["directory"])
+        context.run(_tag.set, f"[{job.number}] ")
+        self.tell(prepares=job.number)
+
+        def make() -> tuple[Prepared, Path, Resumed | None]:
+            os.environ.update(order["environment"])
+            begun = order["goes_on"] and is_begun(directory)
+            return self.ready(ahead.of_a_run(job), None if begun else directory, directory if begun else None)
+
+        try:
+            with contained(), of_a_part(lambda: OWNERS):
+                yield Member(job.number, *context.run(make), context)
+        except (Exception, SystemExit) as error:
+            self._ended(job.number, failure(error))
+
+    def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
+        """The first job, and those that train with it."""
+        first = pool[0]
+        alike = [member for member in pool if member is first or not first.joins(member)]
+        if len(alike) == 1:
+            if len(pool) > 1:
+                self._once(f"job {first.number} trains alone, the next one is another program: {first.joins(pool[1])}")
+            return alike
+        size = next((size for known, size in self._sizes if not first.joins(known)), None)
+        if size is None:
+            if why := first.prepared.config.engine.unstackable([member.prepared.plan for member in alike]):
+                self._once(f"jobs train one after another: {why}")
+                size = Size(1)
+            else:
+                try:
+                    size = size_of(
+                        [member.prepared for member in alike], sum(m.steps for m in alike), self.limit, self.shared_by
+                    )
+                    say(f"stack   {size.words}")
+                except Exception as error:  # whose fault that is shows when they train
+                    self._once(f"jobs train one after another: their steps could not be tried ({error})")
+                    size = Size(1)
+            self._sizes.append((first, size))
+        parts = -(-len(alike) // size.jobs)
+        return alike[: -(-len(alike) // parts)]
+
+    def _once(self, line: str) -> None:
+        if line not in self._told:
+            say(f"stack   {line}")
+        self._told.add(line)
+
+    # -- one stack --
+
+    def _train(self, stack: Sequence[Member]) -> None:
+        self.tell(begins=[member.number for member in stack])
+        if len(stack) > 1:
+            say(f"stack   {counted(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}")
+        lives = [Life(self._life(member), member.context) for member in stack]
+        begun = {}
+        try:
+            for life in lives:
+                with contextlib.suppress(StopIteration):  # it has ended already
+                    begun[life] = cast("Realize", next(life))
+            self._drive(begun)
+        except Interrupted as second:  # between the loops: each is told
+            for life in lives:
+                with contextlib.suppress(StopIteration, Interrupted):  # one that has ended raises it again
+                    life.throw(Interrupted(second.exit_code - 128))
+            raise
+
+    def _drive(self, begun: Mapping[Life, Realize]) -> None:
+        """Answers runs that stand at their beginning; where memory is too short for all, by halves."""
+        lives = [*begun]
+        if not lives:
+            return
+        failed: Exception | None = None
+        try:
+            sessions = _realized([*begun.values()])
+        except Exception as error:
+            failed = error
+        if len(lives) > 1 and isinstance(failed, RunFailed):
+            half = (len(lives) + 1) // 2
+            say(f"stack   {failed}: {half} and {len(lives) - half} jobs train together")
+            failed = None  # its traceback holds the memory that was taken
+            for part in (lives[:half], lives[half:]):
+                self._drive({life: begun[life] for life in part})
+            return
+        if failed is not None:
+            for life in lives:
+                with contextlib.suppress(StopIteration):
+                    life.throw(failed)
+            return
+        starts = [partial(life.send, session) for life, session in zip(lives, sessions, strict=True)]
+        drive_together(lives, sessions, starts)
+
+    def _life(self, member: Member) -> Asks[None]:
+        """A job's run; whatever becomes of it is told, and touches no other."""
+        try:
+            with of_a_part(lambda: OWNERS):
+                signals = self.signals.of_a_run()
+                result = yield from run(member.prepared, member.directory, signals, say, member.resumed)
+                print_result(result)
+        except KeyboardInterrupt as error:
+            self._ended(member.number, Ended(getattr(error, "exit_code", 130), str(error)))
+            if self.signals.count() > 1:  # in the midst of this run; it is meant for all
+                raise
+        except (Exception, SystemExit) as error:
+            log.debug("job failed", exc_info=error)
+            self._ended(member.number, failure(error))
+        else:
+            self._ended(member.number, Ended(0))
+
+    def _ended(self, number: int, ended: Ended) -> None:
+        sys.stdout.flush()
+        self.tell(ended=number, code=ended.code, error=ended.error)
+
+
+def _realized(requests: Sequence[Realize]) -> Sequence[Session]:
+    """A session for each; RunFailed where memory ran out."""
+    if len(requests) == 1:
+        return [requests[0].answer()]
+    with running_out():
+        sessions = requests[0].engine.realize_stack([request.plan for request in requests])
+        return [session.opened() for session in sessions]
+
+
+class Life(Generator[Any, Any, None]):
+    """A run that goes on in a context of its own, wherever it is driven from."""
+
+    def __init__(self, loop: Asks[None], context: Context):
+        self._loop, self._context = loop, context
+
+    def send(self, answer: Any) -> Any:
+        """See Generator."""
+        return self._context.run(self._loop.send, answer)
+
+    def throw(self, *error: Any) -> Any:
+        """See Generator."""
+        return self._context.run(self._loop.throw, *error)
+
+
+class Tagged(io.TextIOBase):
+    """A stream whose lines begin with which job they are of."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._begins = stream, True
+
+    def write(self, text: str) -> int:
+        """Writes lines, each with its tag."""
+        tag = _tag.get()
+        for line in text.splitlines(keepends=True):
+            self._stream.write(tag + line if self._begins else line)
+            self._begins = line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Hands on what was written."""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """Of the stream itself."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal, which no bar is drawn to."""
+        return False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream."""
+        return str(self._stream.encoding)

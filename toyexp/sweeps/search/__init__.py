@@ -1,0 +1,1 @@
+"""Sweeps whose points are chosen one by one."""

@@ -1,0 +1,171 @@
+"""The three kinds of tokenizer that are made here, all of them byte-level BPE to llama.cpp.
+
+`bytes` has no merges, `characters` has merges only inside the UTF-8 form of one character, and `bpe` has what training
+found. So one export serves them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import UnknownCharacter, UserError
+from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from toyexp.tokenizers.tokenizer import BYTE_OF, END_OF_TEXT, SYMBOLS, Tokenizer
+
+MOST_LEARNED = 1 << 20  # tokens of a BPE made here; the library takes memory for as many as are asked for
+
+
+class Bytes(Tokenizer):
+    """One token per byte, and end-of-text as id 256."""
+
+    kind = "byte"
+
+    def __init__(self) -> None:
+        self.pieces = [*SYMBOLS, END_OF_TEXT]
+        self.bos = self.eos = 256
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def _places(self, text: str) -> Iterator[int]:
+        return iter([len(text)])
+
+    def _library(self) -> Any:
+        return BPE(self.pieces, [], self.eos)._library()
+
+
+class Characters(Tokenizer):
+    """One token per character of a corpus, and end-of-text as the last id."""
+
+    kind = "char"
+
+    def __init__(self, characters: Sequence[str]):
+        self._characters = characters
+        forms = ["".join(SYMBOLS[b] for b in c.encode()) for c in characters]
+        self.pieces = [*forms, END_OF_TEXT]
+        # é is two bytes: merging them rebuilds the character. Only a first byte starts a pair, so no merge crosses.
+        chains = {(f[:n], f[n]): None for f in forms for n in range(1, len(f))}
+        self.merges = list(chains)
+        self.bos = self.eos = len(forms)
+        self._ids = np.full(0x110000, -1, np.int32)
+        self._ids[[ord(c) for c in characters]] = np.arange(len(characters))
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Characters:
+        """The vocabulary of all characters in the texts, in code-point order."""
+        return cls(sorted(set().union(*map(set, texts))))
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """One id per character; UnknownCharacter for a character the corpus did not have."""
+        found = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
+        for text, ids in zip(texts, found, strict=True):
+            if (ids < 0).any():
+                raise UnknownCharacter(text[int(np.argmin(ids))], "character tokenizer")
+        return found
+
+    def _places(self, text: str) -> Iterator[int]:
+        return iter([len(text)])
+
+    def _library(self) -> Any:
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Engine
+
+        vocab = {c: i for i, c in enumerate([*self._characters, END_OF_TEXT])}
+        engine = Engine(models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
+        engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        engine.decoder = decoders.Fuse()
+        return engine
+
+
+def check_bpe_vocab(vocab: int) -> None:
+    """Raises UserError for a number of tokens that cannot be learned."""
+    if vocab < 258:
+        raise UserError(f"data.bpe_vocab={vocab}: a byte-level BPE needs at least 258 (256 bytes, end, one merge)")
+    if vocab > MOST_LEARNED:
+        raise UserError(f"data.bpe_vocab={vocab}: at most {MOST_LEARNED} tokens can be learned")
+
+
+class BPE(Tokenizer):
+    """Byte-level BPE through the tokenizers library, by default with GPT-2's pre-tokenizer."""
+
+    kind = "bpe"
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        merges: Sequence[tuple[str, str]],
+        eos: int,
+        pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"],
+        unreachable: Collection[int] = (),
+    ):
+        """`unreachable` are tokens that no text produces, however it is merged."""
+        self.pieces, self.merges, self.bos, self.eos = list(pieces), list(merges), eos, eos
+        self._pre, self._unreachable = pre, unreachable
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
+        """Learns `vocab` tokens from the texts (Sennrich et al. 2016); the same texts give the same tokens."""
+        from tokenizers import Tokenizer as Engine
+        from tokenizers import models, trainers
+
+        check_bpe_vocab(vocab)
+        engine = Engine(models.BPE())
+        engine.pre_tokenizer = pre.build()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab - 1, initial_alphabet=SYMBOLS, show_progress=False, special_tokens=[]
+        )
+        engine.train_from_iterator(texts, trainer)
+        model = json.loads(engine.to_str())["model"]
+        pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+        merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+        return cls([*pieces, END_OF_TEXT], merges, len(pieces), pre)
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """BPE ids, of several texts on all cores; UnknownCharacter for a byte that has no token."""
+        if self._missing:
+            self._check(texts)
+        if len(texts) == 1:
+            encoded = [self._engine.encode(texts[0], add_special_tokens=False)]
+        else:
+            encoded = self._engine.encode_batch(texts, add_special_tokens=False)
+        return [np.array(e.ids, np.int32) for e in encoded]
+
+    def _places(self, text: str) -> Iterator[int]:
+        return self._pre.cuts(text)
+
+    @cached_property
+    def _engine(self) -> Any:
+        return self._build({p: i for i, p in enumerate(self.pieces) if i not in self._unreachable})
+
+    def _build(self, vocab: dict[str, int]) -> Any:
+        from tokenizers import Tokenizer as Engine  # deferred: only runs that use BPE need the library
+        from tokenizers import decoders, models
+
+        engine = Engine(models.BPE(vocab=vocab, merges=self.merges, ignore_merges=self._pre.ignore_merges))
+        engine.pre_tokenizer, engine.decoder = self._pre.build(), decoders.ByteLevel()
+        return engine
+
+    def _library(self) -> Any:
+        return self._build({p: i for i, p in enumerate(self.pieces)})
+
+    @cached_property
+    def _missing(self) -> frozenset[int]:
+        """The bytes that have no token."""
+        return frozenset(BYTE_OF[symbol] for symbol in set(SYMBOLS).difference(self.pieces))
+
+    def _check(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if not self._missing.isdisjoint(text.encode()):
+                lost = next(c for c in text if not self._missing.isdisjoint(c.encode()))
+                raise UnknownCharacter(lost, "tokenizer")
+
+    def _rules(self) -> dict[str, Any]:
+        rules = super()._rules()
+        if self._pre != PRE_TOKENIZERS["gpt-2"]:
+            rules["pre"] = [self._pre.patterns, self._pre.ignore_merges]
+        return rules

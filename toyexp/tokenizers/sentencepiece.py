@@ -1,0 +1,203 @@
+"""SentencePiece's BPE as llama.cpp runs it: merges by the score of their result, from the text alone.
+
+The tokenizers library merges by a list of pairs, which cannot say that among equal scores the leftmost goes first, so
+the merging is done here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import UnknownCharacter
+from toyexp.tokenizers.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
+
+BLANK = "\u2581"  # how a blank is written in a token
+CACHED = 1 << 17  # words whose ids are kept
+TAIL = 1 << 14  # characters at the end of a text in which a place to cut it is looked for
+
+
+class SentencePiece(Tokenizer):
+    """Text in characters, of which the neighbours whose token scores highest are joined, again and again.
+
+    What is no token in the end is written in byte tokens.
+    """
+
+    kind = "spm"
+
+    def __init__(
+        self,
+        pieces: Sequence[str],
+        scores: np.ndarray,
+        types: np.ndarray,
+        eos: int,
+        unreachable: frozenset[int] = frozenset(),
+        prefix: bool = True,
+    ):
+        """`unreachable` are tokens that no text produces; `prefix`: a blank is thought before a text."""
+        self.pieces, self.eos, self.prefix = list(pieces), eos, prefix
+        self.types, self.scores, self._unreachable = types, scores, unreachable
+        self._ids = {piece: i for i, piece in enumerate(self.pieces) if i not in unreachable}
+        self._cost = (-scores).tolist()
+        pairs = {piece[n : n + 2] for piece in self._ids for n in range(len(piece) - 1)}
+        self._pairs = np.array(sorted(ord(p[0]) << 21 | ord(p[1]) for p in pairs) or [-1])
+        self._known: dict[str, list[int]] = {}
+
+    @property
+    def unknown(self) -> int | None:
+        """What stands for text that has no token, where there are no byte tokens: the one named so, or the first."""
+        named = self.source.get("ggml.unknown_token_id")
+        if isinstance(named, int) and 0 <= named < self.vocab and self.types[named] in (UNKNOWN, CONTROL):
+            return named
+        return next(iter(np.flatnonzero(self.types == UNKNOWN).tolist()), None)
+
+    def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
+        """int32 ids; UnknownCharacter for a character that has neither a token nor byte tokens."""
+        return [
+            np.array([i for word in self._words(text, start) for i in self._ids_of(word)], np.int32)
+            for text, start in zip(texts, starts, strict=True)
+        ]
+
+    def _words(self, text: str, start: bool) -> list[str]:
+        """The text cut between any two characters that stand side by side in no token: no merge crosses there."""
+        text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
+        return [text[begin:end] for begin, end in itertools.pairwise([0, *self._between(text), len(text)])]
+
+    def _between(self, text: str) -> list[int]:
+        """The places in a text without blanks before and behind which no token has those two characters."""
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
+        pairs = codes[:-1] << 21 | codes[1:]
+        place = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
+        found: list[int] = (np.flatnonzero(self._pairs[place] != pairs) + 1).tolist()
+        return found
+
+    def _places(self, text: str) -> Iterator[int]:
+        begin = max(len(text) - TAIL, 0)
+        return (begin + place for place in reversed(self._between(text[begin:].replace(" ", BLANK))))
+
+    def _ids_of(self, word: str) -> list[int]:
+        found = self._known.get(word)
+        if found is None:
+            if len(self._known) >= CACHED:
+                self._known.clear()
+            found = self._known[word] = [i for symbol in self._merged(word) for i in self._token(symbol)]
+        return found
+
+    def _merged(self, word: str) -> list[str]:
+        """The word's characters after all merges: highest score first, the leftmost among equals."""
+        symbols = list(word)
+        before, after = list(range(-1, len(word) - 1)), [*range(1, len(word)), -1]
+        heap: list[tuple[float, int, int, str]] = []
+
+        def offer(left: int, right: int) -> None:
+            if left >= 0 and right >= 0:
+                joined = symbols[left] + symbols[right]
+                token = self._ids.get(joined)
+                if token is not None:
+                    heapq.heappush(heap, (self._cost[token], left, right, joined))
+
+        for n in range(len(word) - 1):
+            offer(n, n + 1)
+        while heap:
+            _, left, right, joined = heapq.heappop(heap)
+            if not symbols[left] or not symbols[right] or symbols[left] + symbols[right] != joined:
+                continue  # one of the two has been joined with another since
+            symbols[left], symbols[right] = joined, ""
+            after[left] = after[right]
+            if after[left] >= 0:
+                before[after[left]] = left
+            offer(before[left], left)
+            offer(left, after[left])
+        return [symbol for symbol in symbols if symbol]
+
+    def _token(self, symbol: str) -> list[int]:
+        """A token's id, or those of its bytes."""
+        found = self._ids.get(symbol)
+        if found is not None:
+            return [found]
+        spelled = [self._ids.get(f"<0x{byte:02X}>") for byte in symbol.encode()]
+        known = [i for i in spelled if i is not None]
+        if len(known) < len(spelled):
+            raise UnknownCharacter(symbol, "tokenizer")
+        return known
+
+    def _bytes_of(self, i: int) -> bytes:
+        piece = self.pieces[i]
+        return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of the ids, as of a whole text's: without the blank that was thought before it."""
+        text = super().decode(ids)
+        return text.removeprefix(" ") if self.prefix else text
+
+    def _rules(self) -> dict[str, Any]:
+        scores = self.scores.astype(np.float64).tolist()
+        return {**super()._rules(), "scores": scores, "prefix": self.prefix, "unreachable": sorted(self._unreachable)}
+
+    def _own_metadata(self) -> dict[str, Any]:
+        keys = {
+            "model": "llama",
+            "tokens": list(self.pieces),
+            "scores": self.scores,
+            "token_type": self.types,
+            "eos_token_id": self.eos,
+            "add_bos_token": self.add_bos,
+            "add_eos_token": self.add_eos,
+            "add_space_prefix": self.prefix,
+        }
+        return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
+
+    def _splits(self, pieces: Iterable[str]) -> Iterator[tuple[float, str, str]]:
+        """Cost and halves of every way in which two neighbours join to these, be they tokens or mere characters."""
+        for piece in pieces:
+            for n in range(1, len(piece)):
+                if all(len(half) == 1 or half in self._ids for half in (piece[:n], piece[n:])):
+                    yield self._cost[self._ids[piece]], piece[:n], piece[n:]
+
+    def joined_otherwise(self) -> int:
+        """How many tokens the tokenizers library may join in another order, or never.
+
+        It joins nothing but tokens, and of two pairs with one score always the same first, where here the leftmost is.
+        """
+        ids, shared = self._ids, Counter(self._cost[i] for i in self._ids.values())
+        normal = ((p, i) for p, i in ids.items() if self.types[i] == NORMAL)
+        splits = list(
+            self._splits(p for p, i in normal if shared[self._cost[i]] > 1 or not {p[0], p[-1]} <= ids.keys())
+        )
+        found = {a + b for _, a, b in splits if a not in ids or b not in ids}
+        starting: dict[tuple[float, str], set[str]] = {}
+        for cost, a, b in splits:
+            starting.setdefault((cost, a), set()).add(a + b)
+        for cost, a, b in splits:
+            rivals = {other for other in starting.get((cost, b), ()) if other != a + b and len({*a, *other}) > 1}
+            found |= rivals | {a + b} if rivals else rivals
+        return len(found)
+
+    def _library(self) -> Any:
+        """As near as the library comes: merges in the order of their scores.
+
+        Among equal ones the longest left half goes first, so that runs of one character, whose tokens have one score
+        in some vocabularies, grow from the left as they do here.
+        """
+        from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
+        from tokenizers import decoders, models, normalizers
+
+        joins = sorted(
+            (cost, -len(a), a, b) for cost, a, b in self._splits(self._ids) if a in self._ids and b in self._ids
+        )
+        merges = [(a, b) for _, _, a, b in joins]
+        vocab = {piece: i for i, piece in enumerate(self.pieces)}
+        unknown = None if self.unknown is None else self.pieces[self.unknown]
+        engine = Engine(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token=unknown))
+        blanks = [normalizers.Replace(" ", BLANK)]
+        engine.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK)] * self.prefix + blanks)
+        strip = [decoders.Strip(" ", 1, 0)] * self.prefix
+        engine.decoder = decoders.Sequence(
+            [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return engine

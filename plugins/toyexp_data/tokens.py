@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import toyexp.formats
-from toyexp import TOKENS, Data, Kind, TokenDataset, UserError, printable
+from toyexp import TOKENS, Data, Kind, UserError, printable
 from toyexp.base import MOST, generator, open_file, read_file, require, require_within, require_words
 from toyexp_data.held_out import SplitData
 from toyexp_data.text import named
@@ -21,7 +21,7 @@ DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 FEWER = 1000  # a vocabulary that is so many times smaller when the file is read as uint16 is one of uint16
-RANDOM, RANDOM_HELD_OUT = 1_000_000, 50_000  # ids of data=random
+RANDOM, HELD_OUT = 1_000_000, 50_000  # ids of data=random
 MOST_IDS = 1 << 24  # each is a row of the embedding
 
 
@@ -166,7 +166,7 @@ class Random(Data):
         """Raises UserError for a vocabulary that cannot be."""
         require_within("data", self, vocab=f"[1,{MOST}]")
 
-    def open(self, vocabulary: Path | None) -> TokenDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """The same ids every time; without a tokenizer, whatever `vocabulary` is."""
         ids = generator(0, "data=random").integers(0, self.vocab, RANDOM, dtype="int32")
-        return TokenDataset(ids[RANDOM_HELD_OUT:], ids[:RANDOM_HELD_OUT], None, self.vocab, 16, {"vocab": self.vocab})
+        return toyexp.TokenDataset(ids[HELD_OUT:], ids[:HELD_OUT], None, self.vocab, 16, {"vocab": self.vocab})

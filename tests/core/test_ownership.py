@@ -531,11 +531,11 @@ def test_a_disk_that_fills_while_a_page_or_picture_is_written_is_a_failure(monke
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for module, write in (("runs.report", Report("").write), ("base.drawing", Sheet.write)):
+    for module, write in (("results.report", Report("").write), ("base.drawing", Sheet.write)):
         monkeypatch.setattr(f"toyexp.{module}.in_one_piece", full)
         monkeypatch.setattr(Report, "_page", lambda *_: b"")
         with pytest.raises(RunFailed, match="No space left"):
-            if module == "runs.report":
+            if module == "results.report":
                 write(Comparison.of([], "loss"), Path("a.html"))
             else:
                 write(SimpleNamespace(pictures=lambda suffix: {suffix: b""}), Path("a.svg"))

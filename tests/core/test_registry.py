@@ -508,9 +508,9 @@ def test_finding_the_shipped_plugins_imports_nothing_heavy():
 
 # Where core may import which framework: at the head of the file, or only inside a function.
 CONFIG = {f"config/{path.name}" for path in (CORE / "config").glob("*.py")}
-CONFIG |= {"sweep/lookahead.py", "sweep/combinations.py", "sweep/space.py", "commands/inspect.py"}
+CONFIG |= {"sweeps/job_configs.py", "sweeps/combinations.py", "sweeps/search/space.py", "cli/inspect.py"}
 AT_HEAD = {
-    "pluggy": {"contract/hooks.py", "training/bus.py"},
+    "pluggy": {"interfaces/hooks.py", "training/bus.py"},
     "hydra": CONFIG,
     "omegaconf": CONFIG,
     "yaml": {*CONFIG, "training/rundir.py"},  # comes with omegaconf; configs are read and written as Hydra reads them

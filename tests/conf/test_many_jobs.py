@@ -9,11 +9,11 @@ import time
 import pytest
 
 from toyexp.base.errors import UserError
+from toyexp.results.ranking import ranked
 from toyexp.sweeps import journal
 from toyexp.sweeps.directory import Job, Status, SweepDir, rows
 from toyexp.sweeps.job_configs import Places
 from toyexp.sweeps.journal import JOURNAL, Seldom
-from toyexp.sweeps.ranking import ranked
 from toyexp.sweeps.search.study import Study
 
 ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}

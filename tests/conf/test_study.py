@@ -12,7 +12,7 @@ import pytest
 
 from toyexp.base.errors import UserError
 from toyexp.config.words import parse
-from toyexp.sweeps.search.importance import _ranks, importance
+from toyexp.results.importance import _ranks, importance
 from toyexp.sweeps.search.pruning import Pruning, first_asked
 from toyexp.sweeps.search.space import probes, size, space
 from toyexp.sweeps.search.study import Judge, Study

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from toyexp.cli.main import main
+from toyexp.results.ranking import ranked
 from toyexp.sweeps.directory import Job, Status, SweepDir
-from toyexp.sweeps.ranking import ranked
 from toyexp.sweeps.runner import Runner
 from toyexp.training.rundir import lock
 

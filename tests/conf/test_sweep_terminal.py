@@ -7,9 +7,9 @@ import subprocess
 import sys
 import threading
 
+from toyexp.results.ranking import ranked
 from toyexp.sweeps.board import MOST, Board
 from toyexp.sweeps.directory import Job, Status, SweepDir
-from toyexp.sweeps.ranking import ranked
 from toyexp.sweeps.summary_table import outcome, print_table
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",

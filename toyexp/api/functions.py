@@ -28,8 +28,8 @@ from toyexp.config.restored import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.owners import OWNERS
 from toyexp.plugins.registry import Registry
+from toyexp.results.ranking import Ranking, ranked
 from toyexp.sweeps.directory import Job, remembered
-from toyexp.sweeps.ranking import Ranking, ranked
 from toyexp.training.checkpoint import result_of
 
 if TYPE_CHECKING:

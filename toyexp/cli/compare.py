@@ -22,9 +22,9 @@ from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import Filter, divided, filtered
 from toyexp.results.found import look, metric_of, named, unzipped
 from toyexp.results.plot import sheet
+from toyexp.results.ranking import TRAIN, Point, mean
 from toyexp.results.report import Report, importance_of, is_a_page, require, title
 from toyexp.sweeps.directory import remembered
-from toyexp.sweeps.ranking import TRAIN, Point, mean
 
 HELP = """\
 usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--pool] [--csv | --json]

@@ -300,8 +300,6 @@ def _compared(prepared: Prepared, begun: Record, repeated: Path, composed: Compo
 
 def many_runs(flags: Mapping[str, str], request: Request) -> Asked:
     """What a sweep is asked for, and how its jobs are run."""
-    from toyexp.results.report import SweepReport, draw_sweep
     from toyexp.sweeps.runner import Asked
 
-    report = SweepReport()
-    return Asked(flags, request, experiment, run, report, report.read, draw_sweep)
+    return Asked(flags, request, experiment, run)

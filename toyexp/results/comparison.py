@@ -12,7 +12,7 @@ from typing import Any
 from toyexp.base.formatting import last_words, short, shown
 from toyexp.results.events import start_of
 from toyexp.results.found import DONE, Run, settings
-from toyexp.sweeps.ranking import ASIDE, METRIC, Ranking, ranked
+from toyexp.results.ranking import ASIDE, METRIC, Ranking, ranked
 from toyexp.training.provenance import recorded
 
 DIGEST = " digest"  # behind a role of sources: the column that tells runs of different data or bases apart

@@ -22,8 +22,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, cause, open_file
 from toyexp.base.formatting import UNZIPPED, counted, shown, smooth_loss, typed
 from toyexp.base.ownership import LOCK, SWEEP, Owned, require_left
-from toyexp.sweeps.directory import NUMBERS, PRUNES
-from toyexp.sweeps.ranking import METRIC
+from toyexp.results.ranking import METRIC
 from toyexp.training.checkpoint import Damaged, conforms, read_json, result_of
 from toyexp.training.rundir import settings_in
 
@@ -34,6 +33,16 @@ MOST_UNZIPPED = 1 << 30  # bytes that are extracted from an archive
 RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP}  # files of runs that are extracted
 INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
 SIGNS = {"events.jsonl", "result.json", LOCK}  # one beside config.yaml makes a directory a run, or two of them
+NUMBERS = {  # what is read of a result.json
+    "steps": int,
+    "train_loss": float | None,
+    "eval_loss": float | None,
+    "eval_scores": Mapping[str, float | None],
+    "seconds": float,
+    "sources": Mapping[str, str],
+    "diverged": bool,
+}
+PRUNES = "sweep.prune="  # how a run that a search has stopped says why
 DONE = ("completed", "diverged", "stopped")  # states of runs whose numbers count: they came to their own end
 _CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
 _SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)

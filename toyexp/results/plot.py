@@ -32,7 +32,7 @@ from toyexp.results.comparison import Comparison, Entry, seed_of
 from toyexp.results.events import Curve, History, means
 from toyexp.results.found import DONE
 from toyexp.results.plot_search import Search
-from toyexp.sweeps.ranking import TRAIN, Point
+from toyexp.results.ranking import TRAIN, Point
 
 MOST_RUNS = 200  # that are read for one picture: the best
 NAMED = len(COLOURS)  # points that have a colour and a row

@@ -27,9 +27,9 @@ from toyexp.interfaces.model import lower_is_better
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.events import Curve, History, means, thinned
 from toyexp.results.found import DONE, below, look, metric_of, values
+from toyexp.results.importance import importance
 from toyexp.results.plot import sheet
 from toyexp.results.plot_search import Search
-from toyexp.sweeps.search.importance import importance
 
 MOST_POINTS = 10_000  # of a curve
 ALL_POINTS = 400_000  # of the losses of all runs together

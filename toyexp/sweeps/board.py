@@ -15,9 +15,9 @@ from typing import Any
 from toyexp.base.errors import for_terminal
 from toyexp.base.formatting import duration
 from toyexp.base.terminal import in_notebook, is_silent, on_terminal, write_text
+from toyexp.results.ranking import Ranking
 from toyexp.sweeps.directory import ANSWERED, FAILURES, Job, Status
 from toyexp.sweeps.journal import Seldom
-from toyexp.sweeps.ranking import Ranking
 
 REDRAW = 0.2  # seconds between two pictures
 ROOM = 4  # lines of the terminal that are left to what stands above

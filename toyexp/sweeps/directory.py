@@ -20,8 +20,9 @@ from toyexp.base.formatting import as_csv, short
 from toyexp.base.ownership import LOCK, SWEEP, Owned, lock, require_empty, require_inside
 from toyexp.base.terminal import say, status
 from toyexp.base.writing import dump_json, in_one_piece, require_below, require_plain
+from toyexp.results.found import NUMBERS, PRUNES
+from toyexp.results.ranking import TRAIN, Ranking, ranked, sources_of
 from toyexp.sweeps.journal import Journal, Seldom
-from toyexp.sweeps.ranking import TRAIN, Ranking, ranked, sources_of
 from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt, result_of
 
 log = logging.getLogger("toyexp")
@@ -48,7 +49,6 @@ UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)
 ANSWERED = (Status.COMPLETED, Status.PRUNED)  # what was asked of the job has its answer
 # Errors of a disk or of limits on open files, which have nothing to do with a job's settings.
 HINDRANCES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-PRUNES = "sweep.prune="  # how a run that a search has stopped says why
 ENDING = [number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if (number := getattr(signal, name, None))]
 # What a job's process says by its exit code; by any other, and by a signal, it was killed.
 MEANING = {
@@ -56,15 +56,6 @@ MEANING = {
     1: Status.FAILED,
     2: Status.REFUSED,
     **{code: Status.INTERRUPTED for number in ENDING for code in (128 + number, -number)},
-}
-NUMBERS = {  # what is kept of a job's result.json
-    "steps": int,
-    "train_loss": float | None,
-    "eval_loss": float | None,
-    "eval_scores": Mapping[str, float | None],
-    "seconds": float,
-    "sources": Mapping[str, str],
-    "diverged": bool,
 }
 
 

@@ -21,13 +21,14 @@ from toyexp.base.ownership import Owned, require_left
 from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import in_notebook, on_terminal, say, silent, status
 from toyexp.base.threads import of_cores
+from toyexp.results.ranking import Ranking, ranked
+from toyexp.results.report import SweepReport, draw_sweep
 from toyexp.sweeps.board import Board, board_for
 from toyexp.sweeps.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweeps.launchers.forking import FORKED, PLATFORMS, Forks, spawned
 from toyexp.sweeps.launchers.gpus import Gpus, visible
 from toyexp.sweeps.launchers.processes import AT_ONCE, NOT_STARTED, Order, Stop, run_process, side_by_side
 from toyexp.sweeps.process_state import contained
-from toyexp.sweeps.ranking import Ranking, ranked
 from toyexp.sweeps.resources import share_of
 from toyexp.sweeps.summary_table import outcome, print_table
 from toyexp.training.checkpoint import result_of
@@ -53,9 +54,6 @@ class Asked:
     request: Request
     experiment: Callable[[Composed, Path], Result]  # in a directory
     run: Callable[[Sequence[str]], int]  # a command line
-    report: Callable[[Path, bool], None]  # writes that of a sweep's directory, for the last time or before
-    read: Callable[[Path, int], None]  # for it, what a run tells that has ended, one of so many
-    plot: Callable[[Path], None]  # draws what is there of it
 
 
 class Runner:
@@ -71,6 +69,7 @@ class Runner:
         self.asked, self._request, self._settings, self._jobs, self._memory = asked, request, settings, jobs, memory
         self._folder = folder  # made once a first configuration has said where
         self.how_chosen = ""  # of a search: its points
+        self._report_page = SweepReport()
         self._cluster: Cluster | None = None  # that the jobs are handed to
         self._stop = Stop()
         self._forks: Forks | None = None
@@ -175,7 +174,7 @@ class Runner:
             code = self._report()
             self._look_back()
             if self._folder and len(self._jobs) > 1 and not self._stop.number:
-                self.asked.plot(self._folder.path)
+                draw_sweep(self._folder.path)
             return code
         finally:
             self._unwatched()
@@ -457,8 +456,8 @@ class Runner:
         """The runs side by side in report.html, now that a job has ended or all have; none of one that ends at once."""
         if self._folder and self._settings.report and len(self._jobs) > 1 and not self._stop.number:
             if job and job.directory:
-                self.asked.read(self._folder.run(job), len(self._jobs))
-            self.asked.report(self._folder.path, job is None)
+                self._report_page.read(self._folder.run(job), len(self._jobs))
+            self._report_page(self._folder.path, job is None)
 
     def _report(self) -> int:
         jobs, folder = self._jobs, self._folder

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from toyexp.base.formatting import columns, duration, last_words, short
 from toyexp.base.terminal import on_terminal, say
+from toyexp.results.ranking import TRAIN, ranked
 from toyexp.sweeps.directory import SPREAD, Job, Status, SweepDir, numbers, scores, state_of
-from toyexp.sweeps.ranking import TRAIN, ranked
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:

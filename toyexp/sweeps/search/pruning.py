@@ -15,8 +15,8 @@ from toyexp.base.formatting import typed
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.run import Run
+from toyexp.results.found import PRUNES
 from toyexp.sweeps.combinations import TRIAL
-from toyexp.sweeps.directory import PRUNES
 from toyexp.sweeps.search.study import Judge
 
 log = logging.getLogger("toyexp")

@@ -17,11 +17,11 @@ from toyexp.base.formatting import counted, short
 from toyexp.base.terminal import say, status
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.config.top_level import MOST_JOBS
+from toyexp.results.ranking import sources_of
 from toyexp.sweeps.combinations import TRIAL
 from toyexp.sweeps.directory import UNFINISHED, Ended, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import first_look, require_directories
 from toyexp.sweeps.launchers.processes import Order
-from toyexp.sweeps.ranking import sources_of
 from toyexp.sweeps.runner import Asked, Runner
 from toyexp.sweeps.search.pruning import first_asked, ordered
 from toyexp.sweeps.search.space import Key, grid, probes, size

@@ -104,7 +104,7 @@ class Study:
         TPE orders points in the same way: completed ones by score, then pruned ones, the furthest first and at the same
         step by the score there, then those without a score.
         """
-        from toyexp.sweeps.search.importance import importance
+        from toyexp.results.importance import importance
 
         sign = 1 if self._study.direction.name == "MINIMIZE" else -1
 

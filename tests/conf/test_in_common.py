@@ -71,13 +71,6 @@ def test_settings_behind_those_of_another_job_are_typed_as_they_are_alone(before
         assert outcome(build._typed_once, node) == outcome(build.typed, node)
 
 
-def test_a_number_that_has_its_type_needs_no_merging(monkeypatch):
-    monkeypatch.setattr(build, "_typed", {})
-    build._typed_once(Part, ALL, "data")
-    monkeypatch.delattr(build, "typed")
-    assert build._typed_once(Part, ALL | {"size": 3, "rate": 0.5}, "data")["size"] == 3
-
-
 def test_what_one_job_does_to_its_settings_reaches_no_other(monkeypatch):
     monkeypatch.setattr(build, "_typed", {})
     for _ in range(3):

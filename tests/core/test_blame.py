@@ -364,13 +364,13 @@ def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["recipe=clumsy_recipe", "recipe.at=plan"], "recipe.clumsy_recipe failed while it planned"),
-        (["recipe=clumsy_recipe", "recipe.at=check"], "recipe.clumsy_recipe failed while its settings were checked"),
-        (["model=clumsy_model", "model.at=fit"], "model.clumsy_model failed while it was fitted to the data"),
-        (["model=clumsy_model", "model.at=tensors"], "model.clumsy_model failed while it listed its tensors"),
-        (["data=clumsy_data", "data.at=open"], "data.clumsy_data failed while it was opened"),
-        ([CALLBACKS, "callbacks.clumsy.at=check_plan"], "callbacks.clumsy failed while it looked at the plan"),
-        ([CALLBACKS, "callbacks.clumsy.at=check"], "callbacks.clumsy failed while its settings were checked"),
+        (["recipe=clumsy_recipe", "recipe.at=plan"], "recipe.clumsy_recipe failed in plan()"),
+        (["recipe=clumsy_recipe", "recipe.at=check"], "recipe.clumsy_recipe failed in check()"),
+        (["model=clumsy_model", "model.at=fit"], "model.clumsy_model failed in fit()"),
+        (["model=clumsy_model", "model.at=tensors"], "model.clumsy_model failed in tensors()"),
+        (["data=clumsy_data", "data.at=open"], "data.clumsy_data failed in open()"),
+        ([CALLBACKS, "callbacks.clumsy.at=check_plan"], "callbacks.clumsy failed in check_plan()"),
+        ([CALLBACKS, "callbacks.clumsy.at=check"], "callbacks.clumsy failed in check()"),
         ([CALLBACKS, "callbacks.clumsy.at=warnings"], "callbacks.clumsy failed in warnings()"),
     ],
 )

@@ -450,7 +450,7 @@ def test_check_run_sees_configuration_and_data_before_anything_is_written(run_ra
     assert code == 0 and heard[0][:2] == ("check_run", 3) and heard[0][2] > 2000
     (tmp_path / "run").rename(tmp_path / "finished")
     assert run_raising("check_run")[1] == 1
-    assert "callbacks.raising failed while it looked at the run: ValueError: boom" in capsys.readouterr().err
+    assert "callbacks.raising failed in at(): ValueError: boom" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -250,7 +250,7 @@ def test_what_an_engine_cannot_do_with_a_model_that_is_one_stays_the_engines(her
     assert line.startswith("engine.broken failed while it built the training step: AttributeError")
     assert main([*last_of_each(*RUN, "callbacks=[gguf_export]", "eval_every=3", "hydra.run.dir=other")]) == 0
     line, _ = failed(capsys, "eval", "other", PLUGINS, "engine=broken", codes=(1,))
-    assert line.startswith("engine's BrokenOps failed in rows(): KeyError: 'rows' (broken_engine.py, line ")
+    assert line.startswith("engine.broken failed while it evaluated: KeyError: 'rows' (broken_engine.py, line ")
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [(8, "no tensor out.weight"), (0, "has the shape (16, 0)")])

@@ -304,8 +304,8 @@ def run_told(capsys, *words):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["data.at=open"], ["while it was opened", "NoneType", "Dataset"]),
-        (["data.vocab=0"], ["vocab is 0", "1 or above"]),
+        (["data.at=open"], ["open() gave None", "Dataset"]),
+        (["data.vocab=0"], ["vocab is 0", "from 1"]),
         (["data.vocab=-3"], ["vocab is -3"]),
     ],
 )
@@ -317,7 +317,7 @@ def test_data_that_are_none_are_named_before_anything_is_made(words, wanted, cap
 
 def test_batches_that_are_none_are_refused_before_anything_is_made(capsys):
     line = run_told(capsys, "data=odd", "data.at=batches")
-    assert "data.odd failed while it was cut into batches" in line and "Batches" in line
+    assert line == "data.odd.batches() gave None, expected Batches"
     assert not Path("run").exists()
 
 
@@ -361,7 +361,7 @@ def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(ca
 
 def test_data_that_describe_nothing_are_named(capsys):
     line = run_told(capsys, "data=odd", "data.at=describe")
-    assert line == "data.odd failed while it was described: it gave NoneType, expected a Mapping"
+    assert line.startswith("data.odd.") and line.endswith(" gave None, expected Mapping")
 
 
 def test_ids_that_are_no_integers_are_refused_before_anything_is_made(capsys):
@@ -374,8 +374,8 @@ def test_eval_names_the_data_too(capsys):
     assert main([*NOOP, "steps=1"]) == 0
     Path("x.txt").write_text("words")
     given = ["eval", "run", PLUGINS, "engine=noop"]
-    assert told(capsys, *given, "--data", "x.txt").startswith("data.odd failed while it looked at x.txt: KeyError")
-    assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd failed while it was opened")
+    assert told(capsys, *given, "--data", "x.txt").startswith("data.odd failed in recognises(): KeyError")
+    assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd.open() gave None, expected Dataset")
     line = told(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
     assert line.startswith("data.odd ") and "-1 is not one of 0..49" in line
 
@@ -440,7 +440,7 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("None", "format.odd failed while it read x.odd: it gave NoneType, expected a Exported"),
+        ("None", "format.odd.read() gave None, expected Exported"),
         ("model", "x.odd: format.odd read [<class"),
         ("shape", "x.odd: format.odd read [3, 3] for token_embd.weight, and its model says [8, 8]"),
         ("list", "x.odd: format.odd read [1.0] for token_embd.weight, expected an array [8, 8]"),

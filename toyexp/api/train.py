@@ -27,9 +27,8 @@ from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.discovery import load
-from toyexp.plugins.owners import OWNERS
 from toyexp.plugins.registry import LOCAL, Offer, Registry
-from toyexp.plugins.rules import check_hooks
+from toyexp.plugins.rules import check_hooks, owners
 from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
 
@@ -69,7 +68,7 @@ def train(
         raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
-    with aside("toyexp.train", quiet), of_a_part(lambda: OWNERS):
+    with aside("toyexp.train", quiet), of_a_part(owners):
         from toyexp.base.ownership import require_empty
         from toyexp.training.experiment import prepare
         from toyexp.training.resume import load as load_run

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError, printable
 from toyexp.base.formatting import short
@@ -58,61 +58,50 @@ def _is_toyexps(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("toyexp.")
 
 
-@contextlib.contextmanager
-def blamed(who: str, when: str, log: Path | None = None, **others: object) -> Iterator[None]:
-    """Raises what goes wrong inside as `failure` of `who`, or of one of the `others` whose own code it was in.
+class attributed:  # noqa: N801 - a context manager, cheap enough to enter in each step
+    """Raise what goes wrong inside as `failure` of `who`, or of one of the `others` whose own code it was in.
 
-    Memory that ran out is told as that; a file that cannot be used names itself.
+    Memory that ran out is told as that, a batch that a session refuses as one of `data`; a file that cannot be used
+    names itself.
     """
-    try:
-        with running_out():
-            yield
-    except OSError as error:
-        if error.filename is None:
-            raise failure(who, when, error, log) from error
-        raise
-    except (Exception, SystemExit) as error:
-        guilty = _guilty(error, others) or who
-        raise failure(guilty, when, error, log) from error.__cause__ if told(error) else error
 
-
-def asked(who: str, when: str, wanted: type, call: Callable[[], T], log: Path | None = None, **others: object) -> T:
-    """What a plugin answers, `blamed` for what it raises, and for what is nothing of the `wanted` class."""
-    with blamed(who, when, log, **others):
-        found = call()
-    if not isinstance(found, wanted):
-        raise PluginFailed(f"{who} failed {when}: it gave {type(found).__name__}, expected a {wanted.__name__}")
-    return found
-
-
-class OnError:
-    """Around code that runs often: `tell` is called with an error inside, and raises what is to be raised instead."""
-
-    def __init__(self, tell: Callable[[Exception | SystemExit], NoReturn]):
-        self._tell = tell
+    def __init__(
+        self,
+        who: str,
+        when: str | Callable[[], str],
+        log: Path | None = None,
+        others: Mapping[str, object] | None = None,
+        data: str = "",
+    ):
+        self._who, self._when, self._log, self._data, self._others = who, when, log, data, others or {}
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception | SystemExit):
-            self._tell(error)
+        if not isinstance(error, Exception | SystemExit):
+            return
+        when = self._when if isinstance(self._when, str) else self._when()
+        try:
+            with running_out():
+                raise error
+        except (Exception, SystemExit) as found:
+            if isinstance(found, BadBatch) and self._data:
+                raise PluginFailed(f"data.{self._data} {when}: {found}") from found
+            if isinstance(found, OSError) and found.filename is not None:
+                raise
+            guilty = _guilty(found, self._others) or self._who
+            raise failure(guilty, when, found, self._log) from found.__cause__ if told(found) else found
 
 
-@contextlib.contextmanager
-def batches_of(data: str, when: str) -> Iterator[None]:
-    """Names the data whose batch a session refuses."""
-    try:
-        yield
-    except BadBatch as error:
-        raise PluginFailed(f"data.{data} {when}: {error}") from error
+def given(wanted: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
+    """What a method of a plugin's part gives; PluginFailed for what is nothing of the wanted class.
 
-
-def given(wanted: type, method: Callable[..., T], *arguments: object) -> T:
-    """What a method of a plugin's part gives; PluginFailed for what is nothing of the wanted class."""
+    The part is `who`, such as data.text, or else the class of the method.
+    """
     found = method(*arguments)
     if not isinstance(found, wanted):
-        raise unwanted(method, found, wanted.__name__)
+        raise unwanted(method, found, wanted.__name__, who)
     return found
 
 
@@ -124,15 +113,15 @@ def sentences(method: Callable[..., object], *arguments: object) -> list[str]:
     return [" ".join(str(sentence).splitlines()) for sentence in found]
 
 
-def unwanted(method: Callable[..., object], found: object, wanted: str) -> PluginFailed:
+def unwanted(method: Callable[..., object], found: object, wanted: str, who: str = "") -> PluginFailed:
     """What a method of a plugin's part gave, and what was expected of it."""
-    owner = type(getattr(method, "__self__", None)).__name__
-    return PluginFailed(f"{owner}.{method.__name__}() gave {printable(repr(found))}, expected {wanted}")
+    who = who or type(getattr(method, "__self__", None)).__name__
+    return PluginFailed(f"{who}.{method.__name__}() gave {printable(repr(found))}, expected {wanted}")
 
 
 @contextlib.contextmanager
 def of_a_part(kinds: Callable[[], Mapping[type, str]], log: Path | None = None) -> Iterator[None]:
-    """Raises what comes out of any method of a plugin's part as `failure` of that part: the net below `blamed`.
+    """Raise what comes out of any method of a plugin's part as `failure` of that part.
 
     `kinds` gives the word for the parts of each class. A mistake of toyexp's own, and an OSError, come out as they are.
     """
@@ -157,7 +146,7 @@ def _method(error: BaseException, kinds: Mapping[type, str]) -> tuple[str, str] 
     return None
 
 
-def _guilty(error: BaseException, others: dict[str, object]) -> str | None:
+def _guilty(error: BaseException, others: Mapping[str, object]) -> str | None:
     """The kind and name of whichever of `others` has the innermost frame of all in its module."""
     modules = {
         type(part).__module__: f"{kind}.{getattr(part, 'name', type(part).__name__)}" for kind, part in others.items()

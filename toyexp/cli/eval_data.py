@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.attribution import asked
+from toyexp.base.attribution import given
 from toyexp.base.errors import UserError, choose
 from toyexp.config.restored import is_checkpoint
 from toyexp.config.safe_yaml import require_plugins
@@ -105,10 +104,7 @@ def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
 def kind_of(path: Path, model: Model, registry: Registry) -> str:
     """The kind of data that a path holds, by the names of its files; UserError for one that `model` does not read."""
     classes: list[type[Data]] = list(registry.classes("data").values())
-    fits: dict[type[Data], int] = {
-        cls: asked(f"data.{cls.name}", f"while it looked at {path}", int, partial(cls.recognises, path))
-        for cls in classes
-    }
+    fits: dict[type[Data], int] = {cls: given(int, cls.recognises, path, who=f"data.{cls.name}") for cls in classes}
     readable = of_kind(model.reads, registry)
     best = max(classes, key=lambda cls: (fits[cls] > 0, cls.name in readable, fits[cls]))
     if not fits[best]:

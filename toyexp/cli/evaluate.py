@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from toyexp.base.attribution import batches_of
+from toyexp.base.attribution import attributed
 from toyexp.base.errors import RunFailed, UserError, in_a_cell
 from toyexp.base.terminal import complain
 from toyexp.base.validators import is_whole
@@ -150,7 +150,8 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     inputs = model.reads.bounded(batches.inputs, dataset.vocab)
     plan = frozen_plan(model, path, Setup(inputs, built.settings.batch_size), put_on)
-    with batches_of(built.data.name, "was refused"), checked_session(plan, built.engine, str(origin(path))) as session:
+    boundary = attributed(f"engine.{built.engine.name}", "while it evaluated", data=built.data.name)
+    with boundary, checked_session(plan, built.engine, str(origin(path))) as session:
         held_out = batches.held_out()  # made once it is known that they fit
         loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
         classes = _by_class(session, held_out, dataset)

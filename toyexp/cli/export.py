@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.attribution import blamed, sentences
+from toyexp.base.attribution import attributed, sentences
 from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
 from toyexp.base.files import head
 from toyexp.base.formatting import in_bytes, short
@@ -170,7 +170,7 @@ def _write(
     Returns the model, of which there is none in the first case, and what is odd about the numbers.
     """
     found = class_in(file, registry.models())
-    with blamed(f"format.{form.name}", "while it wrote the file"), required(target), in_one_piece(target) as place:
+    with attributed(f"format.{form.name}", "while it wrote the file"), required(target), in_one_piece(target) as place:
         try:
             form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
             problems = form.write_again(file, place, requantize)

@@ -2,65 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, choose
-from toyexp.cli.flags import FLAGS
 
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed
     from toyexp.config.request import Request
+    from toyexp.config.schema import Source
 
 
 def inspect(flags: Mapping[str, str], request: Request) -> int:
     """Shows what the flags ask for; returns the exit code, and raises UserError for what it cannot show."""
-    import hydra
-
     from toyexp.config.mistakes import in_plain_words
 
-    settings: Sequence[str] = ()
-    if "--hydra-help" not in flags:
+    if "--hydra-help" in flags:
+        words: Sequence[str] = ()
+    else:
         composed = request.compose()
         if "--cfg" in flags:
             print(_composed(composed, flags), end="")
             return 0
-        settings = composed.every.in_lists(composed.given)
-    words = [w for f, v in flags.items() if not f.startswith("--config") for w in ([f] if FLAGS[f] is None else [f, v])]
-    source = request.source
-    show = hydra.main(version_base="1.3", config_path=str(source.directory), config_name=source.name)(lambda cfg: None)
+        words = composed.every.in_lists(composed.given)
     try:
-        with _as_command_line([*words, *source.overrides(), *settings]):
-            show()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
+        _show_by_hydra(flags.get("--info"), request.source, [*request.source.overrides(), *words])
     except OSError:  # of what takes the output
         raise
     except Exception as error:
-        raise in_plain_words(" ".join(words), error) from None
+        raise in_plain_words(" ".join(f"{flag} {value}".strip() for flag, value in flags.items()), error) from None
     return 0
 
 
-@contextlib.contextmanager
-def _as_command_line(words: Sequence[str]) -> Iterator[None]:
-    """The words are what Hydra, which knows no other way, finds as this process's own; it raises what goes wrong."""
-    argv, environment = sys.argv, dict(os.environ)
+def _show_by_hydra(info: str | None, source: Source, words: list[str]) -> None:
+    """Print what Hydra's own --info tells, or without it Hydra's help; Hydra's log handlers do not stay."""
+    from hydra import initialize_config_dir
+    from hydra._internal.utils import get_args_parser
+    from hydra.core.global_hydra import GlobalHydra
+
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    sys.argv = ["toyexp", *words]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # and prints no words of its own with exit code 1
     try:
-        yield
+        with initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
+            own, parser = GlobalHydra.instance().hydra, get_args_parser()
+            assert own is not None
+            if info is None:
+                own.hydra_help(source.name, parser, parser.parse_args(words))
+            else:
+                own.show_info(info, source.name, words)
     finally:
-        sys.argv = argv
-        root.handlers[:] = handlers  # Hydra's --info sets up a log of its own
+        root.handlers[:] = handlers
         root.setLevel(level)
-        del os.environ["HYDRA_FULL_ERROR"]
-        os.environ.update(environment)
 
 
 def _composed(composed: Composed, flags: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import toyexp
-from toyexp.base.attribution import blamed, of_a_part
+from toyexp.base.attribution import attributed, of_a_part
 from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.exit_codes import exit_code_of
 from toyexp.base.files import working_directory
@@ -49,9 +49,9 @@ def explained(error: str, typed: Sequence[str]) -> str:
 
 
 def _owners() -> Mapping[type, str]:
-    from toyexp.plugins.owners import OWNERS  # deferred: what nothing went wrong with has no use for it
+    from toyexp.plugins.rules import owners  # deferred: what nothing went wrong with has no use for it
 
-    return OWNERS
+    return owners()
 
 
 @possible_names()
@@ -90,7 +90,7 @@ def _call(command: Command, words: Sequence[str]) -> int:
     if command.name in COMMANDS:
         return do()
     try:
-        with blamed(f"command.{command.name}", "while it ran"):
+        with attributed(f"command.{command.name}", "while it ran"):
             code = do()
         if type(code) is not int or not 0 <= code < 256:
             what = f"{printable(repr(code))}; an exit code is a number from 0, which is done, to 255"

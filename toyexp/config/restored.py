@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.attribution import asked, blamed
+from toyexp.base.attribution import attributed, given
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import ADDRESS, is_address, require
 from toyexp.base.ownership import Ledger, fingerprint_once
@@ -90,9 +90,9 @@ def _read_by(path: Path, registry: Registry) -> Format | None:
 
 
 def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:
-    who, when = f"format.{form.name}", f"while it read {path}"
-    found = asked(who, when, Exported, lambda: form.read(path, registry.models()))
-    with blamed(who, when):
+    who = f"format.{form.name}"
+    with attributed(who, f"while it read {path}"):
+        found = given(Exported, form.read, path, registry.models(), who=who)
         tensors = _Fitting(found, f"{path}: format.{form.name} read")
         write_model(target, found.model, tensors, found.tokenizer, "f32", found.general, found.data)
 
@@ -200,8 +200,7 @@ def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[
     fitted = model.fit(dataset)
     inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
     seed = int(plain["seed"] if plain.get("model_seed") is None else plain["model_seed"])
-    with blamed(f"recipe.{recipe.name}", "while it planned"):
-        return recipe.plan(whole or fitted, Setup(inputs, rows=1, seed=seed)), recipe, dataset
+    return recipe.plan(whole or fitted, Setup(inputs, rows=1, seed=seed)), recipe, dataset
 
 
 def _check_fit(path: Path, plan: Plan, found: checkpoint.Checkpoint) -> None:

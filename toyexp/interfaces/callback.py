@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from toyexp.base.attribution import blamed
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.formatting import typed
 from toyexp.interfaces.hooks import hookimpl
@@ -117,9 +116,8 @@ class Schedule(Callback):
             )
         if self.scales == "lr":
             return
-        with blamed(f"callbacks.{self.name}", "while it said by how much it scales"):
-            asked = {*range(0, steps, max(1, steps // LOOKED_AT)), steps - 1, steps}
-            found = [self.factor(step, steps) for step in sorted(asked)]
+        asked = {*range(0, steps, max(1, steps // LOOKED_AT)), steps - 1, steps}
+        found = [self.factor(step, steps) for step in sorted(asked)]
         factors = [f for f in found if isinstance(f, int | float) and math.isfinite(f)]  # a run refuses the others
         for factor, group in itertools.product({min(factors), max(factors)} if factors else (), plan.updates):
             try:

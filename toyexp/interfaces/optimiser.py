@@ -16,7 +16,6 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
-from toyexp.base.attribution import blamed
 from toyexp.base.errors import RunFailed, UserError, choose, printable
 from toyexp.base.validators import require_float32, require_within
 from toyexp.interfaces.arithmetic import Arithmetic, Shaped, Shapes, is_shape
@@ -121,8 +120,7 @@ class Group:
     @cached_property
     def scalable(self) -> frozenset[str]:
         """What of the rule a schedule can scale."""
-        with blamed(f"optim.{self._name}", "while a schedule asked what follows from its settings"):
-            return frozenset(scalable(self.rule))
+        return frozenset(scalable(self.rule))
 
     @property
     def _name(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toyexp.base.attribution import blamed
+from toyexp.base.attribution import attributed
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import TOKENS, Kind
@@ -106,7 +106,7 @@ def start(
     Closes the session on any error. A plugin's own is told as that, with the log in `directory`.
     """
     log = directory / "log.txt" if directory else None
-    with blamed(f"engine.{engine.name}", "while it realized the plan", log, **plan.parts):
+    with attributed(f"engine.{engine.name}", "while it realized the plan", log, plan.parts):
         session = engine.realize(plan).opened()
     return warmed(recipe, engine, session, state, log)
 
@@ -116,12 +116,12 @@ def warmed(
 ) -> Session:
     """The same from an open session on."""
     try:
-        with blamed(f"recipe.{recipe.name}", "while it warmed the model", log):
+        with attributed(f"recipe.{recipe.name}", "while it warmed the model", log):
             recipe.warm(session)
-        with blamed(f"engine.{engine.name}", "while it built the training step", log, **session.plan.parts):
+        with attributed(f"engine.{engine.name}", "while it built the training step", log, session.plan.parts):
             session.build()
         if state is not None:
-            with blamed(f"engine.{engine.name}", "while it took the checkpoint", log):
+            with attributed(f"engine.{engine.name}", "while it took the checkpoint", log):
                 session.restore(state)
     except BaseException:
         session.close()

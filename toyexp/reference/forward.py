@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
 
-from toyexp.base.attribution import blamed, failure, place, told
+from toyexp.base.attribution import failure, place, told
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.formatting import counted
 from toyexp.interfaces.arithmetic import Shaped, is_shape
@@ -46,8 +46,7 @@ def blocks_of(plan: Plan) -> int:
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
     """Raises UserError for a model's or a plan's tensors that no engine can hold: the fault of `who`."""
     try:
-        with blamed(who, "while it listed its tensors"):
-            tensors = listed()
+        tensors = listed()
     except UserError as error:
         raise UserError(f"{who}: {error}{place(error, of_plugins=True)}") from error
     if not isinstance(tensors, Iterable) or isinstance(tensors, str):

@@ -7,10 +7,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
-from toyexp.base.attribution import asked, blamed, given, of_a_part, sentences
+from toyexp.base.attribution import attributed, given, of_a_part, sentences
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import running_out
 from toyexp.base.signals import Signals, stop_signals
@@ -27,7 +26,7 @@ from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import Planned
 from toyexp.interfaces.session import Session
 from toyexp.plugins.compatibility import refusal, unread
-from toyexp.plugins.owners import OWNERS
+from toyexp.plugins.rules import owners
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
@@ -45,6 +44,7 @@ from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of
 log = logging.getLogger("toyexp")
 
 
+@of_a_part(owners)
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     require_utf8(config.plain)
@@ -59,8 +59,7 @@ def prepare(config: Config) -> Prepared:
     _count_steps(config, batches)
     plan = _planned(config, dataset, model, batches)
     optim = given(Optimiser, config.optim.settled, model.optim_mode or config.recipe.optim_mode)
-    with blamed(f"optim.{optim.name}", "while it took its tensors"):
-        plan = optimised(plan, optim, config.settings.lr)
+    plan = optimised(plan, optim, config.settings.lr)
     _check(config, plan)
     batches = Dropout(batches, plan, config.settings.seed) if plan.drops else batches
     warnings = config.warnings(Planned(config.plain, dataset, batches, plan))
@@ -83,14 +82,11 @@ def _require_suited(config: Config) -> None:
 
 def _opened(config: Config) -> Dataset:
     """The data in the recipe's vocabulary; the settings that it fills in stand in the configuration from now on."""
-    with blamed(f"recipe.{config.recipe.name}", "while it said whose tokens it takes"):
-        vocabulary = config.recipe.vocabulary()
-    config.data, dataset = shared_data(config.data, vocabulary)
+    config.data, dataset = shared_data(config.data, config.recipe.vocabulary())
     for key in config.data.fills:
         config.plain["data"][key] = getattr(config.data, key)
     for callback in config.callbacks.values():
-        with blamed(f"callbacks.{callback.name}", "while it looked at the run"):
-            callback.check_run(config.plain, dataset)
+        callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
         raise UserError(
@@ -107,13 +103,13 @@ def _opened(config: Config) -> Dataset:
 
 def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     """The model that trains, fitted to the data unless it is a file's, and the data's batches."""
-    settings, who, when = config.settings, f"model.{config.model.name}", "while it was fitted to the data"
-    fitted = asked(who, when, Model, lambda: config.model.fit(dataset), data=config.data)
+    settings = config.settings
+    who = f"model.{config.model.name}"
+    fitted = given(Model, config.model.fit, dataset, who=who)
     seed = settings.seed if settings.data_seed is None else settings.data_seed
-    make = partial(fitted.batches, dataset, settings.batch_size, seed)
     if type(fitted).batches is Model.batches:  # which gives the data's own
-        who, when = f"data.{config.data.name}", "while it was cut into batches"
-    batches = asked(who, when, Batches, make, data=config.data)
+        who = f"data.{config.data.name}"
+    batches = given(Batches, fitted.batches, dataset, settings.batch_size, seed, who=who)
     model = config.base.fit(dataset) if config.base is not None else fitted
     if settings.checkpoint_best is not None:
         model.require_metric("checkpoint_best", settings.checkpoint_best)
@@ -144,7 +140,7 @@ def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -
     )  # fmt: skip
     check_tensors(f"model.{model.name}", model.tensors)
     who = f"recipe.{recipe.name}"
-    plan = asked(who, "while it planned", Plan, lambda: recipe.plan(model, setup), model=model)
+    plan = given(Plan, recipe.plan, model, setup, who=who)
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
         raise UserError(f"{who}: its plan trains no tensor")
@@ -157,8 +153,7 @@ def _check(config: Config, plan: Plan) -> None:
     for callback in config.callbacks.values():
         if isinstance(callback, Schedule):
             callback.check_scales(plan, config.settings.steps)
-        with blamed(f"callbacks.{callback.name}", "while it looked at the plan"):
-            callback.check_plan(plan)
+        callback.check_plan(plan)
     check_plan(plan, config.engine)
     config.engine.check_plan(plan)
     plan.check_values()
@@ -187,8 +182,9 @@ def run(
             log.info(line)
             say(line)
         state = resumed.checkpoint.arrays if resumed else None
-        with of_a_part(lambda: OWNERS, log_file), running_out():
-            with blamed(f"engine.{config.engine.name}", "while it realized the plan", log_file, **prepared.plan.parts):
+        with of_a_part(owners, log_file), running_out():
+            who, others = f"engine.{config.engine.name}", prepared.plan.parts
+            with attributed(who, "while it realized the plan", log_file, others):
                 opened: Session = yield Realize(config.engine, prepared.plan)
             with warmed(config.recipe, config.engine, opened, state, log_file) as session:
                 for line in sentences(session.notes):

@@ -10,12 +10,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NoReturn
 
 import numpy as np
 
-from toyexp.base.attribution import OnError, batches_of, blamed
+from toyexp.base.attribution import attributed
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed
 from toyexp.base.formatting import smooth_loss
 from toyexp.interfaces.dataset import Batch, Batches, batch_digest
@@ -59,11 +57,11 @@ class Training:
         self._ready: list[_Next] = []  # the next steps, as far as they were made
         self._under_way: list[_Launched] = []
         self._ended_at = began  # the step before
-        self._blames = {kind: OnError(partial(self._told, kind)) for kind in ("data", "optim", "engine")}
+        self._attributed = {kind: self._boundary(kind) for kind in ("data", "optim", "engine")}
         self._ahead = Ahead(self.batches, self.run.plan, self.run.steps)
         self.bus.step = outcome.steps
         try:
-            with self._blamed("data"):
+            with self._attributed["data"]:
                 self._held_out: Sequence[Batch] = self.batches.held_out() if self.eval_every else ()
                 if not len(self._held_out) and self.eval_every:  # what has no length is no sequence
                     raise PluginFailed(
@@ -110,16 +108,13 @@ class Training:
         except Exception as error:
             log.error("what was trained could not be saved: %s", error)
 
-    def _blamed(self, kind: str) -> OnError:
-        """Tells what goes wrong inside as an error of the run's data or optimiser, or of its engine or model."""
-        return self._blames[kind]
-
-    def _told(self, kind: str, error: Exception | SystemExit) -> NoReturn:
-        run, when = self.run, f"at step {self.bus.step}"
+    def _boundary(self, kind: str) -> attributed:
+        """What tells an error inside as one of the run's data or optimiser, or of its engine or model."""
+        run = self.run
         names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
         others = run.plan.parts if kind == "engine" else {}
-        with batches_of(names["data"], when), blamed(f"{kind}.{names[kind]}", when, self.bus.log, **others):
-            raise error
+        who, log_file = f"{kind}.{names[kind]}", self.bus.log
+        return attributed(who, lambda: f"at step {self.bus.step}", log_file, others, names["data"])
 
     def _launch_steps(self) -> Asks[None]:
         """Launches the next step; what comes behind it too where the session can and nobody looks in between."""
@@ -144,7 +139,7 @@ class Training:
         while count < most and not self._looked_at(step + count) and self._is_made(step + count):
             count += 1
         self.bus.step = step + 1
-        with self._blamed("engine"):
+        with self._attributed["engine"]:
             try:
                 answer = yield Step(ready[0].batch, ready[0].numbers, [(r.batch, r.numbers) for r in ready[1:count]])
             except Exception as error:
@@ -160,9 +155,9 @@ class Training:
         self.bus.step = step + 1
         lr = self.bus.lr(run, step)
         factors = self.bus.factors(run, step)
-        with self._blamed("optim"):
+        with self._attributed["optim"]:
             numbers = run.plan.numbers(step, lr, factors)
-        with self._blamed("data"):
+        with self._attributed["data"]:
             batch = self._ahead.batch(step)
         return _Next(step, batch, lr, factors, numbers)
 
@@ -184,7 +179,7 @@ class Training:
         self.bus.step = outcome.steps + 1
         if not launched.found:
             self._whole = False
-            with self._blamed("engine"):
+            with self._attributed["engine"]:
                 launched.found = [*launched.wait()]
             self._whole = True
             ended = time.perf_counter()
@@ -225,7 +220,7 @@ class Training:
     def _evaluate(self) -> Asks[None]:
         outcome = self.outcome
         try:
-            with self._blamed("engine"):
+            with self._attributed["engine"]:
                 loss, scores = yield Evaluate(self._until_stopped)
         except _Stopped:  # it is done again when the run is resumed
             outcome.reason = "interrupted"

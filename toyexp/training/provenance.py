@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.attribution import asked
+from toyexp.base.attribution import given
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import cause, open_file, working_directory
 from toyexp.base.ownership import fingerprint_once
@@ -60,8 +60,7 @@ def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def sources_of(prepared: Prepared) -> dict[str, str]:
     """Return the digests of a run's data and files by role."""
-    who = f"data.{prepared.config.data.name}"
-    facts = asked(who, "while it was described", Mapping, prepared.dataset.describe)
+    facts = given(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
     return {**data_sources(facts), **file_sources(prepared.config.recipe)}
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.attribution import asked, given, sentences
+from toyexp.base.attribution import given, sentences
 from toyexp.base.errors import printable
 from toyexp.base.formatting import count, counted, typed
 from toyexp.interfaces.callback import Callback, Schedule, answers_lr
@@ -167,8 +167,8 @@ def introduction(prepared: Prepared) -> list[str]:
     total = prepared.model.parameters()
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {count(trainable)} train"
-    who, units = f"data.{config.data.name}", prepared.model.reads.units
-    sizes = asked(who, "while it was described", Mapping, prepared.dataset.describe)
+    units = prepared.model.reads.units
+    sizes = given(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
     known = [f"{count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     if known and isinstance(examples := sizes.get("train_examples"), int):
         known[0] += f" in {counted(examples, 'example')}"

@@ -25,7 +25,7 @@ from toyexp.base.terminal import say
 from toyexp.interfaces.data import opened_once
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.stack import unlike
-from toyexp.plugins.owners import OWNERS
+from toyexp.plugins.rules import owners
 from toyexp.sweeps.combinations import STACK
 from toyexp.sweeps.directory import Ended, Job
 from toyexp.sweeps.job_configs import Lookahead
@@ -146,7 +146,7 @@ class Stacks:
             return self.ready(ahead.of_a_run(job), None if begun else directory, directory if begun else None)
 
         try:
-            with contained(), of_a_part(lambda: OWNERS):
+            with contained(), of_a_part(owners):
                 yield Member(job.number, *context.run(make), context)
         except (Exception, SystemExit) as error:
             self._ended(job.number, failure(error))
@@ -229,7 +229,7 @@ class Stacks:
     def _life(self, member: Member) -> Asks[None]:
         """A job's run; whatever becomes of it is told, and touches no other."""
         try:
-            with of_a_part(lambda: OWNERS):
+            with of_a_part(owners):
                 signals = self.signals.of_a_run()
                 result = yield from run(member.prepared, member.directory, signals, say, member.resumed)
                 print_result(result)

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Two processes: more do not fit into the memory of small machines, and the tests of one use more than one core at times.
-PYTEST ?= --numprocesses=2 --dist=loadgroup
+PYTEST ?= --numprocesses=2 --dist=loadgroup --durations=15 --durations-min=3
 # ggml-python's own defaults leave out llamafile's matrix products, which are 1.5 times faster, and Metal.
 GGML_FLAGS := -DGGML_LLAMAFILE=ON $(if $(filter Darwin,$(shell uname -s)),-DGGML_METAL=ON)
 # OpenBLAS must share ggml's OpenMP threads: on Debian, apt install libopenblas-openmp-dev.
@@ -12,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test again docs pictures docs-test faults check donor bench table speeds golden wheel clean
+.PHONY: run test test-all again docs pictures docs-test faults check donor bench table speeds golden wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -20,15 +20,18 @@ run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to
 test: $(INSTALLED) check  ## lint, types, and the default test suite
 	$(BIN)/python -m pytest $(PYTEST) || { test $$? -eq 1 && test -n "$(AGAIN)" && $(MAKE) again; }
 
+test-all: PYTEST += -m "not full and not faults and not docs"
+test-all: test  ## the same with environments, browsers, notebooks and the site
+
 again: $(INSTALLED)  ## run the last failed tests once more, one at a time, if they are no more than AGAIN
 	$(BIN)/python -c "import json; n = len(json.load(open('.pytest_cache/v/cache/lastfailed'))); print(n, 'failed'); exit(n > $(AGAIN))"
-	$(BIN)/python -m pytest --numprocesses=0 --last-failed --last-failed-no-failures=none
+	$(BIN)/python -m pytest --numprocesses=0 -m "" --last-failed --last-failed-no-failures=none
 
 docs: $(INSTALLED)  ## build the documentation into outputs/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
 
 docs-test: $(INSTALLED)  ## run every command and block of code that the documentation shows, and list what is not run
-	$(BIN)/python -m pytest tests/test_snippets.py tests/test_site.py -m "docs or not docs" -rs $(PYTEST)
+	$(BIN)/python -m pytest tests/test_snippets.py tests/test_site.py -m "docs or release" -rs $(PYTEST)
 
 pictures: $(INSTALLED)  ## draw the documentation's pictures from real runs
 	rm -rf outputs/pictures

@@ -20,6 +20,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.hooks import Registration, RunHooks
 from toyexp.tokenizers.byte_level import Bytes
 
+pytestmark = pytest.mark.release
 ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT / "docs" / "pages")): path.read_text() for path in ROOT.glob("docs/pages/*/*.md")}
 README = (ROOT / "README.md").read_text()

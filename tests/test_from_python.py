@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.release
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = DOCS / "pages"
 

@@ -10,6 +10,7 @@ import pytest
 
 from toyexp.cli.main import main
 
+pytestmark = pytest.mark.release
 ROOT = Path(__file__).parent.parent
 
 

@@ -13,6 +13,7 @@ from toyexp.config.top_level import top_level
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import settings_of
 
+pytestmark = pytest.mark.release
 ROOT = Path(__file__).parent.parent
 
 

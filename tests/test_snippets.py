@@ -1,6 +1,6 @@
 """What the documentation shows is run: every command and block of code of every page, in order, in a folder a page.
 
-The quick starts run in the default suite, all pages with `make docs-test`; `-rs` lists what is not run, and why.
+The quick starts run with `make test-all`, all pages with `make docs-test`; `-rs` lists what is not run, and why.
 """
 
 import json
@@ -20,6 +20,7 @@ from tiny import write_base
 from toyexp.cli.main import main
 from toyexp.tokenizers.byte_level import Bytes
 
+pytestmark = pytest.mark.release
 NAMES = sorted(str(path.relative_to(snippets.PAGES)) for path in snippets.PAGES.rglob("*.md"))
 README = (snippets.PAGES.parent.parent / "README.md").read_text()
 HELD_ELSEWHERE = (Path(__file__).parent / "test_docs.py").read_text()  # plugins that are installed and run there

@@ -62,6 +62,7 @@ def test_a_part_may_have_the_name_of_its_template_and_a_directory_that_is_not_th
     assert "class MyModel(" in (tmp_path / "new" / "toyexp-my-model" / "toyexp_my_model.py").read_text()
 
 
+@pytest.mark.release
 def test_each_passes_the_conformance_suite_and_its_own_tests_as_it_was_written(made):
     """All in one process, in which nothing of them is installed."""
     tests = [place(made, kind) / f"test_toyexp_own_{kind}_2.py" for kind in KINDS]
@@ -89,6 +90,7 @@ def test_the_run_that_its_readme_shows_runs(made, monkeypatch, capsys, kind):
     assert f"own_{kind}_2" in settings or f"model.own_{kind}_2.json" in left
 
 
+@pytest.mark.release
 def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(made, tmp_path):
     python = environments.make(tmp_path / "env", install=place(made, "optimiser"), editable=True)
     listed = environments.run(python, "-m", "toyexp", "plugins", cwd=tmp_path)

@@ -9,7 +9,6 @@ import pytest
 from lines import failed
 
 from toyexp.cli import doctor
-from toyexp.cli import main as line
 from toyexp.cli.main import main
 from toyexp.cli.pages import after_the_doctor, page_about, read, topics
 from toyexp.config.keys import Keys
@@ -17,6 +16,7 @@ from toyexp.config.paths import PAGES
 from toyexp.config.top_level import GROUPS, in_our_words, other_tools
 from toyexp.plugins.discovery import load
 from toyexp.plugins.rules import KINDS
+from toyexp.runner import one_run
 from toyexp.training import verdict
 
 TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "engine=ggml",
@@ -33,7 +33,7 @@ def test_toyexp_alone_where_nothing_was_trained_says_three_things_to_try(monkeyp
     assert main([*TINY, "data.vocab=257", "hydra.run.dir=trained"]) == 0
     result = SimpleNamespace(dir=Path("trained").absolute(), artifacts=[Path("trained/model.gguf").absolute()])
     asked = []
-    monkeypatch.setattr(line, "carry_out", lambda run, *_: asked.append(run.config.settings.steps) or result)
+    monkeypatch.setattr(one_run, "execute", lambda run, *_: asked.append(run.config.settings.steps) or result)
     monkeypatch.setattr(verdict, "print_result", lambda result: None)
     capsys.readouterr()
     assert main([]) == 0
@@ -51,7 +51,7 @@ def test_toyexp_alone_where_nothing_was_trained_says_three_things_to_try(monkeyp
 
 @pytest.mark.parametrize("before", ["outputs", "words"])
 def test_whoever_has_trained_before_or_asks_for_something_is_told_nothing_of_that(monkeypatch, capsys, before):
-    monkeypatch.setattr(line, "experiment", lambda composed: SimpleNamespace(dir=Path("x"), artifacts=[]))
+    monkeypatch.setattr(one_run, "execute", lambda run, *_: SimpleNamespace(dir=Path("x"), artifacts=[]))
     monkeypatch.setattr(verdict, "print_result", lambda result: None)
     if before == "outputs":
         Path("outputs").mkdir()

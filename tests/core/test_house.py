@@ -21,10 +21,11 @@ MAY_IMPORT = {
     "training": BELOW | {"training"},
     "config": BELOW | {"training", "config"},
     "results": BELOW | {"training", "results"},
-    "sweeps": BELOW | {"training", "config", "results", "sweeps"},
+    "runner": BELOW | {"training", "config", "runner"},
+    "sweeps": BELOW | {"training", "config", "results", "runner", "sweeps"},
     "testing": BELOW | {"training", "testing"},
-    "cli": BELOW | {"training", "config", "sweeps", "results", "testing", "cli"},
-    "api": BELOW | {"training", "config", "sweeps", "results", "cli", "api"},
+    "cli": BELOW | {"training", "config", "results", "runner", "sweeps", "testing", "cli"},
+    "api": BELOW | {"training", "config", "results", "runner", "sweeps", "cli", "api"},
     "__main__": BASE | {"cli"},
 }
 GRAPH = module_graph()

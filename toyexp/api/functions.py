@@ -23,13 +23,13 @@ from toyexp.base.terminal import complain
 from toyexp.base.user_paths import at_home
 from toyexp.base.writing import possible_names
 from toyexp.cli.flags import read, request_of, split
-from toyexp.cli.main import carry_out, many_runs, one_run
+from toyexp.cli.main import many_runs
 from toyexp.config.restored import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.plugins.rules import owners
 from toyexp.results.ranking import Ranking, ranked
-from toyexp.sweeps.directory import Job, remembered
+from toyexp.sweeps.directory import Job, remembered, update_summary
 from toyexp.training.checkpoint import result_of
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def run(
         typed.append(f"resume={os.fspath(place('toyexp.run resume', resume))}")
     with aside("toyexp.run", quiet), of_a_part(owners):
         from toyexp.config.words import setting
+        from toyexp.runner.one_run import prepare_request
         from toyexp.training.resume import AUTO, Complete
 
         flags, asked, going_on = read(at_home(typed))
@@ -85,14 +86,14 @@ def run(
         if "sweep.resume" in request.values:
             raise UserError("toyexp.run sweep.resume: goes on with a sweep: toyexp.sweep(resume=DIR)")
         try:
-            prepared, where, resumed = one_run(request, going_on)
+            ready = prepare_request(request, going_on)
         except Complete as error:
             if going_on != AUTO:
                 raise
             return Result(error.run, request.registry)
-        with what_is_left(where, "toyexp.run("):
-            carry_out(prepared, where, resumed)
-    return Result(where, request.registry)
+        with what_is_left(ready.directory, "toyexp.run("), update_summary(ready.directory, ready.resumed is not None):
+            ready.run()
+    return Result(ready.directory, request.registry)
 
 
 SHOWN = 30  # rows of a table

@@ -17,7 +17,6 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.memory import running_out
 from toyexp.base.signals import whole_imports
 from toyexp.base.terminal import status
-from toyexp.cli.main import carry_out
 from toyexp.config.paths import CONF
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.data import Data
@@ -69,31 +68,25 @@ def train(
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
     with aside("toyexp.train", quiet), of_a_part(owners):
-        from toyexp.base.ownership import require_empty
-        from toyexp.training.experiment import prepare
-        from toyexp.training.resume import load as load_run
-        from toyexp.training.resume import recall, require_run
+        from toyexp.runner.one_run import prepare_parts
+        from toyexp.sweeps.directory import update_summary
+        from toyexp.training.resume import require_run
 
         status("starting the engine")
         given = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
         with running_out():
             registry = _registry([*given.values(), *callbacks])
             built = _built(given, callbacks, settings, registry)
-            built.engine.follow()
             if resume is not None:
                 where = place("toyexp.train resume", resume).absolute()
                 require_run(where, "resume")
-                recall(where, built.data)
             else:
                 now = f"{datetime.now():%Y-%m-%d_%H%M%S_%f}"
                 below = Path("outputs", built.settings.name, now)
                 where = (below if directory is None else place("toyexp.train directory", directory)).absolute()
-                require_empty(where, "directory")
-            status("reading the data")
-            prepared = prepare(built)
-            resumed = load_run(where, prepared) if resume is not None else None
-        with what_is_left(where, "toyexp.train(..., "):
-            carry_out(prepared, where, resumed)
+            ready = prepare_parts(built, where, resume is not None, "directory")
+        with what_is_left(where, "toyexp.train(..., "), update_summary(where, resume is not None):
+            ready.run()
     return Result(where, registry)
 
 

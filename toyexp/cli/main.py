@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from toyexp.base.attribution import attributed, of_a_part
 from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.exit_codes import exit_code_of
 from toyexp.base.files import working_directory
-from toyexp.base.formatting import short
 from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import say, status
 from toyexp.base.threads import available_cores
@@ -29,10 +27,10 @@ from toyexp.sweeps.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed
     from toyexp.config.request import Request
+    from toyexp.interfaces.callback import Callback
+    from toyexp.runner.one_run import PreparedRun
     from toyexp.sweeps.runner import Asked
-    from toyexp.training.provenance import Record
-    from toyexp.training.resume import Resumed
-    from toyexp.training.run_config import Prepared, Result
+    from toyexp.training.run_config import Result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +112,7 @@ def run(words: Sequence[str]) -> int:
     if STACK in os.environ:
         from toyexp.sweeps.launchers.stack import train_stack
 
-        return train_stack(request, ready)
+        return train_stack(request, prepare_job)
     if flags.keys() & SHOWING:
         from toyexp.cli.inspect import inspect
 
@@ -129,20 +127,23 @@ def run(words: Sequence[str]) -> int:
 
         return sweep(many_runs(flags, request))
     if "--dry-run" in flags:
-        _require_one_run(request)
         return _dry_run(flags, request, resume)
+    from toyexp.runner.one_run import follow, prepare_request
+
     if started_ranks().rank:
-        _require_one_run(request)
-        of_run = request if resume in (None, "auto") else request.of_run(Path(str(resume)))
-        of_run.parts().engine.follow()  # it takes part in the first rank's run
+        follow(request, resume)
         return 0
     from toyexp.cli.pages import after_a_run, nothing_yet
+    from toyexp.sweeps.directory import update_summary
     from toyexp.training.resume import AUTO, Complete
     from toyexp.training.verdict import print_result
 
     first = not words and nothing_yet()
     try:
-        print_result(result := carry_out(*one_run(request, resume)))
+        ready = prepare_request(request, resume, _of_search())
+        with update_summary(ready.directory, ready.resumed is not None and not is_a_job()):
+            result = ready.run()
+        print_result(result)
     except Complete as error:
         if resume != AUTO:
             raise
@@ -153,41 +154,17 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def one_run(request: Request, resume: str | None = None) -> tuple[Prepared, Path, Resumed | None]:
-    """A run that is ready, and what it goes on from: nothing, a run that is named, or with auto the newest of its name.
-
-    Raises UserError for settings that cannot work, and where there is nothing to go on with.
-    """
-    from toyexp.training.resume import AUTO, OtherExperiment
-
-    _require_one_run(request)
-    if resume is None:
-        return ready(request.compose())
-    if resume != AUTO:
-        return ready(_of_run(request, Path(resume)).compose(), resume=Path(resume).absolute())
-    composed = request.compose()
-    found, parent, name = _newest(composed)
-    nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
-    say(f"resume  {short(found) if found else nothing}")
-    try:
-        return ready(composed, resume=found)
-    except OtherExperiment as error:
-        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
-
-
 def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> int:
     """Says what a run would be; its errors are the run's."""
     from toyexp.base.memory import running_out
     from toyexp.cli.dry_run import foresee
     from toyexp.interfaces.command import Arguments
+    from toyexp.runner.one_run import locate, prepare_run
     from toyexp.training.resume import Complete
 
-    found = None if resume in (None, "auto") else Path(str(resume))
-    request = _of_run(request, found) if found else request
-    composed = request.compose()
-    found = _newest(composed)[0] if resume == "auto" else found and found.absolute()
+    request, composed, found = locate(request, resume)
     try:
-        prepared, where, resumed = ready(composed, resume=found)
+        prepared, where, resumed = prepare_run(composed, resume=found)
     except Complete as error:
         if resume != "auto":
             raise
@@ -200,102 +177,26 @@ def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> 
     return answer.show(Arguments(set(flags), {}, [], []))
 
 
-def _require_one_run(request: Request) -> None:
-    """Raises UserError for a setting that is about many runs."""
-    of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
-    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
-    for override in request.settings:
-        if f"{override.key_or_group}.".startswith(many):
-            raise UserError(
-                f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep"
-            )
-
-
-def _of_run(request: Request, run: Path) -> Request:
-    """What going on with a run is asked of, in its directory."""
-    from toyexp.training.resume import require_run
-
-    require_run(run, "resume")
-    for override in request.settings:
-        if override.key_or_group == "hydra.run.dir":
-            raise UserError(f"{override.input_line}: resume={run} goes on in that directory; leave it out")
-    return request.of_run(run)
-
-
-def _newest(composed: Composed) -> tuple[Path | None, Path, str]:
-    """The run that resume=auto goes on with, if there is one, where it was looked for, and by what name."""
-    from toyexp.training.resume import find_newest
-
-    composed.settle()
-    parent, name = composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
-    return find_newest(parent, name), parent, name
-
-
 @of_a_part(_owners)  # each job of a sweep by itself
-def experiment(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> Result:
-    """Builds, checks and runs one configuration in a directory, its own unless told, or goes on with a run."""
-    return carry_out(*ready(composed, directory, resume))
+def experiment(composed: Composed, directory: Path) -> Result:
+    """Build, check and run one configuration in a directory."""
+    return prepare_job(composed, directory).run()
 
 
-def carry_out(prepared: Prepared, where: Path, resumed: Resumed | None) -> Result:
-    """Runs what is prepared; what becomes of a job that goes on by itself stands in its sweep's files too."""
-    from toyexp.training.experiment import execute
+def prepare_job(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> PreparedRun:
+    """Build and check one job of a sweep, with the callback by which its search may stop it."""
+    from toyexp.runner.one_run import prepare_run
 
-    if resumed is None or is_a_job():  # whose sweep sees to it
-        return execute(prepared, where, say, resumed)
-    from toyexp.sweeps.directory import kept_up
-
-    with kept_up(where):
-        return execute(prepared, where, say, resumed)
+    return prepare_run(composed, directory, resume, _of_search())
 
 
-def ready(
-    composed: Composed, directory: Path | None = None, resume: Path | None = None
-) -> tuple[Prepared, Path, Resumed | None]:
-    """A run that is built and checked, where it goes, and what it goes on from; nothing is written yet."""
-    from toyexp.base.memory import running_out
-    from toyexp.base.ownership import require_empty
-    from toyexp.training.experiment import prepare
-    from toyexp.training.provenance import MOVED, recorded
-    from toyexp.training.resume import load as load_run
-    from toyexp.training.resume import recall
+def _of_search() -> dict[str, Callback]:
+    """Return the callback by which the search that started this process may stop its run, if one did."""
+    if TRIAL not in os.environ:
+        return {}
+    from toyexp.sweeps.search.pruning import taken  # deferred: a run of no search need not load what a search does
 
-    status("starting the engine")
-    source = composed.source
-    begun = source.begun if source.begun.cwd else recorded(source.directory)  # of the run that a new one repeats
-    with running_out(), begun.told(MOVED):
-        built = composed.parts()
-        if TRIAL in os.environ:
-            from toyexp.sweeps.search.pruning import (
-                taken,  # deferred: a run of no search need not load what a search does
-            )
-
-            built.callbacks.update(taken())
-        built.engine.follow()  # the first rank, which has the others come
-        if resume:
-            recall(resume, built.data)
-        where = resume or directory or composed.directory("hydra.run.dir")
-        if resume is None:
-            require_empty(where, "hydra.run.dir")
-        status("reading the data")
-        try:
-            prepared = prepare(built)
-        except UserError:
-            with composed.placed():
-                raise
-        if resume:
-            return prepared, where, load_run(where, prepared)
-        return _compared(prepared, begun, source.directory, composed), where, None
-
-
-def _compared(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
-    """Return the run with a warning if it repeats another one whose data or files were others, and none was typed."""
-    from toyexp.training.provenance import sources_of
-
-    if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
-        return prepared
-    told = [f"{short(repeated)}: this run repeats it, but {change}" for change in begun.differing(sources_of(prepared))]
-    return replace(prepared, warnings=[*prepared.warnings, *told[:1]])
+    return taken()
 
 
 def many_runs(flags: Mapping[str, str], request: Request) -> Asked:

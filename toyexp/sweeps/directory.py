@@ -322,8 +322,11 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
 
 
 @contextlib.contextmanager
-def kept_up(run: Path) -> Iterator[None]:
-    """What becomes of a job that goes on by itself stands in its sweep's files too, unless that sweep is running."""
+def update_summary(run: Path, resumed: bool) -> Iterator[None]:
+    """Record how a job ends that is resumed by itself in its sweep's files, unless that sweep is running."""
+    if not resumed:
+        yield
+        return
     ended, before = Ended(0), result_of(run)
     try:
         yield

@@ -1,0 +1,142 @@
+"""Prepare and run one experiment from a request: what a command line, a Python call and a job of a sweep share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from toyexp.base.errors import UserError
+from toyexp.base.formatting import short
+from toyexp.base.memory import running_out
+from toyexp.base.ownership import require_empty
+from toyexp.base.terminal import say, status
+from toyexp.config.compose import Composed
+from toyexp.config.request import Request
+from toyexp.interfaces.callback import Callback
+from toyexp.training.experiment import execute, prepare
+from toyexp.training.provenance import MOVED, Record, recorded, sources_of
+from toyexp.training.resume import AUTO, OtherExperiment, Resumed, find_newest, load, recall, require_run
+from toyexp.training.run_config import Config, Prepared, Result
+
+
+class PreparedRun(NamedTuple):
+    """A run that is built and checked, its directory, and the checkpoint that it resumes; nothing is written yet."""
+
+    prepared: Prepared
+    directory: Path
+    resumed: Resumed | None
+
+    def run(self) -> Result:
+        """Train the run to its end; its progress is printed."""
+        return execute(self.prepared, self.directory, say, self.resumed)
+
+
+def prepare_request(
+    request: Request, resume: str | None = None, callbacks: Mapping[str, Callback] | None = None
+) -> PreparedRun:
+    """Prepare the run of a request, new, or resumed from a run's directory or with `auto` from the newest of its name.
+
+    Raises UserError for settings that cannot work, and for a directory without a run to resume.
+    """
+    request, composed, found = locate(request, resume)
+    if resume != AUTO:
+        return prepare_run(composed, resume=found, callbacks=callbacks)
+    parent, name = _place(composed)
+    nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
+    say(f"resume  {short(found) if found else nothing}")
+    try:
+        return prepare_run(composed, resume=found, callbacks=callbacks)
+    except OtherExperiment as error:
+        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
+
+
+def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Path | None]:
+    """Return the request of a run, with a resumed run's settings, its configuration, and the directory to resume."""
+    _require_one_run(request)
+    if resume is None:
+        return request, request.compose(), None
+    if resume != AUTO:
+        request = _of_run(request, Path(resume))
+        return request, request.compose(), Path(resume).absolute()
+    composed = request.compose()
+    return request, composed, find_newest(*_place(composed))
+
+
+def _place(composed: Composed) -> tuple[Path, str]:
+    """Return the directory that runs of this configuration lie in, and their name."""
+    composed.settle()
+    return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
+
+
+def _require_one_run(request: Request) -> None:
+    """Raise UserError for a setting of a sweep."""
+    of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
+    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
+    for override in request.settings:
+        if f"{override.key_or_group}.".startswith(many):
+            raise UserError(
+                f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep"
+            )
+
+
+def _of_run(request: Request, run: Path) -> Request:
+    """Return the request with the saved configuration of the run that it resumes."""
+    require_run(run, "resume")
+    for override in request.settings:
+        if override.key_or_group == "hydra.run.dir":
+            raise UserError(f"{override.input_line}: resume={run} goes on in that directory; leave it out")
+    return request.of_run(run)
+
+
+def follow(request: Request, resume: str | None = None) -> None:
+    """Take part in the run of rank 0 until it ends."""
+    _require_one_run(request)
+    of_run = request if resume in (None, AUTO) else request.of_run(Path(str(resume)))
+    of_run.parts().engine.follow()
+
+
+def prepare_run(
+    composed: Composed, directory: Path | None = None, resume: Path | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+) -> PreparedRun:  # fmt: skip
+    """Build and check one configuration, to run in a directory (else its own) or to resume a run.
+
+    `callbacks` are added to those of the configuration, and are no setting of the run.
+    """
+    status("starting the engine")
+    source = composed.source
+    begun = source.begun if source.begun.cwd else recorded(source.directory)  # of the run that a new one repeats
+    with running_out(), begun.told(MOVED):
+        built = composed.parts()
+        built.callbacks.update(callbacks or {})
+        where = resume or directory or composed.directory("hydra.run.dir")
+        with composed.placed():
+            run = prepare_parts(built, where, resume is not None)
+        if resume:
+            return run
+        return run._replace(prepared=_compared(run.prepared, begun, source.directory, composed))
+
+
+def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hydra.run.dir") -> PreparedRun:
+    """Prepare a run from its parts, in an empty directory or, if it `goes_on`, from the checkpoint in it.
+
+    `key` is how an error names the directory.
+    """
+    config.engine.follow()  # rank 0, which starts the others
+    if goes_on:
+        recall(directory, config.data)
+    else:
+        require_empty(directory, key)
+    status("reading the data")
+    prepared = prepare(config)
+    return PreparedRun(prepared, directory, load(directory, prepared) if goes_on else None)
+
+
+def _compared(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
+    """Return the run with a warning if it repeats another one whose data or files were others, and none was typed."""
+    if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
+        return prepared
+    told = [f"{short(repeated)}: this run repeats it, but {change}" for change in begun.differing(sources_of(prepared))]
+    return replace(prepared, warnings=[*prepared.warnings, *told[:1]])

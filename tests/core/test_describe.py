@@ -23,11 +23,12 @@ from toyexp.cli.main import main
 from toyexp.cli.uses import pasted, shell
 from toyexp.config.words import parse
 from toyexp.formats.gguf.write import Writer, write_model
+from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.ops import Params, Rotary
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.reference.engine import ReferenceOps
-from toyexp.reference.forward_listing import Line, Listing, ShapeOps, Traced, listing
+from toyexp.reference.forward_listing import Line, ListedOps, Listing, Traced, listing
 from toyexp.tokenizers.byte_level import BPE, Bytes
 
 GPT2 = """\
@@ -89,8 +90,8 @@ def test_rope_and_grouped_attention_say_how():
     lines = traced(replace(MODELS["llama"], vocab=VOCAB, rope_base=5e5)).all()
     details = {line.op: line.detail for line in lines}
     assert (details["rope"], details["attention"]) == ("base 500000", "causal, 4 heads on 2")
-    ops = ShapeOps()
-    ops.rope(Traced(("B", "T", 2, 4)), Rotary(100.0, 2.0, (1.0, 8.0), halves=True))
+    ops = ListedOps({})
+    ops.rope(Shaped((3, 7, 2, 4)), Rotary(100.0, 2.0, (1.0, 8.0), halves=True))
     assert ops.lines[0].detail == "base 100, scale 2, factors, halves"
 
 

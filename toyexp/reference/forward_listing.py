@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from toyexp.base.formatting import columns, count
+from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.ops import Ops, Params, Rotary, Tensor
+from toyexp.interfaces.ops import Ops, Params, Rotary
+from toyexp.reference.forward import OpShapes
 
 Size = int | str  # a letter is a size that a run chooses: B sequences, T positions
+LARGE = 1 << 40  # stands for the first letter in a shape, and its multiples for the others: no size comes near
 BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What stands for a tensor: its shape, and of a weight its name and type."""
+    """A weight: its shape, name and type."""
 
-    shape: tuple[Size, ...]
+    shape: tuple[int, ...]
     name: str = ""
     type: str = ""
 
@@ -150,13 +154,17 @@ class Listing:
 
 
 def listing(model: Model, weights: Iterable[Traced]) -> Listing:
-    """Runs the model's forward function over shapes; `weights` are all its tensors."""
-    ops = ShapeOps()
+    """Run the model's forward function over shapes; `weights` are all its tensors."""
     inputs = model.inputs()
-    batch = {name: Traced(("B", *shape)) for name, shape in inputs.items()}
+    letters = dict.fromkeys(["B", *(n for shape in inputs.values() for n in shape if isinstance(n, str))])
+    numbers = {letter: LARGE + i * LARGE for i, letter in enumerate(letters)}
+    ops = ListedOps({number: letter for letter, number in numbers.items()})
+    batch = {
+        name: Shaped((numbers["B"], *(numbers[n] if isinstance(n, str) else n for n in shape)))
+        for name, shape in inputs.items()
+    }
     model.forward(ops, Params({w.name: w for w in weights}), batch)
-    letters = {n for shape in inputs.values() for n in shape if isinstance(n, str)}
-    return replace(_cut(ops.lines, frozenset({"B", *letters})), unit=model.reads.unit)
+    return replace(_cut(ops.lines, frozenset(letters)), unit=model.reads.unit)
 
 
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
@@ -173,100 +181,80 @@ def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
     return Listing(lines[: inside[0]], blocks, lines[inside[-1] + 1 :], once)
 
 
-def _alike(op: str) -> Callable[..., Traced]:
-    """An op whose result has its first tensor's shape."""
+# What an op is told besides its tensors, and the sizes whose product is the number of its operations.
+DETAILS: dict[str, Callable[..., str]] = {
+    "scale": lambda x, factor: f"times {factor:g}",
+    "part": lambda x, axis, start, stop: f"{start} to {stop - 1} of axis {axis}",
+    "concat": lambda parts, axis: f"axis {axis}",
+    "select": lambda x, i: f"position {i}",
+    "rope": lambda x, rotary: _rotary(rotary),
+    "attention": lambda q, k, v, causal=True: _heads(q, k, causal),
+}
+COSTS: dict[str, Callable[..., tuple[int, ...]]] = {
+    "matmul": lambda x, w, bias=None: (2, *x.shape, w.shape[0]),
+    "attention": lambda q, k, v, causal=True: (4, *q.shape, q.shape[1]),  # hidden positions are counted too
+}
 
-    def line(self: ShapeOps, x: Traced, *others: Any) -> Traced:
-        return self._line(op, [x, *(t for t in others if isinstance(t, Traced))], x.shape)
 
-    return line
+def _rotary(rotary: Rotary) -> str:
+    words = [f"base {rotary.base:g}"]
+    words += [f"scale {rotary.scale:g}"] if rotary.scale != 1 else []
+    words += ["factors"] if rotary.factors else []
+    words += ["halves"] if rotary.halves else []
+    return ", ".join(words)
 
 
-@dataclass
-class ShapeOps(Ops):
-    """The op vocabulary, which writes a line for each op; see Ops for the shapes."""
+def _heads(q: Shaped, k: Shaped, causal: bool) -> str:
+    heads, shared = q.shape[2], k.shape[2]
+    return ("causal" if causal else "all positions") + ("" if shared == heads else f", {heads} heads on {shared}")
 
-    lines: list[Line] = field(default_factory=list)
-    _blocks: int = 0  # begun so far
-    _block: int | None = None  # the present one
 
-    def _line(
-        self, op: str, reads: Sequence[Traced], result: tuple[Size, ...], detail: str = "", cost: Sequence[Size] = (),
-        results: int = 1,
-    ) -> Traced:  # fmt: skip
-        numbers, letters = [n for n in cost if isinstance(n, int)], [n for n in cost if isinstance(n, str)]
-        weights = tuple(t for t in reads if t.name)
-        operations = math.prod(numbers) if cost else 0
-        self.lines.append(Line(op, weights, result, detail, operations, tuple(letters), results, self._block))
-        return Traced(result)
+class ListedOps(OpShapes):
+    """The op vocabulary on shapes, which writes a line for each op that a model calls, whatever that is made of."""
 
-    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
-        """A block inside another is a part of it."""
-        outer = self._block
-        if outer is None:
-            self._block, self._blocks = self._blocks, self._blocks + 1
-        y = function(self, x, p, *rest)
-        self._block = outer
-        return y
+    def __init__(self, letters: Mapping[int, str]) -> None:
+        super().__init__()
+        self.lines: list[Line] = []
+        self._letters = letters  # for which numbers stand in the shapes
+        self._depth = 0  # of ops that are made of others
 
-    add, mul, sigmoid, centre = map(_alike, ("add", "mul", "sigmoid", "centre"))
-    rms_norm, layer_norm = map(_alike, ("rms_norm", "layer_norm"))
-    silu, gelu, swiglu = map(_alike, ("silu", "gelu", "swiglu"))
+    def __getattribute__(self, name: str) -> Any:
+        op = super().__getattribute__(name)
+        return partial(self._listed, name, op) if name in LISTED else op
 
-    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
-        return self._line("rows", [table], (*ids.shape, table.shape[1]))
+    def _listed(self, name: str, op: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self._depth += 1
+        try:
+            found = op(*given, **named)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            results = found if isinstance(found, tuple) else (found,)
+            reads = [x for one in (*given, *named.values()) for x in (one if isinstance(one, list | tuple) else [one])]
+            cost = [self._size(n) for n in COSTS[name](*given, **named)] if name in COSTS else []
+            numbers, letters = [n for n in cost if isinstance(n, int)], [n for n in cost if isinstance(n, str)]
+            self.lines.append(Line(
+                name, tuple(x for x in reads if isinstance(x, Traced)), tuple(map(self._size, results[0].shape)),
+                DETAILS[name](*given, **named) if name in DETAILS else "", math.prod(numbers) if cost else 0,
+                tuple(letters), len(results), self.blocks - 1 if self._inside else None,
+            ))  # fmt: skip
+        return found
 
-    def first_rows(self, table: Tensor, n: Size) -> Tensor:
-        return self._line("first_rows", [table], (n, table.shape[1]))
+    def _size(self, n: int) -> Size:
+        """The letter of a size, or one and what was added to it."""
+        base = n // LARGE * LARGE
+        return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")
 
-    def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        reads = [w] if bias is None else [w, bias]
-        return self._line("matmul", reads, (*x.shape[:-1], w.shape[0]), cost=(2, *x.shape, w.shape[0]))
+    def _take(self, op: str, *tensors: object) -> None:
+        """Nothing is refused here."""
 
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return self._line("scale", [x], x.shape, f"times {factor:g}")
+    def _require(self, fits: bool, op: str, *given: object) -> None:
+        """Nothing is refused here."""
 
-    def reshape(self, x: Tensor, shape: Sequence[Size]) -> Tensor:
-        return self._line("reshape", [x], tuple(shape))
+    def first_rows(self, table: Shaped, n: int) -> Shaped:
+        return Shaped((n, table.shape[1]))
 
-    def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        shape = (*x.shape[:axis], stop - start, *x.shape[axis + 1 :])
-        return self._line("part", [x], shape, f"{start} to {stop - 1} of axis {axis}")
 
-    def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        sizes = [p.shape[axis] for p in parts]
-        letters = [n for n in sizes if isinstance(n, str)]
-        number = sum(n for n in sizes if isinstance(n, int))
-        joined = "+".join([*letters, *[str(number)] * bool(number)]) if letters else number
-        first = parts[0].shape
-        return self._line("concat", parts, (*first[:axis], joined, *first[axis + 1 :]), f"axis {axis}")
-
-    def heads(self, x: Tensor, n: int) -> Tensor:
-        return self._line("heads", [], (*x.shape[:-1], n, x.shape[-1] // n))
-
-    def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        return (self._line("split", [], (*x.shape[:-1], x.shape[-1] // n), results=n),) * n
-
-    def prepend(self, x: Tensor, token: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        return self._line("prepend", [token], (rows, length + 1 if isinstance(length, int) else f"{length}+1", width))
-
-    def select(self, x: Tensor, i: int) -> Tensor:
-        return self._line("select", [], (x.shape[0], x.shape[2]), f"position {i}")
-
-    def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
-        words = [f"base {rotary.base:g}"]
-        words += [f"scale {rotary.scale:g}"] if rotary.scale != 1 else []
-        words += ["factors"] if rotary.factors else []
-        words += ["halves"] if rotary.halves else []
-        return self._line("rope", [], x.shape, ", ".join(words))
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """Its two products count every position, hidden ones too."""
-        rows, length, heads, size = q.shape
-        shared = "" if k.shape[2] == heads else f", {heads} heads on {k.shape[2]}"
-        detail = ("causal" if causal else "all positions") + shared
-        return self._line("attention", [], (rows, length, heads * size), detail, (4, *q.shape, length))
-
-    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return self._line("cross_entropy", [], ())
+LISTED = {name for name, op in vars(Ops).items() if callable(op) and not name.startswith("_")} - {
+    "embed", "linear", "logits", "block",
+}  # fmt: skip

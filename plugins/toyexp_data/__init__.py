@@ -6,8 +6,7 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_data(register: Register) -> None:
     """stdlib, text, jsonl, tokens, random, digits and images."""
-    from toyexp_data.digits import Digits
-    from toyexp_data.images import Images
+    from toyexp_data.images import Digits, Images
     from toyexp_data.jsonl import Jsonl
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Random, Tokens

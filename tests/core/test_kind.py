@@ -16,7 +16,7 @@ from toyexp.plugins.discovery import load
 from toyexp.reference.opmodel import OpModel, op_plan
 from toyexp.testing import image_dataset
 from toyexp.tokenizers.byte_level import Bytes
-from toyexp_data.digits import Digits
+from toyexp_data.images import Digits
 from toyexp_models.vit import Patches
 from toyexp_recipes.scratch import Scratch
 from toyexp_recipes.vit_tiny import VitTiny

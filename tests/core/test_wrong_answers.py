@@ -17,7 +17,7 @@ import numpy as np
 
 from toyexp import TOKENS, Batches, Data, Exported, Format, Optimiser, Schedule, TokenDataset, hookimpl
 from toyexp.testing.null import NullEngine, NullSession
-from toyexp_data.digits import Digits
+from toyexp_data.images import Digits
 from toyexp_models.llama import Llama
 
 WRONG = {

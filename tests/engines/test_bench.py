@@ -18,7 +18,6 @@ from tiny import batches
 from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
 from toyexp.base.formatting import count
-from toyexp.cli import bench_peak
 from toyexp.cli import bench_stepper as stepper
 from toyexp.cli.bench import Report, Work, read, sheet, step_flops, take_turns
 from toyexp.cli.bench_stepper import (
@@ -113,7 +112,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_anything_is_measured(ca
 
 def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, monkeypatch):
     """The step of a small model is far below it; what it was is told, and a baseline is held against it too."""
-    monkeypatch.setattr(bench_peak, "SIZES", ((64, 2), (128, 4)))
+    monkeypatch.setattr(stepper, "SIZES", ((64, 2), (128, 4)))
     words = [word for word in QUICK if word != "--no-peak"]
     assert main(["bench", *TINY, *words, "engine=ggml:threads=1", "--no-memory", "--json"]) == 0
     (ggml,) = json.loads(capsys.readouterr().out)["engines"]
@@ -128,7 +127,7 @@ def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, 
 
 def test_products_of_an_engine_are_as_many_as_are_counted(monkeypatch):
     """Each doubles what it multiplies: four of them give sixteen times the values."""
-    model = bench_peak.Products(size=4, products=4)
+    model = stepper.Products(size=4, products=4)
     p = {"table": np.eye(8, 4, dtype=np.float32), "w": 2 * np.eye(4, dtype=np.float32), "out": np.eye(8, 4)}
     found = model.forward(ReferenceOps(), p, {"tokens": np.array([[0, 1, 2, 3]])})
     np.testing.assert_array_equal(found[0], 16 * np.eye(4, 8))
@@ -136,19 +135,19 @@ def test_products_of_an_engine_are_as_many_as_are_counted(monkeypatch):
 
 def test_products_are_spread_over_the_devices_of_an_engine(monkeypatch):
     """Each has one, and all of them count: three rows for three devices, though a step has twelve."""
-    monkeypatch.setattr(bench_peak, "SIZES", ((32, 2),))
+    monkeypatch.setattr(stepper, "SIZES", ((32, 2),))
     seen = []
-    monkeypatch.setattr(bench_peak, "_seconds", lambda engine, plan: seen.append(plan.rows) or 0.5)
+    monkeypatch.setattr(stepper, "_seconds", lambda engine, plan: seen.append(plan.rows) or 0.5)
     monkeypatch.setattr(TorchCPU, "count", lambda self: 3)
-    assert bench_peak.peak_of(TorchCPU(), most_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
+    assert stepper.peak_of(TorchCPU(), most_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
     assert seen == [3]
 
 
 def test_the_peak_is_of_the_fastest_products_and_none_follow_those_that_take_long(monkeypatch):
-    monkeypatch.setattr(bench_peak, "SIZES", ((32, 2), (64, 2), (128, 2), (256, 2)))
+    monkeypatch.setattr(stepper, "SIZES", ((32, 2), (64, 2), (128, 2), (256, 2)))
     times = iter([0.001, 0.012, 1.0])  # of them the first are fastest; the fourth are never tried
-    monkeypatch.setattr(bench_peak, "_seconds", lambda engine, plan: next(times))
-    assert bench_peak.peak_of(TorchCPU(), 1) == bench_peak.Peak(2 * 2 * 32**3 / 0.001, 32)
+    monkeypatch.setattr(stepper, "_seconds", lambda engine, plan: next(times))
+    assert stepper.peak_of(TorchCPU(), 1) == stepper.Peak(2 * 2 * 32**3 / 0.001, 32)
 
 
 def a_plan(model, rows):

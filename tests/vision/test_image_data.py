@@ -12,8 +12,7 @@ from toyexp import ImageDataset, Planned, UserError
 from toyexp.batching.images import augmented, held_out_mask
 from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite, image_dataset
-from toyexp_data.digits import Digits
-from toyexp_data.images import Images
+from toyexp_data.images import Digits, Images
 
 
 class TestDigits(DataSuite):

@@ -17,7 +17,7 @@ import toyexp
 from toyexp.cli.main import main
 from toyexp.cli.predict import Predicted, Predictions
 from toyexp.formats.gguf.write import write_model
-from toyexp_data.digits import Digits
+from toyexp_data.images import Digits
 from toyexp_models.vit import ViT
 
 TINY = ["model=vit", "recipe=vit_tiny", "data=digits", "model.d_model=32", "model.n_layers=1", "model.d_ff=32",

@@ -21,7 +21,7 @@ from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import RecipeSuite
-from toyexp_data.digits import Digits
+from toyexp_data.images import Digits
 from toyexp_models.vit import ViT
 from toyexp_recipes.vit_tiny import VitTiny
 

@@ -11,7 +11,7 @@ from tiny import write_base
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.tokenizers.byte_level import Bytes
-from toyexp_data.digits import Digits
+from toyexp_data.images import Digits
 
 TINY = ["engine=ggml", "engine.threads=1", "batch_size=16", "lr=0.01"]
 ON_DIGITS = ["recipe.base=run", "data=digits", *TINY]

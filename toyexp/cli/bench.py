@@ -25,15 +25,16 @@ from toyexp.base.formatting import columns, count, counted, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
 from toyexp.cli.args import Answer, options, require_settings
-from toyexp.cli.bench_peak import Peak, peak_of
 from toyexp.cli.bench_stepper import (
     FIGURES,
     EngineStepper,
     Entry,
+    Peak,
     Stepper,
     alone,
     baselines,
     made_batches,
+    peak_of,
     warm_up,
 )
 from toyexp.cli.variants import ALONE, on_engines, prepared_on

@@ -230,12 +230,12 @@ class Party:
         ready = select.select([peer.link for peer in alive], [], [], seconds)[0] if alive else []
         for peer in (peer for peer in alive if peer.link in ready):
             try:
-                for message in peer.link.arrived():
-                    peer.seen, peer.silent = True, 0.0
-                    if message is not None:  # of one that cannot go on
-                        peer.gone = True
-                        order, trace = 2 if message["lost"] else 0, message.get("trace", "")
-                        told.append((order, f"{peer} failed: {message['failed']}", trace))
+                message = peer.link.receive()
+                peer.seen, peer.silent = True, 0.0
+                if message is not None:  # of one that cannot go on
+                    peer.gone = True
+                    order, trace = 2 if message["lost"] else 0, message.get("trace", "")
+                    told.append((order, f"{peer} failed: {message['failed']}", trace))
             except EOFError:
                 if not peer.gone and not self._closing:
                     told.append((1, f"{peer} {peer.ending()}", ""))

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, Constant, Decoder, Plan, PlanTensor, Session, StepMetrics
+from toyexp import Batch, Constant, Plan, PlanTensor, StepMetrics
 from toyexp_torch.group import Group, Place, come, has_come, meet, open_store, take_gpu, torchruns_store
 from toyexp_torch.host_copy import put_on_host, wait_for_copies
 from toyexp_torch.packed import Packed
@@ -137,13 +137,18 @@ class RankSession(TorchSession):
         self._under_way: Callable[[], object] = lambda: None
 
     def join(self, group: Group) -> None:
-        """From now on there are others."""
+        """From now on there are others, which take the first one's values."""
         self._group = group
         if isinstance(self._update, SharedUpdate):
             self._update.group = group
         self._sums = Sums(self.plan, self._grad, self._places, group)
         for name, leaf, gradient in zip(self._order, self._leaves, self._grads, strict=True):
             leaf.register_hook(partial(self._take, name, gradient))
+        held = [self._tensors[name] for name in self._frozen_names()]
+        for values in (*([self._flat] if self.plan.trainable else []), *held):
+            group.broadcast(values.raw if isinstance(values, Packed) else values, 0)()
+        if self._rounded is not None:
+            self._rounded.copy_(self._flat)
 
     def frozen(self) -> Frozen:
         """How what does not train stands in memory."""
@@ -159,20 +164,6 @@ class RankSession(TorchSession):
         for name, dtype, shape, kind in frozen:
             raw = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             self._tensors[name] = raw if kind is None else Packed(raw, kind, self._dtype)
-
-    def take_values(self) -> None:
-        """Those of the first rank, on all."""
-        held = [self._tensors[name] for name in self._frozen_names()]
-        for values in (*([self._flat] if self.plan.trainable else []), *held):
-            self._group.broadcast(values.raw if isinstance(values, Packed) else values, 0)()
-        if self._rounded is not None:
-            self._rounded.copy_(self._flat)
-
-    def begin(self, group: Group) -> None:
-        """Joins the others, takes the first one's values, and prepares the training step beside them."""
-        self.join(group)
-        self.take_values()
-        self.do_build()
 
     def _frozen_names(self) -> list[str]:
         return [t.name for t in self.plan.tensors if not t.trainable]
@@ -259,23 +250,22 @@ def opened_as(place: Place, plan: Plan, wanted: Wanted, frozen: Frozen) -> RankS
     session.make_room(frozen)
     store = meet(place)
     come(place, store)
-    session.begin(Group(place, store, wanted.device))
+    session.join(Group(place, store, wanted.device))
+    session.do_build()
     return session
 
 
-class LeadSession(Session):
+class LeadSession(RankSession):
     """What a caller has of all ranks: each does its part of what is asked of this one."""
 
     _numbers = itertools.count()
 
     def __init__(self, plan: Plan, wanted: Wanted, count: int, shard: bool, gather: Callable[[], Party]):
-        super().__init__(plan)
-        self._rows = plan.rows // count
-        self._part, self._wanted, self._gather = replace(plan, rows=self._rows), wanted, gather
-        self._place = Place(0, count, shard, next(self._numbers), 0)
+        super().__init__(plan, wanted, Place(0, count, shard, next(self._numbers), 0))
+        self._own, self._party_of = replace(plan, rows=plan.rows // count), gather
 
     def do_open(self) -> None:
-        self._party = self._gather()  # those that have to be started load PyTorch meanwhile
+        self._party = self._party_of()  # those that have to be started load PyTorch meanwhile
         if self._party.stays:
             self._store = torchruns_store()
         else:
@@ -283,41 +273,28 @@ class LeadSession(Session):
             self._place = replace(self._place, port=port)
         if self._wanted.device == "cuda":
             take_gpu(self._place)
-        self._own = RankSession(self._part, self._wanted, self._place)
-        self._own.do_open()
-
-    def do_load(self, tensor: PlanTensor) -> None:
-        self._own.do_load(tensor)
-
-    def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
-        self._own.do_upload(tensor, array)
-
-    def do_download(self, tensor: PlanTensor) -> np.ndarray:
-        return self._own.do_download(tensor)
+        super().do_open()
 
     def do_build(self) -> None:
         # The others' values come from here, whatever they were to begin from.
         tensors = tuple(replace(t, values=Constant(0.0)) for t in self.plan.tensors)
-        plan, frozen = replace(self._part, tensors=tensors), self._own.frozen()
+        plan, frozen = replace(self._own, tensors=tensors), self.frozen()
         with self._party.together():
             self._party.wait_for_all()
             self._party.tell("open", lambda rank: (replace(self._place, rank=rank), plan, self._wanted, frozen))
             self._party.wait_for_all(lambda peer: has_come(peer.rank, self._place, self._store))
             group = Group(self._place, self._store, self._wanted.device, self._party.check)
             self._party.abort = group.abort
-            self._own.begin(group)
+            self.join(group)
+            super().do_build()
 
     def do_reset_state(self) -> None:
-        self._all("do_reset_state", lambda rank: ())
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._own.runs_ahead
+        with self._telling("do_reset_state", lambda rank: ()):
+            super().do_reset_state()
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
-        with self._party.together():
-            self._party.tell("take_step", lambda rank: ([self._rows_of(m, rank) for m in micros], list(numbers)))
-            wait = self._own.do_launch([self._rows_of(m, 0) for m in micros], numbers)
+        with self._telling("take_step", lambda rank: (self._rows_of(micros, rank), list(numbers))):
+            wait = super().do_launch(self._rows_of(micros, 0), numbers)
 
         def waited() -> StepMetrics:
             with self._party.together():
@@ -325,59 +302,49 @@ class LeadSession(Session):
 
         return waited
 
-    def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
-        return self.do_launch(micros, numbers)()
-
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        return self._all("do_gradients", lambda rank: ([self._rows_of(micro, rank) for micro in micros],))
+        with self._telling("do_gradients", lambda rank: (self._rows_of(micros, rank),)):
+            return super().do_gradients(self._rows_of(micros, 0))
 
     def do_loss(self, micro: Batch) -> float:
-        return self._all("do_loss", lambda rank: (self._rows_of(micro, rank),))
+        with self._telling("do_loss", lambda rank: self._rows_of([micro], rank)):
+            return super().do_loss(self._rows_of([micro], 0)[0])
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        return self._all("do_logits", lambda rank: (self._rows_of(micro, rank), self._rows))[:rows]
+        with self._telling("do_logits", lambda rank: (self._rows_of([micro], rank)[0], self._own.rows)):
+            return super().do_logits(self._rows_of([micro], 0)[0], self._own.rows)[:rows]
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         if not self._place.shard:
-            return self._own.do_snapshot(into)
-        return self._all("do_snapshot", lambda rank: ({} if rank else into,))
+            return super().do_snapshot(into)
+        with self._telling("do_snapshot", lambda rank: ({},)):
+            return super().do_snapshot(into)
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        self._all("restore_of", lambda rank: (tensor.name, values, dict(state)))
-
-    def do_decoder(self) -> Decoder:
-        return self._own.decoder_of(self)
-
-    def device_bytes(self) -> int | None:
-        """Of the first rank's device; the others hold no more."""
-        return self._own.device_bytes()
+        with self._telling("restore_of", lambda rank: (tensor.name, values, dict(state))):
+            super().do_restore(tensor, values, state)
 
     def describe(self) -> dict[str, Any]:
         """As of one device, but for the threads, which are those of all, and who the ranks are."""
-        own, count = self._own.describe(), self._place.count
+        own, count = super().describe(), self._place.count
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._party.peers)]
         return own | {"threads": own["threads"] * count, "devices": count, "shard": self._place.shard, "ranks": ranks}
 
-    def notes(self) -> Iterable[str]:
-        """What the first rank has to say, which computes as the others do."""
-        return self._own.notes()
-
     def do_close(self) -> None:
-        failed = False
         if party := self.__dict__.pop("_party", None):
             party.close()
-            failed = party.failed
-        if own := self.__dict__.pop("_own", None):
             # A GPU that has lost its peer in the middle of a kernel has nothing left that could be freed.
-            with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
-                own.do_close()
+            with contextlib.suppress(RuntimeError) if party.failed else contextlib.nullcontext():
+                super().do_close()
 
-    def _rows_of(self, micro: Batch, rank: int) -> dict[str, np.ndarray]:
-        """The rows of one rank."""
-        return {name: micro[name][rank * self._rows : (rank + 1) * self._rows] for name in self.plan.inputs}
+    def _rows_of(self, micros: Sequence[Batch], rank: int) -> list[dict[str, np.ndarray]]:
+        """Return the rows of one rank."""
+        here = slice(rank * self._own.rows, (rank + 1) * self._own.rows)
+        return [{name: micro[name][here] for name in self.plan.inputs} for micro in micros]
 
-    def _all(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> Any:
-        """What this rank's method of that name gives, called on all of them, each with arguments of its own."""
+    @contextlib.contextmanager
+    def _telling(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> Iterator[None]:
+        """Have each other rank call its method of that name, with arguments of its own, beside what is done inside."""
         with self._party.together():
             self._party.tell(name, arguments)
-            return getattr(self._own, name)(*arguments(0))
+            yield

@@ -57,6 +57,7 @@ class TorchSession(Session):
 
     def __init__(self, plan: Plan, wanted: Wanted, update: Callable[..., Update] = Update):
         super().__init__(plan)
+        self._own = plan  # with the rows that this process computes
         self._wanted, self._make_update = wanted, update
         self._device = torch.device(wanted.device)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
@@ -161,7 +162,7 @@ class TorchSession(Session):
         self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
         if self._wanted.compile:
             # One eager pass fills the tables that ops keep, so that the compiler finds them as constants.
-            shape = {n: np.zeros((self.plan.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
+            shape = {n: np.zeros((self._own.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
             with torch.no_grad(), self._autocast():
                 self._logits(self._upload_batch(shape))
             self._loss = torch.compile(self._loss, dynamic=False)
@@ -172,7 +173,7 @@ class TorchSession(Session):
 
     def _make_resident(self) -> Resident | None:
         """What computes on the GPU."""
-        return Resident(self.plan, self._update, self._measured, self._evaluated, self._wanted.capture, self.selects)
+        return Resident(self._own, self._update, self._measured, self._evaluated, self._wanted.capture, self.selects)
 
     @property
     def selects(self) -> bool:
@@ -288,12 +289,8 @@ class TorchSession(Session):
                 self._update.state[tensor.name][slot].copy_(torch.from_numpy(array))
 
     def do_decoder(self) -> Decoder:
-        return self.decoder_of(self)
-
-    def decoder_of(self, session: Session) -> Decoder:
-        """Return a decoder of a session whose weights these are; it recomputes what cannot be kept."""
         if reason_to_recompute(self.plan):
-            return Recompute(session)
+            return Recompute(self)
         # Dropout is of training: a plan without it needs no mask of what follows.
         whole = [replace(a, dropout=0.0) if isinstance(a, LoraAdapter) else a for a in self.plan.adapters]
         params = replace(self.plan, adapters=tuple(whole)).params(self._tensors)
@@ -303,7 +300,7 @@ class TorchSession(Session):
                 batch = {self.plan.model.reads.sequence: torch.from_numpy(ids).to(self._device)}
                 return _host(self.plan.model.forward(ops, params, batch)[0, -1])
 
-        return CachedDecoder(session, forward)
+        return CachedDecoder(self, forward)
 
     def do_close(self) -> None:
         if self._resident is not None:

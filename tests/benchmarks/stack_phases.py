@@ -28,7 +28,7 @@ HERE = "STACK_PHASES"  # where the processes of a sweep leave their tables, and 
 # What is timed: module, what is called there, and the phase that it is of.
 PHASES = [
     # of the process that trains
-    ("toyexp.sweeps.launchers.stack", "Lookahead.of_a_run", "configurations composed"),
+    ("toyexp.sweeps.launchers.stack", "JobConfigs.of_a_run", "configurations composed"),
     ("toyexp.config.compose", "Composed.parts", "parts made"),
     ("toyexp.training.experiment", "prepare", "planned"),
     ("toyexp.interfaces.data", "open_data", "data opened"),
@@ -63,11 +63,11 @@ PHASES = [
     ("toyexp.sweeps.launchers.stack", "print_result", "lines"),
     ("toyexp.training.driver", "drive_together", "loops"),
     # of the sweep itself
-    ("toyexp.sweeps.runner", "Runner._look_ahead", "settings checked"),
-    ("toyexp.sweeps.runner", "Runner._placed", "places given"),
+    ("toyexp.sweeps.runner", "Runner._check", "settings checked"),
+    ("toyexp.sweeps.runner", "Runner._place", "places given"),
     ("toyexp.sweeps.runner", "Runner._end", "ends noted"),
-    ("toyexp.sweeps.runner", "Runner._look_back", "report.html"),
-    ("toyexp.sweeps.runner", "Runner._report", "summary"),
+    ("toyexp.sweeps.runner", "Runner._update_report", "report.html"),
+    ("toyexp.sweeps.runner", "Runner._summarise", "summary"),
 ]
 
 

@@ -1,6 +1,6 @@
 """What a job of a sweep costs beside its training, by launcher and engine, and how soon the first of many begins.
 
-    python tests/benchmarks/sweeps.py [jobs=200] [launchers=serial,joblib,submitit] [engines=ggml,cpu] [PYTHON]
+    python tests/benchmarks/sweeps.py [jobs=200] [launchers=serial,processes,submitit] [engines=ggml,cpu] [PYTHON]
 
 With the python of another toyexp, each is measured in turns with this one's. A job takes 5 steps of the nano model with
 its default callbacks and no evals; its training is the time that its result.json says, between its first and last step.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 LISTED = 10_000
-OTHERS = {"joblib": ["sweep.jobs=2"], "submitit": ["sweep.submitit.cluster=local", "sweep.jobs=2"]}
+OTHERS = {"processes": ["sweep.jobs=2"], "submitit": ["sweep.submitit.cluster=local", "sweep.jobs=2"]}
 
 
 def sweep(python, folder, launcher, engine, jobs):
@@ -56,7 +56,7 @@ def main(words):
             print(
                 f"{python}: of {LISTED} jobs the first begins after {begins:.2f} s, its first step after {steps:.2f} s"
             )
-        for launcher in settings.get("launchers", "serial,joblib,submitit").split(","):
+        for launcher in settings.get("launchers", "serial,processes,submitit").split(","):
             for engine in settings.get("engines", "ggml,cpu").split(","):
                 for number, python in enumerate(pythons):
                     wall, trained = sweep(python, f"{place}/{launcher}-{engine}-{number}", launcher, engine, jobs)

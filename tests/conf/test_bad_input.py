@@ -302,7 +302,7 @@ CHOICES = [
     ("~callbacks.sample", "this run has no such callback"),
     ("~model", "only callbacks can be dropped"),
     ("~steps", "only callbacks can be dropped"),
-    ("hydra/launcher=joblib", "sweep.launcher=joblib", "add -m"),
+    ("hydra/launcher=joblib", "sweep.launcher=processes", "add -m"),
 ]
 
 SYNTAX = [
@@ -538,9 +538,9 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("-m seed=1,2 sweep.jobs=1,2", ["sweep.jobs=1,2: takes one value"]),
         ("-m seed=1,2 sweep.jobs=x", ["sweep.jobs=x: must be a whole number"]),
         ("-m seed=1,2 sweep.jobs=-1", ["sweep.jobs=-1: must be at least 0"]),
-        ("-m seed=1,2 sweep.jobs=2", ["sweep.launcher=joblib"]),
+        ("-m seed=1,2 sweep.jobs=2", ["sweep.launcher=processes"]),
         ("-m seed=1,2 sweep.launcher=jobib", ["did you mean joblib?"]),
-        ("-m seed=1,2 sweep.launcher=joblib sweep.isolate=false", ["without joblib"]),
+        ("-m seed=1,2 sweep.launcher=processes sweep.isolate=false", ["without joblib"]),
         (
             "-m seed=1,2 sweep.launcher=submitit sweep.submitit.gpus=-1",
             ["sweep.submitit.gpus=-1: must be at least 0"],

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from clusters import (
@@ -24,8 +25,9 @@ from mishaps import MISHAP
 
 from toyexp.cli.main import main
 from toyexp.sweeps.directory import Ended, Job
-from toyexp.sweeps.launchers.cluster import Cluster, Lost, OnNode, on_cluster
-from toyexp.sweeps.launchers.processes import NOT_STARTED, Order, Stop
+from toyexp.sweeps.launchers.cluster import Cluster, Lost, OnNode
+from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
+from toyexp.sweeps.order import Order
 from toyexp.training.rundir import lock
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc")
@@ -54,13 +56,16 @@ def on_ray():
 class Told(Cluster):
     """Ends each job as the next word for it says: an exit code, `lost`, or `waits` until it is stopped."""
 
-    title = "told"
+    name = "told"
 
     def __init__(self, words, limit=2, retries=2):
         self.words, self.most, self.retries = words, limit, retries
         self.batches, self.stopped, self.peak = [], [], 0
 
     def begin(self, folder):
+        """Nothing."""
+
+    def resources(self, jobs):
         """Nothing."""
 
     def limit(self):
@@ -91,7 +96,9 @@ def handed(words, stop=None, **settings):
     """What came of jobs with these words, their attempts, what was said, and the cluster."""
     cluster, said = Told({n: list(w) for n, w in enumerate(words)}, **settings), []
     found = [Job(number, [], attempts=1) for number in range(len(words))]
-    ended = on_cluster(iter(found), lambda job: job.number, cluster, stop or Stop(), said.append)
+    watch = SimpleNamespace(order=lambda job: job.number, begin=lambda jobs, shown: None, stop=stop or Stop(),
+                            say=said.append, folder=SimpleNamespace(path=None))  # fmt: skip
+    ended = cluster.run(iter(found), watch)
     return {job.number: end for job, end in ended}, [job.attempts for job in found], said, cluster
 
 

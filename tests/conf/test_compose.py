@@ -24,7 +24,7 @@ from toyexp.config.words import parse
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import settings_of
 from toyexp.sweeps.directory import Job
-from toyexp.sweeps.job_configs import Lookahead
+from toyexp.sweeps.job_configs import JobConfigs
 from toyexp_recipes.scratch import DONOR
 
 # Neither tokenizer nor donor is the point here.
@@ -286,7 +286,7 @@ def test_a_word_that_was_read_before_is_read_as_new():
 
 def test_a_job_that_is_made_ready_in_the_process_of_others_is_one_run_of_the_experiments_sweep(tiny_sweep):
     flags, settings = split(tiny_sweep)
-    ahead = Lookahead(Request.of(settings, Source.of(extra=flags["--config-dir"])), {})
+    ahead = JobConfigs(Request.of(settings, Source.of(extra=flags["--config-dir"])), {})
     for number, words in enumerate(
         (["seed=3", "model.n_layers=1", "lr=0.5"], ["seed=4", "model.n_layers=2", "lr=0.5"])
     ):

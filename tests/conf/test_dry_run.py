@@ -155,7 +155,7 @@ def test_a_job_of_a_sweep_is_tried_as_jobs_are_started(capsys, monkeypatch):
     def spawn(*order):
         raise AssertionError("no job is spawned here")
 
-    monkeypatch.setattr("toyexp.sweeps.dry_run.spawned", spawn)
+    monkeypatch.setattr("toyexp.sweeps.launchers.processes.spawned", spawn)
     monkeypatch.setattr("toyexp.sweeps.launchers.forking.spawned", spawn)
     told = dry(capsys, "-m", *SMALL, "seed=0,1", "steps=4", "hydra.sweep.dir=s")
     assert told["jobs"] == 2 and told["shapes"][0]["start"] > 0 and tree() == {}
@@ -164,7 +164,7 @@ def test_a_job_of_a_sweep_is_tried_as_jobs_are_started(capsys, monkeypatch):
 def test_of_a_sweep_one_job_of_each_shape_is_tried(capsys, monkeypatch):
     monkeypatch.setenv(CORES, "2")
     sweep = [*SMALL[:3], *SMALL[4:], "model.d_model=16,32", "seed=0,1", "steps=4,8", "lr=1e-3", "hydra.sweep.dir=s",
-             "sweep.launcher=joblib"]  # fmt: skip
+             "sweep.launcher=processes"]  # fmt: skip
     told = dry(capsys, "-m", *sweep)
     assert tree() == {}
     assert told["jobs"] == 8 and told["at_once"] == 2 and told["cores"] == 1

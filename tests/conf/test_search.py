@@ -288,7 +288,7 @@ def test_a_worker_that_is_free_gets_the_next_point_at_once():
         "sweep.search=grid",
         "hydra.sweep.dir=s",
     ]
-    with started("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2") as process:
+    with started("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2") as process:
         wait_for(
             lambda: (
                 Path("s/sweep.json").exists() and [job["status"] for job in jobs()] == ["running", *["completed"] * 3]
@@ -303,7 +303,7 @@ def test_a_worker_that_is_free_gets_the_next_point_at_once():
 def test_a_search_killed_in_the_middle_goes_on_and_runs_nothing_twice(capsys):
     sweep = [*NOOP, "steps=300", "checkpoint_every=20", "eval_every=100", LOG, "callbacks.slow.wait=0.01",
              "sweep.search=tpe", "sweep.trials=4", "sweep.prune=median", "hydra.sweep.dir=s"]  # fmt: skip
-    with started("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2") as process:
+    with started("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2") as process:
         wait_for(lambda: any(Path().glob("s/[23]-*/checkpoints/step-*")), process)
     before = jobs()
     done = [job["number"] for job in before if job["status"] == "completed"]

@@ -19,13 +19,12 @@ from toyexp.config.request import Request
 from toyexp.config.top_level import Sweep
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.data import opened_once
-from toyexp.sweeps import resources as share
 from toyexp.sweeps.directory import Job
-from toyexp.sweeps.job_configs import Lookahead
-from toyexp.sweeps.launchers import stack_size
-from toyexp.sweeps.launchers.gpus import Gpus
+from toyexp.sweeps.job_configs import JobConfigs
+from toyexp.sweeps.launchers import stack_size, stacks
 from toyexp.sweeps.launchers.stack import Tagged
-from toyexp.sweeps.launchers.stacked import advice, dealt
+from toyexp.sweeps.launchers.stacks import Stacks, dealt
+from toyexp.sweeps.programs import advice
 from toyexp.training.experiment import prepare
 from toyexp_torch.engines import TorchCPU
 
@@ -312,12 +311,13 @@ def test_what_cannot_be_stacked_trains_one_after_another_and_why_is_said_once(ca
     [(["cpu"], 8, (5, 1)), (["cpu"], 2, (2, 1)), (["cpu", "engine.threads=4"], 8, (2, 4)), (["mps"], 8, (1, 8))],
 )
 def test_each_core_has_a_process_unless_jobs_take_more(monkeypatch, engine, cores, expected):
-    monkeypatch.setattr(share, "available_cores", lambda: cores)
+    monkeypatch.setattr(stacks, "available_cores", lambda: cores)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     name, *more = engine
     words = [f"engine={name}", *more, *QUICK[2:]]
     jobs = [Job(number, [f"seed={number}"]) for number in range(5)]
-    ahead = Lookahead(Request.of(words), {})
-    assert share.share_of(Sweep(launcher="stacked"), jobs, ahead, Gpus([]))[:2] == expected
+    ahead = JobConfigs(Request.of(words), {})
+    assert Stacks(Sweep(launcher="stacked"), jobs, len(jobs), ahead).share[:2] == expected
 
 
 def test_each_device_has_a_process_with_a_stack_of_its_own(monkeypatch):
@@ -348,7 +348,7 @@ def test_a_search_that_learns_of_no_point_trains_them_all_together(capfd):
 def test_that_jobs_could_train_together_is_said_where_it_pays(monkeypatch):
     def told(*words, seeds=4):
         jobs = [Job(number, [f"seed={number}", f"model.n_layers={1 + number // 4}"]) for number in range(seeds)]
-        return advice(jobs, Lookahead(Request.of([*QUICK[2:], *words]), {}))
+        return advice(jobs, JobConfigs(Request.of([*QUICK[2:], *words]), {}))
 
     line = "could train together: sweep.launcher=stacked"
     assert told("engine=cuda") == f"these 4 jobs {line}"

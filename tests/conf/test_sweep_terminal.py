@@ -13,7 +13,7 @@ from toyexp.sweeps.directory import Job, Status, SweepDir
 from toyexp.sweeps.summary_table import outcome, print_table
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
-         "eval_every=5", "sweep.launcher=joblib", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
+         "eval_every=5", "sweep.launcher=processes", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
 
 
 ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}

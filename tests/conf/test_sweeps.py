@@ -28,14 +28,15 @@ from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import parse, setting
-from toyexp.sweeps import resources as share
-from toyexp.sweeps import runner
+from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.combinations import combinations, swept
 from toyexp.sweeps.directory import Ended, Job, Status, SweepDir
-from toyexp.sweeps.job_configs import Lookahead, first_look
-from toyexp.sweeps.launchers import on_submitit
+from toyexp.sweeps.job_configs import JobConfigs, first_look
+from toyexp.sweeps.launchers import launcher, on_submitit, processes, stacks
 from toyexp.sweeps.launchers.gpus import Gpus, visible
-from toyexp.sweeps.runner import Runner
+from toyexp.sweeps.launchers.processes import Processes
+from toyexp.sweeps.runner import Asked, Runner
+from toyexp.sweeps.sources import Combinations
 from toyexp.training.rundir import lock
 
 MODULES = "plugins=[toyexp.testing.null,mishap]"
@@ -144,9 +145,9 @@ def test_retry_takes_up_what_failed_and_what_was_refused():
 
     def taken_up(retry):
         settings = Sweep(retry=retry, resume="s")
-        asked, folder = SimpleNamespace(flags={}), SimpleNamespace()
-        runner = Runner(asked, SimpleNamespace(), settings, found, {"settings": []}, {}, folder)
-        return {str(job.status) for job in runner.unfinished()}
+        asked, source = Asked({}, [], settings, {}), Combinations(found)
+        Runner(asked, source, SimpleNamespace(alone=True), SimpleNamespace(), SimpleNamespace())
+        return {str(job.status) for job in source.foreseen()}
 
     assert taken_up(False) == {"waiting", "killed", "interrupted"}
     assert taken_up(True) == {"waiting", "killed", "interrupted", "failed", "refused"}
@@ -209,7 +210,7 @@ def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     folder = 'ä "b" c=d/s'
     sweep = [*QUICK, "checkpoint_every=50", "steps=1500,1501,4", "callbacks.mishap.wait=0.01"]
     sweep.append(setting("hydra.sweep.dir", folder))
-    process = start("-m", *sweep, "sweep.launcher=joblib", "sweep.jobs=2")
+    process = start("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2")
     first, second = (Path(folder, f"{n}-scratch-llama") for n in (0, 1))
     wait_for(lambda: has_checkpoint(first) and has_checkpoint(second))
     again = [*QUICK, "seed=0,1", setting("hydra.sweep.dir", folder)]
@@ -515,7 +516,7 @@ def lookahead(*words, fixed=("data=random", "engine=cpu")):
     parsed = parse(words)
     found = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for override in parsed for word, value in swept(override)}
-    return found, Lookahead(Request.of(fixed), values)
+    return found, JobConfigs(Request.of(fixed), values)
 
 
 def test_every_value_is_looked_at_once_before_the_first_job_and_names_are_composed_once(monkeypatch):
@@ -651,7 +652,7 @@ def files_of(*runs):
 )
 def test_a_job_goes_on_with_no_run_but_its_own(how, capsys):
     assert main(["-m", *QUICK, "lr=1e-4,1e-2,1e-3", "steps=2", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
-    interrupt("s", "running" if "sweep.launcher=joblib" in how else "killed")
+    interrupt("s", "running" if "sweep.launcher=processes" in how else "killed")
     first, second = (Path(f"s/{number}-scratch-llama") for number in (0, 1))
     swap(first, second)
     before = files_of(first, second)
@@ -744,10 +745,10 @@ def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
 
 
 def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, capsys):
-    for launcher in ("submitit", "ray"):
-        monkeypatch.setitem(sys.modules, launcher, None)
-        assert main(["-m", *QUICK, "seed=1,2", f"sweep.launcher={launcher}"]) == 2
-        assert f"{launcher} is not installed: pip install 'toyexp[{launcher}]'" in capsys.readouterr().err
+    for name in ("submitit", "ray"):
+        monkeypatch.setitem(sys.modules, name, None)
+        assert main(["-m", *QUICK, "seed=1,2", f"sweep.launcher={name}"]) == 2
+        assert f"{name} is not installed: pip install 'toyexp[{name}]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -807,7 +808,7 @@ def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, take, s
     (tmp_path / "ongpus.py").write_text(ON_GPUS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,x7")
     words = [*QUICK[2:-1], "plugins=[ongpus]", "engine=ongpus", f"engine.take={take}", "callbacks=[told]", "steps=1"]
-    assert main(["-m", *words, "seed=0,1", "sweep.launcher=joblib", "sweep.jobs=2", "hydra.sweep.dir=s"]) == 0
+    assert main(["-m", *words, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "hydra.sweep.dir=s"]) == 0
     told = [path.read_text().split() for path in sorted(Path("s").glob("*/told"))]
     assert len(told) == 2 and {gpus for gpus, _, _ in told} <= seen
     (one, _, ended), (other, again, _) = sorted(told, key=lambda each: each[1])
@@ -844,29 +845,31 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
 )
 def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once, cores):
     seen = []
-    monkeypatch.setattr(share, "available_cores", lambda: 8)
-    monkeypatch.setattr(runner, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
-    monkeypatch.setattr(runner, "share_of", lambda *of: seen.append(share.share_of(*of)) or seen[-1])
-    main(["-m", "engine=cpu", "data=random", "seed=range(0,9)", *words, "sweep.launcher=joblib", "hydra.sweep.dir=s"])
+    monkeypatch.setattr(launcher, "available_cores", lambda: 8)
+    monkeypatch.setattr(processes, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
+    monkeypatch.setattr(Processes, "preload", lambda self, words, stop: seen.append(self.share))
+    main(
+        ["-m", "engine=cpu", "data=random", "seed=range(0,9)", *words, "sweep.launcher=processes", "hydra.sweep.dir=s"]
+    )
     assert [seen[0][:3], seen[1]] == [(at_once, cores, 0), at_once]
 
 
 def test_no_more_jobs_of_a_search_run_at_once_than_it_has(monkeypatch):
     seen = []
-    monkeypatch.setattr(runner, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
-    search = ["sweep.search=random", "sweep.trials=3", "sweep.launcher=joblib", "sweep.jobs=1000000"]
+    monkeypatch.setattr(processes, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
+    search = ["sweep.search=random", "sweep.trials=3", "sweep.launcher=processes", "sweep.jobs=1000000"]
     main(["-m", "engine=cpu", "data=random", "lr=0.1,0.2,0.3,0.4", "eval_every=4", *search, "hydra.sweep.dir=s"])
     assert seen == [3]
 
 
 @pytest.mark.parametrize(
-    ("settings", "jobs", "most", "at_once", "stacks"),
+    ("settings", "jobs", "most", "at_once", "stacks_each"),
     [
-        ({"launcher": "joblib"}, 8, 1, 2, 1),
-        ({"launcher": "joblib", "per_gpu": 3}, 8, 1, 6, 1),
-        ({"launcher": "joblib", "per_gpu": 3, "jobs": 9}, 20, 1, 6, 1),
-        ({"launcher": "joblib", "jobs": 9}, 20, 1, 9, 1),
-        ({"launcher": "joblib"}, 8, 2, 1, 1),
+        ({"launcher": "processes"}, 8, 1, 2, 1),
+        ({"launcher": "processes", "per_gpu": 3}, 8, 1, 6, 1),
+        ({"launcher": "processes", "per_gpu": 3, "jobs": 9}, 20, 1, 6, 1),
+        ({"launcher": "processes", "jobs": 9}, 20, 1, 9, 1),
+        ({"launcher": "processes"}, 8, 2, 1, 1),
         ({"launcher": "stacked"}, 63, 1, 2, 1),
         ({"launcher": "stacked"}, 128, 1, 4, 2),  # 32 jobs in each
         ({"launcher": "stacked"}, 9999, 1, 8, 4),
@@ -876,21 +879,23 @@ def test_no_more_jobs_of_a_search_run_at_once_than_it_has(monkeypatch):
     ],
 )
 def test_as_many_share_a_gpu_as_were_asked_for_and_stacks_of_many_jobs(
-    monkeypatch, settings, jobs, most, at_once, stacks
+    monkeypatch, settings, jobs, most, at_once, stacks_each
 ):
-    monkeypatch.setattr(share, "available_cores", lambda: 16)
+    for module in (launcher, stacks):
+        monkeypatch.setattr(module, "available_cores", lambda: 16)
     ahead = SimpleNamespace(gpus=lambda job, auto: most, processes=lambda job: 1)
-    monkeypatch.setattr(share, "visible", lambda: ["0", "1"])
-    found = share.share_of(Sweep(**settings), [Job(n, []) for n in range(jobs)], ahead, Gpus(["0", "1"]))
-    assert (found.jobs, found.stacks, found.cores) == (at_once, stacks, 16 // at_once)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    cls = LAUNCHERS[settings["launcher"]]
+    found = cls(Sweep(**settings), [Job(n, []) for n in range(jobs)], jobs, ahead).share
+    assert (found.jobs, found.stacks, found.cores) == (at_once, stacks_each, 16 // at_once)
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["sweep.per_gpu=2"], "sweep.launcher=joblib or stacked"),
+        (["sweep.per_gpu=2"], "sweep.launcher=processes or stacked"),
         (["sweep.per_gpu=2", "sweep.launcher=ray"], "sweep.ray.gpus=0.25"),
-        (["sweep.per_gpu=-1", "sweep.launcher=joblib"], "sweep.per_gpu=-1"),
+        (["sweep.per_gpu=-1", "sweep.launcher=processes"], "sweep.per_gpu=-1"),
     ],
 )
 def test_sharing_of_gpus_that_cannot_be_is_refused(capsys, words, told):
@@ -923,8 +928,8 @@ def test_how_a_process_ended_is_said_in_words():
 
 
 def test_more_jobs_at_once_than_a_machine_takes_are_as_many_as_it_takes_and_that_is_said(monkeypatch, capsys):
-    monkeypatch.setattr("toyexp.sweeps.runner.AT_ONCE", 1)
-    monkeypatch.setattr(Runner, "_process", lambda self, job: Ended(3, "not run"))
-    words = [*QUICK, "seed=0,1", "sweep.launcher=joblib", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
+    monkeypatch.setattr("toyexp.sweeps.launchers.processes.AT_ONCE", 1)
+    monkeypatch.setattr(processes, "run_process", lambda *order, **how: Ended(3, "not run"))
+    words = [*QUICK, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
     assert "sweep.jobs=2: 1 run at once" in capsys.readouterr().out

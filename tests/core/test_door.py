@@ -493,7 +493,7 @@ def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here
 
 
 def test_a_sweep_that_is_interrupted_before_it_begins_is_no_bad_input(here, monkeypatch):
-    monkeypatch.setattr("toyexp.sweeps.runner.Runner.run", lambda runner, jobs: 128 + signal.SIGINT)
+    monkeypatch.setattr("toyexp.sweeps.runner.Runner.run", lambda runner: 128 + signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="SIGINT"):
         toyexp.sweep(*WORDS, seed=[0, 1], quiet=True)
 

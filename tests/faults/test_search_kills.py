@@ -25,7 +25,7 @@ SEARCH = ["lr=tag(log, interval(1e-4, 1))", "callbacks.cosine.warmup=int(interva
 LAUNCHERS = {
     "in one process": ["sweep.isolate=false"],
     "serial": ["sweep.launcher=serial"],
-    "joblib": ["sweep.launcher=joblib", "sweep.jobs=2"],
+    "joblib": ["sweep.launcher=processes", "sweep.jobs=2"],
 }
 
 

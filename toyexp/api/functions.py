@@ -23,7 +23,6 @@ from toyexp.base.terminal import complain
 from toyexp.base.user_paths import at_home
 from toyexp.base.writing import possible_names
 from toyexp.cli.flags import read, request_of, split
-from toyexp.cli.main import many_runs
 from toyexp.config.restored import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -111,7 +110,7 @@ def sweep(
 
     `words` are what stands behind `toyexp -m`: `"seed=0,1,2"`, `"lr=tag(log, interval(1e-4, 1e-2))"`. Of keywords a
     list has the values of a sweep, `lr=[1e-3, 3e-3]`, and anything else is a setting of all jobs; how they are run is
-    `sweep={"launcher": "joblib", "jobs": 4}`. A setting that is a list by itself stands in a word.
+    `sweep={"launcher": "processes", "jobs": 4}`. A setting that is a list by itself stands in a word.
 
         swept = toyexp.sweep("recipe=scratch,warm", seed=[0, 1, 2], steps=100)
         swept.best.held_out["loss"], swept.frame()
@@ -140,17 +139,17 @@ def sweep(
             if not flag.startswith("--config-"):
                 raise UserError(f"toyexp.sweep {flag}: trains; type it: toyexp -m {flag} ...")
         request = request_of(flags, asked)
-        runner, jobs = prepared(many_runs(flags, request))
-        code = runner.run(jobs)
+        runner = prepared(flags, request)
+        code = runner.run()
         if code > 128:
             interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
-            if runner.place is not None:  # else it had not begun
-                left = repr(short(runner.place))
+            if runner.folder is not None:  # else it had not begun
+                left = repr(short(runner.folder.path))
                 interrupted.add_note(f"what it left: toyexp.open({left}); go on: toyexp.sweep(resume={left})")
             raise interrupted
-        if runner.place is None:
-            raise UserError(next((job.error for job in runner.jobs if job.error), "the sweep has no job"))
-    return SweepResult(runner.place, request.registry)
+        if runner.folder is None:
+            raise UserError(next((job.error for job in runner.source.jobs if job.error), "the sweep has no job"))
+    return SweepResult(runner.folder.path, request.registry)
 
 
 class SweepResult(Sequence[Result]):

@@ -19,7 +19,6 @@ from toyexp.base.terminal import tell
 from toyexp.cli import llamacpp
 from toyexp.cli.pages import after_the_doctor
 from toyexp.cli.variants import ALONE, on_engines, prepared_on
-from toyexp.config.top_level import LAUNCHERS
 from toyexp.formats.gguf.quantise import quantiser
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batch
@@ -33,7 +32,7 @@ from toyexp.reference.engine import reference_adamw, reference_logits, reference
 from toyexp.reference.opmodel import CASES, ROWS, op_batch, op_plan, rows_for
 from toyexp.reference.tolerances import TOLERANCES, precision
 from toyexp.results import report
-from toyexp.sweeps.launchers.processes import require
+from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.search import study
 from toyexp.tokenizers import chat_template as chat
 from toyexp.training.run_config import Prepared
@@ -148,8 +147,8 @@ def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
     for kind, form in (("data", "data={}"), ("callbacks", "callbacks.{}")):
         for name, offer in sorted(registry.offers[kind].items()):
             yield form.format(name), partial(_check, offer.cls)
-    for launcher in LAUNCHERS:
-        yield "", partial(require, launcher)
+    for launcher in LAUNCHERS.values():
+        yield "", launcher.require
     yield "", partial(study.require, "cmaes")
     yield "compare --html", report.require
     yield "the chat template of a GGUF", chat.sandbox

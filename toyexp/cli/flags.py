@@ -37,7 +37,7 @@ SHOWING = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
 # What people know from Hydra, in our words.
 HYDRA = {
     "hydra/launcher=basic": ["sweep.launcher=serial"],
-    "hydra/launcher=joblib": ["sweep.launcher=joblib"],
+    "hydra/launcher=joblib": ["sweep.launcher=processes"],
     "hydra/launcher=ray": ["sweep.launcher=ray"],
     "hydra/launcher=submitit_local": ["sweep.launcher=submitit", "sweep.submitit.cluster=local"],
     "hydra/launcher=submitit_slurm": ["sweep.launcher=submitit", "sweep.submitit.cluster=slurm"],

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import toyexp
@@ -25,12 +24,8 @@ from toyexp.interfaces.command import Command, modules_in
 from toyexp.sweeps.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 
 if TYPE_CHECKING:
-    from toyexp.config.compose import Composed
     from toyexp.config.request import Request
     from toyexp.interfaces.callback import Callback
-    from toyexp.runner.one_run import PreparedRun
-    from toyexp.sweeps.runner import Asked
-    from toyexp.training.run_config import Result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +107,7 @@ def run(words: Sequence[str]) -> int:
     if STACK in os.environ:
         from toyexp.sweeps.launchers.stack import train_stack
 
-        return train_stack(request, prepare_job)
+        return train_stack(request)
     if flags.keys() & SHOWING:
         from toyexp.cli.inspect import inspect
 
@@ -125,7 +120,7 @@ def run(words: Sequence[str]) -> int:
             raise UserError("-m: a sweep starts its own processes; torchrun starts the ranks of one run")
         from toyexp.sweeps.begin import sweep
 
-        return sweep(many_runs(flags, request))
+        return sweep(flags, request)
     if "--dry-run" in flags:
         return _dry_run(flags, request, resume)
     from toyexp.runner.one_run import follow, prepare_request
@@ -177,19 +172,6 @@ def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> 
     return answer.show(Arguments(set(flags), {}, [], []))
 
 
-@of_a_part(_owners)  # each job of a sweep by itself
-def experiment(composed: Composed, directory: Path) -> Result:
-    """Build, check and run one configuration in a directory."""
-    return prepare_job(composed, directory).run()
-
-
-def prepare_job(composed: Composed, directory: Path | None = None, resume: Path | None = None) -> PreparedRun:
-    """Build and check one job of a sweep, with the callback by which its search may stop it."""
-    from toyexp.runner.one_run import prepare_run
-
-    return prepare_run(composed, directory, resume, _of_search())
-
-
 def _of_search() -> dict[str, Callback]:
     """Return the callback by which the search that started this process may stop its run, if one did."""
     if TRIAL not in os.environ:
@@ -197,10 +179,3 @@ def _of_search() -> dict[str, Callback]:
     from toyexp.sweeps.search.pruning import taken  # deferred: a run of no search need not load what a search does
 
     return taken()
-
-
-def many_runs(flags: Mapping[str, str], request: Request) -> Asked:
-    """What a sweep is asked for, and how its jobs are run."""
-    from toyexp.sweeps.runner import Asked
-
-    return Asked(flags, request, experiment, run)

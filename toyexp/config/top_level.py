@@ -17,7 +17,8 @@ from toyexp.training.settings import Settings
 
 PARTS = ("model", "data", "recipe", "engine", "optim")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
-LAUNCHERS = ("serial", "joblib", "stacked", "submitit", "ray")
+LAUNCHERS = ("serial", "processes", "stacked", "submitit", "ray")
+ALIASES = {"joblib": "processes"}  # of launchers
 MOST_JOBS = 100_000  # of a sweep
 SEARCHES = ("random", "tpe", "cmaes", "grid")
 PRUNERS = ("asha", "median")
@@ -66,7 +67,7 @@ OF_LAUNCHERS = {"submitit": Submitit, "ray": Ray}  # the launchers with settings
 class Sweep:
     """How -m runs its jobs. No number of a run depends on it, and conf/config.yaml shows it as it stands here."""
 
-    launcher: str = "serial"  # serial | joblib (several at once) | stacked (as one program) | submitit | ray (clusters)
+    launcher: str = "serial"  # serial | processes (several at once) | stacked (one program) | submitit | ray (clusters)
     jobs: int = 0  # at once; 0: 1 with serial, all with submitit, as many as pay with stacked, else as many as fit
     per_gpu: int = 0  # jobs, or stacks, that share a GPU; 0: one, of stacks up to four where there are many jobs
     isolate: bool = True  # each job in a process of its own; false: in this one, for many tiny jobs
@@ -82,17 +83,13 @@ class Sweep:
     submitit: Submitit = field(default_factory=Submitit)  # what a job asks the cluster for
     ray: Ray = field(default_factory=Ray)  # where the jobs run, and what each takes there
 
+    def __post_init__(self) -> None:
+        self.launcher = ALIASES.get(self.launcher, self.launcher)
+
     def check(self) -> None:
-        """Raises UserError for what cannot work together."""
+        """Raise UserError for settings that cannot work together; a launcher checks what is its own."""
         require_words("sweep", self, launcher=LAUNCHERS)
         require_within("sweep", self, jobs="[0,inf)", per_gpu="[0,inf)")
-        if self.jobs > 1 and self.launcher == "serial":
-            raise UserError(f"sweep.jobs={self.jobs}: runs jobs side by side with sweep.launcher=joblib")
-        if self.per_gpu and self.launcher not in ("joblib", "stacked"):
-            ray = "; a job of ray takes a part of one with sweep.ray.gpus=0.25" if self.launcher == "ray" else ""
-            raise UserError(f"sweep.per_gpu={self.per_gpu}: goes with sweep.launcher=joblib or stacked{ray}")
-        if not self.isolate and self.launcher != "serial":
-            raise UserError(f"sweep.isolate=false: runs one job after another in this process, without {self.launcher}")
         if self.retry and self.resume is None:
             raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
         self._check_search()
@@ -118,11 +115,6 @@ class Sweep:
             return
         if self.trials is None and self.search != "grid":
             raise UserError(f"sweep.search={self.search}: takes as many points as it is told to: sweep.trials=20")
-        if self.launcher in ("submitit", "stacked") and not self.jobs and self.search in ("tpe", "cmaes"):
-            how = "are in the queue" if self.launcher == "submitit" else "train"
-            raise UserError(
-                f"sweep.search={self.search}: learns from the runs before; say how many {how} at once: sweep.jobs=4"
-            )
 
 
 @cache

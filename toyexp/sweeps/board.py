@@ -157,13 +157,11 @@ class Cell(Board):
 
 
 def board_for(
-    jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, launcher: str
+    jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, side_by_side: bool
 ) -> Board | None:
-    """A board in a notebook, and where jobs run side by side before a terminal; else lines are printed as they come."""
+    """Return a board in a notebook, and for jobs side by side before a terminal; else None: lines are printed."""
     if is_silent():
         return None
     if in_notebook():
         return Cell(jobs, ranking, at_once)
-    watched = on_terminal()
-    side_by_side = launcher == "stacked" or (launcher == "joblib" and at_once > 1)
-    return Board(jobs, ranking, at_once) if watched and side_by_side else None
+    return Board(jobs, ranking, at_once) if on_terminal() and side_by_side else None

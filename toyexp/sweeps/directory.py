@@ -14,15 +14,17 @@ from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any
 
-from toyexp.base.errors import UserError, printable
+from toyexp.base.errors import ToyexpError, UserError, printable
 from toyexp.base.files import absent, cause
 from toyexp.base.formatting import as_csv, short
 from toyexp.base.ownership import LOCK, SWEEP, Owned, lock, require_empty, require_inside
 from toyexp.base.terminal import say, status
 from toyexp.base.writing import dump_json, in_one_piece, require_below, require_plain
+from toyexp.config.words import setting
 from toyexp.results.found import NUMBERS, PRUNES
 from toyexp.results.ranking import TRAIN, Ranking, ranked, sources_of
 from toyexp.sweeps.journal import Journal, Seldom
+from toyexp.sweeps.order import Order
 from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt, result_of
 
 log = logging.getLogger("toyexp")
@@ -65,6 +67,12 @@ class Ended:
 
     code: int  # below zero: the signal that killed it
     error: str = ""  # its last words
+
+    @classmethod
+    def of(cls, error: BaseException) -> Ended:
+        """Return how a job ended that raised in this process."""
+        text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
+        return cls(getattr(error, "exit_code", 1), text)
 
     def __str__(self) -> str:
         if self.code < 0:
@@ -191,6 +199,27 @@ class SweepDir:
         """What a job's processes printed."""
         return self.path / "logs" / f"{job.number}.log"
 
+    @property
+    def shared_words(self) -> list[str]:
+        """The words of all jobs."""
+        return shared_words(self.asked)
+
+    def order(self, job: Job) -> Order:
+        """Return what starts a job, or resumes one that was begun before."""
+        directory = self.run(job)
+        where = [setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
+        plugins = [word for word in self.asked["settings"] if word.startswith("plugins=")]
+        return Order(
+            directory, self.log(job), [*self.shared_words, *job.overrides, *where], [f"resume={directory}", *plugins],
+            job.attempts > (job.status == Status.RUNNING),
+        )  # fmt: skip
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Note that jobs begin."""
+        for job in jobs:
+            job.status, job.attempts = Status.RUNNING, job.attempts + 1
+        self.note(jobs)
+
     def ranking(self) -> Ranking[Job]:
         """The jobs by what they came to, the best first."""
         return ranked(self.jobs, self.asked["sweep"])
@@ -253,6 +282,11 @@ class SweepDir:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / name, why)
             self._told.add(why)
             self._whole.waits = True  # it is tried again, at the latest as the sweep ends
+
+
+def shared_words(asked: Mapping[str, Any]) -> list[str]:
+    """Return the words of all jobs, as a sweep's directory has them."""
+    return [*(word for flag in asked["flags"].items() for word in flag), *asked["settings"]]
 
 
 def _dumped(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:

@@ -20,13 +20,13 @@ from toyexp.base.formatting import columns, count, counted, duration, in_bytes, 
 from toyexp.base.ownership import require_empty
 from toyexp.base.terminal import complain, say, status
 from toyexp.base.writing import dump_json
-from toyexp.config.top_level import Sweep
 from toyexp.config.words import setting
 from toyexp.sweeps.directory import Job, SweepDir
-from toyexp.sweeps.job_configs import Lookahead
-from toyexp.sweeps.launchers.forking import Forks, spawned
+from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import visible
-from toyexp.sweeps.launchers.processes import Order, Stop, run_process
+from toyexp.sweeps.launchers.job_process import Stop, run_process
+from toyexp.sweeps.launchers.launcher import Launcher
+from toyexp.sweeps.order import Order
 from toyexp.training import checkpoint
 from toyexp.training.rundir import require_writable
 from toyexp.training.settings import evaluations
@@ -51,14 +51,10 @@ class Shape:
 class Foresight:
     """A sweep that is composed, and how its jobs would be run."""
 
-    ahead: Lookahead
-    settings: Sweep
-    limit: int  # jobs at once
-    cores: int  # of each; 0: all
-    gpus: int
+    configs: JobConfigs
+    launcher: Launcher
     asked: Mapping[str, Any]  # as a sweep's directory has it
     folder: SweepDir | None  # of a sweep that is gone on with
-    forks: Forks | None  # that start the jobs, and so those that are tried
     search: str = ""  # how points are chosen that these jobs stand for
 
     def show(self, jobs: Sequence[Job], as_json: bool) -> int:
@@ -91,7 +87,7 @@ class Foresight:
             return self.folder.path
         for job in jobs:
             with contextlib.suppress(UserError):  # which is told when the job is tried
-                root = self.ahead.directory(job, None)[0]
+                root = self.configs.directory(job, None)[0]
                 break
         else:
             return Path.cwd()
@@ -110,11 +106,10 @@ class Foresight:
 
     def _tried(self, shape: Shape, root: Path) -> Shape:
         """With what a run of its first job says of itself; raises UserError and RunFailed."""
-        side_by_side = self.settings.launcher == "joblib"
+        share, of_machine = self.launcher.share, self.launcher.uses_machine
         words = [*self._words(shape.jobs[0], root), "--dry-run", "--json"]
-        gpus = visible()[: self.gpus] if side_by_side else ()
-        if self.forks:
-            self.forks.wait()
+        gpus = visible()[: share.gpus] if of_machine else ()
+        self.launcher.wait()
         out: list[str] = []
 
         def take(line: str, to: IO[str]) -> None:
@@ -123,9 +118,9 @@ class Foresight:
 
         with tempfile.TemporaryDirectory() as aside:
             log = Path(aside, "log")
-            order = Order(root, log, words, [], False, self.cores * side_by_side, gpus, several=True)
+            order = Order(root, log, words, [], False, share.cores * of_machine, gpus, several=True)
             began = time.perf_counter()
-            ended = run_process(order, Stop(), take, start=self.forks.start if self.forks else spawned)
+            ended = run_process(order, Stop(), take, start=self.launcher.start)
             seconds = time.perf_counter() - began
         if ended.code:
             raise UserError(ended.error) if ended.code == 2 else RunFailed(str(ended))
@@ -138,7 +133,7 @@ class Foresight:
         begun = root / job.directory if self.folder and job.directory else None
         if begun and checkpoint.steps(begun / "checkpoints"):
             return [f"resume={begun}", *(word for word in self.asked["settings"] if word.startswith("plugins="))]
-        where = begun if begun and not begun.exists() else self.ahead.directory(job, root)[1]
+        where = begun if begun and not begun.exists() else self.configs.directory(job, root)[1]
         place = [] if where.exists() else [setting("hydra.run.dir", where)]
         return [*flags, *self.asked["settings"], *job.overrides, *place, f"hydra.job.num={job.number}"]
 
@@ -148,7 +143,7 @@ class Foresight:
         """The step that a job goes on from, and the last one."""
         begun = self.folder and job.directory and next(iter(checkpoint.steps(root / job.directory / "checkpoints")), 0)
         if any(word.startswith("steps=") for word in job.overrides):
-            return begun or 0, int(self.ahead.config(job).cfg.steps)
+            return begun or 0, int(self.configs.config(job).cfg.steps)
         assert shape.found is not None
         return begun or 0, shape.found["begins"] + shape.found["steps"]
 
@@ -161,19 +156,18 @@ class Foresight:
             if shape.found is None:
                 continue
             found, of = shape.found, shape.found["tried"]
-            every = int(self.ahead.config(shape.jobs[0]).cfg.eval_every)
+            every = int(self.configs.config(shape.jobs[0]).cfg.eval_every)
             for job in shape.jobs:
                 begins, steps = self._steps(job, shape, root)
                 evals = evaluations(begins, steps, every)
-                own = self.settings.isolate and self.settings.launcher != "stacked"  # a process
-                start = shape.start if own or not seconds else of["ready"]
+                start = shape.start if self.launcher.own_process or not seconds else of["ready"]
                 seconds[job.number] = start + (steps - begins) * of["step"] + evals * of["evaluation"]
                 flops[job.number] = (steps - begins) * found["flops_per_step"]
             entries.append({"jobs": [j.number for j in shape.jobs], "own": shape.own, "start": shape.start, **found})
         left = [job.number for shape in shapes if shape.found is None for job in shape.jobs]
         seconds |= dict.fromkeys(left, statistics.mean(seconds.values()))
         flops |= dict.fromkeys(left, statistics.mean(flops.values()))
-        workers = max(min(self.limit, len(seconds)), 1)
+        workers = max(min(self.launcher.limit(), len(seconds)), 1)
         free = [0.0] * workers
         for number in sorted(seconds):  # each begins when one before it ends
             heapq.heapreplace(free, free[0] + seconds[number])
@@ -185,17 +179,14 @@ class Foresight:
             "directory": str(root), "settings": self.asked["settings"],
             "varied": {key: list(values) for key, values in varied.items()}, "search": self.search,
             "jobs": len(seconds),
-            "launcher": self.settings.launcher, "at_once": workers, "cores": self.cores, "shapes": entries,
+            "launcher": self.launcher.name, "at_once": workers, "cores": self.launcher.share.cores, "shapes": entries,
             "not_tried": left, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
         }  # fmt: skip
 
     def _tell(self, told: Mapping[str, Any], tried: Sequence[Shape]) -> None:
         """The same for a person."""
         at_once = told["at_once"]
-        stacked = self.settings.launcher == "stacked"
-        how = "one after another" if at_once == 1 else f"{at_once} at once"
-        how += "" if self.settings.isolate else " in one process"
-        how = "together as far as they are one program" if stacked else how
+        how = self.launcher.describe(at_once)
         say(f"sweep    {short(Path(told['directory']))}, {counted(told['jobs'], 'job')}, {how} ({told['launcher']})")
         if told["settings"]:
             say(f"settings {' '.join(told['settings'])}")
@@ -229,16 +220,12 @@ class Foresight:
         one = told["seconds_of_jobs"].values()
         each = duration(min(one)) if max(one) < 1.05 * min(one) else f"{duration(min(one))} to {duration(max(one))}"
         say(f"time     about {duration(told['seconds'])}: {counted(told['jobs'], 'job')}, {each} each, {how}")
-        if stacked:
-            say("         counted one after another; what training together saves is measured when it begins")
-        elif at_once > 1 and (not self.cores or self.settings.launcher == "submitit"):
-            say("         where the cluster starts so many at once, on machines like this one")
-        elif at_once > 1:
-            say(f"         {counted(self.cores, 'core')} each; tried one at a time, they may be slower side by side")
+        if caveat := self.launcher.caveat(at_once):
+            say(f"         {caveat}")
         if self.search:
             say("         its points are yet to be chosen: these are runs at the ends of intervals, and at each value")
-        if self.settings.prune:
-            say(f"         without what sweep.prune={self.settings.prune} saves")
+        if self.launcher.settings.prune:
+            say(f"         without what sweep.prune={self.launcher.settings.prune} saves")
         say("         callbacks, checkpoints and exports come on top")
         say("nothing was trained, and nothing written but what data keep in their cache")
 

@@ -45,7 +45,7 @@ SMALL = 20_000_000  # parameters of a model whose jobs are faster together on a 
 
 
 @dataclass
-class Lookahead:
+class JobConfigs:
     """The configurations of a sweep's jobs: Hydra composes each choice of names once, other values are set in it."""
 
     request: Request  # with the settings that all jobs share
@@ -242,7 +242,7 @@ class Lookahead:
         (cls(**node) if cls is Root else made(cls, node)).check()
 
 
-def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:
+def first_look(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
     """What is wrong with each of the jobs that show every value once, by their numbers.
 
     Raises UserError for what is wrong in every job.
@@ -254,26 +254,26 @@ def first_look(jobs: Sequence[Job], ahead: Lookahead) -> dict[int, UserError]:
         if names not in seen and len(seen) == CHOICES:
             continue
         try:
-            ahead.check(job, whole=names not in seen)
+            configs.check(job, whole=names not in seen)
         except UserError as error:
             wrong[job.number] = error
         seen.add(names)
     if len(jobs) > 1 and (first := wrong.get(jobs[0].number)):
         try:
-            ahead.check(jobs[-1], whole=True)  # which has no value like the first job's
+            configs.check(jobs[-1], whole=True)  # which has no value like the first job's
         except UserError as other:
             if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
                 raise first from None
     return wrong
 
 
-def require_directories(jobs: Sequence[Job], ahead: Lookahead) -> None:
+def require_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
     """Raises UserError when a value that varies does not tell the jobs' directories apart."""
     first = jobs[0]
     changed = {_differing(first, job): job for job in reversed(list(_one_changed(jobs[:VALUES]))) if job is not first}
     for job in changed.values():
         try:
-            places = [ahead.directory(one, None)[1] for one in (first, job)]
+            places = [configs.directory(one, None)[1] for one in (first, job)]
         except UserError:  # which is told of the job
             continue
         if places[0] == places[1]:

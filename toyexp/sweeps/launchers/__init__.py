@@ -1,1 +1,1 @@
-"""How the jobs of a sweep are started."""
+"""How the jobs of a sweep are run: a class for each value of sweep.launcher."""

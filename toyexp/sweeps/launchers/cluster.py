@@ -7,16 +7,19 @@ import math
 import os
 import signal
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.formatting import counted
 from toyexp.base.ownership import Owned, lock, require_left
-from toyexp.sweeps.directory import Ended, Job
-from toyexp.sweeps.launchers.processes import NOT_STARTED, Order, Stop, run_process
+from toyexp.sweeps.directory import ANSWERED, Ended, Job
+from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop, run_process
+from toyexp.sweeps.launchers.launcher import Launcher
+from toyexp.sweeps.order import Order
+from toyexp.sweeps.watch import Watch
 
 POLL = 0.2  # seconds between looks at the jobs
 MOST = 1000  # jobs that are handed over in one go; an array of Slurm's has 1001 unless it was told otherwise
@@ -81,101 +84,96 @@ class Lost:
     why: str
 
 
-class Cluster(ABC):
-    """Takes jobs. A handle is whatever it knows one of them by."""
+class Cluster(Launcher):
+    """Takes jobs. A handle is what it knows one of them by."""
 
-    title: str
-    _limit: int  # as settled before the first job
     retries = 0  # how often a job that was lost is begun again
 
     @abstractmethod
     def begin(self, folder: Path) -> None:
-        """Before the first job of the sweep in this directory."""
-
-    def limit(self) -> int:
-        """Return how many jobs it may have at once."""
-        return self._limit
+        """Prepare for the first job of the sweep in this directory."""
 
     @abstractmethod
     def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
-        """A name for people and a handle of each; raises whatever the cluster has against them."""
+        """Return a name for people and a handle of each; raise whatever the cluster has against them."""
 
     @abstractmethod
     def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
-        """Those that are over, after a moment's wait where none is."""
+        """Return those that are over, after a moment's wait if none is."""
 
     @abstractmethod
     def result(self, handle: Any) -> Ended | Lost:
-        """What came of a job that is over."""
+        """Return what came of a job that is over."""
 
     @abstractmethod
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Has these save and end, or not begin; it was told so `times` before."""
+        """Have these save and end, or not begin; they were told so `times` before."""
 
     def work(self, order: Order) -> OnNode:
-        """What it is to run."""
+        """Return what it is to run."""
         return OnNode(order)
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Lets go of it."""
-
-
-def on_cluster(
-    jobs: Iterator[Job], order: Callable[[Job], Order], cluster: Cluster, stop: Stop, say: Callable[[str], None]
-) -> Iterator[tuple[Job, Ended]]:
-    """Each job with how it ended. When the sweep is stopped the running ones save, and the others leave."""
-    running: dict[Any, Job] = {}
-    lost: list[Job] = []
-    tries: dict[int, int] = {}
-    told = 0
-    while True:
-        free = min(max(cluster.limit() - len(running), 0 if running else 1), MOST)
-        if stop.requested:
-            yield from ((job, Ended(128 + signal.SIGTERM, "interrupted")) for job in lost)
-            lost = []
-        batch, lost = lost[:free], lost[free:]
-        batch += itertools.islice(jobs, free - len(batch))
-        yield from _submitted(batch, order, cluster, running, say)
-        if not running and not batch:
-            return
-        while told < stop.ends:
-            cluster.stop(list(running), told)
-            told += 1
-        for handle in cluster.ended(list(running)):
-            job, result = running.pop(handle), cluster.result(handle)
-            if not isinstance(result, Lost):
-                yield job, result
-                continue
-            if stop.requested:
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
+        """Yield each job with how it ended. When the sweep is stopped the running ones save, and the others leave."""
+        self.begin(watch.folder.path)
+        running: dict[Any, Job] = {}
+        lost: list[Job] = []
+        tries: dict[int, int] = {}
+        told = 0
+        while True:
+            free = min(max(self.limit() - len(running), 0 if running else 1), MOST)
+            if watch.stop.requested:
+                yield from ((job, Ended(128 + signal.SIGTERM, "interrupted")) for job in lost)
+                lost = []
+            batch, lost = lost[:free], lost[free:]
+            if new := list(itertools.islice(jobs, free - len(batch))):
+                watch.begin(new, shown=False)
+            yield from self._submitted([*batch, *new], watch, running)
+            if not running and not batch and not new:
+                return
+            while told < watch.stop.ends:
+                self.stop(list(running), told)
+                told += 1
+            for handle in self.ended(list(running)):
+                job, result = running.pop(handle), self.result(handle)
+                if not isinstance(result, Lost):
+                    yield job, result
+                    self._report(job, watch)
+                    continue
+                if watch.stop.requested:
+                    lost.append(job)
+                    continue
+                tries[job.number] = tries.get(job.number, 0) + 1
+                if tries[job.number] > self.retries:
+                    given_up = f", begun again {counted(self.retries, 'time')}" if self.retries else ""
+                    yield job, Ended(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
+                    continue
+                again = f"begun again, {tries[job.number]} of {self.retries} times"
+                watch.say(f"[{job.number}] lost ({result.why}): {again}")
+                job.attempts += 1
                 lost.append(job)
-                continue
-            tries[job.number] = tries.get(job.number, 0) + 1
-            if tries[job.number] > cluster.retries:
-                given_up = f", begun again {counted(cluster.retries, 'time')}" if cluster.retries else ""
-                yield job, Ended(128 + signal.SIGKILL, f"{cluster.title}: {result.why}{given_up}")
-                continue
-            say(f"[{job.number}] lost ({result.why}): begun again, {tries[job.number]} of {cluster.retries} times")
-            job.attempts += 1
-            lost.append(job)
 
+    def _report(self, job: Job, watch: Watch) -> None:
+        """Say what became of a job, which printed elsewhere."""
+        if job.status in ANSWERED:
+            watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
 
-def _submitted(
-    batch: Sequence[Job], order: Callable[[Job], Order], cluster: Cluster, running: dict[Any, Job],
-    say: Callable[[str], None],
-) -> Iterator[tuple[Job, Ended]]:  # fmt: skip
-    """Hands jobs over, all at once; those that cannot be have ended."""
-    if not batch:
-        return
-    try:
-        handles = cluster.submit([cluster.work(order(job)) for job in batch])
-    except Exception as error:  # whatever the cluster has against it
-        yield from ((job, Ended(NOT_STARTED, f"{cluster.title}: {last_line(error)}")) for job in batch)
-        return
-    for job, (name, handle) in zip(batch, handles, strict=True):
-        say(f"[{job.number}] {job.label}".rstrip() + f"  submitted{name}")
-        running[handle] = job
+    def _submitted(
+        self, batch: Sequence[Job], watch: Watch, running: dict[Any, Job]
+    ) -> Iterator[tuple[Job, Ended]]:  # fmt: skip
+        """Hand jobs over, all at once; those that cannot be have ended."""
+        if not batch:
+            return
+        try:
+            handles = self.submit([self.work(watch.order(job)) for job in batch])
+        except Exception as error:  # whatever the cluster has against it
+            yield from ((job, Ended(NOT_STARTED, f"{self.name}: {last_line(error)}")) for job in batch)
+            return
+        for job, (name, handle) in zip(batch, handles, strict=True):
+            watch.say(f"[{job.number}] {job.label}".rstrip() + f"  submitted{name}")
+            running[handle] = job
 
 
 def last_line(error: BaseException) -> str:
-    """What a cluster's own error comes to."""
+    """Return what a cluster's own error comes to."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import counted, typed
 from toyexp.base.signals import ending, handled
+from toyexp.base.terminal import say
 from toyexp.base.threads import CORES
 from toyexp.config.top_level import RAY_ADDRESS, Sweep
-from toyexp.sweeps.directory import Ended
+from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.cluster import POLL, Cluster, Lost, OnNode, last_line
 from toyexp.sweeps.launchers.gpus import visible
-from toyexp.sweeps.launchers.processes import NOT_STARTED, Order
-from toyexp.sweeps.resources import Share
+from toyexp.sweeps.launchers.job_process import NOT_STARTED
+from toyexp.sweeps.launchers.launcher import Resources
+from toyexp.sweeps.order import Order
 
 ANSWERS = 5.0  # seconds that the head of a cluster has for taking a connection; Ray alone would try for two minutes
 LOOK = 5.0  # seconds between looks at the nodes of a cluster, which may grow
@@ -69,17 +72,39 @@ def share(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int |
 class OnRay(Cluster):
     """Jobs as tasks, which ask for their cores and GPUs; in each there waits a worker for the process of a job."""
 
-    title = "ray"
+    name = package = "ray"
+    _cores: int
+    _gpus: float
 
-    def __init__(self, settings: Sweep, own: Share, say: Callable[[str], None]):
-        """Connects to a cluster, or starts one in which jobs have their `own` share of this machine.
+    @classmethod
+    def check(cls, settings: Sweep) -> None:
+        """See Launcher."""
+        if settings.per_gpu:
+            part = "a job of ray takes a part of one with sweep.ray.gpus=0.25"
+            goes = "goes with sweep.launcher=processes or stacked"
+            raise UserError(f"sweep.per_gpu={settings.per_gpu}: {goes}; {part}")
+        super().check(settings)
 
-        UserError for a cluster that is not there, or cannot take any job.
-        """
-        self._settings, self.retries = settings, settings.ray.retries
+    def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
+        """See Launcher."""
+        super().__init__(settings, jobs, total, configs)
+        self.retries = settings.ray.retries
         self._open = contextlib.ExitStack()
         self._nodes: Sequence[Node] = []
         self._looked = -math.inf
+
+    def resources(self, jobs: Sequence[Job]) -> Resources:
+        """See Launcher."""
+        if self.settings.ray.cluster():
+            return self.demand(jobs, 0)
+        return self.on_this_machine(self.demand(jobs, len(visible())))
+
+    def connect(self) -> None:
+        """Connect to a cluster, or start one in which jobs have their share of this machine.
+
+        Raises UserError for a cluster that is not there, or cannot take any job.
+        """
+        settings, own = self.settings, self.share
         address = settings.ray.cluster()
         try:
             # Else Ray writes a token into the home, and runs its workers, and so the jobs, at a niceness of 15.
@@ -89,18 +114,18 @@ class OnRay(Cluster):
             if address:
                 _connect(address, self._open)
             else:
-                self._limit, self._cores = own.jobs, settings.ray.cpus or own.cores
-                _start(self._limit * self._cores, len(names), self._open)
+                limit, self._cores = own.jobs, settings.ray.cpus or own.cores
+                _start(limit * self._cores, len(names), self._open)
             nodes = self._look()
             most = int(max((node.gpus for node in nodes), default=0))
             gpus = settings.ray.gpus or own.gpus_of(most)
             if address:
-                self._limit, self._cores = share(nodes, settings.jobs, own.processes, gpus, settings.ray.cpus)
+                limit, self._cores = share(nodes, settings.jobs, own.processes, gpus, settings.ray.cpus)
                 self._require_room(address, gpus)
             else:
-                shared = gpus == 1 and self._limit > most > 0
-                gpus = 1 / math.ceil(self._limit / most) if shared else gpus if gpus <= most else 0
-            self._gpus = gpus
+                shared = gpus == 1 and limit > most > 0
+                gpus = 1 / math.ceil(limit / most) if shared else gpus if gpus <= most else 0
+            self._gpus, self.share = gpus, own._replace(jobs=limit)
             each = counted(self._cores, "core") + (f" and {typed(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "")
             where = f"{address}, {counted(len(nodes), 'node')}" if address else "a cluster of its own on this machine"
             say(f"ray     {where}: {counted(self.limit(), 'job')} at once, {each} each")
@@ -110,7 +135,7 @@ class OnRay(Cluster):
 
     def _require_room(self, address: str, gpus: float) -> None:
         """Raises UserError where no node can take a job; a cluster that grows is told how many are wanted."""
-        if self._settings.jobs or any(node.fits(self._cores, gpus) for node in self._nodes):
+        if self.settings.jobs or any(node.fits(self._cores, gpus) for node in self._nodes):
             return
         wants = counted(self._cores, "core") + (f" and {typed(gpus)} GPUs" if gpus else "")
         there = "; ".join(sorted({f"{typed(n.cores)} cores, {typed(n.gpus)} GPUs" for n in self._nodes})) or "none"
@@ -137,8 +162,8 @@ class OnRay(Cluster):
 
     def limit(self) -> int:
         """As many as were asked for, or as there is room for now."""
-        if self._settings.jobs or not self._settings.ray.cluster():
-            return self._limit
+        if self.settings.jobs or not self.settings.ray.cluster() or not self._nodes:
+            return self.share.jobs
         return sum(node.fits(self._cores, self._gpus) for node in self._look())
 
     def work(self, order: Order) -> OnNode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from typing import Any
 from toyexp.base.errors import UserError
 from toyexp.base.writing import make_folder
 from toyexp.config.top_level import Submitit
-from toyexp.sweeps.directory import Ended
+from toyexp.sweeps.directory import Ended, Job
 from toyexp.sweeps.launchers.cluster import MOST, POLL, Cluster, Lost, OnNode, last_line
-from toyexp.sweeps.launchers.processes import PATIENCE, Order
+from toyexp.sweeps.launchers.job_process import PATIENCE
+from toyexp.sweeps.launchers.launcher import Resources
+from toyexp.sweeps.order import Order
 
 SAVING = 60.0  # seconds that a run has for saving when its time is up; Slurm is asked for 90
 
@@ -21,18 +24,34 @@ SAVING = 60.0  # seconds that a run has for saving when its time is up; Slurm is
 class OnSubmitit(Cluster):
     """Jobs that submitit hands over."""
 
-    title = "submitit"
+    name = package = "submitit"
+    takes_all = "are in the queue"
 
-    def __init__(self, settings: Submitit, gpus: int, limit: int):
-        self._settings, self._gpus, self._limit = settings, gpus, limit
-        executor(Path(tempfile.gettempdir()), settings, gpus)  # UserError before anything is written
+    def resources(self, jobs: Sequence[Job]) -> Resources:
+        """See Launcher."""
+        cluster, share = self.settings.submitit.cluster, self.demand(jobs, 0)
+        if cluster == "slurm" or (cluster is None and shutil.which("srun")):
+            return share
+        here = self.on_this_machine(share)
+        return here._replace(jobs=self.total) if self.settings.search and not self.settings.jobs else here
+
+    def caveat(self, at_once: int) -> str:
+        """See Launcher."""
+        return "where the cluster starts so many at once, on machines like this one" if at_once > 1 else ""
+
+    def connect(self) -> None:
+        """See Launcher."""
+        self._own_executor(Path(tempfile.gettempdir()))
+
+    def _own_executor(self, folder: Path) -> Any:
+        return executor(folder, self.settings.submitit, self.share.gpus)
 
     def begin(self, folder: Path) -> None:
         """Its files go to a new folder below the sweep's: submitit unpickles results, and a stranger's is not one."""
         own = Path(
             tempfile.mkdtemp(dir=make_folder(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
         )
-        self._executor = executor(own, self._settings, self._gpus)
+        self._executor = self._own_executor(own)
         self._stop_file = own / "stop"
 
     def work(self, order: Order) -> OnNode:

@@ -1,269 +1,136 @@
-"""How the jobs of a sweep are started: one after another or side by side, each in a process of its own."""
+"""Jobs on this machine, each in a process of its own: one after another, or side by side."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
 import os
 import queue
-import selectors
-import signal
-import subprocess
 import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import IO, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
-from toyexp.base.errors import UserError
-from toyexp.base.formatting import short
-from toyexp.base.ownership import Owned, keep_aside, lock, require_empty
-from toyexp.base.packages import needed, told_by
-from toyexp.base.signals import Handler, ending, handled
+from toyexp.base.terminal import on_terminal, say
 from toyexp.base.threads import of_cores
-from toyexp.base.writing import make_folder, open_for_writing
-from toyexp.sweeps.combinations import LIFELINE
-from toyexp.sweeps.directory import Ended
-from toyexp.sweeps.launchers.forking import FORKED, Process, Start, spawned
-from toyexp.sweeps.launchers.gpus import VISIBLE
-from toyexp.training import checkpoint
+from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.launchers.forking import PLATFORMS, Forks, Start, spawned
+from toyexp.sweeps.launchers.gpus import visible
+from toyexp.sweeps.launchers.job_process import Stop, run_process
+from toyexp.sweeps.launchers.launcher import Launcher, Resources
+from toyexp.sweeps.programs import advise_stacks
+from toyexp.sweeps.watch import Watch
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-LINGER = 0.5  # seconds that a dead job's own children may hold its output open
-ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
-LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
 AT_ONCE = 1000  # processes of jobs on one machine: each has a thread and four open files here
-NOT_STARTED = 126  # the exit code that shells have for it
-PATIENCE = 2  # signals to the sweep that are handed on; the next one kills
 
 
-@dataclass(frozen=True)
-class Order:
-    """What it takes to run a job, on this machine or another one that sees its files."""
+class Processes(Launcher):
+    """Jobs side by side on this machine, each with its share of the cores and, if it takes any, GPUs of its own."""
 
-    directory: Path
-    log: Path
-    first: Sequence[str]  # the words that begin it
-    again: Sequence[str]  # the words that go on with it
-    goes_on: bool  # it was begun before
-    cores: int = 0  # its share of the machine; 0: all
-    gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
-    environment: Mapping[str, str] = field(default_factory=dict)  # what its process alone is told
-    files: Sequence[int] = ()  # open ones that its process is handed: see FILES
-    several: bool = False  # it is that of a stack, whose jobs see to their places themselves
+    name = "processes"
+    shares_gpus = True
+    uses_machine = True
+    _forks: Forks | None = None
 
-    def words(self) -> Sequence[str]:
-        """What its process is told; UserError where something stands in its place that is no run of its own."""
-        if self.several:
-            return self.first
-        place, retry = self.directory, "move that away, then go on with sweep.retry=true"
-        if os.path.lexists(place) and not place.is_dir():
-            raise UserError(f"{short(place)}: is where this job runs, and is no directory; {retry}")
-        if self.goes_on and is_begun(place):
-            return self.again
-        try:
-            require_empty(place, "hydra.sweep.dir")
-        except Owned:
-            raise
-        except UserError:
-            raise UserError(f"{short(place)}: is where this job runs, and is not empty; {retry}") from None
-        return self.first
-
-
-def is_begun(directory: Path) -> bool:
-    """Whether there is a checkpoint to go on from. What a process left that ended before its first is set aside."""
-    if not directory.exists():
-        return False
-    if checkpoint.steps(directory / "checkpoints"):
-        return True
-    os.close(lock(directory))  # raises UserError while a process writes there
-    keep_aside(directory)
-    return False
-
-
-class Stop:
-    """The first signal that ends goes on to the jobs that run, and no other is started; the third one kills them."""
-
-    def __init__(self) -> None:
-        self.number = 0  # of the signal
-        self.ends = 0  # how often the jobs were to end
-        self._count = 0
-        self._processes: set[Process] = set()
+    def resources(self, jobs: Sequence[Job]) -> Resources:
+        """See Launcher."""
+        return self.on_this_machine(self.demand(jobs, len(visible())))
 
     @property
-    def requested(self) -> bool:
-        """Whether the jobs are to end."""
-        return self.ends > 0
+    def is_watched(self) -> bool:
+        """See Launcher."""
+        return self.limit() > 1
 
-    def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """What the interpreter calls."""
-        self._count += 1
-        self.number = self.number or number
-        self.end(number if self._count <= PATIENCE else signal.SIGKILL)
+    @property
+    def alone(self) -> bool:
+        """See Launcher."""
+        return self.limit() == 1
 
-    def end(self, number: int = signal.SIGTERM) -> None:
-        """Has the jobs that run save and end."""
-        self.ends += 1
-        for process in list(self._processes):
-            process.send_signal(number)
+    def preload(self, words: Sequence[str], stop: Stop) -> None:
+        """Start the fork server, which imports what jobs of these words need."""
+        if sys.platform in PLATFORMS:
+            environment = {**os.environ, **of_cores(self.share.cores)}
+            self._forks = Forks(environment, words, lambda: stop.requested, self.is_stacked)
 
-    def wait(self, seconds: float) -> None:
-        """Until those that were told to end have ended, which they have to in this time."""
-        until = time.monotonic() + seconds
-        for process in list(self._processes):
-            try:
-                process.wait(max(until - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                process.kill()
+    @property
+    def start(self) -> Start:
+        """See Launcher."""
+        return self._forks.start if self._forks else spawned
 
-    @contextlib.contextmanager
-    def watching(self, process: Process) -> Iterator[None]:
-        """From now on a signal reaches `process`, and one that came already does."""
-        self._processes.add(process)
-        if self.requested:
-            process.send_signal(self.number or signal.SIGTERM)
-        try:
-            yield
-        finally:
-            self._processes.discard(process)
+    def wait(self) -> None:
+        """See Launcher."""
+        if self._forks:
+            self._forks.wait()
 
-    @contextlib.contextmanager
-    def handling(self) -> Iterator[None]:
-        """The signals that end are ours; SIGUSR1, if it is none of them, is for jobs alone."""
-        handlers: dict[int, Handler] = dict.fromkeys(ending(), self.handle)
-        handlers.setdefault(signal.SIGUSR1, lambda number, frame: None)
-        with handled(handlers):
-            yield
+    def close(self) -> None:
+        """See Launcher."""
+        if self._forks:
+            self._forks.close()
 
+    def advise(self, jobs: Sequence[Job]) -> None:
+        """See Launcher."""
+        if self.limit() > AT_ONCE:
+            say(f"sweep.jobs={self.settings.jobs}: {AT_ONCE} run at once, more are not started on one machine")
+            self.share = self.share._replace(jobs=AT_ONCE)
+        advise_stacks(self.settings, jobs, self.configs)
 
-# -- a process ------------------------------------------------------------------------------------------------------
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
+        """See Launcher."""
 
+        def work(job: Job, hand_on: Callable[[tuple[Job, Ended]], None]) -> None:
+            with self.gpus.some(self.share.gpus) as gpus:
+                watch.begin([job])
+                order = replace(watch.order(job), gpus=gpus, cores=self.share.cores)
+                terminal = self.alone and on_terminal()
+                ended = run_process(order, watch.stop, partial(watch.hear, job), terminal=terminal, start=self.start)
+                watch.leave(job)
+            hand_on((job, ended))
 
-def run_process(
-    order: Order,
-    stop: Stop,
-    show: Callable[[str, IO[str]], None],
-    poll: Callable[[], None] = lambda: None,
-    terminal: bool = False,
-    start: Start = spawned,
-) -> Ended:
-    """Runs a job in a process of its own and waits for it; `show` gets its lines, and the log has them too.
-
-    With `terminal` it writes to our own standard output, where it draws its bar. `poll` is called now and then.
-    """
-    last = _LastWords()
-    try:
-        words = order.words()
-        environment = {**os.environ, **of_cores(order.cores), **order.environment, LIFELINE: "1"}
-        if order.gpus:
-            environment[VISIBLE] = ",".join(order.gpus)
-        make_folder(order.log.parent)
-        with (
-            open(open_for_writing(order.log, os.O_APPEND), "ab", buffering=0) as log,
-            start(words, environment, terminal, order.files) as process,
-            stop.watching(process),
-        ):
-            for line, to_stderr in _lines(process, log, poll):
-                if not (to_stderr and last.hears(line)):
-                    show(line, sys.stderr if to_stderr else sys.stdout)
-            code = process.wait()
-        if code == 0:  # it said something of an error, and came through
-            for line in last.held:
-                show(line, sys.stderr)
-    except UserError as error:
-        return Ended(2, str(error))
-    except OSError as error:  # no memory for a process, no room for its log
-        return Ended(NOT_STARTED, f"could not be run here ({error.strerror})")
-    return Ended(code, last.text() if code else "")
+        return side_by_side(jobs, work, self.limit())
 
 
-class _LastWords:
-    """Keeps back what a job says of the error that ends it, which the sweep reports in a line of its own."""
+class Serial(Processes):
+    """Jobs one after another, each in a process of its own."""
 
-    def __init__(self) -> None:
-        self.held: deque[str] = deque(maxlen=LINES)
-        self._line = ""
+    name = "serial"
+    side_by_side = False
+    shares_gpus = False
+    uses_machine = False
 
-    def hears(self, line: str) -> bool:
-        """Whether this line of its stderr belongs to an error."""
-        self._line = line.strip() or self._line
-        if self.held or line.startswith(ENDINGS):
-            self.held.append(line)
-        return bool(self.held)
-
-    def text(self) -> str:
-        """The error, or else the last line."""
-        told = list(itertools.dropwhile(lambda line: not line.startswith("toyexp: error: "), self.held))
-        return "\n".join(told).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
-
-
-def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
-    """What a process prints, line by line, and whether to stderr; until it ended, even if its own children live on."""
-    left: dict[Any, bytes] = {pipe: b"" for pipe in (process.stdout, process.stderr) if pipe is not None}
-    ended = None
-    with selectors.DefaultSelector() as selector:
-        for pipe in left:
-            selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map() and not (ended and time.monotonic() - ended > LINGER):
-            for key, _ in selector.select(0.2):
-                pipe = key.fileobj
-                chunk = os.read(key.fd, 1 << 16)
-                if not chunk:
-                    selector.unregister(pipe)
-                with contextlib.suppress(OSError):  # a full disk costs the log, not the job
-                    log.write(chunk)
-                *whole, left[pipe] = (left[pipe] + chunk).split(b"\n")
-                if len(left[pipe]) > LONG:  # a bar that never ends its line
-                    whole, left[pipe] = [*whole, left[pipe]], b""
-                yield from ((line.decode(errors="replace"), pipe is process.stderr) for line in whole)
-            poll()
-            ended = ended or (time.monotonic() if process.poll() is not None else None)
-    for pipe, rest in left.items():
-        if rest:
-            yield rest.decode(errors="replace"), pipe is process.stderr
-
-
-# -- many -----------------------------------------------------------------------------------------------------------
+    def resources(self, jobs: Sequence[Job]) -> Resources:
+        """See Launcher."""
+        return Resources(1, 0, 0)
 
 
 def side_by_side(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
-    """Work on at most `limit` items at once, each in a thread; yield what `work` hands on, and raise its errors."""
-    results: queue.SimpleQueue[R | BaseException | None] = queue.SimpleQueue()
-    turn = threading.Lock()
+    """Work on at most `limit` items at once, each in a thread; yield what `work` hands on, and raise its errors.
 
-    def following() -> T | None:
-        with turn:
-            return next(items, None)
+    The next item is taken once what came of the one before was looked at: it may depend on that.
+    """
+    results: queue.SimpleQueue[tuple[R] | BaseException | None] = queue.SimpleQueue()
 
-    def run() -> None:
+    def run(item: T) -> None:
         try:
-            for item in iter(following, None):
-                work(item, results.put)
+            work(item, lambda result: results.put((result,)))
             results.put(None)
         except BaseException as error:
             results.put(error)
 
-    for _ in range(limit):
-        threading.Thread(target=run, name="jobs", daemon=True).start()
-    while limit:
+    running = 0
+    while True:
+        while running < limit and (taken := list(itertools.islice(items, 1))):
+            threading.Thread(target=run, args=taken, name="jobs", daemon=True).start()
+            running += 1
+        if not running:
+            return
         match results.get():
             case None:
-                limit -= 1
+                running -= 1
             case BaseException() as error:
                 raise error
-            case result:
+            case (result,):
                 yield result
-
-
-def require(launcher: str) -> None:
-    """Raise Unavailable when the package that a launcher needs is missing or broken."""
-    if launcher not in FORKED:
-        with told_by(f"sweep.launcher={launcher}"), needed(launcher, f"pip install 'toyexp[{launcher}]'"):
-            importlib.import_module(launcher)

@@ -26,20 +26,20 @@ from toyexp.interfaces.data import opened_once
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.stack import unlike
 from toyexp.plugins.rules import owners
+from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import STACK
 from toyexp.sweeps.directory import Ended, Job
-from toyexp.sweeps.job_configs import Lookahead
+from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.forking import FILES
-from toyexp.sweeps.launchers.processes import is_begun
 from toyexp.sweeps.launchers.stack_size import Size, size_of
+from toyexp.sweeps.order import is_begun
 from toyexp.sweeps.process_state import contained
-from toyexp.sweeps.runner import failure
+from toyexp.sweeps.search.pruning import taken
 from toyexp.training.driver import Asks, Realize, drive_together
 from toyexp.training.experiment import run
 from toyexp.training.verdict import print_result
 
 if TYPE_CHECKING:
-    from toyexp.config.compose import Composed
     from toyexp.config.request import Request
     from toyexp.training.resume import Resumed
     from toyexp.training.run_config import Prepared
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("toyexp")
 
 POOL = 256  # jobs that are made ready before the first of them trains, and so the most in a stack
-Ready = Callable[["Composed", Path | None, Path | None], tuple["Prepared", Path, "Resumed | None"]]
 
 _tag: ContextVar[str] = ContextVar("tag", default="")  # what a line begins with of the job that is at work
 
@@ -75,7 +74,7 @@ class Member:
         return unlike([ours.plan, theirs.plan])
 
 
-def train_stack(request: Request, ready: Ready) -> int:
+def train_stack(request: Request) -> int:
     """Trains the jobs that stand in the file which this process was handed; what becomes of each goes into the other.
 
     Returns the exit code, which is 0 also where jobs failed.
@@ -99,7 +98,7 @@ def train_stack(request: Request, ready: Ready) -> int:
             with contextlib.suppress(OSError):  # the sweep is gone, and a signal on its way
                 pipe.write(json.dumps(fields) + "\n")
 
-        return Stacks(request, ready, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
+        return Stacks(request, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
 
 
 @dataclass
@@ -107,7 +106,6 @@ class Stacks:
     """The jobs of this process, stack by stack."""
 
     request: Request
-    ready: Ready
     signals: CommonSignals
     tell: Callable[..., None]  # the sweep
     limit: int  # jobs in a stack; 0: as many as fit, and as pay
@@ -117,7 +115,7 @@ class Stacks:
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
         """Trains them all, or until a signal comes; returns the exit code."""
-        ahead, left, pool = Lookahead(self.request, {}), deque(jobs), list[Member]()
+        ahead, left, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
         try:
             while (left or pool) and not self.signals.caught():
                 while left and len(pool) < (self.limit or POOL) and not self.signals.caught():
@@ -133,23 +131,23 @@ class Stacks:
 
     # -- which jobs --
 
-    def _made_ready(self, order: Mapping[str, Any], ahead: Lookahead) -> Iterator[Member]:
+    def _made_ready(self, order: Mapping[str, Any], ahead: JobConfigs) -> Iterator[Member]:
         """The job's run, checked, with nothing written yet; none where it cannot be, which is told."""
         job = Job(order["number"], order["overrides"])
         context, directory = copy_context(), Path(order["directory"])
         context.run(_tag.set, f"[{job.number}] ")
         self.tell(prepares=job.number)
 
-        def make() -> tuple[Prepared, Path, Resumed | None]:
+        def make() -> PreparedRun:
             os.environ.update(order["environment"])
             begun = order["goes_on"] and is_begun(directory)
-            return self.ready(ahead.of_a_run(job), None if begun else directory, directory if begun else None)
+            return prepare_run(ahead.of_a_run(job), directory, directory if begun else None, taken())
 
         try:
             with contained(), of_a_part(owners):
                 yield Member(job.number, *context.run(make), context)
         except (Exception, SystemExit) as error:
-            self._ended(job.number, failure(error))
+            self._ended(job.number, Ended.of(error))
 
     def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
         """The first job, and those that train with it."""
@@ -239,7 +237,7 @@ class Stacks:
                 raise
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
-            self._ended(member.number, failure(error))
+            self._ended(member.number, Ended.of(error))
         else:
             self._ended(member.number, Ended(0))
 

@@ -38,7 +38,12 @@ def ordered(journal: Path, trial: int, prune: str, metric: str, first: int) -> d
 
 
 def taken() -> dict[str, Callback]:
-    """The callback that this process was told to have, by its name; it is no setting of the run."""
+    """Return the callback by which the search that started this process may stop its run, if one did.
+
+    It is no setting of the run.
+    """
+    if TRIAL not in os.environ:
+        return {}
     asked = json.loads(os.environ.pop(TRIAL))  # nor is it handed on to this process's children
     return {Pruning.name: Pruning(**{**asked, "journal": Path(asked["journal"])})}
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import shlex
 import statistics
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
@@ -18,17 +16,14 @@ from toyexp.base.terminal import say, status
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.config.top_level import MOST_JOBS
 from toyexp.results.ranking import sources_of
-from toyexp.sweeps.combinations import TRIAL
-from toyexp.sweeps.directory import UNFINISHED, Ended, Job, Status, SweepDir
-from toyexp.sweeps.job_configs import first_look, require_directories
-from toyexp.sweeps.launchers.processes import Order
-from toyexp.sweeps.runner import Asked, Runner
+from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
+from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
 from toyexp.sweeps.search.pruning import first_asked, ordered
 from toyexp.sweeps.search.space import Key, grid, probes, size
 from toyexp.sweeps.search.study import Study, require
+from toyexp.sweeps.sources import JobSource
 
 if TYPE_CHECKING:
-    from toyexp.config.request import Request
     from toyexp.config.top_level import Sweep
 
 
@@ -37,85 +32,83 @@ def _is_bad(job: Job) -> bool:
     return job.status in (Status.FAILED, Status.REFUSED, Status.PRUNED) and not job.hindered
 
 
-class Searcher(Runner):
-    """A search that runs. A point is a trial of Optuna's, and `sweep.repeats` jobs, made when their turn comes."""
+class Search(JobSource):
+    """Points of Optuna's, chosen one by one, each of `sweep.repeats` jobs, made when their turn comes."""
 
-    def __init__(
-        self, asked: Asked, request: Request, settings: Sweep, jobs: list[Job], memory: Mapping[str, Any],
-        keys: Sequence[Key], folder: SweepDir | None = None,
-    ):  # fmt: skip
+    def __init__(self, settings: Sweep, keys: Sequence[Key], jobs: list[Job], shared: Sequence[str]):
+        """Search over keys; `jobs` are those that it has made, and `shared` are the words of all of them."""
         require(str(settings.search))
-        self._keys, self._probes = keys, probes(keys)
+        self._settings, self._keys, self._shared = settings, keys, shared
+        self.jobs, self.samples = jobs, probes(keys)
+        self.probe = self.samples[0]
+        self._resumed: deque[Job] = deque()
         self._study: Study | None = None  # in the sweep's directory, once there is one
         there_are = grid(keys) if settings.search == "grid" else size(keys)
         self._points = int(min(there_are, settings.trials or there_are))
-        if self._points * settings.repeats > MOST_JOBS:
+        if self.total > MOST_JOBS:
             each = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
             raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MOST_JOBS} jobs")
         self._first_asked = 0  # the step from which on a run may be stopped
-        super().__init__(asked, request, settings, self._probes, memory, {}, folder)
-        self._jobs = jobs
-        self.how_chosen = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
-        if settings.launcher == "submitit" and not settings.jobs:
-            self._limit = self._points * settings.repeats
-        if settings.launcher == "joblib":  # which has a thread for each
-            self._limit = min(self._limit, self._points * settings.repeats)
+        self.description = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
         self._data: set[str] = set()  # digests of the data of the runs that ended
-        self._turn = threading.Lock()  # of who asks for a job, or tells of one
+
+    @property
+    def total(self) -> int:
+        """See JobSource."""
+        return self._points * self._settings.repeats
 
     # -- before the first job --
 
-    def _look_ahead(self, jobs: Sequence[Job]) -> list[Job]:
-        """Looks at every value, and has the directory and the study."""
-        self._check()
-        self._reach()
+    def check(self, configs: JobConfigs, is_new: bool, quiet: bool) -> Mapping[int, UserError]:
+        """See JobSource."""
+        status("checking the values of the search")
+        for error in first_look(self.samples, configs).values():
+            raise error
+        self._check_metric(configs)
+        self._seed = int(configs.config(self.samples[0]).cfg.seed)
+        if is_new:
+            require_directories(self.samples, configs)
+        return {}
+
+    def open(self, folder: SweepDir, is_new: bool) -> None:
+        """See JobSource."""
         settings = self._settings
-        if self._folder is None:
-            root, _ = self._ahead.directory(self._probes[0], None)
-            self._folder = SweepDir.create(root, self._jobs, self._memory)
-        study = Study(self._folder.path, str(settings.search), settings.metric, self._keys, self._seed)
+        study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
         study.require(len(self._by_trial()))
         self._study = study
-        for job in self._jobs:
-            self._tell(job)
+        for job in self.jobs:
+            self.told(job)
         told = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
-        say(f"sweep   {short(self._folder.path)}, {self._how_many()}: {told}")
-        return list(jobs)
+        say(f"sweep   {short(folder.path)}, {self._how_many()}: {told}")
 
-    def _check(self) -> None:
-        status("checking the values of the search")
-        for error in first_look(self._probes, self._ahead).values():
-            raise error
-        self._check_metric()
-        self._seed = int(self._ahead.config(self._probes[0]).cfg.seed)
-        if self._folder is None:
-            require_directories(self._probes, self._ahead)
+    def resume(self, jobs: Sequence[Job]) -> None:
+        """See JobSource."""
+        self._resumed.extend(jobs)
 
-    def _checked(self, jobs: Sequence[Job]) -> list[Job]:
-        """These jobs, and those that are yet to be chosen, as one of the probes each: what is foreseen."""
-        self._check()
-        more = self._in_sight()[len(self._jobs) :]
-        probes = itertools.cycle(self._probes)
-        return [*jobs, *(Job(job.number, probe.overrides) for job, probe in zip(more, probes, strict=False))]
+    def foreseen(self) -> list[Job]:
+        """Return jobs to go on with, and those that are yet to be chosen, as one of the probes each."""
+        more = self.in_sight()[len(self.jobs) :]
+        pairs = zip(more, itertools.cycle(self.samples), strict=False)
+        return [*self._resumed, *(Job(job.number, probe.overrides) for job, probe in pairs)]
 
     def _how_many(self) -> str:
         asked, repeats = self._settings.trials or 0, self._settings.repeats
         no_more = " (there are no more)" if self._points < asked else ""
         return counted(self._points, "point") + no_more + (f" of {counted(repeats, 'run')}" if repeats > 1 else "")
 
-    def _check_metric(self) -> None:
+    def _check_metric(self, configs: JobConfigs) -> None:
         """Raises UserError where a run would have no such score, or none to be stopped by."""
         settings = self._settings
         asked = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
         lengths = []
         for probe in self._of_each_length():
-            cfg = self._ahead.config(probe).cfg
+            cfg = configs.config(probe).cfg
             if not cfg.eval_every:
                 raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
             if settings.prune and cfg.epochs is not None:
                 raise UserError(f"epochs={cfg.epochs:g}: {asked} compares runs at equal steps; give steps=... instead")
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
-            self._ahead.model(probe).require_metric("sweep.metric", settings.metric)
+            configs.model(probe).require_metric("sweep.metric", settings.metric)
         steps, every = max(lengths)
         varied = next((key for key in self._keys if key.key == "eval_every"), None)
         if settings.prune and varied:
@@ -128,29 +121,26 @@ class Searcher(Runner):
 
     def _of_each_length(self) -> Iterator[Job]:
         """The first of the probes, and those whose evals, length or model are not the first one's."""
-        first = self._probes[0].overrides
-        for probe in self._probes:
+        first = self.samples[0].overrides
+        for probe in self.samples:
             changed = {word.partition("=")[0] for word, old in zip(probe.overrides, first, strict=True) if word != old}
-            if probe is self._probes[0] or changed & {"steps", "eval_every", "model", "experiment"}:
+            if probe is self.samples[0] or changed & {"steps", "eval_every", "model", "experiment"}:
                 yield probe
 
     # -- which job is next --
 
-    def _waiting(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        return super()._waiting(self._turns(jobs))
+    def peek(self) -> Job | None:
+        """See JobSource."""
+        return self._resumed[0] if self._resumed else None
 
-    def _turns(self, unfinished: Iterable[Job]) -> Iterator[Job]:
-        yield from unfinished
-        while (job := self._next()) is not None:
-            yield job
-
-    def _next(self) -> Job | None:
-        """Another run of a point, or the first of a new one.
+    def next(self) -> Job | None:
+        """Return a job to go on with, another run of a point, or the first of a new one.
 
         With pruning the first run of a point decides over the others, which wait for it while there are new points.
         """
-        with self._turn:
-            return self._again(bool(self._settings.prune)) or self._new() or self._again(False)
+        if self._resumed:
+            return self._resumed.popleft()
+        return self._again(bool(self._settings.prune)) or self._new() or self._again(False)
 
     def _again(self, decided: bool) -> Job | None:
         for trial, jobs in self._by_trial().items():
@@ -165,65 +155,46 @@ class Searcher(Runner):
         assert self._study is not None
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
 
-    def _may_retry(self, job: Job) -> bool:
+    def may_retry(self, job: Job) -> bool:
+        """See JobSource."""
         return job.hindered  # from what else failed the search has learned
 
     def _add(self, trial: int, words: list[str], repeat: int) -> Job:
         seed = [f"seed={self._seed + repeat}"] if self._settings.repeats > 1 else []
-        self._jobs.append(Job(len(self._jobs), [*words, *seed], trial=trial))
-        return self._jobs[-1]
+        self.jobs.append(Job(len(self.jobs), [*words, *seed], trial=trial))
+        return self.jobs[-1]
 
     def _by_trial(self) -> dict[int, list[Job]]:
         found: dict[int, list[Job]] = {}
-        for job in list(self._jobs):  # another thread may add one
+        for job in list(self.jobs):
             assert job.trial is not None
             found.setdefault(job.trial, []).append(job)
         return found
 
     # -- one job --
 
-    def _order(self, job: Job) -> Order:
-        return replace(super()._order(job), environment=self._environment(job))
-
-    def _environment(self, job: Job) -> dict[str, str]:
-        """Of the run that decides over its point."""
+    def environment(self, job: Job) -> Mapping[str, str]:
+        """Return what has the run that decides over its point be stopped."""
         assert self._study is not None and job.trial is not None
         if not self._settings.prune or self._by_trial()[job.trial][0] is not job:
             return {}
         return ordered(self._study.path, job.trial, self._settings.prune, self._settings.metric, self._first_asked)
 
-    def _process(self, job: Job) -> Ended:
-        ended = super()._process(job)
-        self._take_down(job, ended)  # in its own thread, and so before the next point is chosen
-        return ended
-
-    def _here(self, job: Job) -> Ended:
-        os.environ.update(self._environment(job))
-        try:
-            return super()._here(job)
-        finally:
-            os.environ.pop(TRIAL, None)
-
-    def _take_down(self, job: Job, ended: Ended) -> None:
-        super()._take_down(job, ended)
-        self._tell(job)
-
-    def _tell(self, job: Job) -> None:
-        """Tells the study what came of a point, where this job decides that."""
+    def told(self, job: Job) -> None:
+        """Tell the study what came of a point, if this job decides that."""
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
             known = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
             told = ", ".join([*known, *(job.result.get("eval_scores") or {})]) or "no held-out score"
             job.status, job.error = Status.FAILED, f"sweep.metric={self._settings.metric}: the run ended with {told}"
-        with self._turn:
-            jobs = self._by_trial()[job.trial]
-            before, self._data = len(self._data), self._data | {sources_of(job).get("data", "")} - {""}
-            if len(self._data) > 1 >= before:
-                say("note    the data differ between points: the search goes on, and their scores do not compare")
-            if any(map(_is_bad, jobs)):
-                self._study.tell(job.trial, None)
-            elif len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs):
-                self._study.tell(job.trial, statistics.fmean(self._scores(jobs)))
+        jobs = self._by_trial()[job.trial]
+        before, self._data = len(self._data), self._data | {sources_of(job).get("data", "")} - {""}
+        if len(self._data) > 1 >= before:
+            say("note    the data differ between points: the search goes on, and their scores do not compare")
+        if any(map(_is_bad, jobs)):
+            self._study.tell(job.trial, None)
+        elif len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs):
+            self._study.tell(job.trial, statistics.fmean(self._scores(jobs)))
 
     def _score(self, job: Job) -> float | None:
         """The metric, as the run ended."""
@@ -238,37 +209,34 @@ class Searcher(Runner):
 
     # -- what came out --
 
-    def _in_sight(self) -> list[Job]:
+    def in_sight(self) -> list[Job]:
+        """See JobSource."""
         by_trial = self._by_trial()
         more = sum(self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_done(jobs))
         more += (self._points - len(by_trial)) * self._settings.repeats
-        return [*self._jobs, *(Job(len(self._jobs) + number, []) for number in range(more))]
+        return [*self.jobs, *(Job(len(self.jobs) + number, []) for number in range(more))]
 
-    def _standing(self) -> tuple[str, bool]:
+    def standing(self) -> tuple[str, bool]:
+        """See JobSource."""
         ended = [jobs for jobs in self._by_trial().values() if self._is_done(jobs)]
         bad = sum(any(map(_is_bad, jobs)) for jobs in ended)
         without = f", {bad} of them without a score" if bad else ""
-        left = len(ended) < self._points or any(job.status in UNFINISHED for job in self._jobs)
+        left = len(ended) < self._points or any(job.status in UNFINISHED for job in self.jobs)
         return f"{len(ended)} of {self._points} points are done{without}", left
 
     def _is_done(self, jobs: Sequence[Job]) -> bool:
         whole = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)
         return whole or any(map(_is_bad, jobs))
 
-    def _report(self) -> int:
-        code = super()._report()
-        if self._study is not None:
-            self._tell_best(self._study)
-        return code
-
-    def _tell_best(self, study: Study) -> None:
-        """Prints the best point, what matters and what to type, and keeps it with all points in search.json."""
-        assert self._folder is not None
+    def summarise(self, folder: SweepDir) -> None:
+        """Print the best point, what matters and what to type, and keep it with all points in search.json."""
+        assert self._study is not None
+        study = self._study
         settings = self._settings
         kept: dict[str, Any] = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
             "best": None, "trials": list(study.outcomes()),
-            "notes": (ranking := self._folder.ranking()).notes(),
+            "notes": (ranking := folder.ranking()).notes(),
         }  # fmt: skip
         if ranking.other_data:
             say("best    none: the scores of these points do not compare")
@@ -284,7 +252,7 @@ class Searcher(Runner):
             say(f"again   {kept['best']['command']}")
         say(f"study   optuna-dashboard {shlex.quote(short(study.path))}")
         try:
-            with in_one_piece(self._folder.path / "search.json") as place:
+            with in_one_piece(folder.path / "search.json") as place:
                 place.write_text(dump_json(kept, indent=1) + "\n")
         except OSError as error:
             say(f"search.json: not written ({error.strerror})")
@@ -305,5 +273,5 @@ class Searcher(Runner):
     def _command(self, job: Job) -> list[str]:
         """What is typed for the same run alone."""
         own = {word.partition("=")[0] for word in job.overrides}  # as the seed of a repeat
-        there = [word for word in self._shared() if not word.startswith("hydra.sweep.")]
+        there = [word for word in self._shared if not word.startswith("hydra.sweep.")]
         return ["toyexp", *(word for word in there if word.partition("=")[0] not in own), *job.overrides]

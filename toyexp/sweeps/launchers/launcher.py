@@ -1,0 +1,167 @@
+"""What runs the jobs of a sweep: the interface of a launcher, and the share of a machine that each job has."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from toyexp.base.errors import UserError
+from toyexp.base.packages import needed, told_by
+from toyexp.base.threads import available_cores
+from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.job_configs import JobConfigs
+from toyexp.sweeps.launchers.forking import Start, spawned
+from toyexp.sweeps.launchers.gpus import Gpus, visible
+from toyexp.sweeps.launchers.job_process import Stop
+from toyexp.sweeps.watch import Watch
+
+if TYPE_CHECKING:
+    from toyexp.config.top_level import Sweep
+
+AUTO = -1  # GPUs of a job whose engine is chosen when it begins
+
+
+class Resources(NamedTuple):
+    """How many run at once, jobs or processes that train several, and what each of them has."""
+
+    jobs: int
+    cores: int  # 0: all there are
+    gpus: int  # of the one that takes the most
+    processes: int = 1  # of the one that is the most of them
+    stacks: int = 1  # that share the memory of a device
+    counts: Sequence[int | None] = ()  # GPUs of a job of each engine; None: all there are
+
+    def gpus_of(self, there: int) -> int:
+        """Return the GPUs of the job that takes the most, of so many; 0: as many as one asks for."""
+        auto = min(there, 1)
+        return max((there if n is None else auto if n == AUTO else n for n in self.counts), default=0)
+
+
+class Launcher(ABC):
+    """Runs jobs. Each class is one value of sweep.launcher."""
+
+    name: ClassVar[str]
+    package: ClassVar[str] = ""  # that has to be installed
+    side_by_side: ClassVar[bool] = True  # sweep.jobs applies
+    takes_all: ClassVar[str] = ""  # without sweep.jobs all jobs run at once: what they do then
+    shares_gpus: ClassVar[bool] = False  # sweep.per_gpu applies
+    own_process: ClassVar[bool] = True  # a job's process trains nothing else
+    uses_machine: ClassVar[bool] = False  # a job has its share of this machine's cores and GPUs
+    is_stacked: ClassVar[bool] = False  # one process trains several jobs together
+
+    def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
+        """Divide the machine among `total` jobs, of which `jobs` show every setting."""
+        self.settings, self.total, self.configs = settings, total, configs
+        self.gpus = Gpus(visible())
+        self.share = self.resources(jobs)
+
+    @classmethod
+    def check(cls, settings: Sweep) -> None:
+        """Raise UserError for settings that cannot work with this launcher, Unavailable without its package."""
+        if settings.jobs > 1 and not cls.side_by_side:
+            raise UserError(f"sweep.jobs={settings.jobs}: runs jobs side by side with sweep.launcher=processes")
+        if settings.per_gpu and not cls.shares_gpus:
+            raise UserError(f"sweep.per_gpu={settings.per_gpu}: goes with sweep.launcher=processes or stacked")
+        if cls.takes_all and not settings.jobs and settings.search in ("tpe", "cmaes"):
+            how = f"learns from the runs before; say how many {cls.takes_all} at once: sweep.jobs=4"
+            raise UserError(f"sweep.search={settings.search}: {how}")
+        cls.require()
+
+    @classmethod
+    def require(cls) -> None:
+        """Raise Unavailable when the package that the launcher needs is missing or broken."""
+        if cls.package:
+            with told_by(f"sweep.launcher={cls.name}"), needed(cls.package, f"pip install 'toyexp[{cls.package}]'"):
+                importlib.import_module(cls.package)
+
+    @abstractmethod
+    def resources(self, jobs: Sequence[Job]) -> Resources:
+        """Return how many jobs run at once, and the share of the machine that each has; UserError if none fits."""
+
+    @abstractmethod
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
+        """Run jobs; yield each as it ends. The next one may depend on how those before ended."""
+
+    def limit(self) -> int:
+        """Return how many jobs run at once."""
+        return self.share.jobs
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a terminal shows a board of the jobs."""
+        return False
+
+    @property
+    def alone(self) -> bool:
+        """Whether jobs print as if there were no other."""
+        return False
+
+    def preload(self, words: Sequence[str], stop: Stop) -> None:  # noqa: B027 - most import nothing ahead
+        """Begin to import what jobs of these words need."""
+
+    def connect(self) -> None:  # noqa: B027 - most have no cluster
+        """Join the cluster that jobs are handed to; UserError without one."""
+
+    def advise(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - most have nothing to say
+        """Print what a person may want to know of how these jobs run."""
+
+    @property
+    def start(self) -> Start:
+        """What starts the process of a job."""
+        return spawned
+
+    def wait(self) -> None:  # noqa: B027 - most import nothing ahead
+        """Wait until the imports of preload() are done."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release what the launcher holds."""
+
+    def describe(self, at_once: int) -> str:
+        """Return how so many jobs run at once, for a dry run."""
+        return "one after another" if at_once == 1 else f"{at_once} at once"
+
+    def caveat(self, at_once: int) -> str:
+        """Return what a dry run's estimate of the time leaves out."""
+        if at_once > 1 and not self.share.cores:
+            return "where the cluster starts so many at once, on machines like this one"
+        cores = f"{self.share.cores} core{'s' if self.share.cores != 1 else ''}"
+        return f"{cores} each; tried one at a time, they may be slower side by side" if at_once > 1 else ""
+
+    # -- shares of a machine -------------------------------------------------------------------------------------------
+
+    def demand(self, jobs: Sequence[Job], gpus: int) -> Resources:
+        """Return what the largest job takes of so many `gpus`, for all jobs at once."""
+        kinds = list(of_each_engine(jobs))
+        processes = max((self.configs.processes(job) for job in kinds), default=1)
+        counts = [self.configs.gpus(job, AUTO) for job in kinds]
+        share = Resources(self.settings.jobs or self.total, 0, 0, processes, counts=counts)
+        return share._replace(gpus=share.gpus_of(gpus))
+
+    def on_this_machine(self, share: Resources) -> Resources:
+        """Return the share of each job here: jobs of several GPUs have them for themselves, others unless told."""
+        settings, cores = self.settings, available_cores()
+        at_once = self.gpus.at_once(share.gpus, self.per_gpu(share))
+        limit = settings.jobs or max(cores // share.processes, 1)
+        if settings.jobs:
+            limit = min(limit, max(self.total, 1))
+        if at_once and (share.gpus > 1 or settings.per_gpu or not settings.jobs):
+            limit = min(limit, at_once)
+        return share._replace(jobs=limit, cores=max(cores // limit, min(share.processes, cores)))
+
+    def per_gpu(self, share: Resources) -> int:
+        """Return how many share a GPU if told; UserError for jobs of several GPUs."""
+        if self.settings.per_gpu > 1 and share.gpus > 1:
+            raise UserError(
+                f"sweep.per_gpu={self.settings.per_gpu}: jobs of {share.gpus} GPUs have them for themselves"
+            )
+        return max(self.settings.per_gpu, 1)
+
+
+def of_each_engine(jobs: Sequence[Job]) -> Iterable[Job]:
+    """Return a job of each engine, and of each setting of one."""
+    kinds: dict[tuple[str, ...], Job] = {}
+    for job in jobs:
+        kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)
+    return kinds.values()

@@ -1,0 +1,199 @@
+"""Jobs that train together: a process for each GPU or core, which makes stacks of the jobs that it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import IO, Any
+
+from toyexp.base.threads import available_cores
+from toyexp.sweeps.combinations import STACK
+from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.launchers.gpus import stacks_of, visible
+from toyexp.sweeps.launchers.job_process import run_process
+from toyexp.sweeps.launchers.launcher import Resources, of_each_engine
+from toyexp.sweeps.launchers.processes import Processes, side_by_side
+from toyexp.sweeps.programs import programs
+from toyexp.sweeps.watch import Watch
+
+Ends = Callable[[tuple[Job, Ended]], None]  # hears how a job ended
+
+
+@dataclass(eq=False)
+class _Given:
+    """Jobs that a process was given, and what it has said of them."""
+
+    jobs: dict[int, Job]  # that have not ended, by their numbers
+    begun: set[int] = field(default_factory=set)
+    prepares: int | None = None  # the one that it looks at
+
+
+class Stacks(Processes):
+    """Hands jobs to processes that train them together."""
+
+    name = "stacked"
+    takes_all = "train"
+    own_process = False
+    uses_machine = False
+    is_stacked = True
+
+    @property
+    def is_watched(self) -> bool:
+        """See Launcher."""
+        return True
+
+    @property
+    def alone(self) -> bool:
+        """See Launcher."""
+        return False
+
+    def resources(self, jobs: Sequence[Job]) -> Resources:
+        """Return the share of each process.
+
+        A stack of small models waits for its process, which sees to one job after another, longer than for the GPU:
+        where there are cores for it, several stacks share one.
+        """
+        share, cores = self.demand(jobs, len(visible())), available_cores()
+        stacks = self.per_gpu(share)
+        if share.gpus == 1 and not (self.settings.per_gpu or self.settings.jobs):
+            stacks = stacks_of(self.total, self.gpus.at_once(1), cores)
+        at_once = self.gpus.at_once(share.gpus, stacks)
+        if not at_once:  # a process for each core, or one for a GPU that is not counted
+            asked = [self.configs.cores(job) for job in of_each_engine(jobs)]
+            stacks = at_once = max(min(cores // max(asked) if all(asked) else 1, self.total), 1)
+        return share._replace(jobs=at_once, cores=max(cores // at_once, 1), stacks=stacks)
+
+    def advise(self, jobs: Sequence[Job]) -> None:
+        """See Launcher."""
+
+    def describe(self, at_once: int) -> str:
+        """See Launcher."""
+        return "together as far as they are one program"
+
+    def caveat(self, at_once: int) -> str:
+        """See Launcher."""
+        return "counted one after another; what training together saves is measured when it begins"
+
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
+        """Train jobs together, those of a search a generation at a time."""
+        generation = (self.settings.search and self.settings.jobs) or None  # of points that learn of none: all
+        while batch := list(itertools.islice(jobs, generation)):
+            yield from self._trained(batch, watch)
+
+    def _trained(self, jobs: Sequence[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
+        def work(part: Sequence[Job], hand_on: Ends) -> None:
+            def left(end: tuple[Job, Ended]) -> None:
+                watch.leave(end[0])
+                hand_on(end)
+
+            with self.gpus.some(self.share.gpus) as own:
+                self._until_ended(part, own, watch, left)
+
+        parts = itertools.takewhile(lambda _: not watch.stop.requested, dealt(jobs, self.limit()))
+        return side_by_side(parts, work, self.limit())
+
+    def _until_ended(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
+        """Train jobs in a process, and if it dies those that it had not begun in another one."""
+        given = _Given({job.number: job for job in jobs})
+        while given.jobs and not watch.stop.requested:
+            ended = self._process(given, gpus, watch, hand_on)
+            if watch.stop.requested and not given.begun:
+                return
+            looked_at = {number for number in given.jobs if number == given.prepares}
+            for number in sorted(given.begun or looked_at or given.jobs):
+                said = ended if ended.code else Ended(1, "its process ended without a word of it")
+                hand_on((given.jobs.pop(number), said))
+            given.begun, given.prepares = set(), None
+
+    def _process(self, given: _Given, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> Ended:
+        """Run one process until it ends."""
+        orders = [(job, watch.order(job)) for job in given.jobs.values()]
+        first = orders[0][1]
+        entries = [
+            {"number": job.number, "overrides": job.overrides, "directory": str(order.directory),
+             "goes_on": order.goes_on, "environment": dict(order.environment)}
+            for job, order in orders
+        ]  # fmt: skip
+        with tempfile.TemporaryFile("w+") as file, _Reports() as reports:
+            json.dump({"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}, file)
+            file.flush()
+            file.seek(0)
+            words = watch.folder.shared_words
+            log = first.log.with_name(f"stack-{min(given.jobs)}.log")
+            files = (file.fileno(), reports.writing)
+            order = replace(
+                first, log=log, first=words, again=words, goes_on=False, several=True, gpus=gpus, files=files,
+                cores=self.share.cores, environment={STACK: "1"},
+            )  # fmt: skip
+
+            def poll() -> None:
+                for report in reports.new():
+                    self._hear(report, given, watch, hand_on)
+
+            def show(line: str, stream: IO[str]) -> None:
+                poll()
+                number = re.match(r"\[(\d+)\] ", line)
+                job = given.jobs.get(int(number[1])) if number else None
+                watch.hear(job, line.partition("] ")[2] if job else line, stream)
+
+            ended = run_process(order, watch.stop, show, poll, start=self.start)
+            poll()
+        return ended
+
+    def _hear(self, report: dict[str, Any], given: _Given, watch: Watch, hand_on: Ends) -> None:
+        """Take note of what a process says of its jobs."""
+        match report:
+            case {"prepares": number}:
+                given.prepares = number
+            case {"begins": numbers}:
+                given.begun |= set(numbers)
+                watch.begin([given.jobs[number] for number in numbers])
+            case {"ended": number, "code": code, "error": error}:
+                given.begun.discard(number)
+                hand_on((given.jobs.pop(number), Ended(code, error)))
+
+
+class _Reports:
+    """A pipe through which a process tells what becomes of its jobs, a line of JSON each."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._rest = b""
+
+    def __enter__(self) -> _Reports:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._reading)
+        os.close(self.writing)
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What came since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._reading, 1 << 16):
+                self._rest += chunk
+        *whole, self._rest = self._rest.split(b"\n")
+        for line in whole:
+            yield json.loads(line)
+
+
+def dealt(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
+    """The jobs of each process, and where there are more such parts than processes of those that come later.
+
+    Those that are likely of one program stand together; which are, is seen once they are ready.
+    """
+    kinds = programs(jobs)
+    if processes == 1:
+        return [[job for kind in kinds for job in kind]]
+    parts = []
+    for kind in kinds:
+        share = -(-len(kind) // processes)
+        parts += [kind[start : start + share] for start in range(0, len(kind), share)]
+    return parts

@@ -15,7 +15,6 @@ from toyexp.base import (
     BLUE,
     GREY,
     INK,
-    LABEL,
     RED,
     SMALL,
     VERMILLION,
@@ -273,7 +272,7 @@ def _loss(axes: Any, curves: Curves) -> None:
         _held_out(axes, at, held_out)
         ends.append((held_out[-1], f"held-out {held_out[-1]:.4g}", VERMILLION))
     logarithmic(axes, "y", [*values, *held_out])
-    axes.set_ylabel(f"loss (nats per {curves.per})", color=INK, fontsize=LABEL)
+    axes.set_ylabel(f"loss (nats per {curves.per})")
     write_ends(axes, ends)
 
 
@@ -281,7 +280,7 @@ def _accuracy(axes: Any, curves: Curves) -> None:
     at, values = curves.held_out["accuracy"]
     percent = [100 * value for value in values]
     _held_out(axes, at, percent)
-    axes.set_ylabel("held-out accuracy (%)", color=INK, fontsize=LABEL)
+    axes.set_ylabel("held-out accuracy (%)")
     write_ends(axes, [(percent[-1], f"held-out {percent[-1]:.1f} %", VERMILLION)])
 
 
@@ -291,7 +290,7 @@ def _held_out(axes: Any, at: Sequence[int], values: Sequence[float]) -> None:
 
 def _small(axes: Any, of: Points, name: str) -> None:
     axes.plot(*thinned(*of), color=GREY, linewidth=0.8)
-    axes.set_ylabel(textwrap.fill(name, 14), color=INK, fontsize=SMALL)  # a panel is an inch high
+    axes.set_ylabel(textwrap.fill(name, 14), fontsize=SMALL)  # a panel is an inch high
     wide = name != "learning rate" and logarithmic(axes, "y", of[1])  # that is 0 at an end of most schedules
     if not wide:
         axes.locator_params(axis="y", nbins=4)

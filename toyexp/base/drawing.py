@@ -39,6 +39,14 @@ MADE_BY: Mapping[str, Mapping[str, str | None]] = {
     ".pdf": {"Creator": "toyexp", "Producer": None, "CreationDate": None},
 }
 _SIGNS = (b"Software\0toyexp", b"<dc:title>toyexp</dc:title>", b"/Creator (toyexp)")
+STYLE: Mapping[str, Any] = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#999999", "axes.axisbelow": True,
+    "axes.labelcolor": INK, "axes.labelsize": LABEL, "text.color": INK,
+    **{f"{axis}tick.{key}": value for axis in "xy" for key, value in (
+        ("color", INK), ("labelsize", SMALL), ("major.width", 0.6), ("minor.width", 0.4))},
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "grid.linewidth": 0.5,
+    "svg.hashsalt": "toyexp",  # without it SVG ids are random
+}  # fmt: skip
 _drawing = threading.RLock()
 
 
@@ -67,7 +75,7 @@ def own_style() -> Iterator[None]:
     import matplotlib
 
     defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
-    with _drawing, matplotlib.rc_context(defaults | {"svg.hashsalt": "toyexp"}):  # without it SVG ids are random
+    with _drawing, matplotlib.rc_context({**defaults, **STYLE}):
         yield
 
 
@@ -126,12 +134,10 @@ class Sheet:
             found = self.figure.subplots(len(rows), 1, height_ratios=list(rows), squeeze=False, sharex=True)
             self.panels = list(found.flat)
             self.figure.align_ylabels()
-        for axes in self.panels:
-            plain(axes)
         lines = textwrap.wrap(below, 112, max_lines=2, placeholder=" …")
         # The title keeps the place for what stands below it, which is set in other letters.
         self.figure.suptitle(cut(title, IN_A_TITLE) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
-                             fontweight="bold", color=INK)  # fmt: skip
+                             fontweight="bold")  # fmt: skip
         place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
         told = "\n".join(cut(line, 112) for line in lines)
         self.figure.text(0.01, 1, told, transform=place, va="top", fontsize=SMALL, color=GREY)
@@ -157,20 +163,9 @@ class Sheet:
         return len(picture)
 
 
-def plain(axes: Any, grid: str = "y") -> None:
-    """Axes without what is no data, and with lines across them from the marks of the axis `grid`."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#999999")
-    axes.tick_params(colors=INK, labelsize=SMALL, width=0.6)
-    axes.tick_params(which="minor", width=0.4)
-    axes.grid(visible=False)
-    axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
-
-
 def whole_steps(axes: Any) -> None:
     """An x axis of steps."""
-    axes.set_xlabel("step", color=INK, fontsize=LABEL)
+    axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 

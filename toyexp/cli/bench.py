@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import toyexp
-from toyexp.base.drawing import BLUE, INK, LABEL, PALE, SMALL, Sheet, cut, own_style, picture_at, plain
+from toyexp.base.drawing import BLUE, INK, PALE, SMALL, Sheet, cut, own_style, picture_at
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import columns, count, counted, in_bytes
 from toyexp.base.terminal import tell
@@ -318,7 +318,8 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
     how = f"bars end at the median of {counted(rounds, 'round')}, lines span their middle half" if rounds > 1 else ""
     found = Sheet(1.3 + ROW * max(len(engines), 2), title, " · ".join(filter(None, [*below, how])))
     (axes,) = found.panels
-    plain(axes, "x")
+    axes.grid(visible=False)
+    axes.grid(axis="x")
     for row, engine in enumerate(engines):
         units = engine[f"{unit}_per_second"] * engine["seconds_per_step"]  # of a step
         speed, (low, high) = units / engine["seconds_per_step"], (units / seconds for seconds in engine["quartiles"])
@@ -339,5 +340,5 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
     axes.set_ylim(len(engines) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: count(value))
-    axes.set_xlabel(f"{unit} a second", color=INK, fontsize=LABEL)
+    axes.set_xlabel(f"{unit} a second")
     return found

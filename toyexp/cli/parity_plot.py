@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from toyexp.base.drawing import COLOURS, GREY, INK, LABEL, MARKS, RED, SMALL, Sheet, cut, own_style, plain, whole_steps
+from toyexp.base.drawing import COLOURS, GREY, INK, MARKS, RED, SMALL, Sheet, cut, own_style, whole_steps
 
 ROWS = 30  # tensors that are shown
 ROW = 0.2  # inches
@@ -53,7 +53,7 @@ def _losses(axes: Any, report: Mapping[str, Any]) -> None:
         colour, mark = _look(number)
         axes.plot(steps, engine["losses"], color=colour, linewidth=1, marker=mark, markersize=3.5,
                   markevery=(number % 3, max(len(steps) // 12, 1)), label=_named(engine["engine"], engine))  # fmt: skip
-    axes.set_ylabel("loss", color=INK, fontsize=LABEL)
+    axes.set_ylabel("loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelbottom=False)
     axes.legend(loc="upper right", frameon=False, fontsize=SMALL, labelcolor="linecolor")
@@ -87,7 +87,7 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
         axes.annotate("at the bottom: equal to the bit", (0.01, max(*tolerances.values(), floor)),
                       xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
                       fontsize=SMALL, color=GREY)  # fmt: skip
-    axes.set_ylabel(f"difference from {cut(report['reference'], 16)}", color=INK, fontsize=LABEL)
+    axes.set_ylabel(f"difference from {cut(report['reference'], 16)}")
     whole_steps(axes)
 
 
@@ -95,7 +95,8 @@ def _errors(
     axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], what: str, about: str
 ) -> None:  # fmt: skip
     """One error of each tensor, a mark for each engine, and the tolerance."""
-    plain(axes, "x")
+    axes.grid(visible=False)
+    axes.grid(axis="x")
     each = [{tensor["name"]: tensor[what] for tensor in engine["tensors"]} for engine in engines]
     tolerances = {engine["rounds_to"]: engine["tolerances"][what] for engine in engines}
     floor = _logarithmic(axes, "x", [of[name] for of in each for name in tensors], tolerances.values())
@@ -109,7 +110,7 @@ def _errors(
         axes.axvline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
     axes.set_ylim(len(tensors) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(about, color=INK, fontsize=SMALL)
+    axes.set_xlabel(about, fontsize=SMALL)
 
 
 def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Iterable[float]) -> float:

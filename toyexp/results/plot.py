@@ -22,7 +22,6 @@ from toyexp.base.drawing import (
     cut,
     logarithmic,
     own_style,
-    plain,
     whole_steps,
 )
 from toyexp.base.errors import UserError
@@ -205,13 +204,14 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
         text = f"{counted(above, 'run')} {'goes' if above == 1 else 'go'} above what is shown, up to {max(every):.4g}"
         axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=SMALL, color=GREY,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
-    axes.set_ylabel(column, color=INK, fontsize=LABEL)
+    axes.set_ylabel(column)
     whole_steps(axes)
 
 
 def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
     """A row for each point, the best at the top: its runs, mean and deviation, and what it is."""
-    plain(axes, "x")
+    axes.grid(visible=False)
+    axes.grid(axis="x")
     best = comparison.ranking.best
     for rank, line in enumerate(named):
         point, colour = line.point, COLOURS[rank]
@@ -245,7 +245,7 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
     axes.tick_params(axis="y", length=0)
     _narrow(axes, [line.point for line in named], comparison.ranking.column)
     spread = ", mean ± deviation over seeds" if comparison.ranking.seeds else ""
-    axes.set_xlabel(f"{comparison.ranking.column} at the end{spread}", color=INK, fontsize=LABEL)
+    axes.set_xlabel(f"{comparison.ranking.column} at the end{spread}")
 
 
 def _narrow(axes: Any, points: Sequence[Point[Entry]], column: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import BLUE, GREY, IN_A_TITLE, INK, LABEL, SMALL, VERMILLION, Sheet, cut, logarithmic
+from toyexp.base.drawing import BLUE, GREY, IN_A_TITLE, SMALL, VERMILLION, Sheet, cut, logarithmic
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import counted, last_words, typed
 from toyexp.interfaces.model import lower_is_better
@@ -185,9 +185,9 @@ def _over_trials(
             text = f"{len(beyond)} at the edge are beyond it, down to {min(t.score or 0.0 for t in beyond):.4g}"
         axes.text(0.99, 0.97 if down else 0.03, text, transform=axes.transAxes, ha="right",
                   va="top" if down else "bottom", fontsize=SMALL, color=GREY)  # fmt: skip
-    axes.set_xlabel("trial", color=INK, fontsize=LABEL)
+    axes.set_xlabel("trial")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel(f"held-out {search.metric}", color=INK, fontsize=LABEL)
+    axes.set_ylabel(f"held-out {search.metric}")
 
 
 def _against(
@@ -217,9 +217,9 @@ def _against(
         _star(axes, places[best.number], best)
     share = search.importances.get(key)
     matters = f" (matters {share:.0%})" if share is not None else ""
-    axes.set_xlabel(f"{cut(name, 26)}{matters}", color=INK, fontsize=LABEL)
+    axes.set_xlabel(f"{cut(name, 26)}{matters}")
     if first:
-        axes.set_ylabel(f"held-out {search.metric}", color=INK, fontsize=LABEL)
+        axes.set_ylabel(f"held-out {search.metric}")
     else:
         axes.set_yticklabels([])
 

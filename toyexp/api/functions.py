@@ -26,7 +26,6 @@ from toyexp.cli.flags import read, request_of, split
 from toyexp.config.restored import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
-from toyexp.plugins.rules import owners
 from toyexp.results.ranking import Ranking, ranked
 from toyexp.sweeps.directory import Job, remembered, update_summary
 from toyexp.training.checkpoint import result_of
@@ -69,7 +68,7 @@ def run(
     typed = [*texts("toyexp.run", words), *worded(settings)]
     if resume is not None:
         typed.append(f"resume={os.fspath(place('toyexp.run resume', resume))}")
-    with aside("toyexp.run", quiet), of_a_part(owners):
+    with aside("toyexp.run", quiet), of_a_part():
         from toyexp.config.words import setting
         from toyexp.runner.one_run import prepare_request
         from toyexp.training.resume import AUTO, Complete
@@ -125,7 +124,7 @@ def sweep(
     typed = [*texts("toyexp.sweep", words), *worded(settings, swept=True)]
     if not typed and resume is None:
         raise UserError("toyexp.sweep: says nothing of what to run: toyexp.sweep(seed=[0, 1]); one run is toyexp.run()")
-    with aside("toyexp.sweep", quiet), of_a_part(owners):
+    with aside("toyexp.sweep", quiet), of_a_part():
         from toyexp.config.words import setting
         from toyexp.sweeps.begin import prepared
 

@@ -27,7 +27,7 @@ from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import LOCAL, Offer, Registry
-from toyexp.plugins.rules import check_hooks, owners
+from toyexp.plugins.rules import check_hooks
 from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
 
@@ -67,7 +67,7 @@ def train(
         raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
-    with aside("toyexp.train", quiet), of_a_part(owners):
+    with aside("toyexp.train", quiet), of_a_part():
         from toyexp.runner.one_run import prepare_parts
         from toyexp.sweeps.directory import update_summary
         from toyexp.training.resume import require_run

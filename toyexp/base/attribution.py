@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError, printable
@@ -54,26 +53,15 @@ def place(error: BaseException, of_plugins: bool = False) -> str:
     return places[-1] if outside or (places and not of_plugins) else ""
 
 
-def _is_toyexps(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("toyexp.")
-
-
 class attributed:  # noqa: N801 - a context manager, cheap enough to enter in each step
-    """Raise what goes wrong inside as `failure` of `who`, or of one of the `others` whose own code it was in.
+    """Raise what goes wrong inside as `failure` of `who`, or of the part of another kind whose method it was in.
 
     Memory that ran out is told as that, a batch that a session refuses as one of `data`; a file that cannot be used
     names itself.
     """
 
-    def __init__(
-        self,
-        who: str,
-        when: str | Callable[[], str],
-        log: Path | None = None,
-        others: Mapping[str, object] | None = None,
-        data: str = "",
-    ):
-        self._who, self._when, self._log, self._data, self._others = who, when, log, data, others or {}
+    def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
+        self._who, self._when, self._log, self._data = who, when, log, data
 
     def __enter__(self) -> None:
         pass
@@ -90,8 +78,9 @@ class attributed:  # noqa: N801 - a context manager, cheap enough to enter in ea
                 raise PluginFailed(f"data.{self._data} {when}: {found}") from found
             if isinstance(found, OSError) and found.filename is not None:
                 raise
-            guilty = _guilty(found, self._others) or self._who
-            raise failure(guilty, when, found, self._log) from found.__cause__ if told(found) else found
+            guilty = _method(found)
+            who = guilty[1] if guilty and guilty[0] != self._who.partition(".")[0] else self._who
+            raise failure(who, when, found, self._log) from found.__cause__ if told(found) else found
 
 
 def given(wanted: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
@@ -120,36 +109,26 @@ def unwanted(method: Callable[..., object], found: object, wanted: str, who: str
 
 
 @contextlib.contextmanager
-def of_a_part(kinds: Callable[[], Mapping[type, str]], log: Path | None = None) -> Iterator[None]:
+def of_a_part(log: Path | None = None) -> Iterator[None]:
     """Raise what comes out of any method of a plugin's part as `failure` of that part.
 
-    `kinds` gives the word for the parts of each class. A mistake of toyexp's own, and an OSError, come out as they are.
+    A mistake of toyexp's own, and an OSError, come out as they are.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, OSError) or told(error) or (found := _method(error, kinds())) is None:
+        if isinstance(error, OSError) or told(error) or (found := _method(error)) is None:
             raise
-        raise failure(*found, error, log) from error
+        raise failure(found[1], f"in {found[2]}()", error, log) from error
 
 
-def _method(error: BaseException, kinds: Mapping[type, str]) -> tuple[str, str] | None:
-    """Whose method, of all outside of toyexp, the error came out of last, and which one."""
+def _method(error: BaseException) -> tuple[str, str, str] | None:
+    """Whose method, of all outside of toyexp, the error came out of last: the part's kind, its name, the method's."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        if not _is_toyexps(frame):
+        if not str(frame.f_globals.get("__name__")).startswith("toyexp."):
             owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
             cls = owner if isinstance(owner, type) else type(owner)
-            for base, kind in kinds.items():
-                if issubclass(cls, base):
-                    name = getattr(cls, "name", None)
-                    return f"{kind}.{name}" if name else f"{kind}'s {cls.__name__}", f"in {frame.f_code.co_name}()"
+            if isinstance(kind := getattr(cls, "plugin_kind", None), str):
+                name = getattr(cls, "name", None)
+                return kind, f"{kind}.{name}" if name else f"{kind}'s {cls.__name__}", frame.f_code.co_name
     return None
-
-
-def _guilty(error: BaseException, others: Mapping[str, object]) -> str | None:
-    """The kind and name of whichever of `others` has the innermost frame of all in its module."""
-    modules = {
-        type(part).__module__: f"{kind}.{getattr(part, 'name', type(part).__name__)}" for kind, part in others.items()
-    }
-    frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return modules.get(str(frames[-1])) if frames else None

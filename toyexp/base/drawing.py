@@ -39,7 +39,7 @@ MADE_BY: Mapping[str, Mapping[str, str | None]] = {
     ".pdf": {"Creator": "toyexp", "Producer": None, "CreationDate": None},
 }
 _SIGNS = (b"Software\0toyexp", b"<dc:title>toyexp</dc:title>", b"/Creator (toyexp)")
-STYLE: Mapping[str, Any] = {
+STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#999999", "axes.axisbelow": True,
     "axes.labelcolor": INK, "axes.labelsize": LABEL, "text.color": INK,
     **{f"{axis}tick.{key}": value for axis in "xy" for key, value in (

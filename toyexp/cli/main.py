@@ -41,14 +41,8 @@ def explained(error: str, typed: Sequence[str]) -> str:
     return error if is_a_job() else with_page(error, typed[0] if typed else "")
 
 
-def _owners() -> Mapping[type, str]:
-    from toyexp.plugins.rules import owners  # deferred: what nothing went wrong with has no use for it
-
-    return owners()
-
-
 @possible_names()
-@of_a_part(_owners)
+@of_a_part()
 def answer(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
     follow_the_sweep()

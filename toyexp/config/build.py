@@ -25,7 +25,6 @@ from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.registry import Registry
-from toyexp.plugins.rules import owners
 from toyexp.training.provenance import Record
 from toyexp.training.settings import Settings
 
@@ -73,7 +72,7 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
 def check_parts(parts: Mapping[str, Any]) -> None:
     """Have each part check its own settings."""
     for who, part in parts.items():
-        with of_a_part(owners), told_by(who):
+        with of_a_part(), told_by(who):
             if isinstance(part, Optimiser):  # whose own check may leave out that of all optimisers
                 Optimiser.check(part)
             part.check()

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from toyexp.base.errors import UserError
 from toyexp.interfaces.ops import Tensor
@@ -21,6 +21,8 @@ Number = Tensor | float  # one of the step's numbers, or a constant of the formu
 
 class Arithmetic(ABC):
     """One engine's implementation."""
+
+    plugin_kind: ClassVar[str] = "engine"  # by which its errors are told
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b."""

@@ -35,6 +35,7 @@ class Callback(ABC):
     where a run goes on, `outputs` and `resume` or `join`; and then hears `on_start`.
     """
 
+    plugin_kind: ClassVar[str] = "callbacks"
     name: ClassVar[str]  # what `callbacks=[...]` takes
     logs: ClassVar[tuple[str, ...]] = ()  # scores that `on_eval` reports with run.log: early_stop, ... go by them
     closes_last: ClassVar[bool] = False  # it records how the run ended: its on_end comes after those of others

@@ -31,6 +31,7 @@ class Arguments:
 class Command(ABC):
     """What `toyexp NAME ...` does; the first line of a subclass's docstring is its line in `toyexp --help`."""
 
+    plugin_kind: ClassVar[str] = "command"
     name: ClassVar[str]
     switches: ClassVar[Sequence[str]] = ()  # options that take nothing: --json
     values: ClassVar[Mapping[str, str]] = {}  # options that take a value, each with an example

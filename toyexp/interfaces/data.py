@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class Data(ABC):
     """Base of all data plugins: a dataclass whose fields say which data and how to split it."""
 
+    plugin_kind: ClassVar[str] = "data"
     name: ClassVar[str]  # what `data=` takes
     gives: ClassVar[Kind]  # TOKENS, IMAGES, or a kind of your own
     fills: ClassVar[tuple[str, ...]] = ()  # settings that opening the data fills in where they are empty

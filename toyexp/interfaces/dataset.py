@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from toyexp.base.errors import UserError
 
@@ -38,6 +38,8 @@ class OtherClasses(UserError):
 
 class Dataset(ABC):
     """Opened data: what it is, and its batches."""
+
+    plugin_kind: ClassVar[str] = "data"  # by which its errors are told
 
     tokenizer: Tokenizer | None = None
     vocab: int = 0  # ids run from 0 to vocab - 1 (or the number of classes)
@@ -78,6 +80,8 @@ class Dataset(ABC):
 
 class Batches(ABC):
     """A stream of training batches with random access, and the fixed held-out batches."""
+
+    plugin_kind: ClassVar[str] = "data"  # by which its errors are told
 
     inputs: Mapping[str, InputSpec]  # the arrays of each batch; always with integer `targets` and float `weights`
     facts: Mapping[str, Any] = MappingProxyType({})  # what run_start records of them beside what describes the data

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Engine(ABC):
     """Base of all engines, ways to run a Plan: subclass it as a dataclass whose fields are its settings."""
 
+    plugin_kind: ClassVar[str] = "engine"
     name: ClassVar[str]  # what `engine=` takes
     priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
     own_memory: ClassVar[bool] = False  # its device has memory of its own, beside the machine's

@@ -85,6 +85,7 @@ class Format(ABC):
     `toyexp export --type <name>` writes it, and in a run the callback `<name>_export`, which has its settings.
     """
 
+    plugin_kind: ClassVar[str] = "format"
     name: ClassVar[str]  # what `toyexp export --type` takes
     suffix: ClassVar[str]  # what stands behind `model` in the name of its file or directory: .onnx
     types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # further words of --type, and the settings they stand for

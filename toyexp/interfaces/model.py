@@ -45,6 +45,7 @@ def lower_is_better(metric: str) -> bool:
 class Model(ABC):
     """Base of all architectures: subclass it as a dataclass whose fields are the sizes."""
 
+    plugin_kind: ClassVar[str] = "model"
     name: ClassVar[str]  # what `model=` takes
     reads: ClassVar[Kind]  # what it learns from: TOKENS, IMAGES, or a kind of your own
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe

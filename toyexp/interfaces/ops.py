@@ -95,6 +95,8 @@ class Params(Mapping[str, Tensor]):
 class Ops(ABC):
     """One engine's implementation of the vocabulary: the primitives, and what it computes faster than from them."""
 
+    plugin_kind: ClassVar[str] = "engine"  # by which its errors are told
+
     # Ops whose result at a position of x [B, T, ..] depends on x at that position alone, and not on which one it is.
     # What is not named here is taken to look further: a decoder, which computes new positions alone, refuses it unless
     # it knows how.

@@ -33,6 +33,7 @@ DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 class Rule(ABC):
     """How a step changes one tensor: subclass it as a dataclass whose fields are what the formula is set by."""
 
+    plugin_kind: ClassVar[str] = "optim"  # by which its errors are told
     elementwise: ClassVar[bool] = False  # each number by itself: an engine may take many tensors as one long vector
 
     @abstractmethod

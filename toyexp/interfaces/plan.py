@@ -127,11 +127,6 @@ class Plan:
         """The groups of the tensors that train, in the order in which a step's numbers come."""
         return self.groups or grouped(self.trainable, (AdamW(),))
 
-    @property
-    def parts(self) -> dict[str, object]:
-        """Whose code an engine runs beside its own, for `blamed`."""
-        return {"model": self.model, "optim": next((group.rule for group in self.updates), None)}
-
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
         """Each group's numbers for the 0-based `step`; `factors` scale settings of their rules by name."""
         return tuple(group.numbers(step, lr, factors) for group in self.updates)

@@ -47,6 +47,7 @@ class Recipe(ABC):
     each of them any number of times, and `warm` once, with the open session.
     """
 
+    plugin_kind: ClassVar[str] = "recipe"
     name: ClassVar[str]  # what `recipe=` takes
     optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS,)  # kinds of data whose models it can train
@@ -106,7 +107,7 @@ def start(
     Closes the session on any error. A plugin's own is told as that, with the log in `directory`.
     """
     log = directory / "log.txt" if directory else None
-    with attributed(f"engine.{engine.name}", "while it realized the plan", log, plan.parts):
+    with attributed(f"engine.{engine.name}", "while it realized the plan", log):
         session = engine.realize(plan).opened()
     return warmed(recipe, engine, session, state, log)
 
@@ -118,7 +119,7 @@ def warmed(
     try:
         with attributed(f"recipe.{recipe.name}", "while it warmed the model", log):
             recipe.warm(session)
-        with attributed(f"engine.{engine.name}", "while it built the training step", log, session.plan.parts):
+        with attributed(f"engine.{engine.name}", "while it built the training step", log):
             session.build()
         if state is not None:
             with attributed(f"engine.{engine.name}", "while it took the checkpoint", log):

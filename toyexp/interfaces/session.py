@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Self, TypeVar, final
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 
@@ -66,6 +66,8 @@ def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Seque
 
 class Session(ABC):
     """A realized plan: made, then opened. Use it as a context manager, or call `close()`."""
+
+    plugin_kind: ClassVar[str] = "engine"  # by which its errors are told
 
     def __init__(self, plan: Plan):
         self.plan = plan

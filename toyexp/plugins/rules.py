@@ -43,18 +43,6 @@ KINDS: dict[str, tuple[type, str]] = {
 }
 
 
-@functools.cache
-def owners() -> dict[type, str]:
-    """Return the base classes of all that plugins make, each with its kind: whose method an error came out of."""
-    from toyexp.interfaces.arithmetic import Arithmetic  # deferred: only an error asks for them
-    from toyexp.interfaces.dataset import Batches, Dataset
-    from toyexp.interfaces.ops import Ops
-    from toyexp.interfaces.session import Session
-
-    own = {base: kind for kind, (base, _) in KINDS.items()}
-    return own | {Session: "engine", Ops: "engine", Arithmetic: "engine", Dataset: "data", Batches: "data"}
-
-
 @dataclass
 class Candidate:
     """A plugin on its way into a registry."""

@@ -26,7 +26,6 @@ from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import Planned
 from toyexp.interfaces.session import Session
 from toyexp.plugins.compatibility import refusal, unread
-from toyexp.plugins.rules import owners
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
@@ -44,7 +43,7 @@ from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of
 log = logging.getLogger("toyexp")
 
 
-@of_a_part(owners)
+@of_a_part()
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     require_utf8(config.plain)
@@ -182,9 +181,8 @@ def run(
             log.info(line)
             say(line)
         state = resumed.checkpoint.arrays if resumed else None
-        with of_a_part(owners, log_file), running_out():
-            who, others = f"engine.{config.engine.name}", prepared.plan.parts
-            with attributed(who, "while it realized the plan", log_file, others):
+        with of_a_part(log_file), running_out():
+            with attributed(f"engine.{config.engine.name}", "while it realized the plan", log_file):
                 opened: Session = yield Realize(config.engine, prepared.plan)
             with warmed(config.recipe, config.engine, opened, state, log_file) as session:
                 for line in sentences(session.notes):

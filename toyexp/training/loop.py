@@ -112,9 +112,7 @@ class Training:
         """What tells an error inside as one of the run's data or optimiser, or of its engine or model."""
         run = self.run
         names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
-        others = run.plan.parts if kind == "engine" else {}
-        who, log_file = f"{kind}.{names[kind]}", self.bus.log
-        return attributed(who, lambda: f"at step {self.bus.step}", log_file, others, names["data"])
+        return attributed(f"{kind}.{names[kind]}", lambda: f"at step {self.bus.step}", self.bus.log, names["data"])
 
     def _launch_steps(self) -> Asks[None]:
         """Launches the next step; what comes behind it too where the session can and nobody looks in between."""

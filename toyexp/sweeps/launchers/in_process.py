@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import UserError
 from toyexp.base.terminal import silent
-from toyexp.plugins.rules import owners
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
 from toyexp.sweeps.directory import Ended, Job
 from toyexp.sweeps.launchers.launcher import Launcher, Resources
@@ -73,7 +72,7 @@ class InProcess(Launcher):
             with contained(), silent(watch.board is not None):
                 order = watch.order(job)
                 os.environ.update(order.environment)
-                with of_a_part(owners):
+                with of_a_part():
                     print_result(self._prepared(job, order).run())
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)

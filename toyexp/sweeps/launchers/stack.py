@@ -25,7 +25,6 @@ from toyexp.base.terminal import say
 from toyexp.interfaces.data import opened_once
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.stack import unlike
-from toyexp.plugins.rules import owners
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import STACK
 from toyexp.sweeps.directory import Ended, Job
@@ -144,7 +143,7 @@ class Stacks:
             return prepare_run(ahead.of_a_run(job), directory, directory if begun else None, taken())
 
         try:
-            with contained(), of_a_part(owners):
+            with contained(), of_a_part():
                 yield Member(job.number, *context.run(make), context)
         except (Exception, SystemExit) as error:
             self._ended(job.number, Ended.of(error))
@@ -227,7 +226,7 @@ class Stacks:
     def _life(self, member: Member) -> Asks[None]:
         """A job's run; whatever becomes of it is told, and touches no other."""
         try:
-            with of_a_part(owners):
+            with of_a_part():
                 signals = self.signals.of_a_run()
                 result = yield from run(member.prepared, member.directory, signals, say, member.resumed)
                 print_result(result)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         scaled,
     )
     from toyexp.batching.tokens import TokenBatches, TokenDataset
-    from toyexp.config.restored import adapter_files, adapter_of, check_base, file_of
     from toyexp.formats.gguf.open_model import FromGGUF
+    from toyexp.inference.model_files import adapter_files, adapter_of, check_base, file_of
     from toyexp.interfaces.arithmetic import Arithmetic
     from toyexp.interfaces.callback import Callback, Schedule
     from toyexp.interfaces.command import Arguments, Command

@@ -10,9 +10,9 @@ import pytest
 from kinds import write_foreign, write_lora, write_vit
 from tiny import write_base
 
-from toyexp.cli import models as caches
 from toyexp.cli.main import main
-from toyexp.cli.models import find, usual_places
+from toyexp.inference import models as caches
+from toyexp.inference.models import find, usual_places
 from toyexp.plugins.discovery import load
 from toyexp.tokenizers.byte_level import Bytes
 

@@ -18,11 +18,11 @@ from kinds import VIT, write_foreign, write_lora, write_vit
 from safetensors.numpy import save_file
 from tiny import MODELS, SIZES, VOCAB, write_base
 
-from toyexp.cli.describe import describe
 from toyexp.cli.main import main
-from toyexp.cli.uses import pasted, shell
 from toyexp.config.words import parse
 from toyexp.formats.gguf.write import Writer, write_model
+from toyexp.inference.describe import describe
+from toyexp.inference.uses import pasted, shell
 from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.ops import Params, Rotary
 from toyexp.plugins.discovery import load

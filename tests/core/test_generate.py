@@ -21,12 +21,12 @@ from tiny import chat_tokenizer, plan, write_base
 from toyexp import Decoder, RunFailed
 from toyexp.base.random import stream
 from toyexp.cli.commands import COMMANDS
-from toyexp.cli.generator import Scribe
 from toyexp.cli.main import main
 from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
+from toyexp.inference.generate import Scribe
 from toyexp.interfaces.sampling import Sampling, continuation, endless, likeliest
 from toyexp.plugins.discovery import load
 from toyexp.testing import image_dataset
@@ -377,7 +377,7 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --engine llamacpp", "did you mean llama.cpp?"),
         ("text.gguf --prompt x --engine cpu:threads", "such as cpu:threads=1"),
         ("text.gguf --prompt x --engine ggml:threads=1,2", "such as ggml:threads=1"),
-        ("text.gguf --prompt x --engine ggml:thread=1", "did you mean engine.threads?"),
+        ("text.gguf --prompt x --engine ggml:thread=1", "did you mean threads?"),
         ("text.gguf --prompt x --engine llama.cpp:blas=true", "llama.cpp takes threads alone"),
         ("ids.gguf --prompt x", "has no tokenizer, so it knows ids alone"),
         ("vit.gguf --prompt x", "reads images and writes no text"),
@@ -481,7 +481,7 @@ def test_help_names_every_option(capsys):
 
 
 def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):
-    monkeypatch.setattr("toyexp.cli.llamacpp.PACKAGES", ())
+    monkeypatch.setattr("toyexp.inference.llamacpp.PACKAGES", ())
     assert main(["generate", "text.gguf", "--prompt", "x", "--engine", "llama.cpp"]) == 2
     assert "pip install xllamacpp" in capsys.readouterr().err
 

@@ -21,11 +21,12 @@ MAY_IMPORT = {
     "training": BELOW | {"training"},
     "config": BELOW | {"training", "config"},
     "results": BELOW | {"training", "results"},
+    "inference": BELOW | {"training", "config", "results", "inference"},
     "runner": BELOW | {"training", "config", "runner"},
     "sweeps": BELOW | {"training", "config", "results", "runner", "sweeps"},
     "testing": BELOW | {"training", "testing"},
-    "cli": BELOW | {"training", "config", "results", "runner", "sweeps", "testing", "cli"},
-    "api": BELOW | {"training", "config", "results", "runner", "sweeps", "cli", "api"},
+    "cli": BELOW | {"training", "config", "results", "runner", "inference", "sweeps", "testing", "cli"},
+    "api": BELOW | {"training", "config", "results", "runner", "inference", "sweeps", "cli", "api"},
     "__main__": BASE | {"cli"},
 }
 GRAPH = module_graph()

@@ -10,7 +10,7 @@ import pytest
 from toyexp import IMAGES, TOKENS, InputSpec, Kind, PlanTensor, Setup, TokenDataset
 from toyexp.batching.tokens import Dropout
 from toyexp.cli.bench import positions
-from toyexp.cli.evaluate import Evaluation
+from toyexp.inference.evaluate import Evaluation
 from toyexp.plugins.compatibility import of_kind, refusal, unread
 from toyexp.plugins.discovery import load
 from toyexp.reference.opmodel import OpModel, op_plan

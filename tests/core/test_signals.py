@@ -140,12 +140,12 @@ def test_a_command_ends_by_sigterm_with_143_and_one_line(start, tmp_path, comman
 SLOW_TEXT = """
 import sys, time
 from pathlib import Path
-import toyexp.cli.generator
+import toyexp.inference.generate
 def slow(*_):
     yield 1
     Path("there").touch()
     time.sleep(60)
-toyexp.cli.generator.endless = slow
+toyexp.inference.generate.endless = slow
 from toyexp.cli.main import main
 sys.exit(main())
 """

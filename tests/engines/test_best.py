@@ -8,8 +8,8 @@ import pytest
 from faults import TEXT, words
 
 from toyexp.cli.main import main
-from toyexp.config.restored import _set_up, gguf_of
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.inference.model_files import _set_up, gguf_of
 from toyexp.plugins.discovery import loaded
 from toyexp.results.found import look
 from toyexp.training import checkpoint

@@ -14,9 +14,9 @@ from tiny import write_base
 
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
-from toyexp.config.restored import adapter_of
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.inference.model_files import adapter_of
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.llama import Llama
 

@@ -11,12 +11,12 @@ from kinds import write_foreign, write_lora, write_vit
 from PIL import Image
 from tiny import VOCAB, write_base
 
-from toyexp.cli.describe import describe
 from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer
+from toyexp.inference.describe import describe
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Offer, Registry
 from toyexp.tokenizers.byte_level import Bytes, Characters
@@ -187,7 +187,7 @@ def test_a_type_that_is_already_there_is_not_offered_again(registry):
 def test_numbers_of_a_large_file_are_left_to_the_run(registry, monkeypatch):
     path = Path("my model.gguf")
     base(spoil="blk.1.attn_v.weight", **BYTES)(path)
-    monkeypatch.setattr("toyexp.cli.uses.LOOKED_THROUGH", 1000)
+    monkeypatch.setattr("toyexp.inference.uses.LOOKED_THROUGH", 1000)
     assert describe(path, registry).uses[0].command
 
 

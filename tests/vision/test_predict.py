@@ -15,8 +15,8 @@ from tiny import write_base
 
 import toyexp
 from toyexp.cli.main import main
-from toyexp.cli.predict import Predicted, Predictions
 from toyexp.formats.gguf.write import write_model
+from toyexp.inference.predict import Predicted, Predictions
 from toyexp_data.images import Digits
 from toyexp_models.vit import ViT
 

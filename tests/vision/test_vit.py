@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from saved_vit import load_vit
 
 from toyexp import Setup, UserError
-from toyexp.cli.evaluate import OfClass, by_class, table
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
+from toyexp.inference.evaluate import OfClass, by_class, table
 from toyexp.testing import RecipeSuite
 from toyexp_data.images import Digits
 from toyexp_models.vit import ViT

@@ -23,7 +23,7 @@ from toyexp.base.terminal import complain
 from toyexp.base.user_paths import at_home
 from toyexp.base.writing import possible_names
 from toyexp.cli.flags import read, request_of, split
-from toyexp.config.restored import is_checkpoint
+from toyexp.inference.model_files import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.results.ranking import Ranking, ranked
@@ -33,9 +33,9 @@ from toyexp.training.checkpoint import result_of
 if TYPE_CHECKING:
     import pandas
 
-    from toyexp.cli.compare import Compared
-    from toyexp.cli.evaluate import Evaluation
-    from toyexp.cli.predict import Predictions
+    from toyexp.inference.evaluate import Evaluation
+    from toyexp.inference.predict import Predictions
+    from toyexp.sweeps.compare import Compared
 
 
 @whole_imports()
@@ -301,8 +301,8 @@ def evaluate(
     `batch_size=4`, `**{"data.val_fraction": 0.5}`. Raises UserError for what does not fit together.
     """
     with aside("toyexp.evaluate", quiet=True):
-        from toyexp.cli import evaluate as evaluating
-        from toyexp.cli.variants import one_experiment
+        from toyexp.config.request import one_experiment
+        from toyexp.inference import evaluate as evaluating
 
         request = one_experiment("eval", worded({**settings, **({"plugins": list(plugins)} if plugins else {})}))
         where = None if data is None else os.fspath(place("toyexp.evaluate data", data))
@@ -318,7 +318,7 @@ def predict(
     """Return the likeliest classes of images: files, or folders of them."""
     with aside("toyexp.predict", quiet=True):
         from toyexp.batching.pictures import require_pillow
-        from toyexp.cli import predict as predicting
+        from toyexp.inference import predict as predicting
 
         require_pillow()
         if not images or type(top) is not int or top < 1:
@@ -331,8 +331,8 @@ def predict(
 def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> Compared:
     """Return runs, sweeps or directories of them side by side; texts such as "lr>1e-3" choose among them."""
     with aside("toyexp.compare", quiet=True):
-        from toyexp.cli.compare import compared
         from toyexp.results.filters import divided
+        from toyexp.sweeps.compare import compared
 
         places, filters = divided([os.fspath(place("toyexp.compare", run)) for run in runs])
         return compared(places, filters, None if metric is None else str(metric), pool)

@@ -18,6 +18,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.formatting import columns, counted, short
 from toyexp.base.ownership import LEDGER, LOCK, fingerprint_once
+from toyexp.base.terminal import tell_aside
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.results.events import events_in, start_of
@@ -26,6 +27,7 @@ from toyexp.training.checkpoint import result_of
 from toyexp.training.provenance import recorded
 
 if TYPE_CHECKING:
+    from toyexp.inference.loaded_model import LoadedModel
     from toyexp.interfaces.engine import Engine
     from toyexp.interfaces.model import Model
     from toyexp.interfaces.plan import PlanTensor
@@ -118,9 +120,7 @@ class Result:
 
         Raises UserError where the run left no weights.
         """
-        from toyexp.formats.gguf.open_model import model_of
-
-        return model_of(self._weights[0], self._registry)
+        return self._loaded.model
 
     @cached_property
     def parameters(self) -> Mapping[str, np.ndarray]:
@@ -130,18 +130,13 @@ class Result:
         """
         from toyexp.formats.file_plan import frozen_tensors
 
-        return Parameters(frozen_tensors(self.model, *self._weights)[0], lambda: self._place)
+        loaded = self._loaded
+        return Parameters(frozen_tensors(self.model, loaded.path, loaded.adapter)[0], lambda: self._place)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of its text: encode(), decode(); UserError for a model without one."""
-        from toyexp.formats.gguf.open_model import opened
-        from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
-
-        file = opened(str(self._weights[0]))
-        if not has_text(file):
-            raise UserError(f"{short(self._weights[0])}: has no tokenizer, so it knows ids alone")
-        return read_tokenizer(file)
+        return self._loaded.tokenizer()
 
     def logits(self, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
         """The model's float32 logits, before any softmax.
@@ -152,18 +147,10 @@ class Result:
 
         Raises UserError for what the model cannot read, and for more tokens than its context.
         """
-        from toyexp.formats.file_plan import frozen_plan
-        from toyexp.interfaces.recipe import Setup
-        from toyexp.training.memory import checked_session
+        from toyexp.inference.logits import logits
 
         with aside("logits"):
-            arrays, specs, single = self._inputs(inputs)
-            rows = min(max((len(array) for array in arrays.values()), default=1), 32)
-            plan = frozen_plan(self.model, self._weights[0], Setup(specs, rows), self._weights[1])
-            computes = self._engine(engine, rows)
-            with checked_session(plan, computes, short(self.directory)) as session:
-                found = session.logits(arrays)
-            return found[0] if single else found
+            return logits(self._loaded, inputs, engine)
 
     def generate(
         self, prompt: str | Sequence[int], tokens: int = 64, *, temperature: float = 0.8, top_k: int = 40,
@@ -178,15 +165,16 @@ class Result:
 
         Beyond the model's context the later half of the text is read anew. Raises UserError for what cannot be.
         """
-        from toyexp.cli import generate as writing
-        from toyexp.cli.generator import Options
+        from toyexp.inference.generate import LIMITS, Options
+        from toyexp.inference.generate import generate as write
+        from toyexp.inference.logits import token_ids
         from toyexp.interfaces.sampling import Sampling
 
-        path, adapter = self._weights
+        loaded = self._loaded
         options = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k, "--top-p": top_p,
                    "--min-p": min_p, "--seed": seed}  # fmt: skip
         for name, value in options.items():
-            least, most = writing.LIMITS[name]
+            least, most = LIMITS[name]
             fits = int if isinstance(least, int) else (int, float, np.floating)
             if not isinstance(value, fits) or isinstance(value, bool) or not least <= value <= most:
                 kind = "a whole number" if isinstance(least, int) else "a number"
@@ -198,83 +186,35 @@ class Result:
             raise UserError("generate chat=True: takes its message as text; ids go without it")
         if system is not None and not (chat and isinstance(system, str)):
             raise UserError(f"generate system={printable(repr(system))}: takes a text, with chat=True")
-        text, ids = (prompt, None) if isinstance(prompt, str) else (None, _ids("generate", prompt, (1,)).tolist())
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, token_ids("generate", prompt, (1,)).tolist())
         if text == "-":  # which on a command line stands for standard input
             text, ids = None, self.tokenizer.prompt("-").tolist()
         sampling = Sampling(temperature, top_k, top_p, min_p)
-        asked = Options(
-            path, text, ids, chat, system, tokens, sampling, seed, str(adapter) if adapter else None, engine,
-            plugins=self._registry.modules,
-        )  # fmt: skip
+        adapter = str(loaded.adapter) if loaded.adapter else None
+        asked = Options(loaded.path, text, ids, chat, system, tokens, sampling, seed, adapter, engine)
         with aside("generate", quiet=True):
-            found = writing.generate(asked, self._registry, lambda text: None)
+            found = write(asked, self._registry, lambda text: None, tell_aside)
         return found.text if isinstance(prompt, str) and found.text is not None else found.ids
 
     # -- how it is done --
 
     @property
-    def _weights(self) -> tuple[Path, Path | None]:
-        """The file of the model, and that of an adapter on it; UserError where nothing is left."""
-        from toyexp.config.restored import ADAPTER, MODEL, file_of
+    def _loaded(self) -> LoadedModel:
+        """The files of the model and an adapter on it; UserError if the run left no weights, or was resumed since."""
+        from toyexp.inference.loaded_model import LoadedModel
+        from toyexp.inference.model_files import ADAPTER, MODEL, file_of
 
         where, adapter = self.checkpoint or self._place, self._place / ADAPTER
         if (where / MODEL).exists():
-            return file_of(where, registry=self._registry), None
+            return LoadedModel.open(where, self._registry)
         if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
             record = recorded(self.directory)
             path = file_of(Path(record.found(str(base))), registry=self._registry)
             if changes := record.differing({"base": fingerprint_once(path)}):
                 raise UserError(f"{short(path)}: is another file than it was: {changes[0]}; put that file back")
-            return path, adapter
+            return LoadedModel(path, adapter, self._registry)
         with aside("weights"):
-            return file_of(where, registry=self._registry), None
-
-    def _engine(self, engine: str | Engine, rows: int) -> Engine:
-        """Return the engine of that name, or the object itself, as it computes so many rows."""
-        from toyexp.config.engines import engine_of, pick_engine
-
-        if not isinstance(engine, str):
-            computes = engine
-        elif engine == "auto":
-            computes = pick_engine({"name": "auto"}, self._registry)[0]
-        else:
-            computes = engine_of(engine, self._registry)
-        computes = computes.of_one_row() if rows == 1 else computes
-        computes.check_rows(rows, 1)
-        return computes
-
-    def _inputs(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
-        """The arrays of a batch, what they are, and whether one row was given without its axis."""
-        model: Any = self.model
-        name = model.reads.sequence
-        if not name:
-            return self._images(given)
-        ids = self.tokenizer.prompt(given) if isinstance(given, str) else _ids("logits", given, (1, 2))
-        vocab, context = int(model.vocab), int(model.context)
-        if ids.min() < 0 or ids.max() >= vocab:
-            raise UserError(f"logits: the ids run from {ids.min()} to {ids.max()}, the model's from 0 to {vocab - 1}")
-        if ids.shape[-1] > context:
-            raise UserError(f"logits: {counted(ids.shape[-1], 'token')} are more than the model's context of {context}")
-        rows = np.atleast_2d(ids).astype(np.int32)
-        return {name: rows}, model.reads.inputs(rows.shape[1]), ids.ndim == 1
-
-    def _images(self, given: Any) -> tuple[dict[str, np.ndarray], Any, bool]:
-        from toyexp.cli.predict import Seen
-        from toyexp.formats.gguf.open_model import opened
-
-        seen = Seen.of(opened(str(self._weights[0])), self.model, self.directory)
-        images, wanted = _array("logits", given), (seen.size, seen.size, seen.channels)
-        single = images.ndim == 3
-        images = images[None] if single else images
-        if images.dtype != np.uint8 or images.shape[1:] != wanted or not len(images):
-            raise UserError(
-                f"logits: takes uint8 images [N, {', '.join(map(str, wanted))}], not {list(images.shape)} of "
-                f"{images.dtype}; files of any size are for toyexp predict"
-            )
-        batches = seen.model.batches(seen.dataset(images), min(len(images), 32), 0)
-        parts = list(batches.held_out())
-        arrays = {n: np.concatenate([part[n] for part in parts])[: len(images)] for n in seen.model.inputs()}
-        return arrays, batches.inputs, single
+            return LoadedModel.open(where, self._registry)
 
     # -- how it is shown --
 
@@ -327,22 +267,6 @@ class Parameters(Mapping[str, np.ndarray]):
 
     def __repr__(self) -> str:
         return "\n".join(columns([(name, str(list(tensor.shape))) for name, tensor in self._tensors.items()]))
-
-
-def _array(call: str, given: Any) -> np.ndarray:
-    try:
-        return np.asarray(given)
-    except ValueError:
-        raise UserError(f"{call}: takes rows of equal length") from None
-
-
-def _ids(call: str, given: Any, axes: Sequence[int]) -> np.ndarray:
-    """Token ids as an array of so many axes; UserError for what are none."""
-    ids = _array(call, given)
-    if ids.ndim not in axes or ids.dtype.kind not in "iu" or not ids.size:
-        shapes = " or ".join(("[T]", "[B, T]")[n - 1] for n in axes)
-        raise UserError(f"{call}: takes a text, or token ids {shapes}, not {list(ids.shape)} of {ids.dtype}")
-    return ids
 
 
 def require_run(directory: Path) -> None:

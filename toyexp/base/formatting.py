@@ -107,3 +107,8 @@ def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
     if not math.isfinite(loss):
         return before
     return loss if before is None else before + max(1 / 50, min(20 / step, 1.0)) * (loss - before)
+
+
+def score(value: float | None) -> str:
+    """Return a score as all tables show it."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"

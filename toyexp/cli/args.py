@@ -1,46 +1,20 @@
-"""What sub-commands have in common: how they read what stands behind them, and show what they found."""
+"""What sub-commands have in common: how they read the words behind them."""
 
 from __future__ import annotations
 
 import math
 import os
 import shlex
-import shutil
-import textwrap
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import columns
-from toyexp.base.terminal import on_terminal
 from toyexp.base.validators import is_whole
-from toyexp.base.writing import dump_json
 from toyexp.interfaces.command import Arguments
 
 T = TypeVar("T")
-
-
-class Answer(ABC):
-    """A dataclass of what a command found out."""
-
-    def plain(self) -> dict[str, Any]:
-        """As plain data, for --json."""
-        return asdict(self)  # type: ignore[call-overload]
-
-    @abstractmethod
-    def lines(self) -> list[str]:
-        """For a person."""
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    def show(self, arguments: Arguments) -> int:
-        """Prints it in lines, or with --json as that; returns the exit code of what was done."""
-        print(dump_json(self.plain(), indent=2) if "--json" in arguments.switches else self)
-        return 0
 
 
 def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[...] alone") -> None:
@@ -95,46 +69,3 @@ def number(flag: str, text: str, low: float, high: float, whole: bool = False) -
         asked = f" from {low:g} to {high:g}" if math.isfinite(high) else f", {low:g} or above"
         raise UserError(f"{flag} {text}: takes a number{asked}")
     return value
-
-
-# -- tables and sentences as wide as the terminal ---------------------------------------------------------------------
-
-
-def room() -> int | None:
-    """Characters of a line; None where it goes to no terminal, and may be of any length."""
-    return shutil.get_terminal_size().columns if on_terminal() else None
-
-
-def without(rows: Sequence[Sequence[str]], expendable: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Rows, the first of which has the heads, that fit the terminal, and what was left out for it.
-
-    The columns of `expendable` go one after another, the first of them first, as long as there is too little room.
-    """
-    table, gone = [list(row) for row in rows], []
-    for head in expendable:
-        if fits(table):
-            break
-        if head in table[0]:
-            place = table[0].index(head)
-            table = [[*row[:place], *row[place + 1 :]] for row in table]
-            gone.append(head)
-    return table, gone
-
-
-def fits(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether a table has room."""
-    width = room()
-    return width is None or max(map(len, columns(rows))) <= width
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
-    """Rows as lines, the columns with these heads at their right edge."""
-    return columns(rows, right={place for place, head in enumerate(rows[0]) if head in right})
-
-
-def wrapped(lines: Sequence[str]) -> list[str]:
-    """Sentences, broken between words where they are too long."""
-    width = room()
-    if width is None:
-        return list(lines)
-    return [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]

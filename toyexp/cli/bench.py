@@ -24,7 +24,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import columns, count, counted, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
-from toyexp.cli.args import Answer, options, require_settings
+from toyexp.cli.args import options, require_settings
 from toyexp.cli.bench_stepper import (
     FIGURES,
     EngineStepper,
@@ -39,7 +39,7 @@ from toyexp.cli.bench_stepper import (
 )
 from toyexp.cli.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
-from toyexp.interfaces.command import Arguments
+from toyexp.interfaces.command import Answer, Arguments
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.plan import Plan
 from toyexp.training.run_config import Prepared

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toyexp.base.drawing import picture_at
-from toyexp.base.errors import UserError, choose, in_a_cell
-from toyexp.base.formatting import as_csv, count, counted, in_bytes, last_words, short
+from toyexp.base.errors import UserError
+from toyexp.base.formatting import in_bytes
 from toyexp.base.terminal import say, tell_aside
 from toyexp.base.writing import require_place
-from toyexp.cli.args import Answer, aligned, fits, without, wrapped
-from toyexp.cli.runs import one_form, told
+from toyexp.cli.runs import one_form
 from toyexp.interfaces.command import Arguments
-from toyexp.results.comparison import Comparison, Entry
-from toyexp.results.filters import Filter, divided, filtered
-from toyexp.results.found import look, metric_of, named, unzipped
+from toyexp.results.filters import Filter, divided
+from toyexp.results.found import unzipped
 from toyexp.results.plot import sheet
-from toyexp.results.ranking import TRAIN, Point, mean
 from toyexp.results.report import Report, importance_of, is_a_page, require, title
-from toyexp.sweeps.directory import remembered
+from toyexp.sweeps.compare import compared
 
 HELP = """\
 usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--pool] [--csv | --json]
@@ -49,91 +42,6 @@ their settings are equal; the column `data digest` or `base digest` tells them a
                      each point ended; of a search its scores by trial and setting (pip install 'toyexp[plots]')"""
 
 
-@dataclass(frozen=True)
-class Compared(Answer):
-    """The answer."""
-
-    comparison: Comparison
-
-    def plain(self) -> dict[str, Any]:
-        """The points, the best first, and what differs."""
-        found = self.comparison
-        best, points = found.ranking.best, []
-        for point in found.ranking.points:
-            settings = {key: point.jobs[0].settings.get(key) for key in found.keys}
-            known = not math.isnan(point.mean)
-            points.append({
-                "settings": settings, "mean": point.mean if known else None, "deviation": point.deviation,
-                "counted": len(point.values), "best": point is best,
-                "runs": [entry.run.plain() for entry in point.jobs],
-            })  # fmt: skip
-        differ = {key: found.values(key) for key in found.every_key}
-        return {"metric": found.ranking.column, "points": points, "differ": differ, "notes": found.notes()}
-
-    def lines(self) -> list[str]:
-        """A table of the points, and below it what else differs and what to know."""
-        found = self.comparison
-        ranking = found.ranking
-        scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
-        others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
-        heads = [*map(in_a_cell, found.keys or ["name"]), "runs", self._taken, ranking.column, *others, "speed", ""]
-        rows = [[in_a_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
-        if not fits([heads, *rows]):
-            heads = [*map(in_a_cell, last_words(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
-        table, gone = without([heads, *rows], ["speed", *reversed(others), self._taken])
-        lines = aligned(table, {"runs", self._taken, *others, "speed"})
-        points = "" if len(ranking.points) == len(found.entries) else f" in {counted(len(ranking.points), 'point')}"
-        below = [f"no room here for: {', '.join(gone)}; --csv has all"] if gone else []
-        below.append(f"{counted(len(found.entries), 'run')}{points}")
-        if ranking.seeds:
-            below[-1] += "; mean ± standard deviation (over n-1) of the runs that came to their end"
-        for leader, keys_along in found.along.items():
-            some = ", ".join(f"{key} {'|'.join(found.values(key))}" for key in keys_along[:6])
-            more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
-            below.append(f"with {leader}: {some}{more}")
-        also = [key for key in found.also if key not in ("seed", "name")]
-        below += [f"also, without a point of its own: {', '.join(also)}"] if also else []
-        below += [f"note: {note}" for note in found.notes()]
-        return [*lines, "", *wrapped([in_a_cell(line) for line in below])]
-
-    @property
-    def _taken(self) -> str:
-        """What the column of steps is called, beside one of the setting where runs differ in that."""
-        return "steps taken" if "steps" in self.comparison.keys else "steps"
-
-    def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
-        found, first = self.comparison, point.jobs[0]
-        done = [entry.run for entry in point.jobs if entry.status == "completed"] or [e.run for e in point.jobs]
-        cells = [first.settings.get(key, "-") for key in found.keys] or [first.run.name]
-        steps = sorted({run.steps for run in done if run.steps is not None})
-        of = "-" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-        others = [mean(run.value(name) for run in done) for name in scores]
-        if found.ranking.column != TRAIN:
-            others.append(mean(run.train_loss for run in done))
-        speed = mean(run.speed for run in done)
-        known = len(point.values) + point.repeats
-        counts = f"{known}/{len(point.jobs)}" if known < len(point.jobs) else str(len(done))
-        mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""
-        speed_told = "-" if speed is None else f"{count(speed)}/s"
-        return [*cells, counts, of, str(point), *map(told, others), speed_told, mark]
-
-    def csv(self) -> str:
-        """A row for each run, in the order of the points."""
-        found = self.comparison
-        heads = ["run", "name", *found.keys, "seed", "state", self._taken, "held-out loss",
-                 *(f"held-out {n}" for n in found.scores), TRAIN, "seconds", "speed", "counted",
-                 f"{found.ranking.column} mean", f"{found.ranking.column} std", "best"]  # fmt: skip
-        table, best = [heads], found.ranking.best
-        for entry, point in found.ranking.jobs():
-            run, known = entry.run, bool(point.values)
-            cells = [short(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
-                     run.state, run.steps, run.loss, *(run.scores.get(n) for n in found.scores), run.train_loss,
-                     run.seconds, run.speed, len(point.values), point.mean if known else None, point.deviation,
-                     "best" if point is best else None]  # fmt: skip
-            table.append(["" if cell is None else str(cell) for cell in cells])
-        return as_csv(table)
-
-
 def run(arguments: Arguments) -> int:
     """Compares what is named."""
     one_form(arguments)
@@ -149,28 +57,6 @@ def run(arguments: Arguments) -> int:
         raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
     with unzipped(places) as where:
         return _compare(arguments, where, filters, picture)
-
-
-def compared(places: Sequence[str], filters: Sequence[Filter], metric: str | None, pooled: bool = False) -> Compared:
-    """Compare the runs in `places` that the filters allow; raise UserError if none is left, or none has the metric."""
-    paths = named("compare", places, notes := list[str]())
-    runs = filtered([look(path) for path in paths], filters, notes)
-    if not runs:
-        raise UserError(
-            f"compare {' '.join(f.typed for f in filters)}: none of {counted(len(paths), 'run')} is like that"
-        )
-    comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]), pooled)
-    for place in map(Path, places):
-        with contextlib.suppress(UserError):  # it holds no sweep, or a damaged one
-            gone = [d for j in remembered(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()]
-            told = f"not counted: {counted(len(gone), 'run')} of {short(place)} not there any more: "
-            notes += [told + ", ".join(gone[:3])] if gone else []
-    comparison.unasked = notes
-    if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
-        evaluated = comparison.scores or any(run.loss is not None for run in runs)
-        there_is = choose(metric, known) if evaluated else "none was evaluated; without --metric they go by train loss"
-        raise UserError(f"--metric {metric}: no run here has such a score; {there_is}")
-    return Compared(comparison)
 
 
 def _compare(arguments: Arguments, places: list[str], filters: Sequence[Filter], picture: Path | None) -> int:

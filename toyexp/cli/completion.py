@@ -116,7 +116,7 @@ class Line:
         """What stands behind an option: one of its choices, or what its example tells, as a file's suffix does."""
         match flag:
             case "--engine":
-                from toyexp.cli.generate import LLAMA_CPP
+                from toyexp.inference.llamacpp import LLAMA_CPP
 
                 yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
             case "--type":

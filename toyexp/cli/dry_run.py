@@ -15,11 +15,11 @@ from toyexp.base.attribution import given
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import count, counted, duration, in_bytes, short
 from toyexp.base.memory import available_bytes
-from toyexp.cli.args import Answer
 from toyexp.cli.bench import step_flops
 from toyexp.cli.bench_stepper import EngineStepper, memory_bytes
 from toyexp.config.top_level import GROUPS
 from toyexp.formats.gguf.open_model import in_place
+from toyexp.interfaces.command import Answer
 from toyexp.training.driver import Evaluate
 from toyexp.training.memory import check_snapshot, least, snapshot_bytes
 from toyexp.training.resume import Resumed

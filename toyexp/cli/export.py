@@ -1,39 +1,17 @@
-"""A model's file written again in another type or format: what `toyexp export` does."""
+"""Write a model's file again in another type or format: `toyexp export`."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import textwrap
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from toyexp.base.attribution import attributed, sentences
-from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
-from toyexp.base.files import head
-from toyexp.base.formatting import in_bytes, short
-from toyexp.base.ownership import run_with
-from toyexp.base.writing import bytes_in, in_one_piece, require_place, required
-from toyexp.cli.args import Answer
-from toyexp.config.restored import file_of
-from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import class_in, exported_of
-from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.rewrite import require_exact
-from toyexp.formats.layout import HF_TYPES
+from toyexp.base.errors import UserError
+from toyexp.inference.export import export
 from toyexp.interfaces.command import Arguments
-from toyexp.interfaces.format import Exported, Format, require_written
 from toyexp.plugins.discovery import load
-from toyexp.plugins.exporter import card_facts
-from toyexp.plugins.registry import Registry
-from toyexp.results.found import look
-from toyexp.training.checkpoint import result_of
-from toyexp.training.run_config import config_hash
-from toyexp.training.rundir import settings_in
 
 
 def help_text(modules: Sequence[str]) -> str:
@@ -67,28 +45,6 @@ options
 
 
 HELP = help_text
-BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # first bytes of files, as a pattern
-
-
-@dataclass(frozen=True)
-class Written(Answer):
-    """What was written."""
-
-    source: str
-    path: str
-    type: str
-    source_bytes: int
-    bytes: int
-    tensors: dict[str, int]  # how many of each type
-    warnings: list[str]
-    notes: list[str]  # who makes something else of it
-
-    def lines(self) -> list[str]:
-        """What is odd about it, and where it is."""
-        types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
-        sizes = f"{in_bytes(self.source_bytes)} -> {in_bytes(self.bytes)}"
-        told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
-        return [*map(for_terminal, told), f"{self.path}  {sizes}  ({types})"]
 
 
 def run(arguments: Arguments) -> int:
@@ -101,144 +57,6 @@ def run(arguments: Arguments) -> int:
         example += ["--to", second] if second else []
         given = shlex.join(["export", *arguments.rest])
         raise UserError(f"{given}: takes one file or run directory, and a type: toyexp export {shlex.join(example)}")
-    return export(Path(files[0]), settings, arguments, load(arguments.modules)).show(arguments)
-
-
-def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
-    """The format that `--type` names, with the settings behind it; UserError for what it does not take."""
-    known = registry.types()
-    if word not in known:
-        raise UserError(f"--type={word}: {choose(word, known)}")
-    cls, values = known[word]
-    form = _with(cls, values, settings, word) if settings else cls(**values)
-    try:
-        form.check()
-    except UserError as error:  # of the settings that the word stands for, where none was typed
-        raise type(error)(f"{'' if settings else '--'}{error}") from None
-    return form
-
-
-def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str], word: str) -> Format:
-    from toyexp.config.build import made, typed  # deferred: few exports take settings, which Hydra reads
-    from toyexp.config.words import parse
-
-    names, given = [f.name for f in fields(cls)], {"name": cls.name, **values}
-    for override in parse(settings):
-        key = override.key_or_group
-        if key not in names:
-            there = choose(key, names) if names else "it has none"
-            raise UserError(f"export {override.input_line}: --type {word} has no such setting; {there}")
-        if key in values:
-            raise UserError(f"export {override.input_line}: --type {word} means {key}={values[key]}; leave one out")
-        given[key] = override.value()
-    try:
-        form: Format = made(cls, typed(cls, given, cls.name))
-    except UserError as error:
-        raise UserError(str(error).removeprefix(f"{cls.name}.")) from None
-    return form
-
-
-def export(what: Path, settings: Sequence[str], arguments: Arguments, registry: Registry) -> Written:
-    """Writes the file; UserError for what cannot be, before anything is written."""
+    force, requantize = "--force" in arguments.switches, "--requantize" in arguments.switches
     word, to = arguments.values["--type"], arguments.values.get("--to")
-    form = asked(word, settings, registry)
-    # What the stem of a file's name gets: -q8_0.gguf, .onnx, -hf, -hf-f16.
-    ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
-    with GGUFFile(file_of(what, registry=registry)) as file:
-        target = Path(to) if to else default_target(file, ending)
-        if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
-            raise UserError(f"--to {target}: --type {word} is written as *{form.suffix}")
-        read = [*file.paths, origin(file.path)]
-        require_free(f"--to {target}", target, read, "--force" in arguments.switches, form.suffix, form.contents)
-        try:
-            exported, problems = _write(form, file, target, "--requantize" in arguments.switches, registry)
-        except UserError as error:
-            raise error if str(error).startswith(str(origin(file.path))) else file.error(str(error)) from None
-        kinds = {HF_TYPES.get(form.kind, form.kind.upper()): len(exported.tensors if exported else file.tensors)}
-        if target.suffix == ".gguf":
-            with GGUFFile(target) as written:
-                kinds = dict(Counter(t.type for t in written.tensors.values()))
-        told = sentences(form.notes, exported) if exported is not None else []
-        return Written(str(origin(file.path)), str(target), word, file.size, bytes_in(target), kinds, problems, told)
-
-
-def _write(
-    form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
-) -> tuple[Exported | None, list[str]]:
-    """Writes `target` in one piece: from the file as it stands where that has the format already, or from its model.
-
-    Returns the model, of which there is none in the first case, and what is odd about the numbers.
-    """
-    found = class_in(file, registry.models())
-    with attributed(f"format.{form.name}", "while it wrote the file"), required(target), in_one_piece(target) as place:
-        try:
-            form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
-            problems = form.write_again(file, place, requantize)
-            if problems is not None:
-                converted = origin(file.path) != file.path and origin(file.path).is_file()
-                lacks = exported_of(file, registry.models()).lacks if converted else ()  # a tokenizer
-                return None, [*lacks, *require_written(form, place, problems)]
-            exported = exported_of(file, registry.models())
-            form.check_model(exported.model)
-            rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
-            require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
-            told = require_written(form, place, form.write(replace(exported, about=_about(file)), place))
-            return exported, [*exported.lacks, *told]
-        except RunFailed as error:
-            raise RunFailed(str(error).replace(str(place), str(target))) from error
-
-
-def _about(file: GGUFFile) -> dict[str, Any]:
-    """Return what a model card says of the run that a file comes from; nothing if the file is not beside that run's."""
-    run = _beside(file).parent
-    config, found, step = settings_in(run / "config.yaml"), look(run), file.metadata.get("general.step")
-    if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
-        return {}
-    types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
-    rounded = f" before rounding to {types}" if types else ""
-    scores = {f"{name}{rounded}": value for name, value in {"loss": found.loss, **found.scores}.items()}
-    scores = scores if result_of(run).get("eval_step") == step else {}
-    return card_facts(config, found.engine, scores)
-
-
-def require_free(
-    asked: str, target: Path, read: Sequence[Path], force: bool, suffix: str = ".gguf", contents: Collection[str] = ()
-) -> None:
-    """Raise UserError unless nothing is at `target`, or with `force` a model, neither `read` nor written by a run."""
-    require_place(asked, target)
-    if not os.path.lexists(target):
-        return
-    if contents:
-        files = {f.name: f for f in target.iterdir()} if target.is_dir() and not target.is_symlink() else {"": target}
-        whole = {"config.json", "model.safetensors"} & {*contents} if files else set()  # an empty directory is free
-        ours = whole <= {*files} <= {*contents} and all(_begins(f, f.suffix, b"") for f in files.values())
-    else:
-        ours = _begins(target, ".gguf") or (target.name.endswith(suffix) and _begins(target, suffix))
-    if not ours:
-        what = "directory that was written so" if contents else "file of a model"
-        hint = "name a file in it" if target.is_dir() and not contents else "write elsewhere"
-        raise UserError(f"{asked}: is already there and no {what}, which alone --force replaces; {hint}")
-    if any(target.samefile(path) for path in read):
-        raise UserError(f"{asked}: is what is read; write elsewhere")
-    if (run := run_with(target)) is not None:
-        raise UserError(f"{asked}: belongs to the run {short(run)}; write elsewhere")
-    if not force:
-        raise UserError(f"{asked}: is already there; write elsewhere, or replace it with --force")
-
-
-def _begins(path: Path, suffix: str, other: bytes = b".") -> bool:
-    """Return whether a file begins as BEGINNINGS says for this suffix, or as `other` if BEGINNINGS lacks the suffix."""
-    return re.match(BEGINNINGS.get(suffix, other), head(path, 9), re.DOTALL) is not None
-
-
-def default_target(file: GGUFFile, ending: str) -> Path:
-    """Where a file goes unless `--to` says it: beside the model, a part of whose name is left out if it is split."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    return _beside(file).with_name(f"{stem}{ending}")
-
-
-def _beside(file: GGUFFile) -> Path:
-    """Return the path beside which a new file goes: of what lies in a checkpoint's directory that of its run."""
-    if (made_of := origin(file.path)) == file.path:
-        return file.path
-    return (made_of.parents[1] if made_of.is_dir() else made_of.parent) / file.path.name
+    return export(Path(files[0]), word, to, settings, load(arguments.modules), force, requantize).show(arguments)

@@ -1,49 +1,50 @@
-"""Text from a model in a file, as it comes: what `toyexp generate` writes."""
+"""Write text with a model in a file, as it comes, or hold a conversation: `toyexp generate`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError
 from toyexp.base.random import stream
-from toyexp.base.terminal import complain, tell_aside, write_text
-from toyexp.base.threads import MOST_THREADS
+from toyexp.base.signals import Interrupted, handled
+from toyexp.base.terminal import on_terminal, tell_aside, write_text
 from toyexp.base.validators import is_whole
 from toyexp.base.writing import dump_json
 from toyexp.cli.args import one_file, options, refuse_settings
-from toyexp.cli.chat import chat
-from toyexp.cli.generator import (
-    END,
-    FULL,
+from toyexp.inference.generate import (
     LIMIT,
+    LIMITS,
+    STOPPED,
     Author,
     Generated,
     Options,
     Scribe,
+    chat_ids,
     chat_template,
-    language,
-    prompt_ids,
-    require_room,
+    generate,
+    load_writer,
+    opening,
+    said,
 )
-from toyexp.config.restored import adapter_of, check_base, file_of
-from toyexp.formats.gguf.open_model import model_of, opened
-from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.tokenizer import has_text
+from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.sampling import Sampling
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
+from toyexp.tokenizers.chat_template import BadChat, Template
 
-LLAMA_CPP = "llama.cpp"
 IN_A_CHAT = 512  # tokens of an answer, unless told
 MOST_TEXT = 1 << 24  # bytes of a prompt
 CHAT_STEP = 256  # positions by which a chat's window grows
+QUIT = "/quit"
+AGAIN = f"{QUIT}, or the end of the input, ends it; Ctrl-C stops an answer"
 
 HELP = """\
 usage: toyexp generate MODEL --prompt TEXT [options] [plugins=[my_module]]
@@ -78,17 +79,10 @@ text, and says so once; llama.cpp ends there. The same seed draws by the same nu
 own. seconds count from reading the prompt, with the model in memory."""
 
 
-# The least and the most that a number can be.
-LIMITS = {
-    "--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1),
-    "--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0),
-}  # fmt: skip
-
-
 def run(arguments: Arguments) -> int:
     """Has the model write; how fast that was goes to standard error."""
     asked = read(arguments)
-    registry, write = load(asked.plugins), (lambda text: None) if asked.json else write_text
+    registry, write = load(arguments.modules), (lambda text: None) if asked.json else write_text
 
     notes: list[str] = []  # told behind the text, in the middle of which they would stand
 
@@ -97,8 +91,13 @@ def run(arguments: Arguments) -> int:
 
     try:
         if asked.chat and asked.prompt is None:
-            return 1 if converse(asked, registry, write, show) else 0
-        found = generate(asked, registry, write, tell_aside if asked.json else notes.append)
+            return 1 if chat(asked, registry, write, show) else 0
+        found = generate(
+            replace(asked, prompt=_read_prompt(asked.prompt)),
+            registry,
+            write,
+            tell_aside if asked.json else notes.append,
+        )
     except KeyboardInterrupt:
         print(flush=True)
         raise
@@ -117,8 +116,8 @@ def read(arguments: Arguments) -> Options:
     if parts is not None and not all(is_whole(part, 0, 2**31 - 1) for part in parts):
         raise UserError(f"--ids {ids}: takes token ids with commas between them, such as 1,2,3")
     numbers = None if parts is None else [int(part) for part in parts]
-    more = {"model": model, "ids": numbers, "plugins": arguments.modules}
-    asked = options(Options, arguments, LIMITS, **more, sampling=options(Sampling, arguments, LIMITS))
+    sampling = options(Sampling, arguments, LIMITS)
+    asked = options(Options, arguments, LIMITS, model=model, ids=numbers, sampling=sampling)
     if asked.system is not None and not asked.chat:
         raise UserError(f"generate --system: needs --chat: toyexp generate {model} --chat --system ... --prompt ...")
     if asked.chat and numbers is not None:
@@ -129,65 +128,6 @@ def read(arguments: Arguments) -> Options:
         usage = "--prompt TEXT (- reads it from standard input), --ids 1,2,3 in its place, or --chat for a conversation"
         raise UserError(f"generate: give {usage}")
     return asked
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def generate(
-    asked: Options, registry: Registry, write: Callable[[str], None], slid: Callable[[str], object] = tell_aside
-) -> Generated:
-    """Lets the model write; `write` gets the text as it comes, `slid` a line when it goes beyond the context.
-
-    Raises UserError for whatever does not fit together.
-    """
-    path, own, asked = _chosen(replace(asked, prompt=_read_prompt(asked.prompt)), registry)
-    if asked.engine.partition(":")[0] == LLAMA_CPP:
-        return _by_llama_cpp(path, asked, own, write)
-    with _author(path, asked, registry) as author:
-        template = chat_template(path, asked)
-        ids, scribe = prompt_ids(path, asked, author.tokenizer, template), Scribe(author.tokenizer, write)
-        return author.write(asked.prompt, ids, scribe, stream(asked.seed, "generate"), template, slid=slid)
-
-
-def converse(
-    asked: Options, registry: Registry, write: Callable[[str], None], show: Callable[[Generated], None]
-) -> int:
-    """Hold a conversation, and return how many messages of a pipe were left out; see `chat`."""
-    path, _, asked = _chosen(asked, registry)
-    if asked.engine.partition(":")[0] == LLAMA_CPP:
-        raise UserError(
-            f"--engine {asked.engine}: answers one --prompt at a time; a chat that goes on is of the others"
-        )
-    with _author(path, asked, registry, CHAT_STEP) as author:
-        return chat(author, path, write, show)
-
-
-def _author(path: Path, asked: Options, registry: Registry, step: int = 1) -> Author:
-    from toyexp.config.request import Request
-
-    (request,) = Request([], registry, asked.plugins).on_engines([asked.engine]).values()
-    return Author(path, asked, request, step)
-
-
-def _chosen(asked: Options, registry: Registry) -> tuple[Path, Mapping[str, str], Options]:
-    """The model's file, the engine's own settings, and the options with the adapter's file."""
-    from toyexp.config.engines import read_label
-
-    engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, asked.engine.partition(":")[0]
-    if name not in engines:
-        raise UserError(f"--engine {asked.engine}: {choose(name, engines)}")
-    _, own = read_label(asked.engine, f"--engine {asked.engine}")
-    path = file_of(asked.model, registry=registry)
-    file = opened(str(path))
-    if file.metadata.get("general.type") == "adapter":
-        raise file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
-    if asked.adapter:
-        adapter = adapter_of(Path(asked.adapter), lambda: model_of(path, registry), registry)
-        for warning in check_base(adapter, path):
-            complain(f"warning: {warning}")
-        asked = replace(asked, adapter=str(adapter))
-    return path, own, asked
 
 
 def _read_prompt(given: str | None) -> str | None:
@@ -202,41 +142,143 @@ def _read_prompt(given: str | None) -> str | None:
         raise UserError(f"--prompt: not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x})") from None
 
 
-def _by_llama_cpp(path: Path, asked: Options, own: Mapping[str, str], write: Callable[[str], None]) -> Generated:
-    from toyexp.cli import llamacpp
+# -- a conversation that goes on, in a terminal or through a pipe -----------------------------------------------------
 
-    threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
-    if own.keys() - {"threads"} or not is_whole(threads, 0, MOST_THREADS) or (":" in asked.engine and not own):
-        usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
-        raise UserError(f"--engine {asked.engine}: {LLAMA_CPP} takes {usage}")
-    with GGUFFile(path) as file:
-        context = file.metadata.get(f"{file.architecture}.context_length")
-        if not isinstance(context, int):
-            raise file.error("holds no language model")
-        if not has_text(file):
-            raise file.error("has no tokenizer, and llama.cpp does not write without one")
-    if asked.adapter:
-        GGUFFile(asked.adapter).close()  # which says what is wrong with a file that is none
-    template, ids, prompt = chat_template(path, asked), asked.ids, asked.prompt or ""
-    if template and (asked.system is not None or template.file != str(path)):  # of which llama.cpp does not know
-        ids = prompt_ids(path, asked, language(path, asked), template)
-    most = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
-    task = llamacpp.Task(
-        llamacpp.installed(), str(path), asked.adapter, int(threads), ids, prompt, asked.chat, context,
-        n_ctx=min(context, most + asked.tokens), tokens=asked.tokens,
-        sampling={**asdict(asked.sampling), "seed": asked.seed % (2**32 - 1)}, stream=not asked.json,
-    )  # fmt: skip
-    text, ids_read, began = "", list[int](), time.perf_counter()
-    for answer in llamacpp.stream(task):
-        if answer.prompt_ids is not None:
-            ids_read, began = answer.prompt_ids, time.perf_counter()
-            require_room(path, len(ids_read), context)
-        elif answer.text:
-            text += answer.text
-            write(answer.text)
-    count = answer.count or 0
-    reason = END if answer.stopped == "eos" else LIMIT if count >= asked.tokens else FULL
-    return Generated(
-        str(path), f"{LLAMA_CPP} ({task.package})", asked.prompt, ids_read, text, answer.ids, count, reason,
-        time.perf_counter() - began, asked.seed, template and template.file,
-    )  # fmt: skip
+
+class CtrlC:
+    """While an answer is written the first Ctrl-C stops that; another one, and one at any other time, is raised."""
+
+    def __init__(self) -> None:
+        self._answering = self.pressed = False
+
+    @contextlib.contextmanager
+    def stops_an_answer(self) -> Iterator[CtrlC]:
+        """For as long as one is written."""
+        self._answering, self.pressed = True, False
+        try:
+            yield self
+        finally:
+            self._answering = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What the interpreter calls."""
+        if not self._answering or self.pressed:
+            raise Interrupted(number)
+        self.pressed = True
+
+
+class Conversation:
+    """The turns so far, and the ids by which the model continues them.
+
+    Without a template messages and answers follow one another as lines of a text. Once all of it is more than the
+    context holds, the oldest turns are left out.
+    """
+
+    def __init__(self, author: Author, template: Template | None):
+        self._author, self._template = author, template
+        self.turns = opening(author.asked)
+        self._fixed = len(self.turns)  # turns that are never left out
+        self._dropped = False
+
+    def ids(self, message: str) -> list[int]:
+        """Those after another message; UserError for one that the template refuses, or that is too long by itself."""
+        turns, context = [*self.turns, said("user", message)], self._author.context
+        room = context - min(self._author.asked.tokens, context // 4)  # so that an answer has room
+        while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
+            del turns[self._fixed : self._fixed + 2]
+            if not self._dropped:
+                tell_aside(f"note: the context of {context} tokens is full; the oldest turns are left out now")
+            self._dropped = True
+        if len(ids) > context:
+            raise UserError(f"the message takes {len(ids)} tokens, and the context is {context}: left out")
+        self.turns = turns
+        return ids
+
+    def _ids(self, turns: list[dict[str, str]]) -> list[int]:
+        tokenizer = self._author.tokenizer
+        assert tokenizer is not None
+        if self._template is not None:
+            return chat_ids(tokenizer, self._template, turns)
+        pairs = [turns[i : i + 2] for i in range(0, len(turns), 2)]
+        return tokenizer.prompt("\n".join("".join(turn["content"] for turn in pair) for pair in pairs)).tolist()
+
+
+def chat(
+    asked: Options, registry: Registry, write: Callable[[str], None], answered: Callable[[Generated], object]
+) -> int:
+    """Answer message by message, until /quit or the end of the input; `write` gets text as it comes.
+
+    `answered` gets each answer once it is whole, or was stopped. Return how many messages of a pipe were left out.
+    UserError for a file that knows ids alone.
+    """
+    loaded = load_writer(asked, registry)
+    if asked.engine.partition(":")[0] == LLAMA_CPP:
+        raise UserError(
+            f"--engine {asked.engine}: answers one --prompt at a time; a chat that goes on is of the others"
+        )
+    with Author(loaded, asked, CHAT_STEP) as author:
+        if author.tokenizer is None:
+            raise UserError(f"{loaded.name}: has no tokenizer, and a chat is text; --ids 1,2,3 without --chat")
+        found = chat_template(loaded, asked, required=False)
+        if asked.system is not None and not found:
+            raise UserError(f"{loaded.name}: has no chat template, which would write --system; leave it out")
+        talk = Conversation(author, Template(found.text, author.tokenizer, found.file) if found else None)
+        how = f"chat template of {found.file}" if found else "no chat template: the text is continued"
+        tell_aside(f"{how} · {AGAIN}")
+        words, ctrl_c, left_out = stream(asked.seed, "generate"), CtrlC(), 0
+        with handled({signal.SIGINT: ctrl_c.handle}):
+            for message in messages():
+                try:
+                    ids = talk.ids(message)
+                except BadChat as error:
+                    raise UserError(f"{found.file if found else loaded.name}: {error}") from None
+                except UserError as error:
+                    tell_aside(str(error))
+                    left_out += not sys.stdin.isatty()
+                    continue
+                scribe = Scribe(author.tokenizer, write)
+                with ctrl_c.stops_an_answer():
+                    answer = author.write(message, ids, scribe, words, found, lambda: ctrl_c.pressed, tell_aside)
+                talk.turns.append(said("assistant", scribe.text))
+                answered(answer)
+                if answer.reason in (LIMIT, STOPPED):
+                    tell_aside(f"({answer.reason}{f', --tokens {asked.tokens}' if answer.reason == LIMIT else ''})")
+    return left_out
+
+
+def messages() -> Iterator[str]:
+    """What is typed, or comes through a pipe, a line each without those that are empty; Ctrl-C takes a line back."""
+    if sys.stdin is None:
+        raise UserError("generate --chat: standard input is closed; --prompt TEXT asks one thing")
+    before_a_person = sys.stdin.isatty() and on_terminal()
+    if before_a_person:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - which lets `input` edit a line and recall earlier ones
+    while True:
+        try:
+            line = input("> ") if before_a_person else _line()
+        except EOFError:
+            if before_a_person:
+                print(flush=True)
+            return
+        except Interrupted as signalled:
+            if not before_a_person or signalled.exit_code != 128 + signal.SIGINT:
+                raise
+            print(flush=True)
+            tell_aside(AGAIN)
+            continue
+        if line.strip() == QUIT:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _line() -> str:
+    """The next line of a pipe or a file; EOFError behind the last."""
+    raw = sys.stdin.buffer.readline()
+    if not raw:
+        raise EOFError
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"generate --chat: not UTF-8 text (byte {error.start} of a line)") from None

@@ -20,7 +20,7 @@ from typing import Any
 from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.formatting import columns
 from toyexp.base.packages import needed, why, without_exit
-from toyexp.cli.args import Answer
+from toyexp.interfaces.command import Answer
 from toyexp.plugins.discovery import GROUP, load_beside
 from toyexp.plugins.exporter import Exporter
 from toyexp.plugins.registry import Offer, Registry

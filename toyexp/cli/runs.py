@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, in_a_cell
-from toyexp.base.formatting import as_csv, columns, counted, short, shown
+from toyexp.base.formatting import as_csv, columns, counted, score, short, shown
+from toyexp.base.tables import aligned, fits, room, without, wrapped
 from toyexp.base.terminal import tell_aside
-from toyexp.cli.args import Answer, aligned, fits, number, room, without, wrapped
-from toyexp.interfaces.command import Arguments
+from toyexp.cli.args import number
+from toyexp.interfaces.command import Answer, Arguments
 from toyexp.results.filters import Filter, divided, filtered, ordered
 from toyexp.results.found import COLUMNS, Run, below, look, unzipped
 
@@ -138,14 +138,9 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
     return [
         told_time(run.when), run.name, *(getattr(run, key) or "-" for key in ("sweep", "recipe", "data", "engine")),
         "-" if run.seed is None else str(run.seed),
-        "-" if run.lr is None else f"{run.lr:g}", steps, told(run.loss), *(told(run.scores.get(s)) for s in scores),
+        "-" if run.lr is None else f"{run.lr:g}", steps, score(run.loss), *(score(run.scores.get(s)) for s in scores),
         run.state + (why if len(why) < 60 else why[:57] + "..."), short(run.path.absolute()),
     ]  # fmt: skip
-
-
-def told(value: float | None) -> str:
-    """A score, as all tables have it."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"
 
 
 def told_time(when: str) -> str:

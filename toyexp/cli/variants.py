@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from toyexp.base.errors import UserError
-from toyexp.config.request import Request, take_engines
+from toyexp.config.request import Request, one_experiment, take_engines
 from toyexp.interfaces.command import Arguments
 from toyexp.training.experiment import prepare
 from toyexp.training.run_config import Prepared
@@ -25,14 +24,3 @@ def on_engines(
     """What is asked of one experiment, and the engines that it is to be on; see `one_experiment`."""
     labels, settings = take_engines(arguments.settings, default)
     return one_experiment(command, settings, ignored), labels
-
-
-def one_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
-    """What is asked of one experiment; UserError for a setting with several values, and for one that is `ignored`."""
-    request = Request.of(settings)
-    for override in request.settings:
-        if override.is_sweep_override():
-            raise UserError(f"{override.input_line}: {command} compares engines on one experiment; give one value")
-        if override.key_or_group.replace("/", ".").split(".")[0] in ignored:
-            raise UserError(f"{override.input_line}: is of no effect in {command}; leave it out")
-    return request

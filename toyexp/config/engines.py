@@ -30,13 +30,18 @@ def read_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
 
 
 def engine_of(label: str, registry: Registry) -> Engine:
-    """The engine that a label means, which works here; UserError, or Unavailable."""
-    name, own = read_label(label, f"engine={label}")
-    cls = registry.get("engine", name)
+    """Return the engine that a label means, which works here; raise UserError, or Unavailable."""
+    return pick_labelled(label, registry, f"engine={label}")[0]
+
+
+def pick_labelled(label: str, registry: Registry, asked: str) -> tuple[Engine, str]:
+    """Return the engine of a label, and a line that says which; errors in the label begin with what was `asked`."""
+    name, own = read_label(label, asked)
+    cls = class_of("engine", {"name": name}, registry)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in own.keys() - set(known):
-        raise UserError(f"engine={label}: {name} has no setting {printable(key)}; {choose(key, known)}")
-    return pick_engine(typed(cls, {"name": name, **own}, "engine"), registry)[0]
+        raise UserError(f"{asked}: {name} has no setting {printable(key)}; {choose(key, known)}")
+    return pick_engine(typed(cls, {"name": name, **own}, "engine"), registry)
 
 
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -96,3 +96,14 @@ def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[st
     if len(set(labels)) < len(labels):
         raise UserError(f"engine={','.join(labels)}: names one twice; give each its own settings: ggml:threads=1")
     return labels, [word for word in words if not word.startswith("engine=")]
+
+
+def one_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
+    """Return the request of one experiment; raise UserError for several values of a key, and for an `ignored` one."""
+    request = Request.of(settings)
+    for override in request.settings:
+        if override.is_sweep_override():
+            raise UserError(f"{override.input_line}: {command} compares engines on one experiment; give one value")
+        if override.key_or_group.replace("/", ".").split(".")[0] in ignored:
+            raise UserError(f"{override.input_line}: is of no effect in {command}; leave it out")
+    return request

@@ -6,10 +6,12 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from toyexp.base.errors import UserError, choose
+from toyexp.base.terminal import tell
+from toyexp.base.writing import dump_json
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,26 @@ class Arguments:
     def settings(self) -> list[str]:
         """The rest as settings of a run, with its plugins."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
+
+
+class Answer(ABC):
+    """Base of dataclasses that hold what a command found out."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain data, for --json."""
+        return asdict(self)  # type: ignore[call-overload]
+
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """Return it in lines, for a person."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def show(self, arguments: Arguments) -> int:
+        """Print it in lines, or with --json as JSON, and return exit code 0."""
+        tell(dump_json(self.plain(), indent=2) if "--json" in arguments.switches else str(self))
+        return 0
 
 
 @dataclass

@@ -21,6 +21,7 @@ from typing import Any
 from toyexp.base.errors import RunFailed, Unavailable, printable
 from toyexp.base.packages import why_not_apart
 
+LLAMA_CPP = "llama.cpp"  # what it is called among engines
 PACKAGES = ("xllamacpp", "llama_cpp")
 MARGIN = 1024  # positions for what a chat template adds
 
@@ -73,7 +74,7 @@ def stream(task: Task) -> Iterator[Answer]:
         json.dump(asdict(task), asked)
         asked.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", "toyexp.cli.llamacpp"],
+            [sys.executable, "-m", "toyexp.inference.llamacpp"],
             stdin=asked,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -10,8 +10,8 @@ from typing import Any
 
 from toyexp.base.attribution import given
 from toyexp.base.errors import UserError, choose
-from toyexp.config.restored import is_checkpoint
 from toyexp.config.safe_yaml import require_plugins
+from toyexp.inference.model_files import is_checkpoint
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.model import Model

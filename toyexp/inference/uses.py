@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import cast
 
 from toyexp.base.errors import UserError, printable
-from toyexp.cli.export import default_target, require_free
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.ggml_types import QUICKLY_TOLD
 from toyexp.formats.gguf.header import GGUFError, origin
@@ -19,6 +18,7 @@ from toyexp.formats.gguf.open_model import by_architecture, model_in
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.rewrite import PLAIN
 from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.inference.export import default_target, require_free
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.kind import IMAGES, TOKENS
 from toyexp.interfaces.model import Model, sizes_of
@@ -205,7 +205,7 @@ class Offers:
 
     def _unseen(self, model: Model) -> str | None:
         """Return why no image can be shown to the model; None if one can."""
-        from toyexp.cli.predict import Seen  # deferred: it loads Hydra, which few models need here
+        from toyexp.inference.predict import Seen  # deferred: it loads Hydra, which few models need here
 
         try:
             Seen.of(self._file, model, self._path)

@@ -1,4 +1,4 @@
-"""A model in a file that writes text, on one of our engines."""
+"""Write text with a model in a file, on one of our engines or by llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,33 +10,41 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, choose
 from toyexp.base.memory import running_out
-from toyexp.formats.file_plan import frozen_plan
-from toyexp.formats.gguf.header import GGUFError, origin
-from toyexp.formats.gguf.open_model import model_of, opened
+from toyexp.base.random import stream
+from toyexp.base.threads import MOST_THREADS
+from toyexp.base.validators import is_whole
+from toyexp.config.engines import read_label
+from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
-from toyexp.interfaces.recipe import Setup
+from toyexp.inference import llamacpp
+from toyexp.inference.llamacpp import LLAMA_CPP
+from toyexp.inference.loaded_model import LoadedModel, engine_for
 from toyexp.interfaces.sampling import Sampling, endless
+from toyexp.plugins.registry import Registry
 from toyexp.tokenizers.chat_template import BadChat, Template
 from toyexp.tokenizers.tokenizer import Tokenizer
-from toyexp.training.memory import checked_session
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from toyexp.config.request import Request
     from toyexp.interfaces.session import Session
 
 LESS = "fewer --tokens take less"
 # Why it ends.
 END, LIMIT, FULL, STOPPED = "end of text", "token limit", "context full", "stopped"
+# The least and the most that a number can be.
+LIMITS = {
+    "--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1),
+    "--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line."""
+    """What a text is written from, and how."""
 
     model: Path
     prompt: str | None = None
@@ -48,16 +56,12 @@ class Options:
     seed: int = 0
     adapter: str | None = None
     engine: str = "auto"
-    json: bool = False
-    plugins: Sequence[str] = ()  # local modules
-
-
-# -- what is found ----------------------------------------------------------------------------------------------------
+    json: bool = False  # all of it at the end, with all ids
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What a model wrote."""
+    """Text that a model wrote."""
 
     file: str
     engine: str
@@ -122,21 +126,49 @@ class Scribe:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
+def generate(
+    asked: Options, registry: Registry, write: Callable[[str], None], slid: Callable[[str], object]
+) -> Generated:
+    """Let the model write; `write` gets the text as it comes, `slid` a line when it goes beyond the context.
+
+    Raises UserError for whatever does not fit together.
+    """
+    loaded = load_writer(asked, registry)
+    if asked.engine.partition(":")[0] == LLAMA_CPP:
+        return _by_llama_cpp(loaded, asked, write)
+    with Author(loaded, asked) as author:
+        template = chat_template(loaded, asked)
+        ids, scribe = prompt_ids(loaded, asked, author.tokenizer, template), Scribe(author.tokenizer, write)
+        return author.write(asked.prompt, ids, scribe, stream(asked.seed, "generate"), template, slid=slid)
+
+
+def load_writer(asked: Options, registry: Registry) -> LoadedModel:
+    """Find the files of the model and the adapter; UserError for an unknown engine, and for an adapter alone."""
+    engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, asked.engine.partition(":")[0]
+    if name not in engines:
+        raise UserError(f"--engine {asked.engine}: {choose(name, engines)}")
+    read_label(asked.engine, f"--engine {asked.engine}")
+    loaded = LoadedModel.open(asked.model, registry, Path(asked.adapter) if asked.adapter else None)
+    if loaded.file.metadata.get("general.type") == "adapter":
+        raise loaded.file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
+    return loaded
+
+
 class Author:
-    """The model, which writes; it holds a session, and is closed with its `with`.
+    """A model that writes; it holds a session, and is closed with its `with`.
 
     `step` is of how many positions its window grows at a time: an engine of static graphs computes all of it for every
     token, so that one text has the positions that it takes and no more.
     """
 
-    def __init__(self, path: Path, asked: Options, request: Request, step: int = 1):
-        self.path, self.asked, self._step = path, asked, step
-        model: Any = model_of(path, request.registry)
+    def __init__(self, loaded: LoadedModel, asked: Options, step: int = 1):
+        self.loaded, self.asked, self._step = loaded, asked, step
+        model: Any = loaded.model
         if not model.reads.sequence:
-            raise UserError(f"{origin(path)}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
-        self._model, self._request = model, request
+            raise UserError(f"{loaded.name}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
+        self._model = model
         self.context: int = model.context
-        self.tokenizer, self.slides = language(path, asked), 0
+        self.tokenizer, self.slides = language(loaded, asked), 0
         self.vocab = min(self.tokenizer.vocab, model.vocab) if self.tokenizer else model.vocab
         self.note = ""
         self._window, self._held = 0, ExitStack()
@@ -160,8 +192,8 @@ class Author:
         """
         beyond = [i for i in ids if i >= self.vocab]
         if beyond:
-            raise UserError(f"{origin(self.path)}: the prompt's id {beyond[0]} is not one of its 0..{self.vocab - 1}")
-        require_room(self.path, len(ids), self.context)
+            raise UserError(f"{self.loaded.name}: the prompt's id {beyond[0]} is not one of its 0..{self.vocab - 1}")
+        require_room(self.loaded, len(ids), self.context)
         ends: frozenset[int] | set[int] = set(self.tokenizer.ends) if self.tokenizer else set()
 
         def slides() -> None:
@@ -184,13 +216,13 @@ class Author:
                 break
         scribe.finish()
         return Generated(
-            str(origin(self.path)), self.note, prompt, list(ids), scribe.text if self.tokenizer else None, scribe.ids,
+            self.loaded.name, self.note, prompt, list(ids), scribe.text if self.tokenizer else None, scribe.ids,
             len(scribe.ids), reason, time.perf_counter() - began, self.asked.seed, template and template.file,
             self.slides,
         )  # fmt: skip
 
     def _opened(self, count: int) -> Session:
-        """The session with so many positions, or all that the model has."""
+        """Return the session with so many positions, or all that the model has."""
         window = min(self.context, -(-count // self._step) * self._step)
         if self._session is not None and self._window >= window:
             return self._session
@@ -198,24 +230,18 @@ class Author:
         self._session = None
         inputs, name = self._model.reads.inputs(window), self._model.reads.sequence
         inputs[name] = replace(inputs[name], below=self._model.vocab)
-        adapter = Path(self.asked.adapter) if self.asked.adapter else None
-        plan = frozen_plan(self._model, self.path, Setup(inputs, rows=1), adapter)
-        built = self._request.parts()
-        engine = built.engine.of_one_row()
-        first = engine is not built.engine
-        self.note = f"{engine.name}: {engine.check()}, of its devices the first" if first else built.engine_note
-        session = self._held.enter_context(checked_session(plan, engine, str(origin(self.path)), LESS))
-        self._session, self._window = session, window
-        return session
+        engine, self.note = engine_for(self.asked.engine, self.loaded.registry, 1)
+        self._session = self._held.enter_context(self.loaded.session(engine, inputs, 1, LESS))
+        self._window = window
+        return self._session
 
 
-def language(path: Path, asked: Options) -> Tokenizer | None:
-    """The file's tokenizer, if it has one and it is needed."""
-    file = opened(str(path))
-    if not has_text(file):
+def language(loaded: LoadedModel, asked: Options) -> Tokenizer | None:
+    """Return the file's tokenizer, if it has one and it is needed."""
+    if not has_text(loaded.file):
         return None
     try:
-        return read_tokenizer(file)
+        return read_tokenizer(loaded.file)
     except GGUFError:
         if asked.ids is None:
             raise
@@ -229,28 +255,30 @@ class ChatTemplate(NamedTuple):
     file: str
 
 
-def chat_template(path: Path, asked: Options, required: bool = True) -> ChatTemplate | None:
-    """What writes a chat's prompt: the template that the adapter was trained with, or the model's.
+def chat_template(loaded: LoadedModel, asked: Options, required: bool = True) -> ChatTemplate | None:
+    """Return what writes a chat's prompt: the template that the adapter was trained with, or the model's.
 
     None without --chat; UserError where there is none and one is `required`.
     """
     if not asked.chat:
         return None
-    for name in filter(None, (asked.adapter, str(path))):
-        with GGUFFile(name) as file:
+    for path in filter(None, (loaded.adapter, loaded.path)):
+        with GGUFFile(path) as file:
             if text := read_chat_template(file):
-                return ChatTemplate(text, name)
+                return ChatTemplate(text, str(path))
     if required:
-        raise UserError(f"{origin(path)}: has no chat template; leave --chat out")
+        raise UserError(f"{loaded.name}: has no chat template; leave --chat out")
     return None
 
 
-def prompt_ids(path: Path, asked: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> list[int]:
-    """The ids that are continued: those given, or those of the prompt; UserError where it cannot be told in ids."""
+def prompt_ids(
+    loaded: LoadedModel, asked: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None
+) -> list[int]:
+    """Return the ids that are continued: those given, or the prompt's; UserError where it cannot be told in ids."""
     if asked.ids is not None:
         return asked.ids
     if tokenizer is None:
-        raise UserError(f"{origin(path)}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
+        raise UserError(f"{loaded.name}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
     assert asked.prompt is not None
     if template is None:
         return tokenizer.prompt(asked.prompt).tolist()
@@ -280,7 +308,44 @@ def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[s
     return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
 
 
-def require_room(path: Path, count: int, context: int) -> None:
-    """Raises UserError for a prompt that is longer than the context."""
+def require_room(loaded: LoadedModel, count: int, context: int) -> None:
+    """Raise UserError for a prompt that is longer than the context."""
     if count > context:
-        raise UserError(f"{origin(path)}: the prompt has {count} tokens, the model's context is {context}")
+        raise UserError(f"{loaded.name}: the prompt has {count} tokens, the model's context is {context}")
+
+
+def _by_llama_cpp(loaded: LoadedModel, asked: Options, write: Callable[[str], None]) -> Generated:
+    path, adapter, own = str(loaded.path), loaded.adapter, read_label(asked.engine, f"--engine {asked.engine}")[1]
+    threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
+    if own.keys() - {"threads"} or not is_whole(threads, 0, MOST_THREADS) or (":" in asked.engine and not own):
+        usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
+        raise UserError(f"--engine {asked.engine}: {LLAMA_CPP} takes {usage}")
+    with GGUFFile(path) as file:
+        context = file.metadata.get(f"{file.architecture}.context_length")
+        if not isinstance(context, int):
+            raise file.error("holds no language model")
+        if not has_text(file):
+            raise file.error("has no tokenizer, and llama.cpp does not write without one")
+    template, ids, prompt = chat_template(loaded, asked), asked.ids, asked.prompt or ""
+    if template and (asked.system is not None or template.file != str(path)):  # of which llama.cpp does not know
+        ids = prompt_ids(loaded, asked, language(loaded, asked), template)
+    most = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
+    task = llamacpp.Task(
+        llamacpp.installed(), path, str(adapter) if adapter else None, int(threads), ids, prompt, asked.chat, context,
+        n_ctx=min(context, most + asked.tokens), tokens=asked.tokens,
+        sampling={**asdict(asked.sampling), "seed": asked.seed % (2**32 - 1)}, stream=not asked.json,
+    )  # fmt: skip
+    text, ids_read, began = "", list[int](), time.perf_counter()
+    for answer in llamacpp.stream(task):
+        if answer.prompt_ids is not None:
+            ids_read, began = answer.prompt_ids, time.perf_counter()
+            require_room(loaded, len(ids_read), context)
+        elif answer.text:
+            text += answer.text
+            write(answer.text)
+    count = answer.count or 0
+    reason = END if answer.stopped == "eos" else LIMIT if count >= asked.tokens else FULL
+    return Generated(
+        str(path), f"{LLAMA_CPP} ({task.package})", asked.prompt, ids_read, text, answer.ids, count, reason,
+        time.perf_counter() - began, asked.seed, template and template.file,
+    )  # fmt: skip

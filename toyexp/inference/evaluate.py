@@ -1,0 +1,252 @@
+"""Evaluate a model in a file on held-out data, on any engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from toyexp.base.attribution import attributed
+from toyexp.base.errors import UserError, in_a_cell
+from toyexp.base.formatting import columns
+from toyexp.base.validators import is_whole
+from toyexp.batching.images import ImageDataset
+from toyexp.config.request import Request
+from toyexp.formats.file_plan import see_as
+from toyexp.formats.gguf.header import origin
+from toyexp.formats.gguf.tokenizer import has_text
+from toyexp.inference.eval_data import Trained, kind_of, trained_on
+from toyexp.inference.loaded_model import LoadedModel
+from toyexp.interfaces.command import Answer
+from toyexp.interfaces.data import Data, open_data
+from toyexp.interfaces.dataset import Batch, Dataset
+from toyexp.interfaces.kind import Figure
+from toyexp.interfaces.model import Model, scores_of, sizes_of
+from toyexp.interfaces.session import Session
+from toyexp.plugins.compatibility import of_kind, unread
+from toyexp.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from toyexp.training.run_config import Config
+
+SHARE = ("val_fraction", "eval_batches", "eval_images")
+TAKEN = ("data", "engine", "batch_size", "plugins")  # keys, with those below them
+
+
+@dataclass(frozen=True)
+class Evaluation(Answer):
+    """What a model scored."""
+
+    file: str
+    model: str
+    adapter: str | None  # that was put on it
+    engine: str
+    data: str
+    path: str | None  # of the data, where it has one
+    left_out: list[str]  # what of the data is not taken, and which key changes that
+    share: Mapping[str, float]  # the settings that say how much of the data is held out, and how much of that is taken
+    own: bool  # whether it is what the model's run was trained on, by its digest
+    targets: int  # tokens predicted, or images classified
+    loss: float  # nats a target
+    figures: Sequence[Figure]  # what the kind of data makes of it: of text, perplexity and bits per byte
+    scores: Mapping[str, float]  # what else the model reports, such as accuracy
+    note: str = ""  # on the data of a run, where it is not, or may not be, its own
+    classes: list[OfClass] | None = None  # how it did by class, where there is one for a whole example
+
+    def plain(self) -> dict[str, Any]:
+        """What is known of text alone is null for others."""
+        plain = asdict(self)
+        known = {"perplexity": None, "bits_per_byte": None} | {name: value for name, value, _ in plain.pop("figures")}
+        return {**plain, **known}
+
+    def lines(self) -> list[str]:
+        """What it read, and what it scored."""
+        found = [f"loss {self.loss:.4f}", *(figure.shown for figure in self.figures if figure.value is not None)]
+        found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
+        named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else self.note)
+        data = "; ".join((named, *self.left_out))
+        share = ", ".join(f"data.{key}={value}" for key, value in self.share.items())
+        held_out = "" if self.share.get("val_fraction") == 1 else "held-out "
+        return [
+            f"model   {self.file}, {self.model}",
+            *([f"adapter {self.adapter}"] if self.adapter else []),
+            f"engine  {self.engine}",
+            f"data    {data}, {self.targets} {held_out}targets{f' ({share})' if share else ''}",
+            " · ".join(found),
+            *(table(self.classes) if self.classes else []),
+        ]
+
+
+def evaluate(what: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
+    """Evaluates the model in a file or a run's directory on held-out data; UserError for what does not fit together.
+
+    That is what the settings or the path `data` say, or else the run's own: of a LoRA `adapter` that of its run.
+    """
+    typed, registry = _check_taken(request), request.registry
+    loaded = LoadedModel.open(what, registry, adapter)
+    model = loaded.model
+    trained = (trained_on(adapter, request.modules) if adapter else None) or trained_on(what, request.modules)
+    chosen = _data(loaded, typed, registry, trained, data)
+    batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
+    with trained.record.told(["data.path"]) if trained else nullcontext():
+        built = request.before(*chosen, *batch_size).without("model.context").parts()
+    built.engine.check_rows(built.settings.batch_size, 1)
+    window = _window(request.values.get("model.context"), model, trained.context if trained else None)
+    dataset = _opened(built, loaded)
+    keys = [key for key in (*typed, *(["data.path"] if data else [])) if key.split(".")[0] == "data"]
+    data_of = built.plain["data"]
+    own, note = trained.compare(dataset, keys, str(data_of.get("path") or "")) if trained else (False, "")
+    fitted = dataclasses.replace(model, **({"context": window} if window else {}))
+    batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
+    inputs = model.reads.bounded(batches.inputs, dataset.vocab)
+    boundary = attributed(f"engine.{built.engine.name}", "while it evaluated", data=built.data.name)
+    with boundary, loaded.session(built.engine, inputs, built.settings.batch_size) as session:
+        held_out = batches.held_out()  # made once it is known that they fit
+        loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
+        classes = _by_class(session, held_out, dataset)
+    held = [remark for remark in dataset.remarks() if remark.startswith("held out: ")]  # by a folder, not by a share
+    weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
+    return Evaluation(
+        file=loaded.name, model=f"{model.name}, {model.parameters()} parameters",
+        adapter=str(origin(loaded.adapter)) if loaded.adapter else None, engine=built.engine_note, data=built.data.name,
+        path=data_of.get("path"), left_out=[*dataset.left_out(), *held, *batches.left_out], own=own, note=note,
+        share={key: data_of[key] for key in (SHARE[1:] if held else SHARE) if key in data_of},
+        targets=round(weights), loss=loss,
+        figures=model.reads.figures(loss, held_out, dataset), scores=scores, classes=classes,
+    )  # fmt: skip
+
+
+def _by_class(session: Session, held_out: Sequence[Batch], dataset: Dataset) -> list[OfClass] | None:
+    """How it did by class; None where each position of an example has a target of its own."""
+    inputs = session.plan.inputs
+    if inputs["targets"].shape:
+        return None
+    read = [name for name in inputs if name not in ("targets", "weights")]
+    return by_class(session.logits, held_out, read, dataset.classes if isinstance(dataset, ImageDataset) else ())
+
+
+def _check_taken(request: Request) -> list[str]:
+    """The keys that were typed; UserError for one that changes nothing here."""
+    typed = [o.key_or_group for o in request.settings]
+    for key in typed:
+        if key.split(".")[0] not in TAKEN and key != "model.context":
+            raise UserError(
+                f"eval {key}: the model comes from its file and nothing is trained; eval takes model.context, "
+                f"{', '.join(TAKEN)}"
+            )
+    return typed
+
+
+def _data(
+    loaded: LoadedModel, typed: Sequence[str], registry: Registry, trained: Trained | None, data: str | None
+) -> list[str]:
+    """Return the settings that choose the data, as they would be typed."""
+    model = loaded.model
+    if data is not None and "data" in typed:
+        raise UserError(f"--data {data}: goes without data=..., which says the same")
+    own = trained.settings(loaded.path, has_text(loaded.file), registry) if trained else []
+    if data is not None:
+        from toyexp.config.words import setting
+
+        name = kind_of(Path(data), model, registry)
+        kind, given = f"data={name}", [setting("data.path", data)]
+        cls = cast("type[Data]", registry.get("data", name))
+        fit = "" if model.reads.text else cls.suggested(sizes_of(model), None) or ""
+        given += [setting(f"data.{key}", value) for key, value in cls.whole.items()]
+        return [*(own if kind in own else [kind, *(w for w in fit.split() if not re.search("=[A-Z]", w))]), *given]
+    if "data" in typed:
+        return []
+    return own or [f"data={name}" for name in of_kind(model.reads, registry)[:1]]
+
+
+def _opened(built: Config, loaded: LoadedModel) -> Dataset:
+    """Open the data; raise UserError for what the file's model cannot read."""
+    reads = loaded.model.reads
+    if reason := unread(loaded.name, reads, built.data):
+        raise UserError(reason)
+    dataset = open_data(built.data, loaded.path if reads.text else None)
+    if reads.text and dataset.vocab > sizes_of(loaded.model).get("vocab", dataset.vocab):
+        raise UserError(f"{loaded.name}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
+    see_as(dataset, loaded.model, loaded.path)
+    return dataset
+
+
+def _window(given: str | None, model: Model, trained: int | None) -> int | None:
+    """Tokens of a window: as typed, as trained, or the model's own up to 512: longer ones gain little and cost much."""
+    if not model.context:
+        return None
+    if given is None:
+        return min(model.context, trained or 512)
+    if not is_whole(given, 1, model.context):
+        raise UserError(f"model.context={given}: must be a whole number from 1 to {model.context}, the file's own")
+    return int(given)
+
+
+# -- by class ---------------------------------------------------------------------------------------------------------
+
+
+SHOWN = 20  # classes in the table
+OTHERS = 3  # that one is mistaken for, in the table
+
+
+@dataclass(frozen=True)
+class OfClass:
+    """What was held out of one class."""
+
+    name: str
+    examples: int
+    right: int
+    taken_for: dict[str, int]  # the other classes, the commonest first
+
+    @property
+    def wrong(self) -> int:
+        """Examples that were taken for others."""
+        return self.examples - self.right
+
+
+def by_class(
+    logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
+) -> list[OfClass]:
+    """Of each class of the model, in its order. `read` are the inputs that logits [rows, classes] follow from.
+
+    A row whose weight is 0 only fills its batch. Classes beyond the `names` are called by their numbers.
+    """
+    counts = None
+    for batch in batches:
+        found = logits({name: batch[name] for name in read})
+        if counts is None:
+            counts = np.zeros((found.shape[1],) * 2, np.int64)
+        kept = batch["weights"] > 0
+        np.add.at(counts, (batch["targets"][kept], found.argmax(-1)[kept]), 1)
+    if counts is None:
+        return []
+    called = [*names, *map(str, range(len(names), len(counts)))]
+    classes = []
+    for number, row in enumerate(counts.tolist()):
+        others = sorted((i for i, count in enumerate(row) if count and i != number), key=lambda i: (-row[i], i))
+        classes.append(OfClass(called[number], sum(row), row[number], {called[i]: row[i] for i in others}))
+    return classes
+
+
+def table(classes: Sequence[OfClass]) -> list[str]:
+    """A line for each class that there are examples of; of many those that it is wrong about most often."""
+    there = [one for one in classes if one.examples]
+    shown = there if len(there) <= SHOWN else sorted(there, key=lambda one: -one.wrong)[:SHOWN]
+    rows = [["class", "examples", "right", "taken for"], *map(_row, shown)]
+    lines = columns(rows, right=(1, 2))
+    if len(shown) < len(there):
+        lines.append(f"of {len(there)} classes those with most mistakes; --json has all")
+    return lines
+
+
+def _row(one: OfClass) -> list[str]:
+    others = [f"{name} ({count})" for name, count in one.taken_for.items()]
+    more = [f"{len(others) - OTHERS} more"] if len(others) > OTHERS + 1 else []
+    told = ", ".join((others[:OTHERS] if more else others) + more)
+    return [in_a_cell(one.name), str(one.examples), f"{one.right / one.examples:.1%}", in_a_cell(told)]

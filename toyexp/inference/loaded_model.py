@@ -1,0 +1,101 @@
+"""A model's file and an adapter on it, opened to be computed on an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from toyexp.base.errors import UserError, choose
+from toyexp.base.formatting import short
+from toyexp.base.memory import TO_EVALUATE
+from toyexp.base.terminal import complain
+from toyexp.config.engines import pick_labelled
+from toyexp.config.schema import AUTO
+from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.header import origin
+from toyexp.formats.gguf.open_model import model_of, opened
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
+from toyexp.inference.model_files import adapter_of, check_base, file_of
+from toyexp.interfaces.dataset import InputSpec
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.model import Model
+from toyexp.interfaces.recipe import Setup
+from toyexp.interfaces.session import Session
+from toyexp.plugins.registry import Registry
+from toyexp.tokenizers.tokenizer import Tokenizer
+from toyexp.training.memory import checked_session
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model's GGUF file, and that of a LoRA adapter on it."""
+
+    path: Path
+    adapter: Path | None
+    registry: Registry
+
+    @classmethod
+    def open(cls, what: Path, registry: Registry, adapter: Path | None = None) -> LoadedModel:
+        """Find the files that are meant, and warn of an adapter that was trained on another base."""
+        path = file_of(what, registry=registry)
+        if adapter is None:
+            return cls(path, None, registry)
+        put_on = adapter_of(adapter, lambda: model_of(path, registry), registry)
+        for warning in check_base(put_on, path):
+            complain(f"warning: {warning}")
+        return cls(path, put_on, registry)
+
+    @property
+    def name(self) -> str:
+        """The file or directory that the model was read from."""
+        return str(origin(self.path))
+
+    @property
+    def file(self) -> GGUFFile:
+        """The model's open file."""
+        return opened(str(self.path))
+
+    @cached_property
+    def model(self) -> Model:
+        """The model; UserError if no model here has its architecture."""
+        return model_of(self.path, self.registry)
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the file's tokenizer; UserError if it has none."""
+        if not has_text(self.file):
+            raise UserError(f"{short(self.path)}: has no tokenizer, so it knows ids alone")
+        return read_tokenizer(self.file)
+
+    def session(
+        self, engine: Engine, inputs: Mapping[str, InputSpec], rows: int, remedy: str = TO_EVALUATE
+    ) -> AbstractContextManager[Session]:
+        """Open a session that computes batches of so many `rows`, and trains nothing."""
+        plan = frozen_plan(self.model, self.path, Setup(inputs, rows), self.adapter)
+        return checked_session(plan, engine, self.name, remedy)
+
+
+def engine_for(label: str, registry: Registry, rows: int) -> tuple[Engine, str]:
+    """Return the engine of a label (`auto`, `cpu:threads=1`) that computes so many rows, and a note on which it is.
+
+    Of several devices that have no equal shares of the rows it is the first alone.
+    """
+    name = label.partition(":")[0]
+    if name not in (known := {*registry.offers["engine"], AUTO}):
+        raise UserError(f"--engine {label}: {choose(name, known)}")
+    engine, note = pick_labelled(label, registry, f"--engine {label}")
+    return fit_rows(engine, note, rows)
+
+
+def fit_rows(engine: Engine, note: str, rows: int) -> tuple[Engine, str]:
+    """Return the engine and its note, or its first device alone if its devices have no equal shares of the rows."""
+    try:
+        engine.check_rows(rows, 1)
+    except UserError:
+        engine = engine.of_one_row()
+        engine.check_rows(rows, 1)  # which repeats what is wrong with the setting itself
+        return engine, f"{engine.name}: {engine.check()}, of its devices the first"
+    return engine, note

@@ -1,0 +1,308 @@
+"""The GGUF files that other programs have already fetched, and those of runs: where each program keeps its own.
+
+It only ever looks: directories are listed, up to a limit, and headers are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.formatting import columns, count, counted, in_bytes
+from toyexp.formats.gguf.open_model import opened
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.inference.describe import types_of
+from toyexp.inference.uses import Offers, pasted
+from toyexp.interfaces.command import Answer
+from toyexp.plugins.registry import Registry
+
+ENTRIES = 20_000  # of directories, looked at in one place
+DEPTH = 5  # of directories below the one that is searched
+PASSED_OVER = {"node_modules", "site-packages", "__pycache__"}  # large, and nobody keeps models there
+MANIFEST_LIMIT = 1 << 20  # bytes of an Ollama manifest
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
+OLLAMA_LAYERS = ("application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter")
+
+
+@dataclass
+class Place:
+    """Somewhere that models are kept."""
+
+    name: str
+    root: Path
+    search: Callable[[Place], Iterator[tuple[str, Path]]]  # the files there, each with a name
+    there: bool = False
+    found: int = 0
+    notes: list[str] = field(default_factory=list)  # what could not be looked at
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model file, or why it cannot be read."""
+
+    name: str
+    place: str
+    path: str
+    bytes: int
+    architecture: str = ""
+    parameters: int = 0
+    types: tuple[str, ...] = ()  # those with a share of the bytes that matters, the largest first
+    here: str = ""  # base, donor, adapter, the kind of its data, or no: and why
+    parts: int = 1
+    also: tuple[str, ...] = ()  # its other names
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Models(Answer):
+    """All that was found, and where was looked."""
+
+    files: list[Found]
+    unreadable: list[Found]
+    places: list[Place]
+    loading: str = ""  # the local plugins, in what is suggested
+
+    def plain(self) -> dict[str, Any]:
+        """The files, those that cannot be read, and the places with what could not be looked at there."""
+        looked = [{"name": p.name, "path": str(p.root), "files": p.found, "notes": p.notes} for p in self.places]
+        models, unreadable = ([asdict(f) for f in files] for files in (self.files, self.unreadable))
+        return {"models": models, "unreadable": unreadable, "places": looked}
+
+    def lines(self) -> list[str]:
+        """A table of the files, and what cannot be read; where was looked, if nothing was found."""
+        blocks: list[list[str]] = []
+        if self.files:
+            rows = [["name", "architecture", "parameters", "types", "size", "here", "path"]]
+            rows += [
+                [
+                    _shown(f.name, 50), printable(f.architecture, 20) or "none", count(f.parameters),
+                    "+".join(f.types), in_bytes(f.bytes), printable(f.here, 44), pasted(Path(f.path)),
+                ]
+                for f in self.files
+            ]  # fmt: skip
+            total = f"{counted(len(self.files), 'model')}, {in_bytes(sum(f.bytes for f in self.files))}"
+            total += f"; more about one: toyexp describe PATH{self.loading}"
+            blocks += [columns(rows, right=(2, 4)), [total]]
+        if self.unreadable:
+            blocks.append(["cannot be read:", *(f"  {_shown(f.path)}: {f.error}" for f in self.unreadable)])
+        if not self.files:
+            places = [[p.name, _shown(str(p.root)) + ("" if p.there else " (not there)")] for p in self.places]
+            looked = [f"  {line}" for line in columns(places)]
+            elsewhere = f"look elsewhere: toyexp models DIR{self.loading}"
+            blocks.append(["no GGUF models found; looked in:", *looked, elsewhere])
+        lines = [line for block in blocks for line in ("", *block)][1:]
+        return lines + [f"note: {_shown(note)}" for p in self.places for note in p.notes]
+
+
+def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:
+    """Looks into every place, and reads the header of every file once."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where there is none
+    places = usual_places(Path(home), os.environ)
+    places += [Place("named", d, _named) for d in directories]
+    files: dict[object, Found] = {}
+    for place in places:
+        for name, path in _whole(place.search(place)):
+            itself = _identity(path)
+            if itself not in files:
+                files[itself] = look(name, place.name, path, registry)
+                place.found += 1
+            elif name not in ((known := files[itself]).name, *known.also):
+                files[itself] = replace(known, also=(*known.also, name))
+    found = list(files.values())
+    fine, broken = ([f for f in found if (f.error is None) is read] for read in (True, False))
+    return Models(fine, broken, places, registry.loading)
+
+
+def look(name: str, place: str, path: Path, registry: Registry) -> Found:
+    """What the header of one file says, or why it cannot be read."""
+    parts, size = _parts(path), 0
+    try:
+        missing = [p.name for p in parts if not p.is_file()] if len(parts) > 1 else []
+        size = sum(p.stat().st_size for p in parts if p.is_file())
+        if missing:
+            raise UserError(f"its part {printable(missing[0], 200)} is missing")
+        file = opened(str(path))
+        kinds = types_of(file)
+        # Those of runs are called the same in all of them.
+        own = file.text("general.name") if name in ("model", "adapter") else ""
+        heavy = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
+        return Found(
+            name=own or name, place=place, path=str(path), bytes=size,
+            architecture=file.text("general.architecture"),
+            parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(heavy),
+            here=good_for(file, registry), parts=len(parts),
+        )  # fmt: skip
+    except (UserError, OSError) as error:
+        cause = str(error).removeprefix(f"{path}: ") if isinstance(error, UserError) else str(error.strerror)
+        return Found(name, place, str(path), size, parts=len(parts), error=cause)
+
+
+def good_for(file: GGUFFile, registry: Registry) -> str:
+    """What toyexp can do with a file, in a word."""
+    if file.metadata.get("general.type") == "adapter":
+        return "adapter"
+    offers = Offers(file, file.path, registry)
+    if best := offers.best:
+        return best
+    reason = str(offers.refused)
+    return f"no: {reason.removeprefix('its ').partition(';')[0].replace('architecture is', 'architecture')}"
+
+
+# -- where models are kept --------------------------------------------------------------------------------------------
+
+
+def usual_places(home: Path, environment: Mapping[str, str]) -> list[Place]:
+    """Where each program keeps its models, as it would look for them itself."""
+
+    def at(variable: str, *default: str | Path) -> Path:
+        given = environment.get(variable)
+        # Path.expanduser() raises for a user that is none.
+        return Path(os.path.expanduser(given)) if given else Path(home, *default)  # noqa: PTH111
+
+    cache = at("XDG_CACHE_HOME", ".cache")
+    hub = at("HF_HUB_CACHE", at("HF_HOME", cache / "huggingface") / "hub")
+    return [
+        Place("Hugging Face", hub, _hugging_face),
+        Place("Ollama", at("OLLAMA_MODELS", ".ollama", "models"), _ollama),
+        Place("Ollama", Path("/usr/share/ollama/.ollama/models"), _ollama),
+        Place("LM Studio", home / ".lmstudio" / "models", _below),
+        Place("LM Studio", home / ".cache" / "lm-studio" / "models", _below),
+        Place("llama.cpp", at("LLAMA_CACHE", cache / "llama.cpp"), _below),
+        Place("llama.cpp", home / "Library" / "Caches" / "llama.cpp", _below),
+        Place("here", Path(), _below),
+    ]
+
+
+def _below(place: Place) -> Iterator[tuple[str, Path]]:
+    """Every .gguf file below a directory, a few levels deep; hidden directories are left out."""
+    for path in _walk(place, place.root, DEPTH):
+        yield path.stem, path
+
+
+def _named(place: Place) -> Iterator[tuple[str, Path]]:
+    """A directory that a user names: files, or a store of Ollama's."""
+    of_ollama = any(entry.name == "manifests" for entry in _entries(place, place.root))
+    yield from (_ollama if of_ollama else _below)(place)
+
+
+def _hugging_face(place: Place) -> Iterator[tuple[str, Path]]:
+    """models--org--name/snapshots/<commit>/**/x.gguf, which are links to blobs."""
+    for repository in _entries(place, place.root):
+        if repository.name.startswith("models--"):
+            for path in _walk(place, Path(repository.path, "snapshots"), DEPTH):
+                yield path.stem, path
+
+
+def _ollama(place: Place) -> Iterator[tuple[str, Path]]:
+    """manifests/<host>/<namespace>/<name>/<tag>, JSON that names blobs."""
+    manifests = place.root / "manifests"
+    for path in _walk(place, manifests, DEPTH, suffix=""):
+        name = str(path.relative_to(manifests).parent).removeprefix("registry.ollama.ai/").removeprefix("library/")
+        name += f":{path.name}"
+        try:
+            if path.stat().st_size > MANIFEST_LIMIT:
+                raise ValueError("too large")
+            layers = json.loads(path.read_bytes())["layers"]
+            digests = [(la["mediaType"], la["digest"]) for la in layers if la["mediaType"] in OLLAMA_LAYERS]
+        except OSError as error:
+            place.notes.append(f"{path}: {error.strerror}")
+            continue
+        except (ValueError, KeyError, TypeError, RecursionError):
+            place.notes.append(f"{path}: is no manifest of Ollama's")
+            continue
+        for kind, digest in digests:
+            found = re.fullmatch(r"sha256[:-]([0-9a-f]{64})", str(digest))
+            if found:
+                label = name if kind == OLLAMA_LAYERS[0] else f"{name} (adapter)"
+                yield label, place.root / "blobs" / f"sha256-{found[1]}"
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+def _walk(place: Place, root: Path, depth: int, suffix: str = ".gguf") -> Iterator[Path]:
+    """Files that end in `suffix` at most `depth` directories below `root`, in order; each directory is seen once."""
+    seen: set[Path] = set()
+    left = ENTRIES
+    todo = [(root, 0)]
+    while todo:
+        folder, level = todo.pop(0)
+        entries = _entries(place, folder)
+        itself = folder.resolve() if entries else None
+        if itself is None or itself in seen:  # a link that leads back
+            continue
+        seen.add(itself)
+        for entry in entries:
+            left -= 1
+            if left < 0:
+                place.notes.append(f"{root}: holds more than {ENTRIES} entries; not all of them were looked at")
+                return
+            if _is_directory(entry):
+                if level < depth and not entry.name.startswith(".") and entry.name not in PASSED_OVER:
+                    todo.append((Path(entry.path), level + 1))
+            elif entry.name.lower().endswith(suffix) and not entry.name.startswith("."):
+                path = Path(entry.path)
+                if path.is_file() or not os.path.exists(path):  # noqa: PTH110 - a link that leads nowhere is told
+                    yield path
+
+
+def _entries(place: Place, folder: Path) -> list[os.DirEntry[str]]:
+    """A directory's entries by name; none of one that is not there, and a note of one that may not be read."""
+    try:
+        with os.scandir(folder) as entries:
+            place.there = True
+            return sorted(itertools.islice(entries, ENTRIES + 1), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        place.notes.append(f"{folder}: {error.strerror}")
+        return []
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads nowhere, or round and round
+        return False
+
+
+def _identity(path: Path) -> object:
+    """What is the same for two names of one file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path.absolute()
+    return status.st_dev, status.st_ino
+
+
+def _whole(files: Iterator[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
+    """The same with the parts of a split file as one, under its first part."""
+    seen: set[Path] = set()
+    for name, path in files:
+        first, *others = _parts(path)
+        if not others:
+            yield name, path
+        elif first not in seen:
+            seen.add(first)
+            yield first.stem, first
+
+
+def _parts(path: Path) -> list[Path]:
+    """All parts of a split file; a file that is none is its only part."""
+    found = SPLIT_NAME.fullmatch(path.name)
+    if not found or not 1 < int(found[3]) <= 1000:
+        return [path]
+    return [path.with_name(f"{found[1]}-{i:05}-of-{found[3]}{path.suffix}") for i in range(1, int(found[3]) + 1)]
+
+
+def _shown(text: str, limit: int = 400) -> str:
+    """A path or name; one with control characters, or very long, as `printable` has it."""
+    return text if text.isprintable() and len(text) <= limit else printable(text, limit)

@@ -1,0 +1,221 @@
+"""Predict which class images are of, by a model in a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.errors import UserError, for_terminal, in_a_cell
+from toyexp.base.files import require
+from toyexp.base.formatting import as_csv, columns, counted, short
+from toyexp.base.terminal import tell_aside
+from toyexp.batching.images import Unlabelled
+from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, files_below, images_below, read_image, scaled
+from toyexp.formats.gguf.form import architecture_of
+from toyexp.formats.gguf.read import GGUFFile
+from toyexp.inference.eval_data import trained_on
+from toyexp.inference.loaded_model import LoadedModel, engine_for
+from toyexp.interfaces.command import Answer
+from toyexp.interfaces.dataset import InputSpec
+from toyexp.interfaces.kind import IMAGES
+from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.session import Session
+from toyexp.plugins.registry import Registry
+
+ROWS = 32  # images that are computed at a time
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a model says of an image, or why it says nothing."""
+
+    file: str
+    top: Sequence[tuple[str, float]]  # its likeliest classes with their probabilities, from the likeliest down
+    error: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data; what is not known is null."""
+        best = self.top[0] if self.top else (None, None)
+        top = [{"class": name, "probability": share} for name, share in self.top]
+        return {"file": self.file, "class": best[0], "probability": best[1], "top": top, "error": self.error}
+
+
+@dataclass(frozen=True)
+class Predictions(Answer):
+    """What a model says of images."""
+
+    file: str
+    engine: str
+    classes: Sequence[str]
+    images: Sequence[Predicted]
+
+    @property
+    def failed(self) -> list[Predicted]:
+        """Those that could not be read."""
+        return [image for image in self.images if image.error]
+
+    def plain(self) -> dict[str, Any]:
+        """All of it."""
+        images = [image.plain() for image in self.images]
+        return {"file": self.file, "engine": self.engine, "classes": list(self.classes), "images": images}
+
+    def lines(self) -> list[str]:
+        """A line for each image, and of several how many are of which class."""
+        rows = [
+            [image.file, *(f"{name} {share:.1%}" for name, share in image.top)] for image in self.images if image.top
+        ]
+        table = columns([[in_a_cell(cell) for cell in row] for row in rows])
+        return [*table, "", self.summary()] if len(rows) > 1 else table
+
+    def summary(self) -> str:
+        """How many images are of which class."""
+        found = Counter(image.top[0][0] for image in self.images if image.top)
+        told = ", ".join(f"{in_a_cell(name)} ({n})" for name, n in found.most_common(8))
+        more = f" and {len(found) - 8} more classes" if len(found) > 8 else ""
+        return for_terminal(f"{counted(found.total(), 'image')}: {told}{more}")
+
+    def csv(self) -> str:
+        """A row for each image."""
+        places = max((len(image.top) for image in self.images), default=1)
+        more = [f"{what}_{place}" for place in range(2, places + 1) for what in ("class", "probability")]
+        table = [["file", "class", "probability", *more, "error"]]
+        for image in self.images:
+            cells = [cell for name, share in image.top for cell in (name, f"{share:.6g}")]
+            table.append([image.file, *cells, *[""] * (2 * places - len(cells)), image.error or ""])
+        return as_csv(table)
+
+
+def listed(places: Sequence[Path]) -> list[Path]:
+    """The image files meant, each once; UserError for a name under which nothing is, and a folder without images."""
+    found: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            inside = sorted(f for f in images_below(place) if not f.name.startswith("."))
+            others = sorted({*files_below(place)} - {*inside})
+            if not inside:
+                kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
+                raise UserError(f"{place}: there is no image in this folder ({kinds})")
+            if others:
+                tell_aside(
+                    f"{place}: {counted(len(others), 'other file')} left out, such as {in_a_cell(str(others[0]))}"
+                )
+            found += inside
+        else:
+            require(place, str(place))
+            found.append(place)
+    return list(dict.fromkeys(found))
+
+
+def predict(
+    what: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
+) -> Predictions:
+    """Return what the model in a file, or of a run, says of image files; UserError for a model of something else.
+
+    UserError too where none of them can be read.
+    """
+    loaded, trained = LoadedModel.open(what, registry), trained_on(what, modules)
+    seen = Seen.of(loaded.file, loaded.model, what)
+    resize = trained is None or trained.data.get("resize") is not False
+    rows = min(ROWS, len(files))
+    computes, note = engine_for(engine, registry, rows)
+    found: list[Predicted] = []
+    sizes: set[tuple[int, int]] = set()
+    with loaded.session(computes, seen.arrays(seen.blank(), rows)[1], rows) as session:
+        for first in range(0, len(files), ROWS):
+            found += _part(files[first : first + ROWS], seen, resize, session, top, sizes)
+    if all(image.error for image in found):
+        raise UserError(
+            f"{found[0].file}: {found[0].error}" + f" (nor any of {len(found) - 1} others)" * (len(found) > 1)
+        )
+    for line in scaled(sizes, seen.size):
+        tell_aside(line)
+    return Predictions(loaded.name, note, seen.classes, found)
+
+
+def _part(
+    files: Sequence[Path], seen: Seen, resize: bool, session: Session, top: int, sizes: set[tuple[int, int]]
+) -> Iterator[Predicted]:
+    """What is said of some files, in their order."""
+    read: dict[Path, np.ndarray] = {}
+    errors: dict[Path, str] = {}
+    for file in files:
+        try:
+            read[file] = read_image(file, seen.size, seen.channels == 3, resize, sizes)
+        except BadImage as reason:
+            errors[file] = str(reason)
+    shares: Iterator[np.ndarray] = iter(())
+    if read:
+        images = np.stack(list(read.values()))
+        shares = iter(probabilities(session.logits(seen.arrays(images, session.plan.rows)[0])))
+    for file in files:
+        if file in errors:
+            yield Predicted(short(file), (), errors[file])
+            continue
+        of_one = next(shares)
+        best = np.argsort(-of_one, kind="stable")[:top]
+        yield Predicted(short(file), [(seen.classes[i], float(of_one[i])) for i in best])
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the softmax of logits [N, classes], in float64."""
+    raised = logits.astype(np.float64)
+    shares = np.exp(raised - raised.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+# -- how a model of images sees them ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How a model of images sees them, by its file."""
+
+    model: Model
+    size: int  # pixels along a side
+    channels: int
+    classes: Sequence[str]
+    mean: np.ndarray  # of pixels from 0 to 1, by channel
+    std: np.ndarray
+
+    @classmethod
+    def of(cls, file: GGUFFile, model: Model, what: Path) -> Seen:
+        """That of an open file; UserError for one that holds no such model, or does not say all of it."""
+        if model.reads != IMAGES:
+            hint = "toyexp generate, or toyexp eval" if model.reads.sequence else "toyexp eval"
+            raise UserError(f"{what}: a {model.name} reads {model.reads}, and predict is for images; try {hint}")
+        size, channels = (sizes_of(model).get(name) for name in ("image_size", "channels"))
+        if not isinstance(size, int) or size < 1 or channels not in (1, 3):
+            raise file.error("does not say which images its model reads (image_size; channels, 1 or 3)")
+        keys = (file.metadata.get(f"{architecture_of(model)}.{name}") for name in ("image_mean", "image_std"))
+        mean, std = map(_numbers, keys)
+        if not (mean.shape == std.shape == (channels,) and np.isfinite([mean, std]).all() and (std > 0).all()):
+            raise file.error("does not say by which mean and deviation its model sees pixels (image_mean, image_std)")
+        named = file.metadata.get(f"{architecture_of(model)}.classes")
+        names = [str(name) for name in named] if isinstance(named, list) else []
+        count = int(sizes_of(model).get("classes") or len(names))
+        classes = [*names[:count], *(f"class {i}" for i in range(len(names), count))]
+        return cls(model, size, channels, classes, mean, std)
+
+    def blank(self) -> np.ndarray:
+        """One image of nothing."""
+        return np.zeros((1, self.size, self.size, self.channels), np.uint8)
+
+    def arrays(self, images: np.ndarray, rows: int) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec]]:
+        """Return 8-bit images [N, size, size, channels] as the model's inputs, and the specs of these by `rows`."""
+        batches = self.model.batches(Unlabelled(images, self.classes, self.mean, self.std), rows, 0)
+        parts = list(batches.held_out())
+        arrays = {name: np.concatenate([part[name] for part in parts])[: len(images)] for name in self.model.inputs()}
+        return arrays, batches.inputs
+
+
+def _numbers(value: object) -> np.ndarray:
+    """What a key holds as numbers; none where it holds something else."""
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        return np.empty(0)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.format import Exported, Format, ModelFile, Models, TensorInfo
     from toyexp.interfaces.hooks import Register, hookimpl
     from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
+    from toyexp.interfaces.micro_batches import HeldOut
     from toyexp.interfaces.model import Model, TensorSpec, lower_is_better
     from toyexp.interfaces.ops import Adapted, LowRank, Ops, Params, Rotary, Tensor
     from toyexp.interfaces.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Group, Optimiser, Rule
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
     from toyexp.interfaces.run import Run
     from toyexp.interfaces.run_preview import Planned, changed
     from toyexp.interfaces.sampling import Sampling, endless
-    from toyexp.interfaces.session import Session, State, StepMetrics
-    from toyexp.interfaces.stack import unlike
+    from toyexp.interfaces.session import Session, State, StepInput, StepMetrics
+    from toyexp.interfaces.stack import Stack, unlike
     from toyexp.interfaces.values import Constant, Given, Normal, Values
     from toyexp.reference.engine import NumpyArithmetic, updated
     from toyexp.reference.forward import reason_to_recompute

@@ -30,7 +30,7 @@ from toyexp.base import (
 if TYPE_CHECKING:
     import types
 
-    from toyexp import Session
+    from toyexp import Session, Stack
     from toyexp_torch.session import Wanted
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -194,14 +194,14 @@ class TorchEngine(Engine):
 
         return bytes_of_a_run(plan, torch.float64 if self.dtype == "float64" else torch.float32)
 
-    def realize_stack(self, plans: Sequence[Plan]) -> Sequence[Session]:
+    def realize_stack(self, plans: Sequence[Plan]) -> Stack:
         """See Engine."""
         title = self.check()
         if why := self.unstackable(plans):
             raise UserError(why)
-        from toyexp_torch.stack import Stack
+        from toyexp_torch.stack import TorchStack
 
-        return Stack(plans, self._wanted(title)).open()
+        return TorchStack(plans, self._wanted(title)).open()
 
     def follow(self) -> bool:
         """As one of the ranks that `torchrun` has started; the first one gathers them."""

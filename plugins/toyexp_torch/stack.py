@@ -6,72 +6,27 @@ training step and the held-out loss is what `TorchSession` does, and no run is m
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from types import TracebackType
-from typing import Any
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, Plan, PlanTensor, State, StepMetrics
+from toyexp import Batch, HeldOut, Plan, PlanTensor, Stack, State, StepInput, StepMetrics
 from toyexp_torch.session import Switches, TorchSession, Wanted, places_of
 from toyexp_torch.stack_step import How, StackedResident, StackedStep, StackedUpdate
 
 CROWDED = 0.75  # the share of a graph's runs that still train, below which a graph of those alone takes its place
 AT_ONCE, BYTES = 8, 1 << 25  # steps that a GPU is given at once, and what they may read
 
-OneStep = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a step's micro-batches, and each group's numbers
 
+class TorchStack(Stack):
+    """The memory and the program of K runs; a step takes those along that ask for one."""
 
-class _Answers:
-    """What comes of something that was begun for several runs: waited for once, by whoever asks first."""
-
-    def __init__(self, wait: Callable[[], Sequence[Any]]):
-        self._wait = wait
-        self._found: Sequence[Any] | BaseException | None = None
-        self._where: TracebackType | None = None  # that was raised
-
-    def all(self) -> Sequence[Any]:
-        """One for each run; where it has failed, it has for each that asks."""
-        if self._found is None:
-            try:
-                self._found = self._wait()
-            except BaseException as error:  # a signal too: each that waits is told of it
-                self._found, self._where = error, error.__traceback__
-        if isinstance(self._found, BaseException):
-            raise self._found.with_traceback(self._where)  # without the way to whoever has asked before
-        return self._found
-
-    def settle(self) -> None:
-        """Waits; of a failure those are told who ask."""
-        with contextlib.suppress(Exception):
-            self.all()
-
-
-@dataclass(eq=False)
-class _Asked:
-    """What a run has asked for: steps, or losses on micro-batches."""
-
-    row: int
-    steps: Sequence[OneStep] = ()
-    micros: Sequence[Batch] = ()
-    answer: Callable[[], Any] | None = None  # None until it is begun
-
-    def answered(self, begin: Callable[[], None]) -> Any:
-        """What came of it, which is begun now where it was not, with what other runs have asked for."""
-        if self.answer is None:
-            begin()
-        assert self.answer is not None
-        return self.answer()
-
-
-class Stack:
-    """The memory and the program of K runs; a step takes those along that have asked for one."""
+    sessions: Sequence[StackedSession]
 
     def __init__(self, plans: Sequence[Plan], wanted: Wanted):
         self._plans, self._device, self._settings = plans, torch.device(wanted.device), Switches(wanted)
@@ -82,25 +37,25 @@ class Stack:
             torch.zeros((len(plans), length), dtype=self._dtype, device=self._device) for _ in range(2)
         )
         self.update, self._where = StackedUpdate(plans[0], self.flat, self.grad, places), places
-        self.sessions = [StackedSession(plan, wanted, self, row) for row, plan in enumerate(plans)]
-        self._asked: dict[int, _Asked] = {}  # steps, by row
-        self._held_out: dict[int, _Asked] = {}  # losses
-        self._begun: list[tuple[int, _Answers]] = []  # steps whose numbers are on their way from a GPU, and how many
+        super().__init__([StackedSession(plan, wanted, self, row) for row, plan in enumerate(plans)])
+        self._under_way: list[Callable[[], object]] = []  # what waits for the steps whose numbers a GPU still holds
         self._places: dict[int, int] = {}  # of the rows in the program
         self._step: StackedStep | None = None
         self._resident: StackedResident | None = None  # the same on a GPU
 
-    def open(self) -> Sequence[StackedSession]:
-        """The sessions, open; all are closed where one cannot be."""
+    def open(self) -> TorchStack:
+        """Open all sessions; all are closed where one cannot be opened."""
         try:
-            return [session.open() for session in self.sessions]
+            for session in self.sessions:
+                session.open()
         except BaseException:
             for session in self.sessions:
                 session.close()
             raise
+        return self
 
     @property
-    def runs_ahead(self) -> bool:
+    def on_gpu(self) -> bool:
         """Whether steps are taken beside the host's work."""
         return self._device.type == "cuda"
 
@@ -109,128 +64,93 @@ class Stack:
         """Why a GPU's kernels are launched one by one; empty where they are not, or nobody knows yet."""
         return self._resident.refused if self._resident else "" if self._capture else "engine.capture=false"
 
-    @cached_property
-    def steps_at_once(self) -> int:
-        """How many steps are best begun together, since each run's host then works on several of them."""
+    @property
+    def depth(self) -> int:
+        """On a GPU twice as many steps as are begun together: each run's host then works on several of them."""
         plan = self._plans[0]
         row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
         room = BYTES // max(len(self._plans) * plan.accumulate * plan.rows * row, 1)
-        return max(min(AT_ONCE, room), 1) if self.runs_ahead else 1
+        return 2 * max(min(AT_ONCE, room), 1) if self.on_gpu else 1
 
-    def ask(self, row: int, steps: Sequence[OneStep]) -> Callable[[], Sequence[StepMetrics]]:
-        """Notes that a run wants steps, and gives what waits for them; those before are begun first."""
-        self.settle(row)
-        asked = self._asked[row] = _Asked(row, steps)
-        return partial(asked.answered, self.take)
-
-    def ask_losses(self, row: int, micros: Sequence[Batch]) -> Callable[[], float]:
-        """The same for the sum of its losses on micro-batches, without training."""
-        self.settle(row)
-        if row in self._held_out:
-            self._evaluate()
-        asked = self._held_out[row] = _Asked(row, micros=micros)
-        return partial(asked.answered, self._evaluate)
-
-    def settle(self, row: int) -> None:
-        """Begins the steps that a run has asked for, if it has."""
-        if row in self._asked:
-            self.take()
-
-    def leave(self, row: int) -> None:
-        """A run has ended; what it asked for is not computed any more. The last one frees the memory."""
-        self._asked.pop(row, None)
-        self._held_out.pop(row, None)
+    def leave(self) -> None:
+        """Free the memory when the last run has ended."""
         if all(session.state is State.CLOSED for session in self.sessions):
             if self._resident is not None:
                 self._resident.close()
             self._step = self._resident = None
+            self._under_way.clear()
             self.flat = self.grad = self.update = None  # type: ignore[assignment]
-            if self._device.type == "cuda":
+            if self.on_gpu:
                 torch.cuda.empty_cache()
 
-    def take(self) -> None:
-        """Begins the steps that runs have asked for; where one fails, it fails for each of them."""
-        if not self._asked:
-            return
-        together, self._asked = self._asked, {}
-        self._begin(together, self._taken)
+    def do_step(self, asked: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
+        """See Stack."""
+        asked = dict(sorted(asked.items()))
+        with self._settings.applied():
+            self._prepare([*asked])
+            if self._resident is None:
+                return self._taken(asked)
+            if len(self._under_way) == self.depth:
+                self._under_way.pop(0)()  # whose numbers would be overwritten
+            count, places = len(self._places), {row: self._places[row] for row in asked}
+            wait = cache(self._resident.launch({places[row]: own for row, own in asked.items()}))
+            self._under_way.append(wait)
 
-    def _evaluate(self) -> None:
-        together, self._held_out = self._held_out, {}
-        self._begin(together, self._losses)
+        def metrics(place: int) -> StepMetrics:
+            found = wait()
+            return StepMetrics(found[place], found[count + place])
 
-    def _begin(self, asked: Mapping[int, _Asked], compute: Callable[[Sequence[_Asked]], _Answers]) -> None:
-        together = [asked[row] for row in sorted(asked)]
-        try:
-            with self._settings.applied():
-                answers = compute(together)
-        except BaseException as error:
-            answers = _Answers(_raising(error))
-        for place, one in enumerate(together):
-            one.answer = _one_of(answers, place)
+        return {row: partial(metrics, place) for row, place in places.items()}
 
-    def _taken(self, asked: Sequence[_Asked]) -> _Answers:
-        """The metrics of each run's steps, one after another: a run that wants fewer rests in the end."""
-        count = max(len(one.steps) for one in asked)
-        while self._begun and count + sum(n for n, _ in self._begun) > 2 * self.steps_at_once:
-            self._begun.pop(0)[1].settle()  # whose numbers would be overwritten
-        waits: list[Callable[[], Mapping[int, StepMetrics]]] = []
+    def _taken(self, asked: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
+        """Take a step at once."""
+        assert self._step is not None
+        micros = [self._there([own.micros[i] for own in asked.values()]) for i in range(self._plans[0].accumulate)]
+        exact = torch.float64 if self._device.type == "cpu" else self._dtype
+        vectors = zip(*(own.numbers for own in asked.values()), strict=True)
+        numbers = [torch.from_numpy(np.stack(group)).to(self._device, exact) for group in vectors]
+        found = self._step(micros, numbers).T.tolist()
+        return {row: partial(StepMetrics, *each) for row, each in zip(asked, found, strict=True)}
 
-        def wait() -> Sequence[Sequence[StepMetrics]]:
-            found = [each() for each in waits]
-            return [[metrics[one.row] for metrics in found[: len(one.steps)]] for one in asked]
+    def losses(self, asked: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
+        """See Stack; batch by batch: a run with fewer of them than others has none in the end."""
+        held_out = {row: HeldOut(self._plans[row], batches) for row, batches in sorted(asked.items())}
+        micros: dict[int, Sequence[Batch]] = {}
+        waits: dict[int, Callable[[], float]] = {}
+        for row, own in held_out.items():
+            try:
+                micros[row] = [*own]
+            except BaseException as error:  # also a signal to this run
+                waits[row] = partial(_raise, error)
+        if not micros:
+            return waits
+        with self._settings.applied():
+            sums = cache(self._losses(micros).tolist)
+        places = {row: self._places[row] for row in micros}
+        return waits | {row: partial(lambda row: held_out[row].mean(sums()[places[row]]), row) for row in places}
 
-        answers = _Answers(wait)
-        try:
-            for i in range(count):
-                waits.append(self._one_taken({one.row: one.steps[i] for one in asked if i < len(one.steps)}))
-        finally:  # those before one that cannot be begun are under way, too
-            self._begun.append((len(waits), answers))
-        return answers
-
-    def _one_taken(self, steps: Mapping[int, OneStep]) -> Callable[[], Mapping[int, StepMetrics]]:
-        """Begins a step of the runs in these rows."""
-        self._prepare([*steps])
-        if self._resident is None:
-            assert self._step is not None
-            micros = [self._there([own[i] for own, _ in steps.values()]) for i in range(self._plans[0].accumulate)]
-            exact = torch.float64 if self._device.type == "cpu" else self._dtype
-            vectors = zip(*(numbers for _, numbers in steps.values()), strict=True)
-            numbers = [torch.from_numpy(np.stack(group)).to(self._device, exact) for group in vectors]
-            found = self._step(micros, numbers).T.tolist()
-            metrics = {row: StepMetrics(*each) for row, each in zip(steps, found, strict=True)}
-            return lambda: metrics
-        places, count = {row: self._places[row] for row in steps}, len(self._places)
-        fetched = self._resident.launch({places[row]: own for row, own in steps.items()})
-
-        def wait() -> Mapping[int, StepMetrics]:
-            found = fetched()
-            return {row: StepMetrics(found[place], found[count + place]) for row, place in places.items()}
-
-        return wait
-
-    def _losses(self, asked: Sequence[_Asked]) -> _Answers:
-        """The sums of losses, batch by batch: a run with fewer of them than others has none in the end."""
-        self._prepare([one.row for one in asked])
+    def _losses(self, asked: Mapping[int, Sequence[Batch]]) -> Tensor:
+        """The sums of losses by place."""
+        self._prepare([*asked])
         total = torch.zeros(len(self._places), dtype=torch.float64 if self._device.type != "mps" else self._dtype)
         total = total.to(self._device)
-        places, plan = [self._places[one.row] for one in asked], self._plans[0]
+        plan = self._plans[0]
         blank = {name: np.zeros((plan.rows, *spec.shape), spec.dtype) for name, spec in plan.inputs.items()}
-        for i in range(max(len(one.micros) for one in asked)):
-            those = {place: one.micros[i] for place, one in zip(places, asked, strict=True) if i < len(one.micros)}
+        for i in range(max(map(len, asked.values()))):
+            those = {self._places[row]: micros[i] for row, micros in asked.items() if i < len(micros)}
             if self._resident is not None:
                 total += self._resident.losses(those)
                 continue
             assert self._step is not None
             total += self._step.losses(self._there([those.get(place, blank) for place in range(len(asked))]))
-        return _Answers(lambda: [sums[place] for sums in [total.tolist()] for place in places])
+        return total
 
     def _prepare(self, asking: Sequence[int]) -> None:
         """Has a program ready in which the runs that ask are, and no others.
 
         On a GPU, where it takes a while to capture one, it is of all that train and of some that have left.
         """
-        on_gpu, rows = self.runs_ahead, [*asking]
+        on_gpu, rows = self.on_gpu, [*asking]
         if on_gpu:
             open_ones = [row for row, session in enumerate(self.sessions) if session.state is State.BUILT]
             rows = sorted({*open_ones, *asking})
@@ -246,9 +166,7 @@ class Stack:
         step = StackedStep(plans, rows, self.flat, self.grad, self._where, self.update, frozen, self._how)
         if on_gpu:
             sizes = self.update.sizes()
-            self._resident = StackedResident(
-                step, plans[0], sizes, len(rows), self._dtype, self._capture, 2 * self.steps_at_once
-            )
+            self._resident = StackedResident(step, plans[0], sizes, len(rows), self._dtype, self._capture, self.depth)
         self._step, self._places = step, {row: place for place, row in enumerate(rows)}
 
     def _there(self, micros: Sequence[Batch]) -> dict[str, Tensor]:
@@ -285,25 +203,8 @@ class Stack:
         return values
 
 
-def _raising(error: BaseException) -> Callable[[], Sequence[Any]]:
-    def wait() -> Sequence[Any]:
-        raise error
-
-    return wait
-
-
-def _one_of(answers: _Answers, place: int) -> Callable[[], Any]:
-    return lambda: answers.all()[place]
-
-
-def _once_settled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, once the step is taken that the session has asked for."""
-
-    def settled(self: StackedSession, *arguments: Any) -> Any:
-        self.stack.settle(self.row)
-        return method(self, *arguments)
-
-    return settled
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 class _Own:
@@ -314,9 +215,9 @@ class _Own:
 
 
 class StackedSession(TorchSession):
-    """One run of a stack. A step that it launches is taken once one of the runs waits for its own."""
+    """One run of a stack; its `step` is one that no other run takes part in."""
 
-    def __init__(self, plan: Plan, wanted: Wanted, stack: Stack, row: int):
+    def __init__(self, plan: Plan, wanted: Wanted, stack: TorchStack, row: int):
         super().__init__(plan, wanted, lambda *_: _Own(stack.update, row))  # type: ignore[arg-type]
         self.stack, self.row = stack, row
         self._halved = False  # the program rounds the weights themselves where it computes in bfloat16
@@ -353,43 +254,13 @@ class StackedSession(TorchSession):
             self._tensors[tensor.name] = self.stack.shared(tensor.name, values)  # type: ignore[arg-type]
 
     @property
-    def runs_ahead(self) -> bool:
+    def depth(self) -> int:
         """See Session."""
-        return self.stack.runs_ahead
-
-    def all_launched(self) -> None:
-        """See Session."""
-        self.stack.take()
-
-    def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
-        """See Session."""
-        wait = self.stack.ask(self.row, [(micros, numbers)])
-        return lambda: wait()[0]
-
-    @property
-    def steps_at_once(self) -> int:
-        """See Session."""
-        return self.stack.steps_at_once
-
-    def do_launch_several(self, steps: Sequence[OneStep]) -> Callable[[], Sequence[StepMetrics]]:
-        """See Session."""
-        return self.stack.ask(self.row, steps)
-
-    def do_launch_losses(self, micros: Iterable[Batch]) -> Callable[[], float]:
-        """See Session."""
-        return self.stack.ask_losses(self.row, [*micros])
+        return self.stack.depth
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         """See Session."""
-        return self.do_launch(micros, numbers)()
-
-    do_snapshot = _once_settled(TorchSession.do_snapshot)
-    do_loss = _once_settled(TorchSession.do_loss)
-    do_logits = _once_settled(TorchSession.do_logits)
-    do_gradients = _once_settled(TorchSession.do_gradients)
-    do_download = _once_settled(TorchSession.do_download)
-    do_restore = _once_settled(TorchSession.do_restore)
-    do_decoder = _once_settled(TorchSession.do_decoder)
+        return self.stack.do_step({self.row: StepInput(micros, numbers)})[self.row]()
 
     def _give_back(self) -> None:
         """The others go on with it."""
@@ -397,4 +268,4 @@ class StackedSession(TorchSession):
     def do_close(self) -> None:
         """See Session."""
         super().do_close()
-        self.stack.leave(self.row)
+        self.stack.leave()

@@ -1,9 +1,10 @@
 """The training loop alone, on an engine that computes nothing and reports what a test has written down."""
 
-import itertools
 import math
 import traceback
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from toyexp.base.formatting import smooth_loss
 from toyexp.interfaces.dataset import batch_digest
 from toyexp.interfaces.micro_batches import micro_batches, readied
 from toyexp.interfaces.plan import PlanTensor, grouped
+from toyexp.interfaces.stack import Stack
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
-from toyexp.training import driver
-from toyexp.training.driver import Evaluate, Step, drive, drive_together
+from toyexp.training.driver import Evaluate, Step, drive, interrupting
 from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
 from toyexp.training.run_config import Outcome, Saver
 
@@ -42,7 +43,7 @@ class Scripted(NullSession):
 class Queued(Scripted):
     """Takes a step when it is waited for, as a GPU does that is given two at a time."""
 
-    runs_ahead = True
+    depth = 2
 
     def do_launch(self, micros, numbers):
         self.heard.append("launch")
@@ -52,17 +53,25 @@ class Queued(Scripted):
 class Several(Queued):
     """Is best given four steps at a time."""
 
-    steps_at_once = 4
-
-    def do_launch_several(self, steps):
-        self.heard.append(f"several {len(steps)}")
-        return super().do_launch_several(steps)
+    depth = 8
 
 
 class Launched(Queued):
     """Takes a step when it is waited for, and has no second one launched before."""
 
-    runs_ahead = False
+    depth = 1
+
+
+class Noting(Stack):
+    """Notes how many rows take a step."""
+
+    def __init__(self, runs):
+        super().__init__([run.session for run in runs])
+        self.rows = []
+
+    def do_step(self, asked):
+        self.rows.append([*asked])
+        return super().do_step(asked)
 
 
 @dataclass(eq=False)
@@ -474,6 +483,13 @@ def test_a_run_that_has_all_its_steps_takes_none(stage):
 # -- the loop without a session of its own --------------------------------------------------------------------------
 
 
+def together(*runs, stack=None):
+    """How each ends that is driven together with the others."""
+    loops = [run.training.asks() for run in runs]
+    with interrupting(loops):
+        return drive(loops, stack or Stack([run.session for run in runs]))
+
+
 def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
     """One that ends leaves; the other goes on, and each has its own numbers, metrics and evaluations."""
     long, short = stage(5, eval_every=2), stage(2, [StepMetrics(2.5, 0.1)], eval_every=1)
@@ -484,8 +500,12 @@ def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
         for key in list(requests):
             (it, loop), request = waiting[key], requests.pop(key)
             order.append((it is long, type(request)))
+            if isinstance(request, Step):
+                answer = [partial(it.session.do_step, *request.inputs[0])]
+            else:
+                answer = (it.session.evaluate(request.batches()), {})
             try:
-                requests[key] = loop.send(request.answer(it.session))
+                requests[key] = loop.send(answer)
             except StopIteration as end:
                 assert end.value is it.training.outcome
     assert [kind for first, kind in order if first] == [
@@ -505,51 +525,60 @@ def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
 
 
 def test_a_step_of_each_loop_is_launched_before_one_is_waited_for(stage):
-    """And begun: a device works while the loops look back. Whatever one has to evaluate; one that ends leaves."""
+    """Whatever one has to evaluate; one that ends leaves."""
     heard = []
-
-    class Begun(Launched):
-        def all_launched(self):
-            heard.append("begun")
-
     recorders = [Recorder(looked_at=(), heard=heard) for _ in range(3)]
     runs = [
-        stage(steps, recorder=r, kind=Begun, eval_every=every)
+        stage(steps, recorder=r, kind=Launched, eval_every=every)
         for r, steps, every in zip(recorders, (4, 2, 4), (0, 0, 2), strict=True)
     ]
-    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
-    assert [end.steps for end in ends] == [4, 2, 4]
-    work = [hook.split()[0] for hook in heard if hook.split()[0] in ("launch", "begun", "on_step")]
-    rounds = [[hook] * count for count in (3, 3, 2, 2) for hook in ("launch", "begun", "on_step")]
+    stack = Noting(runs)
+    assert [end.steps for end in together(*runs, stack=stack)] == [4, 2, 4]
+    work = [hook.split()[0] for hook in heard if hook.split()[0] in ("launch", "on_step")]
+    rounds = [[hook] * count for count in (3, 3, 2, 2) for hook in ("launch", "on_step")]
     assert work == [hook for each in rounds for hook in each]
+    assert stack.rows == [[0, 1, 2]] * 2 + [[0, 2]] * 2
 
 
-def test_evaluations_of_a_round_are_launched_before_one_is_waited_for(stage):
-    """One that cannot be launched, and one that fails later, fail for their loops alone."""
+def test_evaluations_of_a_round_begin_together_before_one_is_waited_for(stage):
+    """One that fails fails for its loop alone; where none can begin, all of them fail."""
     heard = []
 
-    class Held(Launched):
-        def do_launch_losses(self, micros):
-            super().do_launch_losses(micros)
-            heard.append("launch")
-            return lambda: heard.append("wait") or 1.0
+    class Held(Stack):
+        broken = ()
 
-    runs = [stage(4, kind=Held, eval_every=2) for _ in range(3)] + [stage(4, kind=Held)]
-    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
-    assert heard == 3 * (3 * ["launch"] + 3 * ["wait"])  # before the first step, and after two and four
-    assert all(end.steps == 4 for end in ends)
-    runs = [stage(4, kind=Held, eval_every=2) for _ in range(3)]
-    runs[0].session.do_launch_losses = lambda micros: 1 / 0
-    runs[1].session.do_launch_losses = lambda micros: lambda: 1 / 0
-    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
-    assert [getattr(end, "reason", type(end)) for end in ends] == [PluginFailed, PluginFailed, "completed"]
+        def losses(self, asked):
+            heard.append([*asked])
+            return {row: partial(self.wait, row, batches) for row, batches in asked.items()}
+
+        def wait(self, row, batches):
+            heard.append("wait")
+            return 1 / 0 if row in self.broken else self.sessions[row].evaluate(batches)
+
+    class None_(Held):
+        def losses(self, asked):
+            raise ValueError("no device")
+
+    def runs():
+        return [stage(4, eval_every=2) for _ in range(3)] + [stage(4)]
+
+    def driven(kind, broken=()):
+        these = runs()
+        stack = kind([run.session for run in these])
+        stack.broken = broken
+        return [getattr(end, "reason", type(end)) for end in together(*these, stack=stack)]
+
+    assert driven(Held) == ["completed"] * 4
+    assert heard == 3 * [[0, 1, 2], "wait", "wait", "wait"]  # before the first step, and after two and four
+    assert driven(Held, broken=(0, 1)) == [PluginFailed, PluginFailed, "completed", "completed"]
+    assert driven(None_) == [PluginFailed] * 3 + ["completed"]
 
 
 def test_a_loop_that_fails_ends_no_other(stage):
     runs = [stage(4), stage(4, [GOOD, BAD]), stage(4), stage(2)]
     runs[2].session.do_loss = lambda micro: 1 / 0
     runs[2].training.eval_every = 2
-    ends = drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+    ends = together(*runs)
     assert [getattr(end, "reason", type(end)) for end in ends] == ["completed", RunFailed, PluginFailed, "completed"]
     assert "step 2" in str(ends[1]) and "no finite" not in str(ends[2])
     assert [len(run.session.hps) for run in runs] == [4, 2, 0, 2]
@@ -563,10 +592,10 @@ def test_a_signal_that_ends_the_process_ends_all_loops(stage):
 
     runs[0].session.do_step = interrupted
     with pytest.raises(KeyboardInterrupt):
-        drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+        together(*runs)
 
 
-def test_a_signal_during_an_answer_reaches_the_run_that_asked(stage):
+def test_a_signal_during_an_answer_reaches_every_run(stage):
     runs, heard = [stage(4), stage(4)], []
 
     def interrupted(*_):
@@ -580,30 +609,33 @@ def test_a_signal_during_an_answer_reaches_the_run_that_asked(stage):
             raise
 
     runs[1].session.do_launch = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        drive_together([noting(run) for run in runs], [run.session for run in runs])
-    assert heard == [0]
+    loops = [noting(run) for run in runs]
+    with pytest.raises(KeyboardInterrupt), interrupting(loops):
+        drive(loops, Stack([run.session for run in runs]))
+    assert heard == [0, 0]
 
 
-def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage, monkeypatch):
+def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage):
     """A driver that is interrupted itself has the run end as it ends of a signal in the middle of a step."""
-    it = stage(5)
-    answered, count = driver._answered, itertools.count(1)
+    it, heard = stage(5), []
 
-    def interrupted(*asked):
-        if next(count) == 3:
-            raise KeyboardInterrupt("now")
-        return answered(*asked)
+    class Interrupts(Noting):
+        def do_step(self, asked):
+            if len(self.rows) == 2:
+                raise KeyboardInterrupt("now")
+            return super().do_step(asked)
 
     def run():
         try:
             yield from it.training.asks()
         except KeyboardInterrupt as error:
-            return str(error), it.training.outcome.steps
-        return None
+            heard.append((str(error), it.training.outcome.steps))
+            raise
 
-    monkeypatch.setattr(driver, "_answered", interrupted)
-    assert drive(run(), it.session) == ("now", 2)
+    loop = run()
+    with pytest.raises(KeyboardInterrupt, match="now"), interrupting([loop]):
+        drive([loop], Interrupts([it]))
+    assert heard == [("now", 2)]
 
 
 def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
@@ -611,7 +643,7 @@ def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
     it = stage(5)
     loop = it.training.asks()
     loop.send(None)
-    loop.send(it.session.launch(it.training.batches.batch(0), it.session.plan.numbers(0, BASE_LR)))
+    loop.send([lambda: GOOD])
     with pytest.raises(PluginFailed, match=r"engine\.noop failed at step 2: ValueError: no device"):
         loop.throw(ValueError("no device"))
 
@@ -624,7 +656,7 @@ def test_what_an_answer_raises_is_told_with_the_way_to_where_it_was_raised(stage
 
     it.session.do_step = broken
     with pytest.raises(PluginFailed) as found:
-        drive(it.training.asks(), it.session)
+        it.train()
     way = [frame.name for frame in traceback.extract_tb(found.value.__cause__.__traceback__)]
     assert way[-1] == "broken"
 
@@ -734,9 +766,9 @@ def test_a_batch_that_a_session_refuses_leaves_what_was_trained_to_be_saved(stag
         assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (4, 4, 4)
 
 
-def together(*runs):
-    """How each ends that is driven together with the others."""
-    return drive_together([run.training.asks() for run in runs], [run.session for run in runs])
+def at_once(it):
+    """How many steps were launched with nothing else between them, each time."""
+    return [len([*group]) for hook, group in groupby(it.recorder.heard) if hook == "launch"]
 
 
 def several(stage, steps, looked_at=(), recorder=None, **how):
@@ -749,7 +781,7 @@ def test_several_steps_at_once_are_those_of_one_at_a_time_and_stop_before_whoeve
     alone.train()
     it = several(stage, 11, script=script, eval_every=6)
     (end,) = together(it)
-    assert told(it, "several") == ["several 4", "several 2", "several 4"]
+    assert at_once(it) == [4, 2, 4, 1]
     assert it.session.digests == alone.session.digests
     np.testing.assert_array_equal(it.session.hps, alone.session.hps)
     assert told(it, "lr", "on_step", "on_eval", "after")[-1] == "after 11" and it.recorder.evals() == [0, 6, 11]
@@ -758,7 +790,7 @@ def test_several_steps_at_once_are_those_of_one_at_a_time_and_stop_before_whoeve
     assert end.training_seconds == pytest.approx(sum(m.get("wall_us", 0) for m in it.recorder.metrics) / 1e6)
     looks = several(stage, 9, looked_at=(3,))
     together(looks)
-    assert told(looks, "several", "after")[:3] == ["several 3", "after 3", "several 4"]
+    assert at_once(looks) == [3, 4, 2] and told(looks, "launch", "after")[3] == "after 3"
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -775,7 +807,7 @@ def test_of_loops_that_want_several_steps_each_has_as_many_as_the_others_want(st
     one, two = several(stage, 9, eval_every=3), several(stage, 9)
     ends = together(one, two)
     assert [end.steps for end in ends] == [9, 9] and one.recorder.evals() == [0, 3, 6, 9]
-    assert {*told(two, "several")} >= {"several 3"} and len(two.session.digests) == len(told(two, "lr")) == 9
+    assert 3 in at_once(two) and len(two.session.digests) == len(told(two, "lr")) == 9
     assert two.session.digests == [batch_digest({"tokens": two.training.batches.batch(k)["tokens"]}) for k in range(9)]
 
 

@@ -8,7 +8,7 @@ from several import OPTIMISERS
 from stacks import lora_jobs
 from tiny import batches, plan, weighted
 
-from toyexp import Unavailable
+from toyexp import Stack, Unavailable
 from toyexp.batching.tokens import Dropout
 from toyexp.interfaces.plan import optimised
 from toyexp_torch.engines import TorchCPU, TorchCUDA
@@ -34,26 +34,36 @@ def batch(the_plan, i, step):
     return weighted((Dropout(stream, the_plan) if the_plan.drops else stream).batch(step), step)
 
 
-def launched(session, i, step):
-    numbers = session.plan.numbers(step, RATES[i] / (1 + step / 10))
-    return session.launch(batch(session.plan, i, step), numbers)
+def given(session, i, step):
+    return session.step_input(batch(session.plan, i, step), session.plan.numbers(step, RATES[i] / (1 + step / 10)))
+
+
+def begin(stack, rows, step):
+    """Begin a step of these rows; what waits for each."""
+    return stack.step({i: given(stack.sessions[i], i, step) for i in rows})
+
+
+def opened(plans, engine):
+    stack = engine.realize_stack(plans)
+    for session in stack.sessions:
+        session.build()
+    return stack
 
 
 def together(plans, engine, lengths=(STEPS,) * 3, ahead=1):
     """Losses and norms of each run's steps, its held-out loss and state at its end, and why it was not captured."""
-    sessions = engine.realize_stack(plans)
-    for session in sessions:
-        session.build()
+    stack = opened(plans, engine)
+    sessions = stack.sessions
     metrics, under_way, ends = [[] for _ in plans], [[] for _ in plans], {}
     for step in range(max(lengths) + 1):
-        for i, session in enumerate(sessions):
-            if step < lengths[i]:
-                under_way[i].append(launched(session, i, step))
+        going = [i for i in range(len(plans)) if step < lengths[i]]
+        for i, wait in begin(stack, going, step).items() if going else ():
+            under_way[i].append(wait)
         for i in range(len(plans)):
             while len(under_way[i]) > (ahead if step < lengths[i] else 0):
                 metrics[i].append(under_way[i].pop(0)())
         over = [i for i in range(len(plans)) if i not in ends and step + 1 >= lengths[i] and not under_way[i]]
-        waits = {i: sessions[i].launch_evaluation([batch(plans[i], 9, k) for k in range(1 + i)]) for i in over}
+        waits = stack.losses({i: [batch(plans[i], 9, k) for k in range(1 + i)] for i in over})
         for i, wait in waits.items():
             ends[i] = wait(), sessions[i].snapshot(), sessions[i].describe()["captured"]
             sessions[i].close()
@@ -63,7 +73,8 @@ def together(plans, engine, lengths=(STEPS,) * 3, ahead=1):
 def alone(the_plan, i, engine, steps=STEPS):
     with engine.realize(the_plan) as session:
         session.build()
-        metrics = [launched(session, i, step)() for step in range(steps)]
+        stack = Stack([session])
+        metrics = [stack.step({0: given(session, i, step)})[0]() for step in range(steps)]
         return metrics, session.evaluate([batch(the_plan, 9, k) for k in range(1 + i)]), session.snapshot()
 
 
@@ -87,17 +98,12 @@ def test_several_steps_at_once_give_the_same_bits():
     """Also more of them than numbers are kept of before one is waited for."""
     plans, engine = plans_of(accumulate=2, rows=2), TorchCUDA(deterministic=True)
     one_by_one = together(plans, engine, (24,) * 3)
-    sessions = engine.realize_stack(plans)
-    for session in sessions:
-        session.build()
-    waits = [[] for _ in plans]
-    for first in range(0, 24, session.steps_at_once):
-        steps = range(first, first + session.steps_at_once)
-        for i, each in enumerate(sessions):
-            wanted = [(batch(each.plan, i, k), each.plan.numbers(k, RATES[i] / (1 + k / 10))) for k in steps]
-            waits[i].append(each.launch_several(wanted))
+    stack = opened(plans, engine)
+    sessions = stack.sessions
+    assert [session.depth for session in sessions] == [16] * 3
+    waits = [begin(stack, range(3), step) for step in range(24)]
     for i, (metrics, _, kept, _) in enumerate(one_by_one):
-        np.testing.assert_array_equal([m for wait in waits[i] for m in wait()], metrics)
+        np.testing.assert_array_equal([each[i]() for each in waits], metrics)
         for name, array in sessions[i].snapshot().items():
             np.testing.assert_array_equal(array, kept[name], err_msg=name)
         sessions[i].close()
@@ -159,14 +165,15 @@ def test_in_float32_all_runs_follow_those_on_the_cpu():
 def test_bad_numbers_of_one_run_touch_no_other(skips):
     plans = [dataclasses.replace(p, skip_nonfinite=skips) for p in plans_of()]
     good = together(plans, TorchCUDA(deterministic=True))
-    sessions = TorchCUDA(deterministic=True).realize_stack(plans)
+    stack = TorchCUDA(deterministic=True).realize_stack(plans)
+    sessions = stack.sessions
     sessions[1].upload("output_norm.weight", np.full(32, np.nan, np.float32))
     for session in sessions:
         session.build()
     before = sessions[1].snapshot()
     for step in range(STEPS):
-        waits = [launched(session, i, step) for i, session in enumerate(sessions)]
-        assert [bool(np.isfinite(wait()).all()) for wait in waits] == [True, False, True]
+        waits = begin(stack, range(3), step)
+        assert [bool(np.isfinite(wait()).all()) for wait in waits.values()] == [True, False, True]
     for i in (0, 2):
         for name, values in sessions[i].snapshot().items():
             np.testing.assert_array_equal(values, good[i][2][name], err_msg=name)

@@ -236,7 +236,7 @@ def test_an_engine_steps_as_in_a_run_one_step_ahead_where_it_can_and_never_two(m
         heard.append("launch")
         return lambda: heard.append("taken")
 
-    monkeypatch.setattr(NullSession, "runs_ahead", ahead)
+    monkeypatch.setattr(NullSession, "depth", 1 + ahead)
     monkeypatch.setattr(NullSession, "do_launch", launch)
     prepared, opened = Entry("noop", [*TINY[:-1], "plugins=[toyexp.testing.null]"], "noop").prepare()
     it = opened()

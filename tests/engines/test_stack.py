@@ -8,13 +8,28 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from stacks import ADAMW, ENGINE, EXACT, OPTIMISERS, Job, alone, built, jobs_of, lora_jobs, training
+from stacks import (
+    ADAMW,
+    ENGINE,
+    EXACT,
+    OPTIMISERS,
+    Job,
+    alone,
+    begin,
+    begin_all,
+    built,
+    jobs_of,
+    lora_jobs,
+    stacked,
+    take_all,
+    training,
+)  # fmt: skip
 from tiny import batches, plan
 
 from toyexp import Given, InputSpec, RunFailed, Setup, UserError, unlike
 from toyexp.base.errors import BadBatch
 from toyexp.interfaces.plan import optimised
-from toyexp.training.driver import drive_together
+from toyexp.training.driver import drive
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
@@ -30,11 +45,10 @@ from toyexp_torch.stack_step import StackedStep
 
 def together(jobs, steps, engine=ENGINE):
     """Losses and norms [jobs, steps, 2], and what each run's session holds at the end."""
-    sessions = built(engine.realize_stack([job.plan for job in jobs]))
+    stack, sessions = stacked(jobs, engine)
     losses = []
     for step in range(steps):
-        waits = [job.step(session, step) for job, session in zip(jobs, sessions, strict=True)]
-        losses.append([wait() for wait in waits])
+        losses.append(take_all(stack, jobs, step))
     kept = [session.snapshot() for session in sessions]
     for session in sessions:
         session.close()
@@ -128,7 +142,7 @@ def test_adapters_are_those_of_each_run_alone(tmp_path, bases, dropout):
 
 
 def test_a_base_that_runs_share_is_held_once(tmp_path):
-    sessions = ENGINE.realize_stack([job.plan for job in lora_jobs(tmp_path, (0, 0, 1), 0.0)])
+    sessions = ENGINE.realize_stack([job.plan for job in lora_jobs(tmp_path, (0, 0, 1), 0.0)]).sessions
     frozen = [t.name for t in sessions[0].plan.tensors if not t.trainable and t.decays]
     for name in frozen:
         places = [session._tensors[name].data_ptr() for session in sessions]
@@ -165,12 +179,11 @@ def test_a_compiled_stack_computes_what_it_computes_uncompiled(monkeypatch):
 def test_bases_that_differ_are_held_once_too(tmp_path):
     """Side by side from the first step on, also once a run has left, and evaluated and read there."""
     jobs = lora_jobs(tmp_path, (0, 1, 2), 0.0)
-    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    stack, sessions = stacked(jobs, EXACT)
     frozen = [t for t in sessions[0].plan.tensors if not t.trainable]
     before = [{t.name: session.download(t.name) for t in frozen} for session in sessions]
     for going in ([0, 1, 2], [0, 2]):
-        for wait in [jobs[i].step(sessions[i], 0) for i in going]:
-            wait()
+        begin(stack, jobs, dict.fromkeys(going, 0))
         for tensor in frozen:
             memory = {
                 it.data_ptr(): it.nbytes() for it in (sessions[i].frozen(tensor.name).untyped_storage() for i in going)
@@ -183,7 +196,7 @@ def test_bases_that_differ_are_held_once_too(tmp_path):
     for i in (0, 2):
         with built([EXACT.realize(jobs[i].plan)])[0] as other:
             for _ in range(2):
-                jobs[i].step(other, 0)()
+                jobs[i].step(other, 0)
             assert sessions[i].evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-11)
             np.testing.assert_allclose(sessions[i].logits(held_out), other.logits(held_out), atol=1e-6)
 
@@ -192,14 +205,11 @@ def test_bases_that_differ_are_held_once_too(tmp_path):
 def test_a_run_takes_the_memory_that_was_said_beforehand(name, tmp_path):
     """Said from shapes alone, and counted while a step is taken; what one kernel needs inside, nobody knows."""
     jobs = lora_jobs(tmp_path, (0, 0), 0.0) if name == "lora" else jobs_of(name, OPTIMISERS["sgd_momentum"], rows=16)
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
-    for wait in [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]:
-        wait()
-    ahead, stack = [job.batch(1) for job in jobs], sessions[0].stack
+    stack, sessions = stacked(jobs, ENGINE)
+    take_all(stack, jobs, 0)
+    ahead = {row: job.given(sessions[row], 1) for row, job in enumerate(jobs)}
     with Held() as held:
-        for job, session, batch in zip(jobs, sessions, ahead, strict=True):
-            session.launch(batch, job.plan.numbers(1, job.lr))
-        stack.take()
+        stack.step(ahead)
     state = {x.untyped_storage() for it in stack.update.state.values() for x in it.values()}
     rows = sum(x.nbytes for x in (stack.flat, stack.grad)) + sum(it.nbytes() for it in state)
     said = 2 * ENGINE.bytes_in_a_stack(jobs[0].plan)
@@ -237,14 +247,13 @@ def test_a_run_that_breaks_touches_no_other():
 def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser):
     jobs = jobs_of("llama", [(optimiser, 0.01)] * 3, skip_nonfinite=True)
     jobs[2].plan = dataclasses.replace(jobs[2].plan, skip_nonfinite=False)
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    stack, sessions = stacked(jobs, ENGINE)
     for session in sessions[1:]:
         bad = session.snapshot()
         bad["output_norm.weight"][:] = np.nan
         session.restore(bad)
     before = [session.snapshot() for session in sessions]
-    waits = [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]
-    assert [np.isfinite(wait()).all() for wait in waits] == [True, False, False]
+    assert [np.isfinite(metrics).all() for metrics in take_all(stack, jobs, 0)] == [True, False, False]
 
     def kept(i):
         same = (np.array_equal(before[i][n], sessions[i].download(n), equal_nan=True) for n in names)
@@ -262,12 +271,12 @@ def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser)
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd_momentum"])
 def test_those_that_are_left_go_on_where_a_run_ends(name):
     jobs = jobs_of("llama", [*OPTIMISERS[name], OPTIMISERS[name][0]])
-    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    stack, sessions = stacked(jobs, EXACT)
     lengths = {0: 12, 1: 4, len(jobs) - 1: 7} if len(jobs) > 2 else {0: 12, 1: 4}
     losses = [[] for _ in jobs]
     for step in range(12):
         going = [i for i in range(len(jobs)) if step < lengths.get(i, 12)]
-        waits = [jobs[i].step(sessions[i], step) for i in going]
+        waits = begin(stack, jobs, dict.fromkeys(going, step))
         for i, wait in zip(going, waits, strict=True):
             losses[i].append(wait())
         for i in going:
@@ -283,12 +292,12 @@ def test_those_that_are_left_go_on_where_a_run_ends(name):
 
 def test_a_session_of_a_stack_sees_its_own_run():
     jobs = jobs_of("llama", ADAMW)
-    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
-    waits = [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]
+    stack, sessions = stacked(jobs, EXACT)
+    waits = begin_all(stack, jobs, 0)
     held_out = batches(3, 9).batch(0)
     for job, session in zip(jobs, sessions, strict=True):  # nobody has waited yet: the step is taken all the same
         with built([EXACT.realize(job.plan)])[0] as other:
-            job.step(other, 0)()
+            job.step(other, 0)
             assert session.evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-11)
             np.testing.assert_allclose(session.logits(held_out), other.logits(held_out), atol=1e-6)
             ids = held_out["tokens"][0]
@@ -300,31 +309,31 @@ def test_a_session_of_a_stack_sees_its_own_run():
 
 def test_an_evaluation_that_has_no_loss_is_refused_and_others_beside_it_have_theirs():
     jobs = jobs_of("llama", ADAMW)
-    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    stack, _ = stacked(jobs, EXACT)
     held_out = [[], [batches(3, 9).batch(k) for k in range(2)], [batches(3, 9).batch(0)]]
-    waits = [session.launch_evaluation(own) for session, own in zip(sessions, held_out, strict=True)]
+    waits = stack.losses(dict(enumerate(held_out)))
     with pytest.raises(BadBatch, match="weigh 0 in all"):
         waits[0]()
-    for wait, job, own in zip(waits[1:], jobs[1:], held_out[1:], strict=True):
+    for i, (job, own) in enumerate(zip(jobs[1:], held_out[1:], strict=True), 1):
         with built([EXACT.realize(job.plan)])[0] as other:
-            assert wait() == pytest.approx(other.evaluate(own), rel=1e-12)
+            assert waits[i]() == pytest.approx(other.evaluate(own), rel=1e-12)
 
 
 def test_a_run_goes_on_in_a_stack_from_where_it_was_alone():
     jobs = jobs_of("llama", [(Muon(), 0.01), (Muon(momentum=0.9), 0.003)])
     expected, _ = alone(jobs[1], 10)
     _, kept = alone(jobs[1], 6)
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs]))
+    stack, sessions = stacked(jobs, ENGINE)
     sessions[1].restore(kept)
     for step in range(4):  # at steps of their own
-        waits = [jobs[0].step(sessions[0], step), jobs[1].step(sessions[1], 6 + step)]
+        waits = begin(stack, jobs, {0: step, 1: 6 + step})
         assert waits[1]().loss == pytest.approx(expected[6 + step, 0], rel=1e-5)
     theirs = alone(jobs[0], 4)[1]
     assert all(np.allclose(values, theirs[name], atol=1e-6) for name, values in sessions[0].snapshot().items())
 
 
 def test_a_snapshot_goes_into_an_earlier_one_and_holds_no_other_run():
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs_of("llama", ADAMW)]))
+    _, sessions = stacked(jobs_of("llama", ADAMW), ENGINE)
     first = sessions[1].snapshot()
     arrays = {name: first[name] for name in first}
     again = sessions[1].snapshot(first)
@@ -333,18 +342,14 @@ def test_a_snapshot_goes_into_an_earlier_one_and_holds_no_other_run():
     assert len(pieces) == 3 and sum(x.nbytes for x in pieces) < 1.1 * sum(x.nbytes for x in arrays.values())
 
 
-def test_a_step_that_fails_fails_for_each_run_that_asked_for_it(monkeypatch):
-    sessions = built(ENGINE.realize_stack([job.plan for job in jobs_of("llama", ADAMW)]))
-    job = jobs_of("llama", ADAMW)[0]
-    monkeypatch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
-    waits = [job.step(session, 0) for session in sessions]
-    for wait in waits:
-        with pytest.raises(ZeroDivisionError) as found:
-            wait()
-        assert len(found.traceback) < 30  # what others were told is no part of it
-    monkeypatch.undo()
-    waits = [job.step(session, 0) for session in sessions]
-    assert all(np.isfinite(wait()).all() for wait in waits)
+def test_after_a_step_that_fails_runs_can_take_another(monkeypatch):
+    jobs = jobs_of("llama", ADAMW)
+    stack, _ = stacked(jobs, ENGINE)
+    with monkeypatch.context() as patch:
+        patch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            begin_all(stack, jobs, 0)
+    assert np.isfinite(take_all(stack, jobs, 0)).all()
 
 
 # -- each in its own loop ----------------------------------------------------------------------------------------------
@@ -354,7 +359,7 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
     """One breaks, one is stopped, one has fewer steps and others evaluate more often: each as alone."""
     jobs = jobs_of("llama", [(SGD(), 0.03), (SGD(), 1e9), (SGD(momentum=0.5), 0.1), (SGD(), 0.01), (SGD(), 0.02)])
     how = [(9, 3, 0), (9, 0, 0), (9, 4, 5), (4, 2, 0), (9, 0, 0)]
-    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    stack, sessions = stacked(jobs, EXACT)
     taken, step = [], StackedStep.__call__
 
     def counted(self, micros, numbers, idle=None):
@@ -362,13 +367,13 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
         return step(self, micros, numbers, idle)
 
     monkeypatch.setattr(StackedStep, "__call__", counted)
-    stacked = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
-    ends = drive_together([it.asks() for _, it in stacked], sessions)
+    runs = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
+    ends = drive([it.asks() for _, it in runs], stack)
     assert isinstance(ends[1], RunFailed)
     assert [getattr(end, "reason", None) for end in ends] == ["completed", None, "aborted", "completed", "completed"]
-    broke = len(stacked[1][0].steps)
+    broke = len(runs[1][0].steps)
     assert taken == [sum(n >= i for n in (9, broke, 5, 4, 9)) for i in range(1, 10)]
-    for job, of, (ours, _), end in zip(jobs, how, stacked, ends, strict=True):
+    for job, of, (ours, _), end in zip(jobs, how, runs, ends, strict=True):
         with built([EXACT.realize(job.plan)])[0] as session:
             theirs, it = training(job, session, tmp_path, *of)
             if isinstance(end, RunFailed):
@@ -384,10 +389,10 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
 
 def test_loops_that_fail_of_one_error_tell_each_its_own_way(tmp_path, monkeypatch):
     jobs = jobs_of("llama", [(SGD(), 0.03)] * 6)
-    sessions = built(EXACT.realize_stack([job.plan for job in jobs]))
+    stack, sessions = stacked(jobs, EXACT)
     loops = [training(job, s, tmp_path, 2, 1, 0)[1].asks() for job, s in zip(jobs, sessions, strict=True)]
     monkeypatch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
-    ends = drive_together(loops, sessions)
+    ends = drive(loops, stack)
     # With the ways of all six it would be 131 lines.
     lengths = {len("".join(traceback.format_exception(end)).splitlines()) for end in ends}
     assert all("ZeroDivisionError" in str(end) for end in ends) and max(lengths) < 110, (

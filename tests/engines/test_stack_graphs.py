@@ -7,10 +7,10 @@ tests/devices/test_stack_cuda.py.
 import numpy as np
 import pytest
 import torch
-from stacks import ADAMW, EXACT, OPTIMISERS, alone, built, jobs_of, training
+from stacks import ADAMW, EXACT, OPTIMISERS, alone, begin, begin_all, built, jobs_of, stacked, take_all, training
 from tiny import batches, weighted
 
-from toyexp.training.driver import drive_together
+from toyexp.training.driver import drive
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_torch import stack, stack_step
 
@@ -73,12 +73,8 @@ def graphs(monkeypatch):
         monkeypatch.setattr(stack_step, it.__name__, it)
     monkeypatch.setattr(Captured, "made", [])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(stack.Stack, "runs_ahead", True)
+    monkeypatch.setattr(stack.TorchStack, "on_gpu", True)
     return Captured.made
-
-
-def opened(jobs):
-    return built(EXACT.realize_stack([job.plan for job in jobs]))
 
 
 def assert_as_alone(jobs, losses, sessions, steps):
@@ -93,71 +89,51 @@ def assert_as_alone(jobs, losses, sessions, steps):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_steps_are_those_of_each_run_alone_also_when_they_are_launched_ahead(name, ahead):
     jobs = jobs_of("llama", OPTIMISERS[name], accumulate=2, rows=2, grad_clip=0.3, skip_nonfinite=True)
-    sessions = opened(jobs)
-    assert all(session.runs_ahead for session in sessions)
+    stack, sessions = stacked(jobs, EXACT)
+    assert all(session.depth == 16 for session in sessions)
     losses, under_way = [[] for _ in jobs], [[] for _ in jobs]
     for step in range(7):
-        for i, (job, session) in enumerate(zip(jobs, sessions, strict=True)):
-            under_way[i].append(job.step(session, step))
-            if len(under_way[i]) > ahead:
-                losses[i].append(under_way[i].pop(0)()) if ahead or i == len(jobs) - 1 else None
-        if not ahead:
-            for i in range(len(jobs) - 1):
-                losses[i].append(under_way[i].pop(0)())
+        for i, wait in enumerate(begin_all(stack, jobs, step)):
+            under_way[i].append(wait)
+        for i, waits in enumerate(under_way):
+            if len(waits) > ahead:
+                losses[i].append(waits.pop(0)())
     for i, waits in enumerate(under_way):
         losses[i] += [wait() for wait in waits]
     assert_as_alone(jobs, losses, sessions, 7)
 
 
-def test_several_steps_at_once_are_those_of_each_run_alone(graphs):
-    """More of them than numbers are kept of before one is waited for; a run that wants fewer rests."""
-    jobs, lengths = jobs_of("llama", OPTIMISERS["adamw"], accumulate=2, rows=2), [(8, 8, 8), (3, 8, 8), (8, 1, 8)]
-    sessions = opened(jobs)
-    assert [session.steps_at_once for session in sessions] == [8, 8, 8]
-    waits, steps = [[] for _ in jobs], [0] * len(jobs)
-    for turn in range(3):
-        for i, (job, session) in enumerate(zip(jobs, sessions, strict=True)):
-            asked = range(steps[i], steps[i] + lengths[i][turn])
-            wanted = [(job.batch(k), job.plan.numbers(k, job.lr / (1 + k / 10))) for k in asked]
-            waits[i].append(session.launch_several(wanted))
-            steps[i] += len(wanted)
-    for i, job in enumerate(jobs):
-        losses = [metrics for wait in waits[i] for metrics in wait()]
-        assert_as_alone([job], [losses], [sessions[i]], sum(lengths[i]))
+def test_more_steps_may_be_begun_than_numbers_are_kept_of(graphs):
+    jobs = jobs_of("llama", OPTIMISERS["adamw"], accumulate=2, rows=2)
+    stack, sessions = stacked(jobs, EXACT)
+    waits = [begin_all(stack, jobs, step) for step in range(24)]
+    assert_as_alone(jobs, [[each[i]() for each in waits] for i in range(len(jobs))], sessions, 24)
     assert len(graphs) == 2
 
 
-def test_steps_before_one_that_cannot_be_begun_count_among_those_whose_numbers_are_kept(monkeypatch):
+def test_a_step_that_cannot_be_begun_leaves_the_numbers_of_those_before(monkeypatch):
     (job, *_) = jobs = jobs_of("llama", OPTIMISERS["adamw"])
-    sessions = opened(jobs)
-
-    def several(first):
-        wanted = [(job.batch(k), job.plan.numbers(k, job.lr / (1 + k / 10))) for k in range(first, first + 8)]
-        return sessions[0].launch_several(wanted)
-
-    waiting = several(0)
-    sessions[0].all_launched()
-    launch, left = stack_step.StackedResident.launch, [None] * 3
+    stack, _ = stacked(jobs, EXACT)
+    waits = [begin(stack, jobs, {0: step})[0] for step in range(8)]
     with monkeypatch.context() as patch:
-        patch.setattr(stack_step.StackedResident, "launch", lambda *given: [left.pop(), launch(*given)][1])
-        broken = several(8)
-        with pytest.raises(IndexError):
-            broken()
-    several(8)
-    sessions[0].all_launched()
+        patch.setattr(stack_step.StackedResident, "launch", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            begin(stack, jobs, {0: 8})
+    for step in range(8, 20):
+        begin(stack, jobs, {0: step})
     theirs, _ = alone(job, 8, EXACT)
-    np.testing.assert_allclose(waiting(), theirs, rtol=1e-11)
+    np.testing.assert_allclose([wait() for wait in waits], theirs, rtol=1e-11)
 
 
 def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
     jobs = jobs_of("llama", ADAMW)
-    sessions = opened(jobs)
+    stack, sessions = stacked(jobs, EXACT)
     before = sessions[1].snapshot()
     losses = [[], [], []]
     for step in range(5):
         going = [0, 2] if step < 3 else [0, 1, 2]
-        waits = [(i, jobs[i].step(sessions[i], step - 3 if i == 1 else step)) for i in going]
-        for i, wait in waits:
+        steps = {i: step - 3 if i == 1 else step for i in going}
+        for i, wait in zip(going, begin(stack, jobs, steps), strict=True):
             losses[i].append(wait())
         if step == 2:
             assert all(np.array_equal(values, before[name]) for name, values in sessions[1].snapshot().items())
@@ -168,12 +144,12 @@ def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
 
 def test_a_graph_is_made_anew_when_enough_runs_have_left(graphs):
     optimisers = [(AdamWOptimiser(mode="lora", weight_decay=0.1), 0.01 / (1 + i)) for i in range(6)]
-    jobs, sessions = jobs_of("llama", optimisers), None
-    sessions = opened(jobs)
+    jobs = jobs_of("llama", optimisers)
+    stack, sessions = stacked(jobs, EXACT)
     lengths, losses, steps = [2, 6, 4, 6, 4, 6], [[] for _ in jobs], []
     for step in range(6):
-        waits = [(i, jobs[i].step(sessions[i], step)) for i in range(6) if step < lengths[i]]
-        for i, wait in waits:
+        going = [i for i in range(6) if step < lengths[i]]
+        for i, wait in zip(going, begin(stack, jobs, dict.fromkeys(going, step)), strict=True):
             losses[i].append(wait())
         steps.append(len(graphs) // 2)
         for i in range(6):
@@ -186,29 +162,27 @@ def test_a_graph_is_made_anew_when_enough_runs_have_left(graphs):
 
 def test_losses_of_several_runs_are_computed_together_and_are_those_of_each(graphs):
     jobs = jobs_of("llama", ADAMW)
-    sessions = opened(jobs)
-    for wait in [job.step(session, 0) for job, session in zip(jobs, sessions, strict=True)]:
-        wait()
+    stack, sessions = stacked(jobs, EXACT)
+    take_all(stack, jobs, 0)
     held_out = [[weighted(batches(3, 9).batch(k), k) for k in range(count)] for count in (3, 1, 2)]
-    waits = [session.launch_evaluation(own) for session, own in zip(sessions, held_out, strict=True)]
-    found = [wait() for wait in waits]
+    found = [wait() for wait in stack.losses(dict(enumerate(held_out))).values()]
     for job, own, loss in zip(jobs, held_out, found, strict=True):
         with built([EXACT.realize(job.plan)])[0] as other:
-            job.step(other, 0)()
+            job.step(other, 0)
             assert loss == pytest.approx(other.evaluate(own), rel=1e-12)
-    assert sessions[1].evaluate(held_out[0]) == pytest.approx(sessions[1].launch_evaluation(held_out[0])(), rel=0)
+    assert sessions[1].evaluate(held_out[1]) == pytest.approx(found[1], rel=1e-12)
 
 
 def test_loops_run_ahead_and_hear_what_they_hear_alone(tmp_path):
     jobs = jobs_of("llama", ADAMW)
     how = [(9, 3, 0), (9, 4, 0), (6, 2, 0)]
-    sessions = opened(jobs)
-    stacked = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
-    for watch, _ in stacked:
+    stack, sessions = stacked(jobs, EXACT)
+    runs = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
+    for watch, _ in runs:
         watch.looks = lambda step: False
-    ends = drive_together([it.asks() for _, it in stacked], sessions)
+    ends = drive([it.asks() for _, it in runs], stack)
     assert [end.steps for end in ends] == [9, 9, 6]
-    for job, of, (ours, _) in zip(jobs, how, stacked, strict=True):
+    for job, of, (ours, _) in zip(jobs, how, runs, strict=True):
         with built([EXACT.realize(job.plan)])[0] as session:
             theirs, it = training(job, session, tmp_path, *of)
             it.train()

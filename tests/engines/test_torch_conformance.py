@@ -24,7 +24,7 @@ class InAStack(TorchCPU):
     name: ClassVar[str] = "in_a_stack"
 
     def realize(self, plan):
-        return self.realize_stack([plan, replace(plan, seed=plan.seed + 1)])[0]
+        return self.realize_stack([plan, replace(plan, seed=plan.seed + 1)]).sessions[0]
 
 
 class TestCPUInAStack(EngineSuite):
@@ -42,7 +42,7 @@ class OnAGPU(TorchCUDA):
     name: ClassVar[str] = "in_a_stack"
 
     def realize(self, plan):
-        return self.realize_stack([plan, replace(plan, seed=plan.seed + 1)])[0]
+        return self.realize_stack([plan, replace(plan, seed=plan.seed + 1)]).sessions[0]
 
 
 class TestCUDAInAStack(EngineSuite):

@@ -36,8 +36,11 @@ class Job:
         stream = batches(rows, self.data)
         return weighted((Dropout(stream, self.plan) if self.plan.drops else stream).batch(step), step)
 
+    def given(self, session, step):
+        return session.step_input(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
+
     def step(self, session, step):
-        return session.launch(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
+        return session.step(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
 
 
 def built(sessions):
@@ -46,9 +49,29 @@ def built(sessions):
     return sessions
 
 
+def stacked(jobs, engine):
+    """Their stack, ready to step, and its sessions."""
+    stack = engine.realize_stack([job.plan for job in jobs])
+    return stack, built(stack.sessions)
+
+
+def begin(stack, jobs, steps):
+    """Begin a step of some rows, those in `steps`; what waits for each, in the order of rows."""
+    given = {row: jobs[row].given(stack.sessions[row], step) for row, step in steps.items()}
+    return [*stack.step(given).values()]
+
+
+def begin_all(stack, jobs, step):
+    return begin(stack, jobs, dict.fromkeys(range(len(jobs)), step))
+
+
+def take_all(stack, jobs, step):
+    return [wait() for wait in begin_all(stack, jobs, step)]
+
+
 def alone(job, steps, engine=ENGINE):
     with built([engine.realize(job.plan)])[0] as session:
-        losses = [job.step(session, step)() for step in range(steps)]
+        losses = [job.step(session, step) for step in range(steps)]
         return np.array(losses), session.snapshot()
 
 

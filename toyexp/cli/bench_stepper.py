@@ -35,6 +35,7 @@ from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.recipe import start
 from toyexp.interfaces.session import StepMetrics
+from toyexp.interfaces.stack import Stack
 from toyexp.interfaces.values import Normal, Values
 from toyexp.training.run_config import Prepared
 
@@ -82,6 +83,7 @@ class EngineStepper(Stepper):
 
     def __init__(self, prepared: Prepared):
         self.session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
+        self.stack = Stack([self.session])
         self._plan, self._lr = prepared.plan, prepared.config.settings.lr
         self._steps = 0
         self._under_way: list[Callable[[], StepMetrics]] = []
@@ -98,10 +100,10 @@ class EngineStepper(Stepper):
 
     def step(self, batch: Batch) -> None:
         """One step, with the numbers that the optimiser has for it."""
-        numbers = self._plan.numbers(self._steps, self._lr)
+        given = self.session.step_input(batch, self._plan.numbers(self._steps, self._lr))
         self._steps += 1
-        self._under_way.append(self.session.launch(batch, numbers))
-        if not self.session.runs_ahead or len(self._under_way) > 1:
+        self._under_way.append(self.stack.step({0: given})[0])
+        if len(self._under_way) >= self.session.depth:
             self._under_way.pop(0)()
 
     def wait(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from toyexp.cli.bench_stepper import EngineStepper, memory_bytes
 from toyexp.config.top_level import GROUPS
 from toyexp.formats.gguf.open_model import in_place
 from toyexp.interfaces.command import Answer
-from toyexp.training.driver import Evaluate
+from toyexp.interfaces.model import scores_of
 from toyexp.training.memory import check_snapshot, least, snapshot_bytes
 from toyexp.training.resume import Resumed
 from toyexp.training.run_config import Prepared, introduction
@@ -225,7 +224,8 @@ def _evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
 
     def seconds(some: Sequence[Any]) -> float:
         began = time.perf_counter()
-        Evaluate(lambda: chain(some)).answer(stepper.session)
+        stepper.session.evaluate(some)
+        scores_of(prepared.model, stepper.session.logits, some)
         return time.perf_counter() - began
 
     first = [held_out[0]]

@@ -15,6 +15,7 @@ from toyexp.interfaces.run_preview import Planned
 
 if TYPE_CHECKING:
     from toyexp.interfaces.session import Session
+    from toyexp.interfaces.stack import Stack
 
 
 @dataclass
@@ -110,11 +111,11 @@ class Engine(ABC):
         """
         return None
 
-    def realize_stack(self, plans: Sequence[Plan]) -> Sequence[Session]:
+    def realize_stack(self, plans: Sequence[Plan]) -> Stack:
         """Open sessions of plans that are not `unstackable`, one each, whose training steps are one program.
 
-        Steps that are launched before one of them is waited for are taken together, each as its session alone would
-        take it but for the order of sums; one that fails, or has bad numbers, and one that is closed touch no other. In
-        everything else they are sessions like any. Raises UserError for plans that cannot be stacked.
+        Each takes its part of a step as its session alone would take it but for the order of sums; bad numbers of one
+        touch no other, nor does closing one. In everything else they are sessions like any. Raises UserError for plans
+        that cannot be stacked.
         """
         raise UserError(self.unstackable(plans))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,25 @@ def readied(plan: Plan, block: Batch, count: int) -> list[Ready]:
     for i, batch in enumerate(batches):
         batch.plan, batch.micros = plan, micros[i * size : (i + 1) * size]
     return batches
+
+
+class HeldOut:
+    """The micro-batches of held-out batches, checked one by one; it adds up what their targets weigh."""
+
+    def __init__(self, plan: Plan, batches: Iterable[Batch]):
+        self._plan, self._batches, self._weight = plan, batches, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            for micro in cut(self._plan, batch)[0]:
+                self._weight += float(micro["weights"].sum(dtype=np.float64))
+                yield micro
+
+    def mean(self, total: float) -> float:
+        """Return the mean loss, given the sum of the losses; raises BadBatch where no target weighs anything."""
+        if not 0 < self._weight < math.inf:
+            raise BadBatch(f"evaluate(): the targets weigh {self._weight:g} in all, so there is no loss")
+        return total / self._weight
 
 
 def cut(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:

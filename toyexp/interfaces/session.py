@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
@@ -19,7 +19,7 @@ from toyexp.base.attribution import given
 from toyexp.base.errors import BadBatch, PluginFailed, SessionError, choose
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.decoder import Decoder, Recompute
-from toyexp.interfaces.micro_batches import Ready, cut, micro_batches, padded
+from toyexp.interfaces.micro_batches import HeldOut, Ready, micro_batches, padded
 from toyexp.interfaces.optimiser import AdamW
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.snapshot import slot_name, snapshot_fault, state_misfit
@@ -41,6 +41,13 @@ class StepMetrics(NamedTuple):
 
     loss: float
     grad_norm: float
+
+
+class StepInput(NamedTuple):
+    """A step's batch in micro-batches whose weights together sum to 1, and the optimiser's numbers of each group."""
+
+    micros: Sequence[Batch]
+    numbers: Sequence[np.ndarray]
 
 
 def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
@@ -118,37 +125,17 @@ class Session(ABC):
 
     @final
     def step(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepMetrics:
-        """One step of the optimiser on `batch`; the first call starts from a state of zeros.
+        """Take one step of the optimiser on `batch`; the first call starts from a state of zeros.
 
         `numbers` are those of `plan.numbers(step, lr)`, or AdamW's seven for a plan that AdamW alone trains.
         """
-        return self.launch(batch, numbers)()
+        given = self.step_input(batch, numbers)
+        self.begin_step()
+        return self.do_launch(*given)()
 
     @final
-    def launch(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> Callable[[], StepMetrics]:
-        """Begins such a step; what it returns, called once, waits until the step is taken.
-
-        Where `runs_ahead`, a second step may be launched before the first is waited for; they are taken in order.
-        """
-        micros, numbers = self._step_of(batch, numbers)
-        self._prepare_state()
-        self.version += 1
-        return self.do_launch(micros, numbers)
-
-    @final
-    def launch_several(
-        self, steps: Sequence[tuple[Batch, Sequence[np.ndarray]]]
-    ) -> Callable[[], Sequence[StepMetrics]]:
-        """Begins several such steps, one behind the other, at most `steps_at_once`; what it returns waits for all."""
-        found = [self._step_of(batch, numbers) for batch, numbers in steps]
-        self._prepare_state()
-        self.version += len(found)
-        return self.do_launch_several(found)
-
-    def _step_of(
-        self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray
-    ) -> tuple[Sequence[Batch], Sequence[np.ndarray]]:
-        """What a step is of: its micro-batches, and each group's numbers."""
+    def step_input(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepInput:
+        """Check what a step is given, and cut the batch into micro-batches; raises BadBatch for one that is none."""
         self._require_training("step()")
         numbers = _for_groups(self.plan, numbers)
         if isinstance(batch, Ready) and batch.plan is self.plan:
@@ -159,38 +146,24 @@ class Session(ABC):
             raise BadBatch(
                 f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
             )
-        return micros, numbers
+        return StepInput(micros, numbers)
 
-    def all_launched(self) -> None:  # noqa: B027 (most engines have no stacks)
-        """Every run of a stack has launched its step, which can begin then."""
+    @final
+    def begin_step(self) -> None:
+        """Count a step whose input was checked; before the first one the optimiser's state is set to zeros."""
+        self._require_training("step()")
+        self._prepare_state()
+        self.version += 1
 
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over all weighted targets of `batches`; changes nothing."""
-        return self.launch_evaluation(batches)()
-
-    @final
-    def launch_evaluation(self, batches: Iterable[Batch]) -> Callable[[], float]:
-        """Begins to evaluate; what it returns, called once, waits for the mean loss."""
         self._require(State.BUILT, "evaluate()")
-        weight = 0.0
-
-        def micros() -> Iterator[Batch]:
-            nonlocal weight
-            for batch in batches:
-                for micro in cut(self.plan, batch)[0]:
-                    weight += float(micro["weights"].sum(dtype=np.float64))
-                    yield micro
-
-        total = self.do_launch_losses(micros())
-
-        def wait() -> float:
-            loss = total()
-            if not 0 < weight < math.inf:
-                raise BadBatch(f"evaluate(): the targets weigh {weight:g} in all, so there is no loss")
-            return loss / weight
-
-        return wait
+        micros = HeldOut(self.plan, batches)
+        total = 0.0
+        for micro in micros:
+            total += self.do_loss(micro)
+        return micros.mean(total)
 
     @final
     def logits(self, batch: Batch) -> np.ndarray:
@@ -333,37 +306,18 @@ class Session(ABC):
         """
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
-        """Begins such a step, and returns what waits for it; an engine whose steps begin at once and take time."""
+        """Begin such a step and return what waits for it, in an engine whose device computes beside the host."""
         metrics = self.do_step(micros, numbers)
         return lambda: metrics
 
-    def do_launch_several(
-        self, steps: Sequence[tuple[Sequence[Batch], Sequence[np.ndarray]]]
-    ) -> Callable[[], Sequence[StepMetrics]]:
-        """Begins several; an engine that has more than one of `steps_at_once`."""
-        waits = [self.do_launch(micros, numbers) for micros, numbers in steps]
-        return lambda: [wait() for wait in waits]
-
     @property
-    def runs_ahead(self) -> bool:
-        """Whether the host is free while a step is taken, so that the next one can be launched behind it."""
-        return False
-
-    @property
-    def steps_at_once(self) -> int:
-        """How many steps it is best given at a time, where nobody looks at the run in between."""
+    def depth(self) -> int:
+        """How many steps may be under way: 2 where the device has a queue of its own; a stack may take half at once."""
         return 1
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:
         """The weighted sum of the losses of one micro-batch, without training."""
-
-    def do_launch_losses(self, micros: Iterable[Batch]) -> Callable[[], float]:
-        """Begins to sum such losses of micro-batches, and returns what waits for the sum."""
-        total = 0.0
-        for micro in micros:
-            total += self.do_loss(micro)
-        return lambda: total
 
     @abstractmethod
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:

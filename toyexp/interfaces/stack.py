@@ -1,16 +1,47 @@
-"""Which plans are one program: an engine can take their training steps together, each run with its own numbers."""
+"""Sessions whose training steps are taken together, and which plans are one program, each run with its own numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, final
 
 from toyexp.base.errors import printable
 from toyexp.interfaces.arithmetic import Shaped, Shapes
+from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.model import sizes_of
 from toyexp.interfaces.optimiser import Group
 from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.session import Session, StepInput, StepMetrics
+
+
+class Stack:
+    """Open sessions, by row, whose steps begin together: here one after another; a plain session is a stack of one."""
+
+    def __init__(self, sessions: Sequence[Session]):
+        self.sessions = sessions
+
+    @final
+    def step(self, asked: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
+        """Begin a training step of the sessions in these rows; return for each what waits for it.
+
+        A session's `depth` steps may be under way. After an error nobody knows which rows have taken the step.
+        """
+        for row in asked:
+            self.sessions[row].begin_step()
+        return self.do_step(asked)
+
+    def do_step(self, asked: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
+        """Begin such a step; an engine whose rows are one program takes it once for all of them."""
+        return {row: self.sessions[row].do_launch(*given) for row, given in asked.items()}
+
+    def losses(self, asked: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
+        """Begin to evaluate the sessions in these rows, each on its batches; return what waits for each mean loss.
+
+        An error of one row's batches is raised by its function alone.
+        """
+        return {row: partial(self.sessions[row].evaluate, batches) for row, batches in asked.items()}
 
 
 def unlike(plans: Sequence[Plan]) -> str:

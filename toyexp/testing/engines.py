@@ -114,12 +114,13 @@ class EngineNumbers(PluginSuite):
         batches = [op_batch(seed=i, case=case) for i in range(3)]
         # eps is so large that a weight moves by its gradient nearly, and not by the gradient's sign.
         numbers = [np.array([lr, 0.5, 0.5, 1.0, 0.1, 1.0, 1.0]) for lr in (0.1, 0.2, 0.0)]
-        sessions = self.engine.realize_stack(plans)
+        stack = self.engine.realize_stack(plans)
+        sessions = stack.sessions
         for session in sessions:
             session.build()
         for _ in range(2):
-            waits = [s.launch(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
-            metrics = [wait() for wait in waits]
+            given = [s.step_input(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
+            metrics = [wait() for wait in stack.step(dict(enumerate(given))).values()]
         for plan, batch, hp, ours, session in zip(plans, batches, numbers, metrics, sessions, strict=True):
             with self.built(plan) as alone:
                 alone.step(batch, hp)

@@ -1,187 +1,148 @@
-"""What a run asks for, and who answers it: one run from one session, or several from those of a stack.
-
-Who takes steps ahead is another driver and no other loop.
-"""
+"""What runs ask for, and the driver that answers them from a stack: one run or many, round by round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import GEN_CLOSED, getgeneratorstate
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
-
-import numpy as np
 
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import scores_of
 from toyexp.interfaces.plan import Plan
-from toyexp.interfaces.session import Session, StepMetrics
+from toyexp.interfaces.session import StepInput
+from toyexp.interfaces.stack import Stack
 
 
 @dataclass(frozen=True)
 class Realize:
-    """Asks for an open session of a plan, which answers all that is asked for later."""
+    """A request for an open session of a plan, from which all later requests are answered."""
 
     engine: Engine
     plan: Plan
 
-    def answer(self) -> Session:
-        """Opens one of its own."""
-        return self.engine.realize(self.plan).opened()
+    def answer(self) -> Stack:
+        """Open a session of its own."""
+        return Stack([self.engine.realize(self.plan).opened()])
 
 
 @dataclass(frozen=True)
 class Step:
-    """Asks for one training step to begin; the answer waits for its StepMetrics when it is called.
+    """A request for training steps; the answer has a function for each step that began, which waits for its metrics.
 
-    Whoever can take several at once may begin the first of those `behind` it too, and answers with `Begun`.
+    At least one step begins. The loop asks again for those that do not.
     """
 
-    batch: Batch
-    numbers: Sequence[np.ndarray]  # of `plan.numbers`
-    behind: Sequence[tuple[Batch, Sequence[np.ndarray]]] = ()
-
-    def answer(self, session: Session) -> Callable[[], StepMetrics]:
-        """Launches it."""
-        return session.launch(self.batch, self.numbers)
-
-
-@dataclass(frozen=True)
-class Begun:
-    """So many steps are under way, and what waits for all of them."""
-
-    count: int
-    wait: Callable[[], Sequence[StepMetrics]]
+    inputs: Sequence[StepInput]
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Asks for the loss and the model's scores on the batches that `batches()` gives, without a change."""
+    """A request for the loss and the model's scores on the batches that `batches()` gives."""
 
     batches: Callable[[], Iterable[Batch]]
-
-    def launch(self, session: Session) -> Callable[[], tuple[float, Mapping[str, float]]]:
-        """Begins to compute them; what it returns waits for the loss, and computes the scores."""
-        loss = session.launch_evaluation(self.batches())
-        return lambda: (loss(), scores_of(session.plan.model, session.logits, self.batches()))
-
-    def answer(self, session: Session) -> tuple[float, Mapping[str, float]]:
-        """Computes them."""
-        return self.launch(session)()
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Asks for nothing: what comes next may wait for the disk, and other runs may have something to give it first."""
-
-    def answer(self, session: Session) -> None:
-        """Nothing."""
+    """A request for nothing, made before a loop waits for the disk: the other runs take their steps first."""
 
 
 T = TypeVar("T")
-Asks = Generator[Realize | Step | Evaluate | Rest, Any, T]
+Request = Realize | Step | Evaluate | Rest
+Asks = Generator[Request, Any, T]
+GoOn = Callable[[], Request]  # resumes a loop up to its next request; StopIteration where it ends
+Answer = Callable[[], Any]  # gives what a loop is sent, or raises what is raised in it
 
 
-def drive(loop: Asks[T], session: Session | None = None) -> T:
-    """Answers a loop until it ends, from a session or from the one that it asks for first.
+def drive(loops: Sequence[Asks[T]], stack: Stack, starts: Sequence[GoOn] = ()) -> list[T | Exception]:
+    """Answer loops until the last one ends, each from its row of the stack; return how each ended, or what it raised.
 
-    What an answer raises, and a signal in between, is raised where the loop asked for it.
-    """
-    go_on: GoOn = partial(next, loop)
-    while True:
-        try:
-            request = go_on()
-            if isinstance(request, Realize):
-                session = request.answer()
-                go_on = partial(loop.send, session)
-            else:
-                assert session is not None
-                go_on = _answered(loop, request, session)
-        except BaseException as error:
-            if getgeneratorstate(loop) != GEN_CLOSED:  # it was not the loop that raised
-                go_on = partial(loop.throw, error)
-            elif isinstance(error, StopIteration):
-                result: T = error.value
-                return result
-            else:
-                raise
-
-
-def drive_together(
-    loops: Sequence[Asks[T]], sessions: Sequence[Session], begun: Sequence[GoOn] = ()
-) -> list[T | Exception]:
-    """Answers several loops until the last one ends, each from its session; how each ended, or what it raised.
-
-    `begun` has loops go on that were begun already. A round is a step of each loop that goes on: all are launched
-    before the first is waited for, so that sessions of a stack take them as one; so are the evaluations that loops ask
-    for in a round. Of loops that ask for several steps, each has as many taken as every other one asks for. What a loop
-    raises ends no other, but for what is no Exception, such as a second signal.
+    `starts` resume loops that have begun already. A round has a request of each loop. Loops that evaluate do so first;
+    then the steps of all loops begin together, as many as every loop asks for, before a loop looks at one of them.
+    An exception ends its own loop alone, unless it is no Exception, such as a second signal.
     """
     ends: dict[int, T | Exception] = {}
-
-    def asked(going: Mapping[int, GoOn]) -> dict[int, Step | Evaluate | Rest]:
-        """What each loop asks for next, of those that do not end."""
-        requests: dict[int, Step | Evaluate | Rest] = {}
-        for i, go_on in going.items():
-            try:
-                request = go_on()
-                assert not isinstance(request, Realize)
-                requests[i] = request
-            except StopIteration as end:
-                ends[i] = end.value
-            except Exception as error:
-                ends[i] = error
-        return requests
-
-    going: dict[int, GoOn] = dict(enumerate(begun or [partial(next, loop) for loop in loops]))
+    requests: dict[int, Request] = {}
+    going: Mapping[int, GoOn] = dict(enumerate(starts or [partial(next, loop) for loop in loops]))
     while going:
-        requests = asked(going)
-        while evals := {i: _launched(r, sessions[i]) for i, r in requests.items() if isinstance(r, Evaluate)}:
-            requests = {i: r for i, r in requests.items() if i not in evals}
-            requests |= asked({i: _sent(loops[i], wait) for i, wait in evals.items()})
-        behind = min((len(request.behind) for request in requests.values() if isinstance(request, Step)), default=0)
-        going = {i: _answered(loops[i], requests[i], sessions[i], behind) for i in sorted(requests)}
-        for i, request in requests.items():
-            if isinstance(request, Step):  # a device has work then while the loops look at the step before
-                sessions[i].all_launched()
-    return [ends[i] for i in range(len(loops))]
+        for row, go_on in going.items():
+            try:
+                requests[row] = go_on()
+            except StopIteration as end:
+                ends[row] = end.value
+            except Exception as error:
+                ends[row] = error
+        evals = {row: request.batches for row, request in requests.items() if isinstance(request, Evaluate)}
+        answers = _evaluate(stack, evals) if evals else _begin_steps(stack, requests)
+        for row in answers:
+            del requests[row]
+        going = {row: partial(_resume, loops[row], answers[row]) for row in sorted(answers)}
+    return [ends[row] for row in range(len(loops))]
 
 
-# Has a loop go on to what it asks for next; StopIteration where it ends.
-GoOn = Callable[[], Realize | Step | Evaluate | Rest]
+def started(loops: Sequence[Asks[Any]], found: Stack | Exception) -> tuple[Stack, Sequence[GoOn]]:
+    """Return the stack of loops that asked for a session, and what resumes them: with that, or why there is none."""
+    if isinstance(found, Exception):
+        return Stack([]), [partial(loop.throw, found) for loop in loops]
+    return found, [partial(loop.send, session) for loop, session in zip(loops, found.sessions, strict=True)]
 
 
-def _answered(loop: Asks[Any], request: Step | Evaluate | Rest, session: Session, behind: int = 0) -> GoOn:
-    """Answers a request, a step with so many of those behind it; what it gives hands the answer to the loop."""
-    if behind and isinstance(request, Step):
-        steps = [(request.batch, request.numbers), *request.behind[:behind]]
-        return _sent(loop, lambda: Begun(len(steps), session.launch_several(steps)))
-    return _sent(loop, lambda: request.answer(session))
-
-
-def _sent(loop: Asks[Any], answer: Callable[[], Any]) -> GoOn:
-    """Works an answer out, or what it raises; what it gives hands that to the loop."""
+@contextlib.contextmanager
+def interrupting(loops: Iterable[Asks[Any]]) -> Iterator[None]:
+    """Raise a signal that comes in here, and in no loop, in each loop that has not ended."""
     try:
-        return partial(loop.send, answer())
+        yield
     except BaseException as error:
-        return partial(_told, loop, error, error.__traceback__)
+        if not isinstance(error, Exception):
+            for loop in loops:
+                with contextlib.suppress(StopIteration, type(error)):  # one that has ended raises it again
+                    loop.throw(error)
+        raise
 
 
-def _told(loop: Asks[Any], error: BaseException, where: TracebackType | None) -> Any:
-    """Raises it where the loop asked, as it was raised: without the ways to other loops that were told of it too."""
-    return loop.throw(error.with_traceback(where))
+def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) -> Mapping[int, Answer]:
+    """Begin evaluations; return what waits for the loss and computes the scores of each."""
 
+    def wait(row: int, loss: Callable[[], float]) -> tuple[float, Mapping[str, float]]:
+        session = stack.sessions[row]
+        return loss(), scores_of(session.plan.model, session.logits, evals[row]())
 
-def _launched(request: Evaluate, session: Session) -> Callable[[], Any]:
-    """What waits for an evaluation that begins here, and raises what that has raised."""
     try:
-        return request.launch(session)
+        losses = stack.losses({row: batches() for row, batches in evals.items()})
+    except Exception as error:
+        return dict.fromkeys(evals, _raising(error))
+    return {row: partial(wait, row, losses[row]) for row in evals}
+
+
+def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, Answer]:
+    """Begin the steps of a round; return for each loop what gives the functions that wait for its own."""
+    steps = {row: request.inputs for row, request in sorted(requests.items()) if isinstance(request, Step)}
+    count = min(map(len, steps.values()), default=0)
+    try:
+        begun = [stack.step({row: inputs[i] for row, inputs in steps.items()}) for i in range(count)]
+    except Exception as error:
+        return dict.fromkeys(requests, lambda: None) | dict.fromkeys(steps, _raising(error))
+    return {row: partial(list, [waits[row] for waits in begun] if row in steps else ()) for row in requests}
+
+
+def _resume(loop: Asks[Any], answer: Answer) -> Request:
+    """Send a loop its answer, or raise in it what the answer raises."""
+    go_on: GoOn
+    try:
+        go_on = partial(loop.send, answer())
     except BaseException as error:
-        return partial(_raised, error)
+        go_on = partial(loop.throw, error)
+    return go_on()
 
 
-def _raised(error: BaseException) -> NoReturn:
-    raise error
+def _raising(error: Exception) -> Answer:
+    """Return what raises an error in several loops, in each without the traceback of the others."""
+    return partial(_raise, error, error.__traceback__)
+
+
+def _raise(error: Exception, where: TracebackType | None) -> NoReturn:
+    raise error.with_traceback(where)

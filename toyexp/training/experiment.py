@@ -25,12 +25,13 @@ from toyexp.interfaces.recipe import Setup, warmed
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import Planned
 from toyexp.interfaces.session import Session
+from toyexp.interfaces.stack import Stack
 from toyexp.plugins.compatibility import refusal, unread
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
 from toyexp.training.checkpointing import Keeper
-from toyexp.training.driver import Asks, Realize, Rest, drive
+from toyexp.training.driver import Asks, Realize, Rest, drive, interrupting, started
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
 from toyexp.training.provenance import record, require_unwritten
@@ -163,7 +164,19 @@ def execute(
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     with stop_signals() as signals:
-        return drive(run(prepared, directory, signals, say, resumed))
+        loop = run(prepared, directory, signals, say, resumed)
+        with interrupting([loop]):
+            request = next(loop)
+            assert isinstance(request, Realize)
+            found: Stack | Exception
+            try:
+                found = request.answer()
+            except Exception as error:
+                found = error
+            (end,) = drive([loop], *started([loop], found))
+    if isinstance(end, Exception):
+        raise end
+    return end
 
 
 def run(
@@ -288,14 +301,15 @@ class RunSaver(Saver):
         return self._signals.asked_to_save or self._keeper.comes(step)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Saves when it is due, when SIGUSR1 asks for it, and after the last step."""
+        """Save when it is due, when SIGUSR1 asks for it, and after the last step."""
         self._step = outcome.steps
-        if self._base:
-            require_unwritten(*self._base)
         asked = self._signals.should_save()
         if asked:
             self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
-        if self._keeper.due(outcome.steps, metrics, last, asked):
+        due = self._keeper.due(outcome.steps, metrics, last, asked)
+        if self._base and (due or last):
+            require_unwritten(*self._base)
+        if due:
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
                 **{key: self._run.facts[key] for key in ("cwd", "sources")},

@@ -12,7 +12,7 @@ from typing import Any
 
 from toyexp.base.attribution import given, sentences
 from toyexp.base.errors import printable
-from toyexp.base.formatting import count, counted, typed
+from toyexp.base.formatting import count, counted, smooth_loss, typed
 from toyexp.interfaces.callback import Callback, Schedule, answers_lr
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Batches, Dataset
@@ -130,6 +130,15 @@ class Outcome:
     eval_step: int | None = None  # the step after which the held-out data was last evaluated
     eval_scores: Mapping[str, float] = field(default_factory=dict)  # what the model reports beside eval_loss
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
+
+    def count(self, loss: float, targets: int, seconds: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.train_loss = smooth_loss(self.train_loss, loss, self.steps)
+        if self.steps == 1:
+            self.first_train_loss = self.train_loss
+        self.tokens += targets
+        self.training_seconds += seconds
 
     @property
     def diverged(self) -> bool:

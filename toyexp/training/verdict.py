@@ -7,22 +7,58 @@ import logging
 import math
 import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
+from toyexp.base.attribution import attributed
 from toyexp.base.errors import PluginFailed, RankFailed, RunFailed
 from toyexp.base.formatting import count, counted, in_bytes, short
 from toyexp.base.ownership import SWEEP
 from toyexp.base.signals import Signals
 from toyexp.base.terminal import say
 from toyexp.base.writing import bytes_in
+from toyexp.interfaces.dataset import Batch, batch_digest
 from toyexp.interfaces.run import Run
+from toyexp.interfaces.session import Session
+from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import steps
 from toyexp.training.run_config import Outcome, Prepared, Result
 from toyexp.training.rundir import RunDir
 
 log = logging.getLogger("toyexp")
+
+
+def boundary(run: Run, bus: Bus, kind: str) -> attributed:
+    """Return what raises an error inside as one of the run's `data` or `optim`, or of its `engine` or model."""
+    names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
+    return attributed(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
+
+
+def gave_up(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
+    """Return the error of the run's last step, with the first tensor that is no number and what may help."""
+    what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
+    skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
+    skip = "" if run.plan.skip_nonfinite else ", or nonfinite=skip"
+    return RunFailed(
+        f"step {step} (batch {step - 1}, digest {batch_digest(batch)}): {what}{skipped}; "
+        f"{first_bad_tensor(run.session, batch)}; {run.remedy}, optim.grad_clip=1{skip}"
+    )
+
+
+def first_bad_tensor(session: Session, batch: Batch) -> str:
+    """Return words for where numbers are not finite: the first such weight in the model's order, else gradient.
+
+    An engine may have taken the bad step before it was seen, and then weights are no numbers either.
+    """
+    for kind, values in (("weight", session.download), ("gradient", session.gradients(batch).__getitem__)):
+        for tensor in session.plan.tensors if kind == "weight" else session.plan.trainable:
+            bad = int((~np.isfinite(values(tensor.name))).sum())
+            if bad:
+                return f"the first {kind} that is not finite is {tensor.name} ({bad} of {tensor.size} numbers)"
+    return "all weights and gradients are finite, so the loss or the norm itself overflowed"
 
 
 def bad_end(run: Run, outcome: Outcome) -> RunFailed | None:

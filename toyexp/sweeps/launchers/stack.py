@@ -23,8 +23,7 @@ from toyexp.base.memory import running_out
 from toyexp.base.signals import CommonSignals, Interrupted, stop_signals
 from toyexp.base.terminal import say
 from toyexp.interfaces.data import opened_once
-from toyexp.interfaces.session import Session
-from toyexp.interfaces.stack import unlike
+from toyexp.interfaces.stack import Stack, unlike
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import STACK
 from toyexp.sweeps.directory import Ended, Job
@@ -34,7 +33,7 @@ from toyexp.sweeps.launchers.stack_size import Size, size_of
 from toyexp.sweeps.order import is_begun
 from toyexp.sweeps.process_state import contained
 from toyexp.sweeps.search.pruning import taken
-from toyexp.training.driver import Asks, Realize, drive_together
+from toyexp.training.driver import Asks, Realize, drive, interrupting, started
 from toyexp.training.experiment import run
 from toyexp.training.verdict import print_result
 
@@ -187,41 +186,30 @@ class Stacks:
             say(f"stack   {counted(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}")
         lives = [Life(self._life(member), member.context) for member in stack]
         begun = {}
-        try:
+        with interrupting(lives):
             for life in lives:
                 with contextlib.suppress(StopIteration):  # it has ended already
                     begun[life] = cast("Realize", next(life))
             self._drive(begun)
-        except Interrupted as second:  # between the loops: each is told
-            for life in lives:
-                with contextlib.suppress(StopIteration, Interrupted):  # one that has ended raises it again
-                    life.throw(Interrupted(second.exit_code - 128))
-            raise
 
     def _drive(self, begun: Mapping[Life, Realize]) -> None:
-        """Answers runs that stand at their beginning; where memory is too short for all, by halves."""
+        """Answer runs that stand at their beginning; where memory is too short for all, by halves."""
         lives = [*begun]
         if not lives:
             return
-        failed: Exception | None = None
+        found: Stack | Exception
         try:
-            sessions = _realized([*begun.values()])
+            found = _realized([*begun.values()])
         except Exception as error:
-            failed = error
-        if len(lives) > 1 and isinstance(failed, RunFailed):
+            found = error
+        if len(lives) > 1 and isinstance(found, RunFailed):
             half = (len(lives) + 1) // 2
-            say(f"stack   {failed}: {half} and {len(lives) - half} jobs train together")
-            failed = None  # its traceback holds the memory that was taken
+            say(f"stack   {found}: {half} and {len(lives) - half} jobs train together")
+            del found  # its traceback holds the memory that was taken
             for part in (lives[:half], lives[half:]):
                 self._drive({life: begun[life] for life in part})
             return
-        if failed is not None:
-            for life in lives:
-                with contextlib.suppress(StopIteration):
-                    life.throw(failed)
-            return
-        starts = [partial(life.send, session) for life, session in zip(lives, sessions, strict=True)]
-        drive_together(lives, sessions, starts)
+        drive(lives, *started(lives, found))
 
     def _life(self, member: Member) -> Asks[None]:
         """A job's run; whatever becomes of it is told, and touches no other."""
@@ -245,13 +233,12 @@ class Stacks:
         self.tell(ended=number, code=ended.code, error=ended.error)
 
 
-def _realized(requests: Sequence[Realize]) -> Sequence[Session]:
-    """A session for each; RunFailed where memory ran out."""
+def _realized(requests: Sequence[Realize]) -> Stack:
+    """Return open sessions of all of them; raise RunFailed where memory ran out."""
     if len(requests) == 1:
-        return [requests[0].answer()]
+        return requests[0].answer()
     with running_out():
-        sessions = requests[0].engine.realize_stack([request.plan for request in requests])
-        return [session.opened() for session in sessions]
+        return requests[0].engine.realize_stack([request.plan for request in requests])
 
 
 class Life(Generator[Any, Any, None]):
@@ -265,8 +252,9 @@ class Life(Generator[Any, Any, None]):
         return self._context.run(self._loop.send, answer)
 
     def throw(self, *error: Any) -> Any:
-        """See Generator."""
-        return self._context.run(self._loop.throw, *error)
+        """See Generator; of a signal each run has its own exception, to which it adds words."""
+        own = [Interrupted(e.exit_code - 128) if isinstance(e, Interrupted) else e for e in error]
+        return self._context.run(partial(self._loop.throw, *own))
 
 
 class Tagged(io.TextIOBase):

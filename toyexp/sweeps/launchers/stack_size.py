@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from toyexp.base.errors import RunFailed
 from toyexp.base.formatting import counted, in_bytes
 from toyexp.base.memory import running_out
-from toyexp.interfaces.session import Session
+from toyexp.interfaces.stack import Stack
 from toyexp.interfaces.values import Constant
 from toyexp.training.memory import bytes_in_a_stack
 
@@ -96,26 +96,26 @@ def _blank(prepared: Prepared) -> Prepared:
 def _seconds(some: Sequence[Prepared]) -> float:
     """Seconds of a step of these jobs, on weights that are dropped afterwards."""
     engine, plans = some[0].config.engine, [prepared.plan for prepared in some]
-    sessions: Sequence[Session] = []
+    stack = Stack([])
     try:
-        sessions = engine.realize_stack(plans) if len(plans) > 1 else [engine.realize(plans[0])]
-        for session in sessions:
-            session.opened().build()
+        stack = engine.realize_stack(plans) if len(plans) > 1 else Stack([engine.realize(plans[0]).opened()])
+        for session in stack.sessions:
+            session.build()
         batches = [prepared.batches.batch(0) for prepared in some]
         numbers = [plan.numbers(0, prepared.config.settings.lr, {}) for plan, prepared in zip(plans, some, strict=True)]
         taken: list[float] = []
         began = time.perf_counter()
         while len(taken) < WARM_UP + STEPS or math.fsum(taken[WARM_UP:]) < SLICE:
             before = time.perf_counter()
-            waits = [s.launch(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
-            for wait in waits:
+            given = [s.step_input(b, n) for s, b, n in zip(stack.sessions, batches, numbers, strict=True)]
+            for wait in stack.step(dict(enumerate(given))).values():
                 wait()
             taken.append(time.perf_counter() - before)
             if len(taken) > WARM_UP and time.perf_counter() - began > PATIENCE:
                 break
         return statistics.median(taken[WARM_UP:])
     finally:
-        for session in sessions:
+        for session in stack.sessions:
             session.close()
 
 

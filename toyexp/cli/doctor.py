@@ -16,10 +16,10 @@ from toyexp.base.files import working_directory
 from toyexp.base.formatting import columns
 from toyexp.base.packages import why
 from toyexp.base.terminal import tell
-from toyexp.cli import llamacpp
 from toyexp.cli.pages import after_the_doctor
 from toyexp.cli.variants import ALONE, on_engines, prepared_on
 from toyexp.formats.gguf.quantise import quantiser
+from toyexp.inference import llamacpp
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.engine import Engine

@@ -203,18 +203,13 @@ class TorchEngine(Engine):
 
         return TorchStack(plans, self._wanted(title)).open()
 
-    def follow(self) -> bool:
-        """As one of the ranks that `torchrun` has started; the first one gathers them."""
-        if started_ranks().count == 1:
-            return False
-        self.check()
-        from toyexp_torch.torchrun import follow, gathered
+    def follow(self) -> None:
+        """Take part in the run of rank 0, or on rank 0 wait for the ranks that `torchrun` has started."""
+        if started_ranks().count > 1:
+            self.check()
+            from toyexp_torch.torchrun import follow, gathered
 
-        if started_ranks().rank:
-            follow()
-            return True
-        gathered(self.count())
-        return False
+            follow() if started_ranks().rank else gathered(self.count())
 
     def _wanted(self, title: str) -> Wanted:
         from toyexp_torch.session import Wanted

@@ -1,4 +1,4 @@
-"""The ranks of a run as torch.distributed has them: NCCL on NVIDIA GPUs, gloo elsewhere."""
+"""Collectives between the ranks of a run, by torch.distributed: NCCL on NVIDIA GPUs, gloo elsewhere."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from toyexp import RunFailed, UserError, printable
 from toyexp.base import interruptible, started_ranks
 from toyexp_torch.party import START
 
-LIMIT = timedelta(hours=1)  # that a rank waits for others: one may have to compile; one that is gone is noticed at once
-SLICE = timedelta(seconds=0.5)  # between looks at whether the others are still there
+LIMIT = timedelta(hours=1)  # until a collective fails: a rank may have to compile; one that is gone is noticed at once
+SLICE = timedelta(seconds=0.5)  # between checks whether the other ranks are alive
 HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this is, and where all of them meet."""
+    """The number of a rank, and where all of them meet."""
 
     rank: int
     count: int
     shard: bool  # whether each keeps the optimiser's state of its own part alone
     number: int  # of the session, in a process that has several
-    port: int  # of the store on this machine by which they find one another; 0: the one that `torchrun` has
+    port: int  # of the store on this machine; 0: torchrun's store
 
 
 class Group:
-    """What all ranks call in the same order."""
+    """Collectives, which all ranks call in the same order."""
 
     def __init__(self, place: Place, store: dist.Store, device: str, check: Callable[[], None] = lambda: None):
         self._check, self._on_gpu = check, device == "cuda"
@@ -43,22 +43,22 @@ class Group:
         self._group = (_nccl if self._on_gpu else _gloo)(own, place)
 
     def sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to put the sum over all ranks in place of `tensor`; what it returns waits for it."""
+        """Begin to replace `tensor` by the sum over all ranks; return a function that waits for it."""
         return self._waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
     def broadcast(self, tensor: Tensor, rank: int) -> Callable[[], None]:
-        """Begins to put that rank's values in place of the others'; likewise."""
+        """Begin to replace the other ranks' values by that rank's; return a function that waits for it."""
         options = dist.BroadcastOptions()
         options.rootRank = rank
         return self._waiting(self._group.broadcast([tensor], options))
 
     def abort(self) -> None:
-        """Ends what waits for others, from any thread. On the CPU that looks up by itself."""
+        """End what waits for other ranks, from any thread. On the CPU a wait checks by itself."""
         if self._on_gpu:
             self._group.abort()
 
     def _waiting(self, work: Any) -> Callable[[], None]:
-        # A GPU's own stream waits, and the host goes on.
+        # The GPU's stream waits; the host does not.
         return work.wait if self._on_gpu else lambda: self._until_done(work)
 
     def _until_done(self, work: Any) -> None:
@@ -76,13 +76,13 @@ def _gloo(store: dist.Store, place: Place) -> Any:
     if not place.port:
         return dist.ProcessGroupGloo(store, place.rank, place.count, LIMIT)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HERE)]  # whatever name the machine goes by
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HERE)]  # whatever the machine's name resolves to
     options._timeout = LIMIT
     return dist.ProcessGroupGloo(store, place.rank, place.count, options)
 
 
 def _nccl(store: dist.Store, place: Place) -> Any:
-    # Or else torch's own thread ends this process where another rank has gone, before that is told.
+    # Otherwise a thread of torch's ends this process when another rank is gone, before the run is saved.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = LIMIT
@@ -94,17 +94,17 @@ def _of_session(place: Place, store: dist.Store) -> dist.Store:
 
 
 def come(place: Place, store: dist.Store) -> None:
-    """Says that this rank is there, and forms the group next."""
+    """Announce that this rank forms the group next."""
     _of_session(place, store).set(f"here/{place.rank}", "")
 
 
 def has_come(rank: int, place: Place, store: dist.Store) -> bool:
-    """Whether that one is: forming a group waits for it in native code, which no signal ends."""
+    """Return whether that rank forms the group: the wait for it is in native code, which no signal ends."""
     return bool(_of_session(place, store).check([f"here/{rank}"]))
 
 
 def open_store(count: int) -> tuple[dist.Store, int]:
-    """A store that can be reached on this machine alone, and its port."""
+    """Open a store that only this machine reaches; return it and its port."""
     with socket.socket() as listening:
         listening.bind((HERE, 0))
         listening.listen()
@@ -115,9 +115,9 @@ def open_store(count: int) -> tuple[dist.Store, int]:
 
 @functools.cache
 def torchruns_store() -> dist.Store:
-    """The one that all ranks share which `torchrun` has started: its own, or else the first rank's.
+    """Return the store of the ranks that `torchrun` has started: its own, or else one that rank 0 opens.
 
-    UserError for an unknown host, and where that cannot be opened; RunFailed for another rank that does not reach it.
+    Raises UserError for an unknown host and on rank 0 if it cannot be opened, RunFailed on a rank that cannot reach it.
     """
     ranks, limit = started_ranks(), timedelta(seconds=START)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -142,11 +142,11 @@ def torchruns_store() -> dist.Store:
 
 
 def meet(place: Place) -> dist.Store:
-    """The store of a rank that the first one has started, or else torchrun's."""
+    """Return the store of a rank that rank 0 has started, or else torchrun's."""
     return dist.TCPStore(HERE, place.port, place.count, False) if place.port else torchruns_store()
 
 
 def take_gpu(place: Place) -> None:
-    """Makes the rank's GPU the one that is meant by `cuda`."""
+    """Make the rank's GPU the one that `cuda` means."""
     number = place.rank if place.port else int(os.environ.get("LOCAL_RANK", place.rank))
     torch.cuda.set_device(number % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""The other ranks as the first one sees them: their processes, what it tells them, and how they end."""
+"""The other ranks as rank 0 sees them: their processes, its calls to them, and how they end."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from toyexp import UserError
 from toyexp.base import RankFailed, complain
 from toyexp_torch.wire import Link, written
 
-PATIENCE = "TOYEXP_RANKS_PATIENCE"  # seconds without a sign of life after which a rank has failed
+PATIENCE = "TOYEXP_RANKS_PATIENCE"  # seconds without a sign of life until a rank counts as failed
 BEAT = 0.5  # seconds between signs of life
-START = 300.0  # seconds that a rank may take to its first one, and to be ready: it loads PyTorch, then the plugins
-SOON = 5.0  # seconds after which a wait for others at the start is told
-WORD = 1.0  # seconds for others to say what they know when one has failed
-STUCK = 5.0  # seconds in which a computation has to end that waits for a rank which has failed
-FAREWELL = 5.0  # seconds that ranks have to end when they are told to
+START = 300.0  # seconds until the first one, and until a rank is ready: it loads PyTorch, then the plugins
+SOON = 5.0  # seconds until a wait at the start is reported
+WORD = 1.0  # seconds for the other ranks to report when one has failed: they may know the cause
+STUCK = 5.0  # seconds until a computation that waits for a failed rank has to end
+FAREWELL = 5.0  # seconds for the ranks to end once their connection is cut
 
-# Found as here, whatever the directory and the environment: the same path, then the module that follows.
+# The program of a rank that is started here: the same sys.path, whatever the environment.
 FOLLOW = (
     "import json, sys; told = json.loads(sys.argv[1]); sys.path[:] = told['path']; "
     "from toyexp.base import calm_threads; calm_threads(); "
@@ -39,7 +39,7 @@ FOLLOW = (
 
 
 def patience() -> float:
-    """How long a rank may be silent; UserError where the environment says no number of seconds."""
+    """Return how many seconds a rank may be silent; UserError for a setting that is no such number."""
     given = os.environ.get(PATIENCE) or "20"
     try:
         seconds = float(given)
@@ -52,7 +52,7 @@ def patience() -> float:
 
 @contextlib.contextmanager
 def telling(whom: Callable[[], str]) -> Iterator[None]:
-    """Around a wait for others: one line that says for whom, when it has lasted a while."""
+    """Print one line that names the missing ranks if what is done inside takes more than a few seconds."""
     timer = threading.Timer(SOON, lambda: complain(f"waiting for {whom()}"))
     timer.daemon = True
     timer.start()
@@ -70,9 +70,9 @@ class Peer:
     link: Link
     pid: int
     host: str
-    process: subprocess.Popen[bytes] | None = None  # of one that was started here
-    errors: IO[bytes] | None = None  # what that says on stderr
-    seen: bool = False  # whether it has given a sign of life
+    process: subprocess.Popen[bytes] | None = None  # if it was started here
+    errors: IO[bytes] | None = None  # its stderr
+    seen: bool = False  # whether a sign of life has come
     silent: float = 0.0  # seconds since the last one
     gone: bool = False
 
@@ -80,7 +80,7 @@ class Peer:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
     def ending(self) -> str:
-        """How its process ended, which nobody had asked for."""
+        """Say how the process ended by itself."""
         if self.process is None:
             return "is gone: its connection ended"
         try:
@@ -101,17 +101,17 @@ class Peer:
 
 @dataclass
 class Party:
-    """All of them. A thread watches over them, and ends what waits for one that has failed."""
+    """The other ranks. A thread watches them, and ends computations that wait for a failed one."""
 
     peers: Sequence[Peer]
     stays: bool = False  # whether they outlive a session: `torchrun` has started them
-    abort: Callable[[], None] = lambda: None  # ends what waits for another rank on this one's device
+    abort: Callable[[], None] = lambda: None  # ends what this rank's device waits for
+    failed: bool = False
+    _failure: tuple[str, str] = ("", "")  # of the rank that has failed: a line, and its traceback
     _patience: float = field(default_factory=patience)
-    _failure: str = ""
-    _trace: str = ""  # of the rank that has failed, where it was
-    _inside: float | None = None  # since when this rank has been in what all take part in
+    _inside: bool = False  # a computation that all ranks take part in
     _told: bool = False  # whether the others know of it
-    _broken: bool = False  # whether they are at another place than this one
+    _broken: bool = False  # whether the others wait for what this rank does not do
     _closing: bool = False
 
     def __post_init__(self) -> None:
@@ -119,18 +119,13 @@ class Party:
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
-    @property
-    def failed(self) -> bool:
-        """Whether a rank has."""
-        return bool(self._failure)
-
     def check(self) -> None:
-        """Raises RankFailed when a rank has failed."""
-        if self._failure:
-            raise RankFailed(self._failure, self._trace)
+        """Raise RankFailed if a rank has failed."""
+        if self.failed:
+            raise RankFailed(*self._failure)
 
     def wait_for_all(self, ready: Callable[[Peer], bool] = lambda peer: peer.seen) -> None:
-        """Until each is ready, which is that it has given a sign of life; RankFailed when one fails, or never is."""
+        """Wait until each is ready (by default: gives a sign of life); RankFailed if one fails or takes too long."""
         until = time.monotonic() + START
         missing = list(self.peers)
 
@@ -146,9 +141,9 @@ class Party:
                 time.sleep(0.01)
 
     def tell(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> None:
-        """Has each of the others do what is called so, with what `arguments(rank)` gives.
+        """Have each other rank call this method of its session with `arguments(rank)`.
 
-        UserError, and nobody is told anything, where that cannot be sent.
+        Raises UserError, and tells no rank, if arguments cannot be sent.
         """
         messages = [written([name, *arguments(peer.rank)]) for peer in self.peers]
         self._told = True
@@ -157,30 +152,30 @@ class Party:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all take part in: where it cannot end because a rank has failed, that is what is raised."""
+        """Raise RankFailed for what goes wrong inside, which all ranks take part in, because one of them failed."""
         self.check()
-        self._inside, self._told = time.monotonic(), False
+        self._inside, self._told = True, False
         try:
             yield
         except (RuntimeError, OSError) as error:
-            until = time.monotonic() + 2 * WORD + 1  # it may be the first to notice
-            while time.monotonic() < until and not self._failure:
+            until = time.monotonic() + 2 * WORD + 1  # this thread may be the first to notice
+            while time.monotonic() < until and not self.failed:
                 time.sleep(0.02)
             self._broken = True
-            if self._failure:
-                raise RankFailed(self._failure, self._trace) from error
+            if self.failed:
+                raise RankFailed(*self._failure) from error
             raise
         except BaseException:
-            self._broken = self._told  # the others wait for what does not come
+            self._broken = self._told
             raise
         finally:
-            self._inside = None
+            self._inside = False
         self.check()
 
     def close(self) -> None:
-        """Ends them, whatever they do; those that stay are told that this session is over."""
+        """End the ranks, whatever they do; tell those that stay that this session is over."""
         self.abort = lambda: None
-        whole = not (self._failure or self._broken)
+        whole = not (self.failed or self._broken)
         if whole and self.stays:
             with contextlib.suppress(OSError):
                 self.tell("close", lambda rank: ())
@@ -203,7 +198,7 @@ class Party:
                 peer.errors.close()
 
     def _end(self) -> None:
-        """Kills the processes that were started here; the others see that their connection has ended."""
+        """Kill the processes that were started here; cut the connections of the others."""
         for peer in self.peers:
             peer.link.cut()
             if peer.process is not None and peer.process.poll() is None:
@@ -218,11 +213,11 @@ class Party:
                 until = time.monotonic() + WORD
                 while (left := until - time.monotonic()) > 0:
                     told += self._look(left)
-                self._fail(*min(told)[1:])
+                self._fail(min(told)[1:])
                 return
 
     def _look(self, seconds: float) -> list[tuple[int, str, str]]:
-        """What is wrong with them, and where they were: first what is likeliest the cause. Waits so long for a word."""
+        """Read messages, and return each failure: its order (0 is the likeliest cause), a line, and a traceback."""
         told: list[tuple[int, str, str]] = []
         alive = [peer for peer in self.peers if not peer.gone]
         if not alive:
@@ -232,7 +227,7 @@ class Party:
             try:
                 message = peer.link.receive()
                 peer.seen, peer.silent = True, 0.0
-                if message is not None:  # of one that cannot go on
+                if message is not None:  # an error
                     peer.gone = True
                     order, trace = 2 if message["lost"] else 0, message.get("trace", "")
                     told.append((order, f"{peer} failed: {message['failed']}", trace))
@@ -241,7 +236,7 @@ class Party:
                     told.append((1, f"{peer} {peer.ending()}", ""))
                 peer.gone = True
         now = time.monotonic()
-        # Where this thread itself was kept waiting, by a suspended process or a crowded machine, so were they.
+        # If this thread was kept waiting, by a suspended process or a crowded machine, so were the ranks.
         passed, self._looked = min(now - self._looked, 2 * BEAT), now
         for peer in self.peers:
             peer.silent += passed
@@ -250,20 +245,20 @@ class Party:
                 told.append((1, f"{peer} has given no sign of life for {peer.silent:.0f} s", ""))
         return told
 
-    def _fail(self, failure: str, trace: str) -> None:
-        self._trace, self._failure = trace, failure
+    def _fail(self, failure: tuple[str, str]) -> None:
+        self._failure, self.failed = failure, True
         self._end()
-        threading.Thread(target=self.abort, name="abort", daemon=True).start()  # which may wait itself
+        threading.Thread(target=self.abort, name="abort", daemon=True).start()  # it may wait itself
         until = time.monotonic() + STUCK
-        while self._inside is not None:
-            if time.monotonic() > until:  # native code that nothing reaches any more
-                complain(f"error: {failure}")
+        while self._inside:
+            if time.monotonic() > until:  # in native code that nothing ends
+                complain(f"error: {failure[0]}")
                 os._exit(1)
             time.sleep(0.05)
 
 
 def start_here(count: int) -> Party:
-    """Starts the ranks from 1 below `count` on this machine, each a process that ends when this one does."""
+    """Start ranks 1 to `count` - 1 on this machine, each a process that ends with this one."""
     peers: list[Peer] = []
     seconds = patience()
     try:
@@ -275,7 +270,7 @@ def start_here(count: int) -> Party:
                 process = subprocess.Popen(
                     [sys.executable, "-c", FOLLOW, told],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # what a terminal sends reaches them through the first rank
+                    start_new_session=True,  # a terminal's signals reach rank 0 alone
                 )  # fmt: skip
             peers.append(Peer(rank, Link(ours), process.pid, platform.node(), process, errors))
     except BaseException:

@@ -1,9 +1,8 @@
 """Data parallel training: each rank computes its rows of every micro-batch, and the gradients are summed.
 
-The first rank leads. It has the data, the run and the callbacks, and its session is like any other to whoever calls
-it; the others hold the same plan with their share of the rows, and do what it does beside it. Weights are the same on
-all of them after every step. Of a batch's targets each weighs what it weighs in the whole, so that the sums over the
-ranks are the loss and the gradient of one device.
+Rank 0 has the data, the run and the callbacks. Its session is like any other to a caller, and tells the others which
+method to call with their rows. Weights are the same on all ranks after every step. A target weighs what it weighs in
+the whole batch, so that the sums over the ranks are the loss and the gradient of one device.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from toyexp_torch.session import TorchSession, Wanted
 from toyexp_torch.update import Share, Update
 
 BUCKET = 25 << 20  # bytes of gradients that are summed at once
-Frozen = list[tuple[str, str, list[int], str | None]]  # name, dtype, shape; of bytes of a file: their type there
+Frozen = list[tuple[str, str, list[int], str | None]]  # name, dtype, shape, and the file's type of a packed tensor
 
 
 class Sums:
     """Sums the gradients over all ranks in buckets, each as soon as the backward pass is done with it.
 
-    Buckets are stretches of the flat vector. They go out in one order everywhere, as collectives have to: that in which
-    the backward pass is likely to be done with them, from the end of the model to its beginning.
+    Buckets are stretches of the flat vector. All ranks send them in one order, as collectives require: from the end of
+    the model to its beginning, which is likely the order of the backward pass.
     """
 
     def __init__(self, plan: Plan, grad: Tensor, places: Mapping[str, slice], group: Group):
@@ -55,17 +54,17 @@ class Sums:
         self._sizes = [len(names) for names in buckets]
 
     def begin(self) -> None:
-        """The last backward pass of a step follows."""
+        """Prepare for the last backward pass of a step."""
         self._left, self._waits = [*self._sizes], list[Callable[[], None]]()
 
     def has(self, name: str) -> None:
-        """The whole gradient of a tensor is in its place."""
+        """Note that a tensor's whole gradient is in its place; begin the sums that can."""
         self._left[self._bucket_of[name]] -= 1
         while (following := len(self._waits)) < len(self._left) and self._left[following] == 0:
             self._waits.append(self._group.sum(self._stretches[following]))
 
     def finish(self, total: Tensor) -> None:
-        """Sums what is left, of which a tensor was not in the loss, and at last the `total`; waits for all."""
+        """Sum the other buckets (a tensor of theirs is not in the loss), and at last the `total`; wait for all."""
         for stretch in (*self._stretches[len(self._waits) :], total):
             self._waits.append(self._group.sum(stretch))
         for wait in self._waits:
@@ -73,7 +72,7 @@ class Sums:
 
 
 class SharedUpdate(Update):
-    """Each rank changes its own part of the weights, and holds the state of that alone; then they are exchanged."""
+    """An update in which each rank holds the state of its own part of the weights, changes it, and sends it."""
 
     group: Group
 
@@ -88,7 +87,7 @@ class SharedUpdate(Update):
         self._exchange()
 
     def _exchange(self) -> None:
-        """Gives each rank's part to the others, which round it as the kernels of that one have."""
+        """Send each rank's part to the others, which round it as its kernels did."""
         shares = (enumerate(itertools.pairwise(cuts)) for cuts in self.cuts)
         parts = [(rank, slice(*ends)) for share in shares for rank, ends in share if ends[0] < ends[1]]
         waits = [self.group.broadcast(self._flat[here], rank) for rank, here in parts]
@@ -98,7 +97,7 @@ class SharedUpdate(Update):
                 self._rounded[here].copy_(self._flat[here])
 
     def gathered(self, name: str, slots: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """A tensor's whole state, which all ranks have to ask for together."""
+        """Return a tensor's whole state; all ranks call it together."""
         own, found, parts = self.state.get(name, {}), {}, self._parts(name)
         for slot, shape in slots.items():
             found[slot] = values = self._flat.new_zeros(shape)
@@ -110,7 +109,7 @@ class SharedUpdate(Update):
         return found
 
     def own_part(self, name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Of a tensor's whole state what this rank holds."""
+        """Return this rank's part of a tensor's whole state."""
         parts = self._parts(name)
         if self._share.rank not in parts:
             return {}
@@ -118,7 +117,7 @@ class SharedUpdate(Update):
         return {s: x if len(parts) == 1 else x.reshape(-1)[start:stop] for s, x in state.items()}
 
     def _parts(self, name: str) -> dict[int, tuple[int, int]]:
-        """Which ranks change a tensor, and from where to where."""
+        """Return which ranks change a tensor, and from where to where."""
         here = self._places[name]
         cuts = next(cuts for cuts in self.cuts if cuts[0] <= here.start < cuts[-1])
         bounds = [min(max(cut, here.start), here.stop) - here.start for cut in cuts]
@@ -126,7 +125,7 @@ class SharedUpdate(Update):
 
 
 class RankSession(TorchSession):
-    """What one rank computes: of a plan with its own rows. All ranks call the same methods in the same order."""
+    """The session of one rank, which computes its own rows. All ranks call the same methods in the same order."""
 
     selects = False  # ranks would capture at different steps what all of them have to call together
 
@@ -137,7 +136,7 @@ class RankSession(TorchSession):
         self._under_way: Callable[[], object] = lambda: None
 
     def join(self, group: Group) -> None:
-        """From now on there are others, which take the first one's values."""
+        """Join the other ranks, and take the values of rank 0."""
         self._group = group
         if isinstance(self._update, SharedUpdate):
             self._update.group = group
@@ -151,16 +150,16 @@ class RankSession(TorchSession):
             self._rounded.copy_(self._flat)
 
     def frozen(self) -> Frozen:
-        """How what does not train stands in memory."""
-        told: Frozen = []
+        """Return how the tensors that do not train are held in memory."""
+        layout: Frozen = []
         for name in self._frozen_names():
             held = self._tensors[name]
             raw, kind = (held.raw, held.kind) if isinstance(held, Packed) else (held, None)
-            told.append((name, str(raw.dtype).removeprefix("torch."), list(raw.shape), kind))
-        return told
+            layout.append((name, str(raw.dtype).removeprefix("torch."), list(raw.shape), kind))
+        return layout
 
     def make_room(self, frozen: Frozen) -> None:
-        """For what does not train, whose values follow."""
+        """Allocate the tensors that do not train; `join` brings their values."""
         for name, dtype, shape, kind in frozen:
             raw = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             self._tensors[name] = raw if kind is None else Packed(raw, kind, self._dtype)
@@ -169,7 +168,7 @@ class RankSession(TorchSession):
         return [t.name for t in self.plan.tensors if not t.trainable]
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """As on one device, but that each gradient goes its way as soon as the last pass has it."""
+        """Do as on one device, but send each gradient as soon as the last pass has it."""
         losses = []
         for number, micro in enumerate(micros, 1):
             loss = self._loss_of(micro)
@@ -185,7 +184,7 @@ class RankSession(TorchSession):
         return total[0]
 
     def _take(self, name: str, place: Tensor, found: Tensor) -> None:
-        """Called by the backward pass with the gradient of a tensor, once all that it is made of is there."""
+        """Add the whole gradient of a tensor, which the backward pass has found, to its place."""
         self._had.add(name)
         (place.copy_ if self._first else place.add_)(found)
         if self._last:
@@ -212,7 +211,7 @@ class RankSession(TorchSession):
         names, arrays = {part: name for name, part in parts.items()}, dict(into)
         for tensor in self.plan.trainable:  # one at a time: no device has room for all
             state = self._update.gathered(tensor.name, slots[tensor.name])
-            if self._place.rank:
+            if self._place.rank:  # rank 0 alone keeps it
                 continue
             for part, values in {"": self._weights(tensor), **state}.items():
                 put_on_host(arrays, names[tensor.name, part], values)
@@ -229,20 +228,20 @@ class RankSession(TorchSession):
         if group := self.__dict__.pop("_group", None):
             group.abort()
 
-    # What travels in place of the contract's methods: names of tensors, and no function that comes back.
+    # -- what rank 0 calls here in place of methods that take a plan's tensor or return a function --
 
     def take_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> None:
-        """Begins a step, and waits for the one before, as the first rank does that waits for each."""
+        """Begin a step, and wait for the one before."""
         before, self._under_way = self._under_way, self.do_launch(micros, numbers)
         before()
 
     def restore_of(self, name: str, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        """Takes the values and state of one tensor."""
+        """Restore one tensor."""
         self.do_restore(self.plan.tensor(name), values, state)
 
 
 def opened_as(place: Place, plan: Plan, wanted: Wanted, frozen: Frozen) -> RankSession:
-    """The session of another rank than the first, as that one builds its own."""
+    """Open and build the session of a rank other than rank 0, while rank 0 builds its own."""
     if wanted.device == "cuda":
         take_gpu(place)
     session = RankSession(plan, wanted, place)
@@ -256,7 +255,7 @@ def opened_as(place: Place, plan: Plan, wanted: Wanted, frozen: Frozen) -> RankS
 
 
 class LeadSession(RankSession):
-    """What a caller has of all ranks: each does its part of what is asked of this one."""
+    """The session of rank 0, which has the other ranks do their part of what it is called for."""
 
     _numbers = itertools.count()
 
@@ -265,7 +264,7 @@ class LeadSession(RankSession):
         self._own, self._party_of = replace(plan, rows=plan.rows // count), gather
 
     def do_open(self) -> None:
-        self._party = self._party_of()  # those that have to be started load PyTorch meanwhile
+        self._party = self._party_of()  # ranks that are started here load PyTorch meanwhile
         if self._party.stays:
             self._store = torchruns_store()
         else:
@@ -276,7 +275,7 @@ class LeadSession(RankSession):
         super().do_open()
 
     def do_build(self) -> None:
-        # The others' values come from here, whatever they were to begin from.
+        # The others get their values from here, and need no file that the plan names.
         tensors = tuple(replace(t, values=Constant(0.0)) for t in self.plan.tensors)
         plan, frozen = replace(self._own, tensors=tensors), self.frozen()
         with self._party.together():
@@ -325,7 +324,7 @@ class LeadSession(RankSession):
             super().do_restore(tensor, values, state)
 
     def describe(self) -> dict[str, Any]:
-        """As of one device, but for the threads, which are those of all, and who the ranks are."""
+        """Describe one device, but with the threads of all, and name the ranks."""
         own, count = super().describe(), self._place.count
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._party.peers)]
         return own | {"threads": own["threads"] * count, "devices": count, "shard": self._place.shard, "ranks": ranks}
@@ -333,7 +332,7 @@ class LeadSession(RankSession):
     def do_close(self) -> None:
         if party := self.__dict__.pop("_party", None):
             party.close()
-            # A GPU that has lost its peer in the middle of a kernel has nothing left that could be freed.
+            # A GPU that lost another rank in the middle of a kernel can free nothing.
             with contextlib.suppress(RuntimeError) if party.failed else contextlib.nullcontext():
                 super().do_close()
 

@@ -1,7 +1,7 @@
-"""How the ranks of a run come together, and what a rank other than the first does.
+"""How the ranks of a run find each other, and the process of a rank other than rank 0.
 
-The first rank starts the others on its machine, or `torchrun` starts all of them on several. Another rank does what the
-first one says, and ends when that one is gone. It has no run directory, no data and no callbacks, and prints nothing.
+Rank 0 starts the others on its machine, or `torchrun` starts all of them on several. Another rank does what rank 0
+tells it, and ends with rank 0. It has no run directory, no data and no callbacks, and prints nothing.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from contextlib import closing, nullcontext, suppress
 from typing import Any, NoReturn
 
 from toyexp import RunFailed, ToyexpError, UserError
-from toyexp.base import place, started_ranks
+from toyexp.base import interruptible, place, started_ranks
 from toyexp_torch.group import torchruns_store
 from toyexp_torch.party import BEAT, START, WORD, Party, Peer, patience, start_here, telling
-from toyexp_torch.ranks import opened_as  # loads PyTorch: before the first sign of life, which may take long to come
+from toyexp_torch.ranks import opened_as  # loads PyTorch before the first sign of life, which may take long to come
 from toyexp_torch.wire import Link, written
 
-KEY = "toyexp/first"  # under which the first rank says where it can be reached
+KEY = "toyexp/first"  # of the store: where rank 0 listens
 HELLO = 1024  # bytes at most of what a rank says first
-WORDS = 500  # characters of what an error says
-LOST = ("gloo", "NCCL", "Connection", "store")  # in what torch says of a rank that is not there any more
+WORDS = 500  # characters of an error message
+LOST = ("gloo", "NCCL", "Connection", "store")  # in torch's errors about another rank that is gone
 
 
 def gathered(count: int) -> Party:
-    """The other ranks: those that `torchrun` has started, or else so many less one that are started here."""
-    if started_ranks().rank:
-        raise UserError(f"rank {started_ranks().rank}: takes part in what the first rank runs, and runs nothing itself")
-    return _meeting() if started_ranks().count > 1 else start_here(count)
+    """Return the other ranks: those that `torchrun` has started, or `count` - 1 that are started here."""
+    ranks = started_ranks()
+    if ranks.rank:
+        raise UserError(f"rank {ranks.rank}: takes part in what the first rank runs, and runs nothing itself")
+    return _meet_torchruns() if ranks.count > 1 else start_here(count)
 
 
 @functools.cache
-def _meeting() -> Party:
-    """The first rank waits for the others, which find in the store where it is."""
+def _meet_torchruns() -> Party:
+    """Publish rank 0's address in torchrun's store and wait until the other ranks connect."""
     count, token = started_ranks().count, secrets.token_hex(16)
     address = os.environ["MASTER_ADDR"]
     with closing(socket.create_server(("", 0), backlog=count)) as server:
@@ -60,75 +61,64 @@ def _meeting() -> Party:
                 if not select.select([server], [], [], max(until - time.monotonic(), 0))[0]:
                     raise RunFailed(f"{missing()} did not come within {START:.0f} s")
                 connection, _ = server.accept()
-                with suppress(ValueError, EOFError, OSError):  # of someone else
+                with suppress(ValueError, EOFError, OSError):  # of a stranger
                     peers.append(_peer(connection, token, {peer.rank for peer in peers}, count))
     return Party(sorted(peers, key=lambda peer: peer.rank), stays=True, _patience=patience())
 
 
 def _named(ranks: Iterable[int]) -> str:
-    """These, of how many, and where they are awaited."""
-    told, count = sorted(ranks), started_ranks().count
-    who = f"rank{'' if len(told) == 1 else 's'} {', '.join(map(str, told))} of {count}"
+    """Name these ranks, their number, and the address at which they meet."""
+    missing, count = sorted(ranks), started_ranks().count
+    who = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))} of {count}"
     return f"{who} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _peer(connection: socket.socket, token: str, known: set[int], count: int) -> Peer:
-    """A rank that has just connected; ValueError where it is none."""
+    """Return the rank that has just connected; ValueError for a stranger."""
     connection.settimeout(10)
     given, rank, pid, host = connection.makefile("rb").readline(HELLO).decode().split(maxsplit=3)
     if not hmac.compare_digest(given, token) or int(rank) in known or not 0 < int(rank) < count:
         connection.close()
         raise ValueError(rank)
-    connection.settimeout(None)
     _configure(connection)
     connection.sendall(b"+")
     return Peer(int(rank), Link(connection), int(pid), host.strip(), seen=True)
 
 
-def follow() -> None:
-    """The whole part of another rank than the first, to the end of its process."""
-    rank = started_ranks().rank
-    try:
-        with telling(lambda: _named([0])) if rank == 1 else nullcontext():  # one speaks for all of them
-            address, port, token = _found().split()
-            connection = socket.create_connection((address, int(port)), timeout=START)
-            _configure(connection)
-            connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
-            taken = connection.recv(1)
-    except (RuntimeError, OSError) as error:
-        told = str(error).strip().partition("\n")[0]
-        raise RunFailed(f"rank {rank}: the first rank did not come, or went again ({told})") from None
-    connection.settimeout(None)
-    if taken:
-        Follower(Link(connection)).follow()
-
-
-def _found() -> str:
-    """What the first rank has put into the store, once it has; RuntimeError where it does not."""
-    store, until = torchruns_store(), time.monotonic() + START
-    while not store.check([KEY]):
-        if time.monotonic() > until:
-            raise RuntimeError(f"not within {START:.0f} s")
-        time.sleep(0.05)
-    return store.get(KEY).decode()
-
-
 def _configure(connection: socket.socket) -> None:
-    """What is sent goes out at once, and what nobody takes is noticed: a host may go without a word."""
+    """Send without delay, and notice data that nobody takes: a host may disappear without a word."""
+    connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience()))
 
 
+def follow() -> None:
+    """Take part, as a rank that `torchrun` has started, in what rank 0 runs, to the end of this process."""
+    rank = started_ranks().rank
+    try:
+        with telling(lambda: _named([0])) if rank == 1 else nullcontext():  # rank 1 speaks for all of them
+            address, port, token = interruptible(lambda: torchruns_store().get(KEY)).decode().split()
+            connection = socket.create_connection((address, int(port)), timeout=START)
+            connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
+            taken = connection.recv(1)
+            _configure(connection)
+    except (RuntimeError, OSError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise RunFailed(f"rank {rank}: the first rank did not come, or went again ({why})") from None
+    if taken:
+        Follower(Link(connection)).follow()
+
+
 def main(file: int) -> None:
-    """The whole life of a process that the first rank has started; `file` is its end of their connection."""
+    """Take part in what rank 0 runs, which has started this process; `file` is this end of their connection."""
     Follower(Link(socket.socket(fileno=file))).follow()
 
 
 class Follower:
-    """Takes part in one session after another until the first rank is gone; then its process ends, with it.
+    """Takes part in one session after the other until rank 0 is gone; then the process ends, with code 0 between two.
 
-    It ends as it stands: nothing in it is worth a wait for threads, graphs or other ranks.
+    It ends at once: no thread, graph or other rank is worth a wait.
     """
 
     def __init__(self, link: Link):
@@ -136,53 +126,46 @@ class Follower:
         self._session: Any = None
 
     def follow(self) -> NoReturn:
-        """All of it. Its exit code is 0 where nothing was left half done."""
+        """Do what rank 0 tells, and tell it of an error."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the first rank ends a run, and may want to save it before
+            signal.signal(number, signal.SIG_IGN)  # rank 0 ends a run, and may want to save it before
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         try:
-            self._serve()
+            while True:
+                self._do(*self._link.receive())
         except EOFError:
             self._end()
         except Exception as error:
             with suppress(OSError):
                 self._link.send(written(_told(error)))
-                time.sleep(2 * WORD)  # to be asked how it ended, not whether
+                time.sleep(2 * WORD)  # rank 0 looks at how this process ended if it ends before
         os._exit(1)
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        if name == "open":
+            self._session = True  # half open
+            self._session = opened_as(*arguments)
+        elif name != "close":
+            getattr(self._session, name)(*arguments)
+        elif self._session is not None:
+            self._session.do_close()
+            self._session = None
+
+    def _beat(self) -> None:
+        """Send signs of life until nobody takes one, or the parent is gone: its children may hold the connection."""
+        parent = os.getppid()
+        with suppress(OSError):
+            while parent == os.getppid():
+                self._link.beat()
+                time.sleep(BEAT)
+        self._end()
 
     def _end(self) -> NoReturn:
         os._exit(0 if self._session is None else 1)
 
-    def _beat(self) -> None:
-        """Signs of life. The first one that nobody takes is the end, whatever the process waits for.
-
-        So is a parent that is gone: a child of the first rank may hold what that one has left open.
-        """
-        parent = os.getppid()
-        while parent == os.getppid():
-            try:
-                self._link.beat()
-            except OSError:
-                break
-            time.sleep(BEAT)
-        self._end()
-
-    def _serve(self) -> None:
-        while True:
-            name, *arguments = self._link.receive()
-            if name == "open":
-                self._session = True  # half open
-                self._session = opened_as(*arguments)
-            elif name == "close":
-                if self._session is not None:
-                    self._session.do_close()
-                self._session = None
-            else:
-                getattr(self._session, name)(*arguments)
-
 
 def _told(error: Exception) -> dict[str, str | bool]:
-    """An error as the first rank is told of it: in a line, in full, and whether another rank is likelier to blame."""
+    """Return an error for rank 0: one line, the traceback, and whether another rank is likelier to be the cause."""
     words = " ".join(str(error).split())[:WORDS]
     line = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}{place(error)}"
     lost = any(word in str(error) for word in LOST)

@@ -50,10 +50,10 @@ def second(tmp_path_factory):
     process = subprocess.Popen(command, cwd=here, env={**environment(here), **told, "RANK": "1"}, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     yield {**told, "RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    all_of_them = torchrun._meeting()
+    all_of_them = torchrun._meet_torchruns()
     all_of_them.stays = False  # as when this process ends
     all_of_them.close()
-    torchrun._meeting.cache_clear()
+    torchrun._meet_torchruns.cache_clear()
     torchruns_store.cache_clear()
     printed, _ = process.communicate(timeout=30)
     assert (process.returncode, printed) == (0, "")

@@ -87,14 +87,13 @@ class Engine(ABC):
         """How many processes a run on it is that compute on the CPU: jobs side by side have a core for each of them."""
         return 1
 
-    def follow(self) -> bool:
-        """As one of several processes of a run: false in the first of them, and in the only one, which goes on.
+    def follow(self) -> None:
+        """Take part in the run of rank 0 until it ends; on rank 0, and in a run of one process, return at once.
 
-        The others take part in what the first one does, to its end. Raises UserError where an engine has no ranks.
+        Raises UserError if the engine computes in one process and `torchrun` has started several.
         """
         if started_ranks().count > 1:
             raise UserError(f"engine={self.name}: computes in one process; start it without torchrun")
-        return False
 
     @abstractmethod
     def realize(self, plan: Plan) -> Session:

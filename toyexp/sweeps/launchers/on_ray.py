@@ -36,6 +36,9 @@ STORE = 100 << 20  # bytes of memory for what tasks hand over, of which ours is 
 TRAVELS = ("PYTHONPATH", "TOYEXP_")
 # Nothing of what we do is sent to its makers, unless somebody asked for that.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+# Of a cluster of our own, beside a token that is not written into the home: jobs are no less urgent than others, and
+# save when the sweep is killed, where Ray would kill them with their worker.
+LOCAL = {"RAY_worker_niceness": "0", "RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,9 @@ class OnRay(Cluster):
         settings, own = self.settings, self.share
         address = settings.ray.cluster()
         try:
-            # Else Ray writes a token into the home, and runs its workers, and so the jobs, at a niceness of 15.
-            ours = {} if address else {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
-            self._open.enter_context(_told({**QUIET, **ours}))
+            self._open.enter_context(
+                _told(QUIET if address else {**QUIET, **LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+            )
             names = visible()
             if address:
                 _connect(address, self._open)

@@ -18,7 +18,7 @@ from toyexp.config import schema
 from toyexp.config.build import without_hydra
 from toyexp.config.request import Request
 from toyexp.config.schema import Source, compose_raw
-from toyexp.sweeps.launchers import forking, processes
+from toyexp.sweeps.launchers import forking, launcher
 from toyexp.sweeps.launchers.forking import Forks
 
 pytestmark = pytest.mark.xdist_group("forking")  # its jobs are run once for many tests
@@ -127,7 +127,7 @@ def sweeps(tmp_path_factory):
         began = time.monotonic()
         code = main(["-m", *QUICK, f"seed={','.join(map(str, SEEDS))}", "hydra.sweep.dir=forked"])
         took = time.monotonic() - began
-        patch.setattr(processes, "PLATFORMS", ())
+        patch.setattr(launcher, "PLATFORMS", ())
         main(["-m", *QUICK, "seed=1,8", "hydra.sweep.dir=spawned"])
     return code, took, place / "forked", place / "spawned"
 
@@ -201,7 +201,7 @@ def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
             started.append(super().start(*order))
             return started[-1]
 
-    monkeypatch.setattr(processes, "Forks", Killed)
+    monkeypatch.setattr(launcher, "Forks", Killed)
     assert main(["-m", *QUICK, "seed=1,8,9", "hydra.sweep.dir=s"]) == 0
     assert [own["forked"] for _, own in seen(place / "s").values()] == [True, False, False]
 

@@ -14,7 +14,7 @@ import pytest
 from toyexp.cli.main import main
 from toyexp.results.ranking import ranked
 from toyexp.sweeps.directory import Job, Status, SweepDir
-from toyexp.sweeps.sources import Combinations
+from toyexp.sweeps.sources import JobSource
 from toyexp.training.rundir import lock
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -97,14 +97,14 @@ def test_a_sweep_over_other_data_says_so_in_table_and_summary(tmp_path, monkeypa
     """The file is replaced once the first job has ended; other tokenizers make other losses of the same text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
-    real = Combinations.told
+    real = JobSource.told
 
     def replace(self, job):
         real(self, job)
         if swept == ["seed=0,1,2"]:
             (tmp_path / "book.txt").write_text("The quick brown fox jumps over it. " * 300)
 
-    monkeypatch.setattr(Combinations, "told", replace)
+    monkeypatch.setattr(JobSource, "told", replace)
     words = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2", "hydra.sweep.dir=s"]
     words = [
         *SMALL,

@@ -36,7 +36,7 @@ from toyexp.sweeps.launchers import launcher, on_submitit, processes, stacks
 from toyexp.sweeps.launchers.gpus import Gpus, visible
 from toyexp.sweeps.launchers.processes import Processes
 from toyexp.sweeps.runner import Asked, Runner
-from toyexp.sweeps.sources import Combinations
+from toyexp.sweeps.sources import JobSource
 from toyexp.training.rundir import lock
 
 MODULES = "plugins=[toyexp.testing.null,mishap]"
@@ -145,7 +145,7 @@ def test_retry_takes_up_what_failed_and_what_was_refused():
 
     def taken_up(retry):
         settings = Sweep(retry=retry, resume="s")
-        asked, source = Asked({}, [], settings, {}), Combinations(found)
+        asked, source = Asked({}, [], settings, {}), JobSource(found)
         Runner(asked, source, SimpleNamespace(alone=True), SimpleNamespace(), SimpleNamespace())
         return {str(job.status) for job in source.foreseen()}
 

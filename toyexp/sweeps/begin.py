@@ -24,7 +24,7 @@ from toyexp.sweeps.launchers.processes import Processes, Serial
 from toyexp.sweeps.launchers.stacks import Stacks
 from toyexp.sweeps.runner import Asked, Runner
 from toyexp.sweeps.search.space import space
-from toyexp.sweeps.sources import Combinations, JobSource
+from toyexp.sweeps.sources import JobSource
 
 if TYPE_CHECKING:
     from toyexp.config.request import Request
@@ -82,7 +82,7 @@ def prepared(flags: Mapping[str, str], request: Request) -> Runner:
         memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
         source = Search(settings, space(settings.search, parsed, keys.types), [], shared_words(memory))
     else:
-        source = Combinations([Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))])
+        source = JobSource([Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))])
         values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
     configs = JobConfigs(of_jobs, values)
     return Runner(
@@ -144,7 +144,7 @@ def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]])
     from toyexp.config.words import parse
 
     if settings.search is None:
-        return Combinations(folder.jobs)
+        return JobSource(folder.jobs)
     from toyexp.sweeps.search.searcher import Search
 
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toyexp.base.terminal import say
-from toyexp.config.top_level import PARTS, Sweep
+from toyexp.config.top_level import PARTS
 from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
 
@@ -27,12 +26,6 @@ def _shapes(word: str) -> bool:
     key = word.partition("=")[0].lstrip("+~")
     part, _, own = key.partition(".")
     return key in OF_A_STEP or (part in (*PARTS, "callbacks") and (not own or part not in SAME))
-
-
-def advise_stacks(settings: Sweep, jobs: Sequence[Job], configs: JobConfigs) -> None:
-    """Say that jobs could train together, if that is worth it."""
-    if settings.search is None and len(jobs) > 1 and (line := advice(jobs, configs)):
-        say(line)
 
 
 def advice(jobs: Sequence[Job], configs: JobConfigs) -> str:

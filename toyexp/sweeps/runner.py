@@ -32,6 +32,7 @@ from toyexp.sweeps.directory import (
 from toyexp.sweeps.job_configs import JobConfigs, Places
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
 from toyexp.sweeps.launchers.launcher import Launcher
+from toyexp.sweeps.programs import advice
 from toyexp.sweeps.sources import JobSource
 from toyexp.sweeps.summary_table import print_table
 from toyexp.sweeps.watch import Watch
@@ -80,7 +81,7 @@ class Runner:
             if self.source.peek() or self.source.probe:
                 self.launcher.connect()
             folder = self._open()
-            self.launcher.advise(self.source.foreseen())
+            self._advise()
             at_once, watched = self.launcher.limit(), self.launcher.is_watched
             self._watch.board = board_for(self.source.in_sight, self._ranking, at_once, watched)
             if folder:
@@ -175,6 +176,14 @@ class Runner:
         if self.folder:
             self.source.open(self.folder, is_new)
         return self.folder
+
+    def _advise(self) -> None:
+        """Say that jobs which run one by one could train together, if that is worth it."""
+        here, settings = self.launcher.is_forked or not self.asked.settings.isolate, self.asked.settings
+        jobs = self.source.foreseen()
+        apart = here and not self.launcher.is_stacked and not settings.search and len(jobs) > 1
+        if apart and (line := advice(jobs, self.configs)):
+            say(line)
 
     def _create(self, root: Path) -> None:
         self.folder = self._watch.folder = SweepDir.create(root, self.source.jobs, self.asked.memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,9 @@ from toyexp.base.errors import UserError
 from toyexp.base.terminal import silent
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
 from toyexp.sweeps.directory import Ended, Job
-from toyexp.sweeps.launchers.launcher import Launcher, Resources
+from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.order import Order
 from toyexp.sweeps.process_state import contained
-from toyexp.sweeps.programs import advise_stacks
 from toyexp.sweeps.search.pruning import taken
 from toyexp.sweeps.watch import Watch
 from toyexp.training.verdict import print_result
@@ -41,19 +40,6 @@ class InProcess(Launcher):
             what = f"runs one job after another in this process, without {settings.launcher}"
             raise UserError(f"sweep.isolate=false: {what}")
         super().check(settings)
-
-    @property
-    def alone(self) -> bool:
-        """See Launcher."""
-        return True
-
-    def resources(self, jobs: Sequence[Job]) -> Resources:
-        """See Launcher."""
-        return Resources(1, 0, 0)
-
-    def advise(self, jobs: Sequence[Job]) -> None:
-        """See Launcher."""
-        advise_stacks(self.settings, jobs, self.configs)
 
     def describe(self, at_once: int) -> str:
         """See Launcher."""

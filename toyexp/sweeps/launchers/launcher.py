@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from toyexp.base.errors import UserError
+from toyexp.base.formatting import counted
 from toyexp.base.packages import needed, told_by
-from toyexp.base.threads import available_cores
+from toyexp.base.threads import available_cores, of_cores
 from toyexp.sweeps.directory import Ended, Job
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.forking import Start, spawned
+from toyexp.sweeps.launchers.forking import PLATFORMS, Forks, Start, spawned
 from toyexp.sweeps.launchers.gpus import Gpus, visible
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.watch import Watch
@@ -47,9 +50,11 @@ class Launcher(ABC):
     side_by_side: ClassVar[bool] = True  # sweep.jobs applies
     takes_all: ClassVar[str] = ""  # without sweep.jobs all jobs run at once: what they do then
     shares_gpus: ClassVar[bool] = False  # sweep.per_gpu applies
+    is_forked: ClassVar[bool] = False  # jobs start from the fork server, where there is one
     own_process: ClassVar[bool] = True  # a job's process trains nothing else
     uses_machine: ClassVar[bool] = False  # a job has its share of this machine's cores and GPUs
     is_stacked: ClassVar[bool] = False  # one process trains several jobs together
+    _forks: Forks | None = None
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
         """Divide the machine among `total` jobs, of which `jobs` show every setting."""
@@ -77,46 +82,50 @@ class Launcher(ABC):
                 importlib.import_module(cls.package)
 
     @abstractmethod
-    def resources(self, jobs: Sequence[Job]) -> Resources:
-        """Return how many jobs run at once, and the share of the machine that each has; UserError if none fits."""
-
-    @abstractmethod
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
         """Run jobs; yield each as it ends. The next one may depend on how those before ended."""
+
+    def resources(self, jobs: Sequence[Job]) -> Resources:
+        """Return how many jobs run at once, and the share of the machine that each has; UserError if none fits."""
+        return Resources(1, 0, 0)
 
     def limit(self) -> int:
         """Return how many jobs run at once."""
         return self.share.jobs
 
     @property
-    def is_watched(self) -> bool:
-        """Whether a terminal shows a board of the jobs."""
-        return False
-
-    @property
     def alone(self) -> bool:
         """Whether jobs print as if there were no other."""
-        return False
+        return self.limit() == 1 and not self.is_stacked
 
-    def preload(self, words: Sequence[str], stop: Stop) -> None:  # noqa: B027 - most import nothing ahead
-        """Begin to import what jobs of these words need."""
-
-    def connect(self) -> None:  # noqa: B027 - most have no cluster
-        """Join the cluster that jobs are handed to; UserError without one."""
-
-    def advise(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - most have nothing to say
-        """Print what a person may want to know of how these jobs run."""
+    @property
+    def is_watched(self) -> bool:
+        """Whether a terminal shows a board of the jobs."""
+        return self.is_stacked or (self.uses_machine and not self.alone)
 
     @property
     def start(self) -> Start:
         """What starts the process of a job."""
-        return spawned
+        return self._forks.start if self._forks else spawned
 
-    def wait(self) -> None:  # noqa: B027 - most import nothing ahead
-        """Wait until the imports of preload() are done."""
+    def preload(self, words: Sequence[str], stop: Stop) -> None:
+        """Start the fork server, which imports what jobs of these words need."""
+        if self.is_forked and sys.platform in PLATFORMS:
+            environment = {**os.environ, **of_cores(self.share.cores)}
+            self._forks = Forks(environment, words, lambda: stop.requested, self.is_stacked)
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
+    def wait(self) -> None:
+        """Wait until the fork server has loaded what jobs need."""
+        if self._forks:
+            self._forks.wait()
+
+    def connect(self) -> None:  # noqa: B027 - most have no cluster
+        """Join the cluster that jobs are handed to; UserError without one."""
+
+    def close(self) -> None:
         """Release what the launcher holds."""
+        if self._forks:
+            self._forks.close()
 
     def describe(self, at_once: int) -> str:
         """Return how so many jobs run at once, for a dry run."""
@@ -126,7 +135,7 @@ class Launcher(ABC):
         """Return what a dry run's estimate of the time leaves out."""
         if at_once > 1 and not self.share.cores:
             return "where the cluster starts so many at once, on machines like this one"
-        cores = f"{self.share.cores} core{'s' if self.share.cores != 1 else ''}"
+        cores = counted(self.share.cores, "core")
         return f"{cores} each; tried one at a time, they may be slower side by side" if at_once > 1 else ""
 
     # -- shares of a machine -------------------------------------------------------------------------------------------

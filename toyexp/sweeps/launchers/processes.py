@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,13 +11,10 @@ from functools import partial
 from typing import TypeVar
 
 from toyexp.base.terminal import on_terminal, say
-from toyexp.base.threads import of_cores
 from toyexp.sweeps.directory import Ended, Job
-from toyexp.sweeps.launchers.forking import PLATFORMS, Forks, Start, spawned
 from toyexp.sweeps.launchers.gpus import visible
-from toyexp.sweeps.launchers.job_process import Stop, run_process
+from toyexp.sweeps.launchers.job_process import run_process
 from toyexp.sweeps.launchers.launcher import Launcher, Resources
-from toyexp.sweeps.programs import advise_stacks
 from toyexp.sweeps.watch import Watch
 
 T = TypeVar("T")
@@ -32,51 +27,16 @@ class Processes(Launcher):
     """Jobs side by side on this machine, each with its share of the cores and, if it takes any, GPUs of its own."""
 
     name = "processes"
+    is_forked = True
     shares_gpus = True
     uses_machine = True
-    _forks: Forks | None = None
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """See Launcher."""
-        return self.on_this_machine(self.demand(jobs, len(visible())))
-
-    @property
-    def is_watched(self) -> bool:
-        """See Launcher."""
-        return self.limit() > 1
-
-    @property
-    def alone(self) -> bool:
-        """See Launcher."""
-        return self.limit() == 1
-
-    def preload(self, words: Sequence[str], stop: Stop) -> None:
-        """Start the fork server, which imports what jobs of these words need."""
-        if sys.platform in PLATFORMS:
-            environment = {**os.environ, **of_cores(self.share.cores)}
-            self._forks = Forks(environment, words, lambda: stop.requested, self.is_stacked)
-
-    @property
-    def start(self) -> Start:
-        """See Launcher."""
-        return self._forks.start if self._forks else spawned
-
-    def wait(self) -> None:
-        """See Launcher."""
-        if self._forks:
-            self._forks.wait()
-
-    def close(self) -> None:
-        """See Launcher."""
-        if self._forks:
-            self._forks.close()
-
-    def advise(self, jobs: Sequence[Job]) -> None:
-        """See Launcher."""
-        if self.limit() > AT_ONCE:
+        share = self.on_this_machine(self.demand(jobs, len(visible())))
+        if share.jobs > AT_ONCE:
             say(f"sweep.jobs={self.settings.jobs}: {AT_ONCE} run at once, more are not started on one machine")
-            self.share = self.share._replace(jobs=AT_ONCE)
-        advise_stacks(self.settings, jobs, self.configs)
+        return share._replace(jobs=min(share.jobs, AT_ONCE))
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
         """See Launcher."""

@@ -43,16 +43,6 @@ class Stacks(Processes):
     uses_machine = False
     is_stacked = True
 
-    @property
-    def is_watched(self) -> bool:
-        """See Launcher."""
-        return True
-
-    @property
-    def alone(self) -> bool:
-        """See Launcher."""
-        return False
-
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """Return the share of each process.
 
@@ -68,9 +58,6 @@ class Stacks(Processes):
             asked = [self.configs.cores(job) for job in of_each_engine(jobs)]
             stacks = at_once = max(min(cores // max(asked) if all(asked) else 1, self.total), 1)
         return share._replace(jobs=at_once, cores=max(cores // at_once, 1), stacks=stacks)
-
-    def advise(self, jobs: Sequence[Job]) -> None:
-        """See Launcher."""
 
     def describe(self, at_once: int) -> str:
         """See Launcher."""

@@ -6,7 +6,6 @@ import itertools
 import math
 import shlex
 import statistics
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +38,9 @@ class Search(JobSource):
         """Search over keys; `jobs` are those that it has made, and `shared` are the words of all of them."""
         require(str(settings.search))
         self._settings, self._keys, self._shared = settings, keys, shared
-        self.jobs, self.samples = jobs, probes(keys)
+        super().__init__(jobs)
+        self.samples = probes(keys)
         self.probe = self.samples[0]
-        self._resumed: deque[Job] = deque()
         self._study: Study | None = None  # in the sweep's directory, once there is one
         there_are = grid(keys) if settings.search == "grid" else size(keys)
         self._points = int(min(there_are, settings.trials or there_are))
@@ -81,15 +80,11 @@ class Search(JobSource):
         told = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
         say(f"sweep   {short(folder.path)}, {self._how_many()}: {told}")
 
-    def resume(self, jobs: Sequence[Job]) -> None:
-        """See JobSource."""
-        self._resumed.extend(jobs)
-
     def foreseen(self) -> list[Job]:
         """Return jobs to go on with, and those that are yet to be chosen, as one of the probes each."""
         more = self.in_sight()[len(self.jobs) :]
         pairs = zip(more, itertools.cycle(self.samples), strict=False)
-        return [*self._resumed, *(Job(job.number, probe.overrides) for job, probe in pairs)]
+        return [*super().foreseen(), *(Job(job.number, probe.overrides) for job, probe in pairs)]
 
     def _how_many(self) -> str:
         asked, repeats = self._settings.trials or 0, self._settings.repeats
@@ -129,18 +124,12 @@ class Search(JobSource):
 
     # -- which job is next --
 
-    def peek(self) -> Job | None:
-        """See JobSource."""
-        return self._resumed[0] if self._resumed else None
-
     def next(self) -> Job | None:
         """Return a job to go on with, another run of a point, or the first of a new one.
 
         With pruning the first run of a point decides over the others, which wait for it while there are new points.
         """
-        if self._resumed:
-            return self._resumed.popleft()
-        return self._again(bool(self._settings.prune)) or self._new() or self._again(False)
+        return super().next() or self._again(bool(self._settings.prune)) or self._new() or self._again(False)
 
     def _again(self, decided: bool) -> Job | None:
         for trial, jobs in self._by_trial().items():

@@ -7,10 +7,10 @@ import gc
 import io
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -33,26 +33,26 @@ from toyexp.config.schema import AUTO, Source
 from toyexp.interfaces.engine import Engine
 from toyexp.plugins.discovery import keep as keep_plugins
 from toyexp.sweeps.begin import FLAGS
-from toyexp.sweeps.launchers.forking import HANDED, NUMBER, STREAMS, hear, with_files
+from toyexp.sweeps.launchers.forking import hear, with_files
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+STREAMS = 3  # files of a job: standard ones, then the channel that hears how it ended, then those that it is handed
 DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers open once they are in use
 
 
 def serve() -> bool:
     """Forks a process for each job that it is told of: true there, and false here once nobody asks any more."""
-    control = socket.socket(fileno=int(os.environ.pop(FORKS)))
+    control = Connection(int(os.environ.pop(FORKS)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
-    with control, contextlib.suppress(ConnectionError):
-        if (heard := hear(control)) is None:
-            return False
+    with control, contextlib.suppress(ConnectionError, EOFError):
+        asked = control.recv()
         with contextlib.suppress(Exception):  # each job reports errors in its settings itself
-            _load(**heard[0])
+            _load(**asked)
         fit = _is_fit()
-        control.sendall(b"1" if fit else b"0")
+        control.send(fit)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
-        while fit and (heard := hear(control, STREAMS + 1 + HANDED)) is not None:
-            order, files = heard
+        while fit:
+            order, files = hear(control)
             with contextlib.suppress(Exception):
                 _composed(order["words"])
             if _forked(control, files):
@@ -104,12 +104,11 @@ def _is_fit() -> bool:
     return False
 
 
-def _forked(control: socket.socket, files: Sequence[int]) -> bool:
+def _forked(control: Connection, files: Sequence[int]) -> bool:
     """Forks a process that waits for the job, and from that one the job: true in the job, and false here.
 
     One of the files hears the job's number and how it ended; until it is closed, the number is not given again.
     """
-    channel = files[STREAMS]
     try:
         if os.fork():
             return False
@@ -119,19 +118,19 @@ def _forked(control: socket.socket, files: Sequence[int]) -> bool:
             return True
     except OSError as error:
         job = -(error.errno or 1)
+    channel = Connection(os.dup(files[STREAMS]))
     with contextlib.suppress(OSError):
-        os.write(channel, NUMBER.pack(job))
-    if control.fileno() >= 0:
+        channel.send(job)
+    if not control.closed:
         return False
     for file in files:
-        if file != channel:
-            os.close(file)
+        os.close(file)
     if job > 0:
         ended = os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
         code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else 0
         with contextlib.suppress(OSError):  # the sweep is gone
-            os.write(channel, NUMBER.pack(code))
-            os.read(channel, 1)
+            channel.send(code)
+            os.read(channel.fileno(), 1)
         os.waitpid(job, 0)
     os._exit(0)
 

@@ -1,32 +1,29 @@
-"""Jobs that start at once: each is forked from a process that has loaded what they need, and opened no device."""
+"""Jobs that start at once: each is forked from a process that has loaded what they need, and opened no device.
+
+The fork server is our own. That of `multiprocessing` replaces sys.path, imports the caller's script again, is one for a
+process and so keeps plugins that were edited since, and cannot say whether a thread runs or a device is open.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from toyexp.base.ranks import FORKS
 
-NUMBER = struct.Struct("!q")
-STREAMS = 3  # files of a job: standard ones, then the channel that hears how it ended, then those that it is handed
-HANDED = 4  # at most
 FILES = "TOYEXP_FILES"  # in the environment of a process that was handed open files: their numbers there
 POLL = 0.1  # seconds between looks at whether the sweep is to stop
-FORKED = ("serial", "joblib", "stacked")  # the launchers whose jobs may be
-PLATFORMS = ("linux",)  # elsewhere libraries of the system do not bear a fork: jobs are started anew
-
+PLATFORMS = ("linux",)  # elsewhere libraries of the system are not fork-safe: jobs are spawned
 
 # Of words, environment, whether before a terminal, and open files that it is handed: see FILES.
 Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
@@ -34,7 +31,7 @@ Start = Callable[[Sequence[str], Mapping[str, str], bool, Sequence[int]], Proces
 
 
 def spawned(words: Sequence[str], environment: Mapping[str, str], terminal: bool, files: Sequence[int] = ()) -> Process:
-    """The process of a job, which loads everything by itself."""
+    """Start the process of a job, which loads everything by itself."""
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *words],
         stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
@@ -44,7 +41,7 @@ def spawned(words: Sequence[str], environment: Mapping[str, str], terminal: bool
 
 
 def with_files(numbers: Sequence[int]) -> dict[str, str]:
-    """What tells a process of the files that it was handed."""
+    """Return the variable that tells a process of the files that it was handed."""
     return {FILES: ",".join(map(str, numbers))} if numbers else {}
 
 
@@ -63,7 +60,7 @@ class Forks:
         """
         self._stopped, self._lock = stopped, threading.Lock()
         self._ready: bool | None = None
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = Pipe()
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -75,12 +72,12 @@ class Forks:
                 self._control.close()
                 raise
         with contextlib.suppress(OSError):  # it has been killed; jobs are spawned then
-            tell(self._control, {"words": list(words), "stacks": stacks})
+            self._control.send({"words": list(words), "stacks": stacks})
 
     def start(
         self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, files: Sequence[int] = ()
     ) -> Process:
-        """The process of a job; raises OSError where there can be none."""
+        """Start the process of a job; raises OSError if there can be none."""
         with self._lock:
             if self._is_ready() and (process := self._forked(words, environment, terminal, files)) is not None:
                 return process
@@ -100,33 +97,33 @@ class Forks:
         self._process.wait()
 
     def _is_ready(self) -> bool:
-        if self._ready is None:
-            while not _readable(self._control, POLL):
-                if self._stopped():  # whoever stops a sweep does not wait until all is loaded
-                    return False
+        while self._ready is None:
             try:
-                self._ready = self._control.recv(1) == b"1"
-            except ConnectionError:  # it is gone, and has not read what it was told
+                if self._control.poll(POLL):
+                    self._ready = self._control.recv()
+                elif self._stopped():  # whoever stops a sweep does not wait until all is loaded
+                    return False
+            except (EOFError, OSError):  # it is gone
                 self._ready = False
         return self._ready
 
     def _forked(
         self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, handed: Sequence[int]
     ) -> Process | None:
-        """The process; None where what it is forked from has been killed."""
+        """Return the process; None if the fork server has been killed."""
         with contextlib.ExitStack() as theirs:
             ours: list[int] = []
             files = [_pipe(ours, theirs, 1), sys.stdout.fileno() if terminal else _pipe(ours, theirs, 0),
                      _pipe(ours, theirs, 0)]  # fmt: skip
-            channel, end = socket.socketpair()
-            theirs.callback(end.close)
+            channel, end = Pipe()
+            theirs.enter_context(end)
             process = Forked(channel, ours[0], None if terminal else ours[1], ours[-1])
             try:
                 order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
                 tell(self._control, order, [*files, end.fileno(), *handed])
                 theirs.close()
                 process.begin()
-            except ConnectionError:
+            except (ConnectionError, EOFError):
                 self._ready = False
                 process.release()
                 return None
@@ -137,7 +134,7 @@ class Forks:
 
 
 def _pipe(ours: list[int], theirs: contextlib.ExitStack, kept: int) -> int:
-    """The other end of a pipe of which we keep this one."""
+    """Return the other end of a pipe of which we keep this one."""
     ends = os.pipe()
     ours.append(ends[kept])
     theirs.callback(os.close, ends[1 - kept])
@@ -145,9 +142,9 @@ def _pipe(ours: list[int], theirs: contextlib.ExitStack, kept: int) -> int:
 
 
 class Forked:
-    """A process that is no child of this one: whoever is its parent waits for it and tells us by a channel."""
+    """A process that is no child of this one, with Popen's methods: its parent sends its exit code."""
 
-    def __init__(self, channel: socket.socket, stdin: int, stdout: int | None, stderr: int):
+    def __init__(self, channel: Connection, stdin: int, stdout: int | None, stderr: int):
         self._channel, self._lock = channel, threading.RLock()
         self.stdin, self.stderr = FileIO(stdin, "w"), FileIO(stderr)
         self.stdout = None if stdout is None else FileIO(stdout)
@@ -155,49 +152,51 @@ class Forked:
         self.returncode: int | None = None
 
     def begin(self) -> None:
-        """Hears of the process; raises OSError where it could not be made."""
-        told = self._channel.recv(NUMBER.size)
-        if len(told) < NUMBER.size:
-            raise ConnectionError
-        (self.pid,) = NUMBER.unpack(told)
+        """Hear of the process; raises OSError if it could not be made."""
+        self.pid = self._channel.recv()
         if self.pid < 0:
             raise OSError(-self.pid, os.strerror(-self.pid))
 
     def poll(self) -> int | None:
-        """How it ended, as Popen tells it; None while it runs."""
+        """Return how it ended; None while it runs."""
         with self._lock:  # a signal to the sweep may come meanwhile, and be handed on
-            if self.returncode is None and _readable(self._channel, 0):
+            if self.returncode is None and self._has_ended(0):
                 try:
-                    told = self._channel.recv(NUMBER.size)
-                except OSError:  # likewise
-                    if self.returncode is None:
-                        raise
+                    code = self._channel.recv()
+                except EOFError:  # its parent was killed; then it ends as its standard input does
+                    code = -signal.SIGKILL
+                except OSError:  # a signal came between, and its handler has heard the end
                     return self.returncode
-                # Without a word whoever waited for it was killed; then it ends as its standard input does.
-                (self.returncode,) = NUMBER.unpack(told) if len(told) == NUMBER.size else (-signal.SIGKILL,)
+                self.returncode = code
                 self._channel.close()  # from now on its number may be another process's
         return self.returncode
 
+    def _has_ended(self, timeout: float | None) -> bool:
+        try:
+            return self._channel.poll(timeout)
+        except OSError:  # closed by a signal's handler, which has heard the end
+            return True
+
     def wait(self, timeout: float | None = None) -> int:
-        """The same once it has ended; raises subprocess.TimeoutExpired."""
+        """Return how it ended, once it has; raises subprocess.TimeoutExpired."""
         if self.returncode is None:
-            _readable(self._channel, timeout)
+            self._has_ended(timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired("toyexp", timeout or 0.0)
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Does so, unless it has ended."""
+        """Send a signal, unless it has ended."""
         with self._lock:
             if self.poll() is None:
                 os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """End it at once."""
         self.send_signal(signal.SIGKILL)
 
     def release(self) -> None:
-        """Closes what there is between it and us: it ends, if it has not."""
+        """Close the pipes to it: it ends, if it has not."""
         for file in (self.stdin, self.stdout, self.stderr):
             if file:
                 file.close()
@@ -205,43 +204,24 @@ class Forked:
             self._channel.close()
 
     def __enter__(self) -> Forked:
-        """As Popen's."""
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """As Popen's."""
         self.release()
         self.wait()
-
-
-def _readable(channel: socket.socket, seconds: float | None) -> bool:
-    """Whether something can be read, or the other end is gone; waits for it so long, or for ever."""
-    looked = select.poll()
-    try:
-        looked.register(channel, select.POLLIN)
-    except ValueError:  # a signal came between, and whoever handled it has heard the end
-        return True
-    return bool(looked.poll(None if seconds is None else seconds * 1000))
 
 
 # -- what is said between the two -------------------------------------------------------------------------------------
 
 
-def tell(channel: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    """Sends a message, and open files with it."""
-    text = json.dumps(message).encode()
-    socket.send_fds(channel, [NUMBER.pack(len(text))], files)
-    channel.sendall(text)
+def tell(channel: Connection, message: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Send a message, and open files after it."""
+    channel.send((message, len(files)))
+    for file in files:
+        send_handle(channel, file, None)
 
 
-def hear(channel: socket.socket, files: int = 0) -> tuple[dict[str, Any], list[int]] | None:
-    """A message and the files that came with it; None when whoever sends them has gone."""
-    head, found, _, _ = socket.recv_fds(channel, NUMBER.size, files)
-    if len(head) < NUMBER.size:
-        return None
-    (left,), text = NUMBER.unpack(head), b""
-    while left > len(text):
-        if not (chunk := channel.recv(left - len(text))):
-            return None
-        text += chunk
-    return json.loads(text), found
+def hear(channel: Connection) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message and the files that came with it; raises EOFError if the sender has gone."""
+    message, count = channel.recv()
+    return message, [recv_handle(channel) for _ in range(count)]

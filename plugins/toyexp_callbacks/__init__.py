@@ -6,18 +6,7 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_callbacks(register: Register) -> None:
     """Schedules, what a person watches, what is recorded, and what ends a run."""
-    from toyexp_callbacks import (
-        events,
-        plots,
-        progress,
-        sample,
-        schedules,
-        stopping,
-        tensorboard,
-        trackio,
-        wandb,
-        watch,
-    )
+    from toyexp_callbacks import dashboard, events, plots, progress, sample, schedules, stopping, watch
 
     for schedule in (schedules.Constant, schedules.Linear, schedules.Cosine, schedules.WarmupStableDecay):
         register(schedule)
@@ -25,9 +14,9 @@ def register_callbacks(register: Register) -> None:
     for cls in (
         progress.Progress,
         events.Events,
-        wandb.Wandb,
-        tensorboard.Tensorboard,
-        trackio.Trackio,
+        dashboard.Wandb,
+        dashboard.Tensorboard,
+        dashboard.Trackio,
         sample.Sample,
         plots.Plots,
         stopping.EarlyStop,

@@ -8,9 +8,8 @@ def register_optimisers(register: Register) -> None:
     """adamw, sgd, lion, adafactor and muon."""
     from toyexp_optimisers.adafactor import Adafactor
     from toyexp_optimisers.adamw import AdamWOptimiser
-    from toyexp_optimisers.lion import Lion
     from toyexp_optimisers.muon import Muon
-    from toyexp_optimisers.sgd import SGD
+    from toyexp_optimisers.sgd import SGD, Lion
 
     register(AdamWOptimiser)
     register(SGD)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent."""
+"""Stochastic gradient descent, and Lion: steps of one size, along the sign."""
 
 from __future__ import annotations
 
@@ -52,3 +52,34 @@ class SGD(Optimiser):
             m = ops.add(ops.scale(state["m"], n["momentum"]), g)
             g, state = ops.add(g, ops.scale(m, n["momentum"])) if self.nesterov else m, {"m": m}
         return ops.sub(ops.scale(w, n["kept"]), ops.scale(g, n["lr"])), state
+
+
+@dataclass
+class Lion(Optimiser):
+    """Lion (Chen et al. 2023): the sign of a momentum; wants an lr 3 to 10 times below AdamW's."""
+
+    name: ClassVar[str] = "lion"
+    title: ClassVar[str] = "Lion"
+    elementwise: ClassVar[bool] = True
+
+    beta1: float = 0.9  # share of the memory in a step's direction
+    beta2: float = 0.99  # share of the memory that is kept
+
+    def check(self) -> None:
+        """Raises UserError for values that cannot work."""
+        super().check()
+        require_within("optim", self, beta1="[0,1)", beta2="[0,1)")
+
+    def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """The running mean of gradients."""
+        return {"m": shape}
+
+    def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
+        """The rate, what decay leaves of a weight, and the two betas."""
+        return {"lr": lr, "kept": 1 - lr * weight_decay, "beta1": self.beta1, "beta2": self.beta2}
+
+    def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
+        """w = w (1 - lr wd) - lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g."""
+        direction = ops.sign(ops.blend(g, state["m"], n["beta1"]))
+        m = ops.blend(g, state["m"], n["beta2"])
+        return ops.sub(ops.scale(w, n["kept"]), ops.scale(direction, n["lr"])), {"m": m}

@@ -6,10 +6,9 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_recipes(register: Register) -> None:
     """scratch, warm, lora, full and vit_tiny."""
-    from toyexp_recipes.full import Full
+    from toyexp_recipes.base import Full
     from toyexp_recipes.lora import Lora
-    from toyexp_recipes.scratch import Scratch
-    from toyexp_recipes.vit_tiny import VitTiny
+    from toyexp_recipes.scratch import Scratch, VitTiny
     from toyexp_recipes.warm import Warm
 
     for recipe in (Scratch, Warm, Lora, Full, VitTiny):

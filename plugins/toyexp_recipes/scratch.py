@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toyexp import IMAGES, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, Setup
-from toyexp.base import require_words
+from toyexp import IMAGES, TOKENS, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
+from toyexp.base import require_positive, require_words
 
 if TYPE_CHECKING:
     from toyexp import Session
@@ -47,3 +47,27 @@ class Scratch(Recipe):
             from toyexp_recipes import original
 
             original.upload(session)
+
+
+@dataclass
+class VitTiny(Recipe):
+    """An image classifier, all weights from random values."""
+
+    name: ClassVar[str] = "vit_tiny"
+    reads: ClassVar[tuple[Kind, ...]] = (IMAGES,)
+
+    init_scale: float = 1.0  # multiplies the initial values of the blocks' matrices
+
+    def check(self) -> None:
+        """Raises UserError for a scale that is no number above 0."""
+        require_positive("recipe.init_scale", self.init_scale)
+
+    def plan(self, model: Model, setup: Setup) -> Plan:
+        """Every tensor of the model, trainable, from its own initialiser."""
+        return setup.plan(model, [self._planned(t) for t in model.tensors()])
+
+    def _planned(self, spec: TensorSpec) -> PlanTensor:
+        values = spec.init
+        if ".blk." in spec.name and isinstance(values, Normal):
+            values = replace(values, std=values.std * self.init_scale)
+        return PlanTensor(spec.name, spec.shape, values)

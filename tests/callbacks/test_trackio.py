@@ -89,7 +89,7 @@ def test_what_events_do_not_have_is_not_taken_back_from_trackio(train, started):
 
 
 def test_what_trackio_prints_is_nowhere_and_what_others_print_meanwhile_is_in_its_place(capsys):
-    from toyexp_callbacks.trackio import quiet
+    from toyexp_callbacks.dashboard import quiet
 
     inside, said = [threading.Event() for _ in range(2)], threading.Event()
 

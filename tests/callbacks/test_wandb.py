@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp.cli.main import main
-from toyexp_callbacks.wandb import Wandb
+from toyexp_callbacks.dashboard import Wandb
 
 # A wandb that misbehaves as it is told; it stands first on the path of the child process.
 FAKE = """

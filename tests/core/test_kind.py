@@ -18,8 +18,7 @@ from toyexp.testing import image_dataset
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data.images import Digits
 from toyexp_models.vit import Patches
-from toyexp_recipes.scratch import Scratch
-from toyexp_recipes.vit_tiny import VitTiny
+from toyexp_recipes.scratch import Scratch, VitTiny
 
 SOUNDS = Kind("sounds", "clip")
 

@@ -7,7 +7,7 @@ from toyexp import AdamW, Optimiser, RunFailed, UserError
 from toyexp.interfaces.optimiser import FROM_SCRATCH, LORA, MODES, Group
 from toyexp.plugins.discovery import load
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.lion import Lion
+from toyexp_optimisers.sgd import Lion
 
 
 def test_from_scratch_feeds_the_constant_betas_at_every_step():

@@ -18,7 +18,7 @@ from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
-from toyexp_recipes.vit_tiny import VitTiny
+from toyexp_recipes.scratch import VitTiny
 from toyexp_recipes.warm import Warm
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import CHUNK, CachedDecoder

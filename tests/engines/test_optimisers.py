@@ -20,9 +20,8 @@ from toyexp.testing import OptimiserSuite
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.muon import Muon
-from toyexp_optimisers.sgd import SGD
+from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 ENGINES = {"cpu": TorchCPU(threads=1), "ggml": GGMLCPU(threads=1), "metal": GGMLMetal(emulate=True)}

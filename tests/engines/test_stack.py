@@ -35,10 +35,9 @@ from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
 from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.muon import Muon
-from toyexp_optimisers.sgd import SGD
-from toyexp_recipes.vit_tiny import VitTiny
+from toyexp_optimisers.sgd import SGD, Lion
+from toyexp_recipes.scratch import VitTiny
 from toyexp_torch.stack_shapes import Held
 from toyexp_torch.stack_step import StackedStep
 

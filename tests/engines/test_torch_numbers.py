@@ -15,8 +15,7 @@ from tiny import MODELS, batches, plan, weighted
 
 from toyexp import AdamW, Rotary
 from toyexp.interfaces.plan import optimised
-from toyexp_optimisers.lion import Lion
-from toyexp_optimisers.sgd import SGD
+from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_torch import update
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import TorchOps

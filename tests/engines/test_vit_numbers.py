@@ -13,7 +13,7 @@ from toyexp import AdamW, SessionError, Setup
 from toyexp.testing import image_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 from toyexp_models.vit import ViT, cut
-from toyexp_recipes.vit_tiny import VitTiny
+from toyexp_recipes.scratch import VitTiny
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {

@@ -34,7 +34,7 @@ from toyexp.tokenizers.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
-from toyexp_recipes.full import Full
+from toyexp_recipes.base import Full
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_recipes.warm import TABLE, Warm

@@ -5,7 +5,7 @@ from tiny import MODELS, write_base
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import RecipeSuite
 from toyexp_models.llama import Llama
-from toyexp_recipes.full import Full
+from toyexp_recipes.base import Full
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_recipes.warm import Warm

@@ -22,7 +22,7 @@ from toyexp.plugins.registry import Offer, Registry
 from toyexp.tokenizers.byte_level import Bytes, Characters
 from toyexp.training.experiment import prepare
 from toyexp_data.tokens import Tokens
-from toyexp_recipes.full import Full
+from toyexp_recipes.base import Full
 
 NOOP = ["plugins=[toyexp.testing.null]", "engine=noop"]
 QUICK = [*NOOP, "steps=1", "batch_size=2", "eval_every=0", "callbacks=[]"]

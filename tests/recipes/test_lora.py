@@ -24,7 +24,7 @@ from toyexp.testing import given
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.experiment import prepare
 from toyexp_ggml.engines import GGMLCPU
-from toyexp_recipes.full import Full
+from toyexp_recipes.base import Full
 from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCPU
 

@@ -12,9 +12,8 @@ from tiny import VOCAB, batches, weighted
 
 from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.lion import Lion
 from toyexp_optimisers.muon import Muon
-from toyexp_optimisers.sgd import SGD
+from toyexp_optimisers.sgd import SGD, Lion
 
 RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RUN = [*words("scratch", "llama", "cpu"), "callbacks=[constant,events]", "checkpoint_every=4"]

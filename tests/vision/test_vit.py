@@ -23,7 +23,7 @@ from toyexp.inference.evaluate import OfClass, by_class, table
 from toyexp.testing import RecipeSuite
 from toyexp_data.images import Digits
 from toyexp_models.vit import ViT
-from toyexp_recipes.vit_tiny import VitTiny
+from toyexp_recipes.scratch import VitTiny
 
 TINY = ["model=vit", "recipe=vit_tiny", "data=digits", "model.d_model=32", "model.n_layers=1", "model.d_ff=32",
         "engine=ggml", "engine.threads=1"]  # fmt: skip

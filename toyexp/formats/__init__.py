@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from toyexp.formats.gguf.open_model import exported_of, in_place, opened, require_model
     from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, check_type
     from toyexp.formats.gguf.read import GGUFFile
-    from toyexp.formats.gguf.rewrite import rewrite_gguf
     from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
-    from toyexp.formats.gguf.write import check_keys, model_metadata, write_adapter, write_model
+    from toyexp.formats.gguf.write import check_keys, model_metadata, rewrite_gguf, write_adapter, write_model
     from toyexp.formats.huggingface import hf_notes, write_adapter_folder, write_folder
     from toyexp.formats.layout import HF_FILES, HF_TYPES, Conversion, Layout, Numbers, Place, layout_of, unchanged
     from toyexp.formats.safetensors import SafetensorsFile, write_safetensors

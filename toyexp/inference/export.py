@@ -19,7 +19,7 @@ from toyexp.base.writing import bytes_in, in_one_piece, require_place, required
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import class_in, exported_of
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.rewrite import require_exact
+from toyexp.formats.gguf.write import require_exact
 from toyexp.formats.layout import HF_TYPES
 from toyexp.inference.model_files import file_of
 from toyexp.interfaces.command import Answer

@@ -16,8 +16,8 @@ from toyexp.formats.gguf.ggml_types import QUICKLY_TOLD
 from toyexp.formats.gguf.header import GGUFError, origin
 from toyexp.formats.gguf.open_model import by_architecture, model_in
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.rewrite import PLAIN
 from toyexp.formats.gguf.tokenizer import read_tokenizer
+from toyexp.formats.gguf.write import PLAIN
 from toyexp.inference.export import default_target, require_free
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.kind import IMAGES, TOKENS

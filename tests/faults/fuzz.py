@@ -490,7 +490,8 @@ class SavedConfig(Resume):
         return b"a: [" + self.seeds[0]
 
     def use(self):
-        main([f"resume={self.path}"])
+        many = re.search(rb"steps: \d{4}", (self.path / self.file).read_bytes())  # good ones, which take their time
+        main([f"resume={self.path}", *(["--dry-run"] if many else [])])
 
 
 TARGETS = {

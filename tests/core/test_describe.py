@@ -21,8 +21,7 @@ from tiny import MODELS, SIZES, VOCAB, write_base
 from toyexp.cli.main import main
 from toyexp.config.words import parse
 from toyexp.formats.gguf.write import Writer, write_model
-from toyexp.inference.describe import describe
-from toyexp.inference.uses import pasted, shell
+from toyexp.inference.describe import describe, pasted, shell
 from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.ops import Params, Rotary
 from toyexp.plugins.discovery import load

@@ -187,7 +187,7 @@ def test_a_type_that_is_already_there_is_not_offered_again(registry):
 def test_numbers_of_a_large_file_are_left_to_the_run(registry, monkeypatch):
     path = Path("my model.gguf")
     base(spoil="blk.1.attn_v.weight", **BYTES)(path)
-    monkeypatch.setattr("toyexp.inference.uses.LOOKED_THROUGH", 1000)
+    monkeypatch.setattr("toyexp.inference.describe.LOOKED_THROUGH", 1000)
     assert describe(path, registry).uses[0].command
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from toyexp.batching.images import held_out_mask
 from toyexp.cli.main import main
-from toyexp.inference.eval_data import kind_of
+from toyexp.inference.evaluate import kind_of
 from toyexp.plugins.discovery import load
 from toyexp_data.images import Images
 

@@ -15,7 +15,7 @@ from tiny import write_base
 import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
-from toyexp.inference.eval_data import Trained
+from toyexp.inference.evaluate import Trained
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.provenance import MOVED, Record, data_sources, record_in, recorded
 

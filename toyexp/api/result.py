@@ -147,7 +147,7 @@ class Result:
 
         Raises UserError for what the model cannot read, and for more tokens than its context.
         """
-        from toyexp.inference.logits import logits
+        from toyexp.inference.predict import logits
 
         with aside("logits"):
             return logits(self._loaded, inputs, engine)
@@ -167,7 +167,7 @@ class Result:
         """
         from toyexp.inference.generate import LIMITS, Options
         from toyexp.inference.generate import generate as write
-        from toyexp.inference.logits import token_ids
+        from toyexp.inference.predict import token_ids
         from toyexp.interfaces.sampling import Sampling
 
         loaded = self._loaded

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError, choose
 from toyexp.cli.args import refuse_settings
-from toyexp.inference.merge import TYPES, merge
+from toyexp.inference.export import TYPES, merge
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
 

@@ -19,8 +19,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import columns, count, counted, in_bytes
 from toyexp.formats.gguf.open_model import opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.inference.describe import types_of
-from toyexp.inference.uses import Offers, pasted
+from toyexp.inference.describe import Offers, pasted, types_of
 from toyexp.interfaces.command import Answer
 from toyexp.plugins.registry import Registry
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from toyexp import Unavailable, UserError
-from toyexp.cli.flags import split
 from toyexp.cli.main import main
+from toyexp.config.flags import split
 from toyexp.config.keys import choices
 from toyexp.config.paths import CONF
 from toyexp.config.request import Request

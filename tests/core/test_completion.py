@@ -11,9 +11,9 @@ import shells
 
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.completion import SHELLS, complete, read_line, values_of
-from toyexp.cli.flags import FLAGS
 from toyexp.cli.main import main
 from toyexp.config import schema
+from toyexp.config.flags import FLAGS
 from toyexp.config.top_level import GROUPS, LAUNCHERS, top_level
 from toyexp.interfaces.optimiser import MODES
 from toyexp.plugins.discovery import load

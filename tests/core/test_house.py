@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "sweeps": BELOW | {"training", "config", "results", "runner", "sweeps"},
     "testing": BELOW | {"training", "testing"},
     "cli": BELOW | {"training", "config", "results", "runner", "inference", "sweeps", "testing", "cli"},
-    "api": BELOW | {"training", "config", "results", "runner", "inference", "sweeps", "cli", "api"},
+    "api": BELOW | {"training", "config", "results", "runner", "inference", "sweeps", "api"},
     "__main__": BASE | {"cli"},
 }
 GRAPH = module_graph()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import working_directory
 from toyexp.base.formatting import short, typed
@@ -41,7 +42,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
         raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
     available_cores()  # which refuses a TOYEXP_CORES that cannot be
     working_directory()  # which says so when it is gone
-    with _turn, contained(), own_hydra(), silent(quiet), path_as_it_was(), possible_names():
+    with _turn, contained(), own_hydra(), silent(quiet), path_as_it_was(), possible_names(), of_a_part():
         try:
             yield
         except UserError as error:

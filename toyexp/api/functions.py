@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from signal import Signals
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from toyexp.api.calls import aside, path_as_it_was, place, texts, what_is_left, worded
 from toyexp.api.history import of_table
 from toyexp.api.result import Result, require_run
-from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import columns, counted, short
 from toyexp.base.ownership import SWEEP
@@ -22,7 +21,7 @@ from toyexp.base.signals import whole_imports
 from toyexp.base.terminal import complain
 from toyexp.base.user_paths import at_home
 from toyexp.base.writing import possible_names
-from toyexp.cli.flags import read, request_of, split
+from toyexp.config.flags import read, request_of, split
 from toyexp.inference.model_files import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -33,6 +32,7 @@ from toyexp.training.checkpoint import result_of
 if TYPE_CHECKING:
     import pandas
 
+    from toyexp.config.request import Request
     from toyexp.inference.evaluate import Evaluation
     from toyexp.inference.predict import Predictions
     from toyexp.sweeps.compare import Compared
@@ -68,19 +68,15 @@ def run(
     typed = [*texts("toyexp.run", words), *worded(settings)]
     if resume is not None:
         typed.append(f"resume={os.fspath(place('toyexp.run resume', resume))}")
-    with aside("toyexp.run", quiet), of_a_part():
-        from toyexp.config.words import setting
+    with aside("toyexp.run", quiet):
         from toyexp.runner.one_run import prepare_request
         from toyexp.training.resume import AUTO, Complete
 
         flags, asked, going_on = read(at_home(typed))
-        if directory is not None:
-            asked.append(setting("hydra.run.dir", place("toyexp.run directory", directory).absolute()))
-        for flag in flags:
-            if not flag.startswith("--config-"):
-                meant = "many runs are toyexp.sweep(...)" if flag == "--multirun" else f"type it: toyexp {flag} ..."
-                raise UserError(f"toyexp.run {flag}: trains one experiment; {meant}")
-        request = request_of(flags, asked)
+        if "--multirun" in flags:
+            raise UserError("toyexp.run --multirun: trains one experiment; many runs are toyexp.sweep(...)")
+        asked += _directory("hydra.run.dir", "toyexp.run directory", directory)
+        request = _request("toyexp.run", flags, asked)
         if "sweep.resume" in request.values:
             raise UserError("toyexp.run sweep.resume: goes on with a sweep: toyexp.sweep(resume=DIR)")
         try:
@@ -92,6 +88,22 @@ def run(
         with what_is_left(ready.directory, "toyexp.run("), update_summary(ready.directory, ready.resumed is not None):
             ready.run()
     return Result(ready.directory, request.registry)
+
+
+def _directory(key: str, what: str, path: str | os.PathLike[str] | None) -> list[str]:
+    """Return the setting of a directory, if it is given."""
+    from toyexp.config.words import setting
+
+    return [] if path is None else [setting(key, place(what, path).absolute())]
+
+
+def _request(call: str, flags: Mapping[str, str], settings: Sequence[str]) -> Request:
+    """Return the request of flags and settings; UserError for a flag that shows something in place of training."""
+    for flag in flags:
+        if not flag.startswith("--config-"):
+            command = "toyexp -m" if call == "toyexp.sweep" else "toyexp"
+            raise UserError(f"{call} {flag}: trains; type it: {command} {flag} ...")
+    return request_of(flags, settings)
 
 
 SHOWN = 30  # rows of a table
@@ -124,20 +136,14 @@ def sweep(
     typed = [*texts("toyexp.sweep", words), *worded(settings, swept=True)]
     if not typed and resume is None:
         raise UserError("toyexp.sweep: says nothing of what to run: toyexp.sweep(seed=[0, 1]); one run is toyexp.run()")
-    with aside("toyexp.sweep", quiet), of_a_part():
-        from toyexp.config.words import setting
+    with aside("toyexp.sweep", quiet):
         from toyexp.sweeps.begin import prepared
 
         flags, asked = split(at_home(typed))
-        if directory is not None:
-            asked.append(setting("hydra.sweep.dir", place("toyexp.sweep directory", directory).absolute()))
-        if resume is not None:
-            asked.append(setting("sweep.resume", place("toyexp.sweep resume", resume).absolute()))
         flags.pop("--multirun", None)
-        for flag in flags:
-            if not flag.startswith("--config-"):
-                raise UserError(f"toyexp.sweep {flag}: trains; type it: toyexp -m {flag} ...")
-        request = request_of(flags, asked)
+        asked += _directory("hydra.sweep.dir", "toyexp.sweep directory", directory)
+        asked += _directory("sweep.resume", "toyexp.sweep resume", resume)
+        request = _request("toyexp.sweep", flags, asked)
         runner = prepared(flags, request)
         code = runner.run()
         if code > 128:

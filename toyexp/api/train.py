@@ -12,7 +12,6 @@ from typing import Any
 
 from toyexp.api.calls import aside, place, what_is_left
 from toyexp.api.result import Result
-from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.memory import running_out
 from toyexp.base.signals import whole_imports
@@ -67,7 +66,7 @@ def train(
         raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
-    with aside("toyexp.train", quiet), of_a_part():
+    with aside("toyexp.train", quiet):
         from toyexp.runner.one_run import prepare_parts
         from toyexp.sweeps.directory import update_summary
         from toyexp.training.resume import require_run

@@ -42,7 +42,7 @@ class Shipped(Command):
 
     def no_option(self, word: str, after: Sequence[str]) -> UserError:
         """An error about a word with dashes that is none of its options; it may be a setting."""
-        from toyexp.cli.flags import other_tools, setting_with_dashes
+        from toyexp.config.flags import other_tools, setting_with_dashes
 
         setting = setting_with_dashes(word, after) if "settings" in self.takes else None
         if self.name == "generate" and (ours := other_tools("generate").get(word.partition("=")[0])):

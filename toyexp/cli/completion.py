@@ -17,7 +17,7 @@ from pathlib import Path
 from toyexp.base.errors import UserError, choose
 from toyexp.base.terminal import say
 from toyexp.cli.commands import find
-from toyexp.cli.flags import FLAGS, SHORT
+from toyexp.config.flags import FLAGS, SHORT
 from toyexp.config.paths import CONF
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.interfaces.command import Arguments, Command

@@ -25,8 +25,8 @@ import toyexp.training.experiment
 import toyexp.training.resume  # noqa: F401
 from toyexp.base.ranks import FORKS
 from toyexp.base.signals import leave
-from toyexp.cli.flags import split
 from toyexp.config.compose_cache import keep
+from toyexp.config.flags import split
 from toyexp.config.keys import Keys
 from toyexp.config.request import Request
 from toyexp.config.schema import AUTO, Source

@@ -323,8 +323,13 @@ class Use:
     """One thing that toyexp does with models, and how to ask for it with this file, or why not."""
 
     what: str
-    command: str | None
+    command: str | None  # None if there is a reason against it
     reason: str | None = None
+
+    @classmethod
+    def of(cls, what: str, command: str, reason: str | None) -> Use:
+        """Return the command, or the reason in its place."""
+        return cls(what, None if reason else command, reason)
 
 
 class Offers:
@@ -372,30 +377,22 @@ class Offers:
         return None
 
     def all(self) -> list[Use]:
-        """Everything, in the order of a work; each command with the local plugins that were named."""
+        """Return everything, in the order of a work; each command with the local plugins that were named."""
+        is_adapter = self._file.metadata.get("general.type") == "adapter"
+        uses = self._on_a_base() if is_adapter else [*self._training(), *self._donating(), *self._looking()]
         word = self._registry.loading
-        return [replace(use, command=f"{use.command}{word}") if use.command else use for use in self._all()]
+        return [replace(use, command=f"{use.command}{word}") if use.command else use for use in uses]
 
-    def _all(self) -> list[Use]:
-        if self._file.metadata.get("general.type") == "adapter":
-            return self._on_a_base()
-        found = [self._training(recipe) for recipe in self._starting_from("base")]
-        found = found if any(use.command for use in found) else found[:1]
-        found += [self._donor(recipe) for recipe in self._starting_from("donor") if self._is_for(recipe)]
-        return found + self._looked_at()
-
-    def _looked_at(self) -> list[Use]:
-        """By those who train nothing."""
+    def _looking(self) -> list[Use]:
+        """Return what trains nothing."""
         if self.model is None:
             return []
-        path = shell(str(self._path))
-        found = [_use("eval", f"toyexp eval {path}{self._data}", self._no_numbers)]
+        path, broken = shell(str(self._path)), self._no_numbers
+        found = [Use.of("eval", f"toyexp eval {path}{self._data}", broken)]
         if self.model.reads.sequence:
-            found.append(_use("generate", f"toyexp generate {path} {self._prompt(self.model)}", self._no_numbers))
+            found.append(Use.of("generate", f"toyexp generate {path} {self._prompt(self.model)}", broken))
         if self.model.reads == IMAGES:
-            found.append(
-                _use("predict", f"toyexp predict {path} IMAGE.png", self._no_numbers or self._unseen(self.model))
-            )
+            found.append(Use.of("predict", f"toyexp predict {path} IMAGE.png", broken or self._unseen(self.model)))
         return [*found, self._export()]
 
     @cached_property
@@ -411,11 +408,11 @@ class Offers:
 
     def _starting_from(self, what: str) -> list[type[Recipe]]:
         recipes = self._registry.classes("recipe").values()
-        return [recipe for recipe in recipes if recipe.starts_from == what and self._models(recipe)]
+        return [recipe for recipe in recipes if recipe.starts_from == what and self._default(recipe)]
 
-    def _models(self, recipe: type[Recipe]) -> list[Model]:
-        """Those that the recipe trains, the first of them where none is named."""
-        return [model() for model in self._registry.models() if model.reads in recipe.reads]
+    def _default(self, recipe: type[Recipe]) -> Model | None:
+        """Return the model that the recipe trains if none is named, with its default sizes."""
+        return next((model() for model in self._registry.models() if model.reads in recipe.reads), None)
 
     def _is_for(self, recipe: type[Recipe]) -> bool:
         return self.model is None or self.model.reads in recipe.reads
@@ -424,24 +421,28 @@ class Offers:
         file = f"recipe.{recipe.starts_from}={pasted(self._path)}"
         return f"toyexp recipe={recipe.name} {file}{self._data}{context} {recipe.hint}".rstrip()
 
-    def _training(self, recipe: type[Recipe]) -> Use:
-        if self.model is None:
-            return Use("train on", None, self.refused)
-        own = self.model.context
-        context = f" model.context={own}" if 0 < own < self._models(recipe)[0].context else ""
-        reason = self._no_numbers or self._refusal(recipe, self.model)
-        return _use("train on", self._command(recipe, context), reason)
+    def _training(self) -> list[Use]:
+        """Return the recipes that train it, or why the first of them does not."""
+        found = []
+        for recipe in self._starting_from("base"):
+            own, usual = self.model.context if self.model else 0, self._default(recipe)
+            context = f" model.context={own}" if usual and 0 < own < usual.context else ""
+            reason = self.refused if self.model is None else self._no_numbers or self._refusal(recipe, self.model)
+            found.append(Use.of("train on", self._command(recipe, context), reason))
+        return found if any(use.command for use in found) else found[:1]
 
-    def _donor(self, recipe: type[Recipe]) -> Use:
+    def _donating(self) -> list[Use]:
+        """Return the recipes that take its embedding."""
         tokenizer, table = self._tokenizer_or_reason, self._file.tensors.get("token_embd.weight")
         rows = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else 1
         if self._file.size > LOOKED_THROUGH and table is not None and rows <= table.shape[0]:
             rows = 1  # a run says what is wrong with the others
-        return _use("donor", self._command(recipe), self._unfit_donor(recipe, rows))
+        recipes = filter(self._is_for, self._starting_from("donor"))
+        return [Use.of("donor", self._command(recipe), self._unfit_donor(recipe, rows)) for recipe in recipes]
 
     def _unfit_donor(self, recipe: type[Recipe], rows: int = 1) -> str | None:
         """Why the recipe cannot take that many rows of the file for the default model; None where it can."""
-        model = self._models(recipe)[0]
+        model = cast("Model", self._default(recipe))
         vocab = {"vocab": rows} if "vocab" in sizes_of(model) else {}
         return self._refusal(recipe, replace(model, **vocab))
 
@@ -516,11 +517,7 @@ class Offers:
             return [Use("generate", None, _reason(error, self._file))]
         unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"
         reason = unknown or self._no_numbers
-        return [_use(what, command, reason) for what, command in commands.items() if not reason or what == "generate"]
-
-
-def _use(what: str, command: str, reason: str | None) -> Use:
-    return Use(what, None, reason) if reason else Use(what, command)
+        return [Use.of(what, command, reason) for what, command in commands.items() if not reason or what == "generate"]
 
 
 def _reason(error: UserError, file: GGUFFile) -> str:

@@ -92,9 +92,8 @@ def _of_run(request: Request, run: Path) -> Request:
 
 def follow(request: Request, resume: str | None = None) -> None:
     """Take part in the run of rank 0 until it ends."""
-    _require_one_run(request)
-    of_run = request if resume in (None, AUTO) else request.of_run(Path(str(resume)))
-    of_run.parts().engine.follow()
+    _, composed, _ = locate(request, None if resume == AUTO else resume)
+    composed.parts().engine.follow()
 
 
 def prepare_run(

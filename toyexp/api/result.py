@@ -187,8 +187,6 @@ class Result:
         if system is not None and not (chat and isinstance(system, str)):
             raise UserError(f"generate system={printable(repr(system))}: takes a text, with chat=True")
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, token_ids("generate", prompt, (1,)).tolist())
-        if text == "-":  # which on a command line stands for standard input
-            text, ids = None, self.tokenizer.prompt("-").tolist()
         sampling = Sampling(temperature, top_k, top_p, min_p)
         adapter = str(loaded.adapter) if loaded.adapter else None
         asked = Options(loaded.path, text, ids, chat, system, tokens, sampling, seed, adapter, engine)

@@ -1,4 +1,4 @@
-"""Which of several processes of one run this is, where `torchrun`, or whatever sets what it sets, has started them."""
+"""The number of this process among the ranks of a run, by the environment that `torchrun` sets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from toyexp.base.errors import UserError, printable
 from toyexp.base.validators import MOST, is_whole
 
-SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each of them
-TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun, which start them alike
+SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each rank
+TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun
 PORTS = 65535  # the highest
 
 FORKS = "TOYEXP_FORKS"  # of a sweep's fork server: the number of the file that tells it of the jobs
@@ -17,14 +17,14 @@ FORKS = "TOYEXP_FORKS"  # of a sweep's fork server: the number of the file that 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of one, from 0, and how many there are."""
+    """The number of a rank, from 0, and how many ranks there are."""
 
     rank: int
     count: int
 
 
 def started_ranks() -> Ranks:
-    """As the environment says it; the only one where it does not say all of it. UserError for what cannot be."""
+    """Return this process's rank: rank 0 of 1 unless all variables are set. UserError for impossible values."""
     told = {name: os.environ.get(name, "") for name in SET}
     if not all(told.values()):
         return Ranks(0, 1)
@@ -38,7 +38,7 @@ def started_ranks() -> Ranks:
 
 
 def lonely_ranks() -> list[str]:
-    """A sentence where the environment speaks of several processes, and not so that they could train together."""
+    """Return a warning if the environment names several processes that cannot train together."""
     if started_ranks().count > 1:
         return []
     told = {name: value for name in SET if (value := os.environ.get(name, ""))}

@@ -6,7 +6,7 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_callbacks(register: Register) -> None:
     """Schedules, what a person watches, what is recorded, and what ends a run."""
-    from toyexp_callbacks import dashboard, events, plots, progress, sample, schedules, stopping, watch
+    from toyexp_callbacks import dashboard, events, plots, progress, sample, schedules, stopping
 
     for schedule in (schedules.Constant, schedules.Linear, schedules.Cosine, schedules.WarmupStableDecay):
         register(schedule)
@@ -21,6 +21,6 @@ def register_callbacks(register: Register) -> None:
         plots.Plots,
         stopping.EarlyStop,
         stopping.QualityGate,
-        watch.Watch,
+        stopping.Watch,
     ):
         register(cls)

@@ -6,9 +6,8 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_optimisers(register: Register) -> None:
     """adamw, sgd, lion, adafactor and muon."""
-    from toyexp_optimisers.adafactor import Adafactor
     from toyexp_optimisers.adamw import AdamWOptimiser
-    from toyexp_optimisers.muon import Muon
+    from toyexp_optimisers.muon import Adafactor, Muon
     from toyexp_optimisers.sgd import SGD, Lion
 
     register(AdamWOptimiser)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp.testing import CallbackSuite
-from toyexp_callbacks.watch import Watch
+from toyexp_callbacks.stopping import Watch
 
 
 class TestWatch(CallbackSuite):

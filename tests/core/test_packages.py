@@ -15,7 +15,7 @@ from toyexp import Unavailable, UserError, needed
 from toyexp.base.errors import Broken
 from toyexp.base.packages import told_by, why, why_not_apart
 from toyexp.base.signals import Interrupted, stop_signals
-from toyexp.config.engines import facts_of, pick_engine
+from toyexp.config.build import facts_of, pick_engine
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Offer
 from toyexp.testing.null import NullEngine

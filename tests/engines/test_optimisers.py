@@ -18,9 +18,8 @@ from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.engine import updated
 from toyexp.testing import OptimiserSuite
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
-from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.muon import Adafactor, Muon
 from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 

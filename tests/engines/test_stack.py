@@ -33,9 +33,8 @@ from toyexp.training.driver import drive
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
-from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.muon import Adafactor, Muon
 from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_recipes.scratch import VitTiny
 from toyexp_torch.stack_shapes import Held

@@ -10,9 +10,8 @@ import numpy as np
 from faults import environment, python, words
 from tiny import VOCAB, batches, weighted
 
-from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.muon import Adafactor, Muon
 from toyexp_optimisers.sgd import SGD, Lion
 
 RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

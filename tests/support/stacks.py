@@ -11,9 +11,8 @@ from toyexp.formats.gguf.write import write_model
 from toyexp.interfaces.plan import optimised
 from toyexp.testing import token_dataset
 from toyexp.training.loop import Training
-from toyexp_optimisers.adafactor import Adafactor
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_optimisers.muon import Muon
+from toyexp_optimisers.muon import Adafactor, Muon
 from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCPU

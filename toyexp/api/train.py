@@ -181,7 +181,7 @@ def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
 
 def _engine(given: Engine | str, registry: Registry) -> tuple[Engine, str]:
     """The engine, which works here, and a line that says which and why."""
-    from toyexp.config.engines import facts_of, pick_engine
+    from toyexp.config.build import facts_of, pick_engine
 
     if isinstance(given, str) and given == "auto":
         return pick_engine({"name": "auto"}, registry)

@@ -28,9 +28,8 @@ from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.recipe import start
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Offer, Registry
-from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss
+from toyexp.reference.engine import TOLERANCES, precision, reference_adamw, reference_logits, reference_loss
 from toyexp.reference.opmodel import CASES, ROWS, op_batch, op_plan, rows_for
-from toyexp.reference.tolerances import TOLERANCES, precision
 from toyexp.results import report
 from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.search import study
@@ -196,7 +195,7 @@ class Line:
 
 def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """The engines that the labels name; without any, all that work here, and the first other one that is emulated."""
-    from toyexp.config.engines import engine_of
+    from toyexp.config.build import engine_of
 
     if labels:
         return [(label, engine_of(label, registry)) for label in labels]

@@ -27,7 +27,7 @@ from toyexp.interfaces.dataset import Batches
 from toyexp.interfaces.recipe import start
 from toyexp.interfaces.run import Run
 from toyexp.plugins.settings import settings_of
-from toyexp.reference.tolerances import TOLERANCES, Tolerances, coarser, precision
+from toyexp.reference.engine import TOLERANCES, Tolerances, coarser, precision
 from toyexp.sweeps.combinations import combinations, own_sweep
 from toyexp.training.run_config import Prepared, introduction
 
@@ -44,7 +44,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Limits:
-    """What was asked for in the place of a tolerance of the table; see `toyexp.reference.tolerances`."""
+    """What was asked for in the place of a tolerance of the table; see `toyexp.reference.engine`."""
 
     loss: float | None = None  # largest difference of one step's loss
     gradient: float | None = None  # worst relative error of one tensor's gradient, on the first batch

@@ -18,12 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.base.errors import UserError, require_visible
 from toyexp.base.formatting import typed as plain
 from toyexp.base.ranks import lonely_ranks, started_ranks
-from toyexp.config.build import located, made, parts_of, resolved, typed
+from toyexp.config.build import located, made, parts_of, pick_engine, resolved, typed
 from toyexp.config.compose_cache import composed
-from toyexp.config.config_files import check_files, placed
-from toyexp.config.engines import pick_engine
 from toyexp.config.keys import Keys, in_braces
-from toyexp.config.mistakes import check_keys, check_settings, explain, in_plain_words
+from toyexp.config.mistakes import check_files, check_keys, check_settings, explain, in_plain_words, placed
 from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import AUTO, Root, Source, default_callbacks
 from toyexp.config.top_level import OF_LAUNCHERS, Sweep

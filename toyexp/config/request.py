@@ -10,8 +10,8 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from toyexp.base.errors import UserError
+from toyexp.config.build import read_label
 from toyexp.config.compose import Composed, compose
-from toyexp.config.engines import read_label
 from toyexp.config.schema import Source, store_schemas
 from toyexp.config.words import lines, parse, setting
 from toyexp.interfaces.command import modules_in

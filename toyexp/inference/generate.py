@@ -15,7 +15,7 @@ from toyexp.base.memory import running_out
 from toyexp.base.random import stream
 from toyexp.base.threads import MOST_THREADS
 from toyexp.base.validators import is_whole
-from toyexp.config.engines import read_label
+from toyexp.config.build import read_label
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer

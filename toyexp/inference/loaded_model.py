@@ -12,7 +12,7 @@ from toyexp.base.errors import UserError, choose
 from toyexp.base.formatting import short
 from toyexp.base.memory import TO_EVALUATE
 from toyexp.base.terminal import complain
-from toyexp.config.engines import pick_labelled
+from toyexp.config.build import pick_labelled
 from toyexp.config.schema import AUTO
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.header import origin

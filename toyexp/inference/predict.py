@@ -16,7 +16,7 @@ from toyexp.base.formatting import as_csv, columns, counted, short
 from toyexp.base.terminal import tell_aside
 from toyexp.batching.images import Unlabelled
 from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, files_below, images_below, read_image, scaled
-from toyexp.config.engines import engine_of
+from toyexp.config.build import engine_of
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.evaluate import trained_on

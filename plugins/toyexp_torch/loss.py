@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from toyexp import Adapted
 from toyexp_torch.ops import TorchOps
-from toyexp_torch.packed import Packed
+from toyexp_torch.unpack import Packed
 
 LARGE = 1 << 24  # logits in a batch from which on a GPU never holds all of them
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toyexp import Rotary
 from toyexp_torch.ops import TorchOps
-from toyexp_torch.packed import Packed
+from toyexp_torch.unpack import Packed
 
 
 class StackedOps(TorchOps):

@@ -30,7 +30,7 @@ def test_every_type_is_what_gguf_py_makes_of_it(kind):
     import torch
 
     from toyexp_torch import unpack
-    from toyexp_torch.packed import Packed
+    from toyexp_torch.unpack import Packed
 
     type_id, per_block, block_bytes = KINDS[kind]
     # Scales below 1, and those that are exponents above where a GPU makes 0 of small numbers.

@@ -22,7 +22,7 @@ from toyexp_recipes.lora import Lora
 from toyexp_torch import unpack
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import computed_twice
-from toyexp_torch.packed import Packed
+from toyexp_torch.unpack import Packed
 
 KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name in unpack.KINDS}
 CPU = torch.device("cpu")

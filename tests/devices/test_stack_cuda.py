@@ -55,14 +55,14 @@ def together(plans, engine, lengths=(STEPS,) * 3, ahead=1):
     stack = opened(plans, engine)
     sessions = stack.sessions
     metrics, under_way, ends = [[] for _ in plans], [[] for _ in plans], {}
-    for step in range(max(lengths) + 1):
+    for step in range(max(lengths)):
         going = [i for i in range(len(plans)) if step < lengths[i]]
-        for i, wait in begin(stack, going, step).items() if going else ():
+        for i, wait in begin(stack, going, step).items():
             under_way[i].append(wait)
         for i in range(len(plans)):
-            while len(under_way[i]) > (ahead if step < lengths[i] else 0):
+            while len(under_way[i]) > (ahead if step + 1 < lengths[i] else 0):
                 metrics[i].append(under_way[i].pop(0)())
-        over = [i for i in range(len(plans)) if i not in ends and step + 1 >= lengths[i] and not under_way[i]]
+        over = [i for i in range(len(plans)) if step + 1 == lengths[i]]
         waits = stack.losses({i: [batch(plans[i], 9, k) for k in range(1 + i)] for i in over})
         for i, wait in waits.items():
             ends[i] = wait(), sessions[i].snapshot(), sessions[i].describe()["captured"]

@@ -50,11 +50,9 @@ class JobConfigs:
 
     request: Request  # with the settings that all jobs share
     values: Mapping[str, Any]  # of the words that vary, where they are known
-    _bases: dict[tuple[str, ...], Composed | UserError] = field(default_factory=dict)
+    _bases: dict[tuple[str, ...], Composed | UserError] = field(default_factory=dict)  # by the names that are chosen
+    _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # whether one reads Hydra's own settings
     _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
-    _of_hydra: dict[tuple[str, ...], str] = field(default_factory=dict)  # each choice of names, as text
-    _told: tuple[DictConfig, Any] | None = None  # a configuration, and the copy of it that Hydra has
-    _nodes: dict[tuple[tuple[str, ...], str], dict[str, Any]] = field(default_factory=dict)  # settings of each part
 
     @cached_property
     def _keys(self) -> Keys:
@@ -68,25 +66,16 @@ class JobConfigs:
         return composed
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
-        """The sweep's directory, which is `root` where it is there already, and below it the job's."""
-        composed = self._settled(self.config(job))
-        cfg = composed.cfg
-        named = str([OmegaConf.to_container(node) for node in (cfg.hydra.sweep, OmegaConf.masked_copy(cfg, ["name"]))])
-        if OF_HYDRA.search(named):  # ${hydra:job.override_dirname} is only known to Hydra
-            composed = self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
-        self._tell_hydra(composed.cfg, job)
+        """Return the sweep's directory, which is `root` if there is one, and below it the job's."""
+        composed = self._settled(self._known_to_hydra(job)[0])
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
 
     def of_a_run(self, job: Job) -> Composed:
-        """What a run of the job is made from, in this process."""
-        composed = self.config(job)
-        names = told_apart(job.overrides)[0]
-        if names not in self._of_hydra:
-            self._of_hydra[names] = str(OmegaConf.to_container(without_hydra(composed.cfg)))
-        if OF_HYDRA.search(self._of_hydra[names] + job.label):
-            return self.request.compose(*job.overrides, f"hydra.job.num={job.number}")
-        self._tell_hydra(composed.cfg, job)
+        """Return what a run of the job is made from, in this process."""
+        composed, is_whole = self._known_to_hydra(job)
+        if is_whole:
+            return composed
         given = [*self.request.settings, *parse(job.overrides)]
         cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # in which a base is put
         keys = {override.key_or_group for override in given}
@@ -94,14 +83,19 @@ class JobConfigs:
             cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
         return replace(composed, cfg=cfg, given=given)
 
-    def _tell_hydra(self, cfg: DictConfig, job: Job) -> None:
-        """Has ${hydra:job.num} read the job's; a copy of all of Hydra's settings is made once for each base."""
-        hydra: Any = HydraConfig.instance()
-        if self._told is None or self._told[0] is not cfg or self._told[1] is not hydra.cfg:
-            hydra.set_config(cfg)
-            self._told = (cfg, hydra.cfg)
-        with read_write(hydra.cfg.hydra.job):
-            hydra.cfg.hydra.job.num = job.number
+    def _known_to_hydra(self, job: Job) -> tuple[Composed, bool]:
+        """Return a job's configuration, of which ${hydra:...} reads, and whether Hydra has composed all of it.
+
+        Only Hydra knows more of its settings than the job's number, such as ${hydra:job.override_dirname}.
+        """
+        composed, names = self.config(job), told_apart(job.overrides)[0]
+        if names not in self._read_hydra:
+            nodes = without_hydra(composed.cfg), composed.cfg.hydra.sweep
+            self._read_hydra[names] = bool(OF_HYDRA.search(str([OmegaConf.to_container(node) for node in nodes])))
+        if self._read_hydra[names] or OF_HYDRA.search(job.label):
+            return self.request.compose(*job.overrides, f"hydra.job.num={job.number}"), True
+        HydraConfig.instance().set_config(composed.cfg)
+        return composed, False
 
     def other_run(self, job: Job, run: Path) -> str:
         """Return a setting, typed or COMPARED, of which a job and the run in its directory have different values."""
@@ -193,7 +187,7 @@ class JobConfigs:
             composed.look_over()
             return
         for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
-            self._check_owner(composed.cfg, owner, names, others)
+            self._check_owner(composed.cfg, owner)
 
     def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composed:
         composed = self._base(names)
@@ -226,17 +220,12 @@ class JobConfigs:
         except OmegaConfBaseException as error:
             raise wrong_value(error, key, parse([word]), self.request.registry) from None
 
-    def _check_owner(self, cfg: DictConfig, owner: str, names: tuple[str, ...], others: Sequence[str]) -> None:
-        """Has the part whose settings vary check them: model, callbacks.cosine, or "" for the top-level keys."""
+    def _check_owner(self, cfg: DictConfig, owner: str) -> None:
+        """Have a part check its settings: model, callbacks.cosine, or "" for the top-level keys."""
         kind, _, name = owner.partition(".")
-        if (names, owner) not in self._nodes:
-            node = OmegaConf.select(cfg, owner) if owner else cfg
-            left_out = () if owner else (*GROUPS, "hydra", "sweep")
-            self._nodes[names, owner] = {str(k): node[k] for k in node if str(k) not in left_out}
-        node = self._nodes[names, owner]
-        for key in (word.partition("=")[0] for word in others):
-            if key.rpartition(".")[0] == owner:
-                node[key.rpartition(".")[2]] = OmegaConf.select(cfg, key)
+        part = OmegaConf.select(cfg, owner) if owner else cfg
+        left_out = () if owner else (*GROUPS, "hydra", "sweep")
+        node = {str(key): part[key] for key in part if str(key) not in left_out}
         registry = self.request.registry
         cls = registry.get(kind, name) if name else class_of(kind, node, registry) if owner else Root
         (cls(**node) if cls is Root else made(cls, node)).check()

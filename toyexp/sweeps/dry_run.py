@@ -106,7 +106,8 @@ class Foresight:
 
     def _tried(self, shape: Shape, root: Path) -> Shape:
         """With what a run of its first job says of itself; raises UserError and RunFailed."""
-        share, of_machine = self.launcher.share, self.launcher.uses_machine
+        share = self.launcher.share
+        of_machine = self.launcher.is_forked and not self.launcher.is_stacked
         words = [*self._words(shape.jobs[0], root), "--dry-run", "--json"]
         gpus = visible()[: share.gpus] if of_machine else ()
         self.launcher.wait()
@@ -160,7 +161,8 @@ class Foresight:
             for job in shape.jobs:
                 begins, steps = self._steps(job, shape, root)
                 evals = evaluations(begins, steps, every)
-                start = shape.start if self.launcher.own_process or not seconds else of["ready"]
+                own = self.launcher.settings.isolate and not self.launcher.is_stacked  # a process
+                start = shape.start if own or not seconds else of["ready"]
                 seconds[job.number] = start + (steps - begins) * of["step"] + evals * of["evaluation"]
                 flops[job.number] = (steps - begins) * found["flops_per_step"]
             entries.append({"jobs": [j.number for j in shape.jobs], "own": shape.own, "start": shape.start, **found})

@@ -30,8 +30,7 @@ class InProcess(Launcher):
     """Jobs in this process, which is afterwards as it was before."""
 
     name = "serial"
-    side_by_side = False
-    own_process = False
+    has_several = False
 
     @classmethod
     def check(cls, settings: Sweep) -> None:

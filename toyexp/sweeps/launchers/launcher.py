@@ -47,12 +47,10 @@ class Launcher(ABC):
 
     name: ClassVar[str]
     package: ClassVar[str] = ""  # that has to be installed
-    side_by_side: ClassVar[bool] = True  # sweep.jobs applies
+    has_several: ClassVar[bool] = True  # sweep.jobs applies
     takes_all: ClassVar[str] = ""  # without sweep.jobs all jobs run at once: what they do then
     shares_gpus: ClassVar[bool] = False  # sweep.per_gpu applies
     is_forked: ClassVar[bool] = False  # jobs start from the fork server, where there is one
-    own_process: ClassVar[bool] = True  # a job's process trains nothing else
-    uses_machine: ClassVar[bool] = False  # a job has its share of this machine's cores and GPUs
     is_stacked: ClassVar[bool] = False  # one process trains several jobs together
     _forks: Forks | None = None
 
@@ -65,7 +63,7 @@ class Launcher(ABC):
     @classmethod
     def check(cls, settings: Sweep) -> None:
         """Raise UserError for settings that cannot work with this launcher, Unavailable without its package."""
-        if settings.jobs > 1 and not cls.side_by_side:
+        if settings.jobs > 1 and not cls.has_several:
             raise UserError(f"sweep.jobs={settings.jobs}: runs jobs side by side with sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
             raise UserError(f"sweep.per_gpu={settings.per_gpu}: goes with sweep.launcher=processes or stacked")
@@ -101,7 +99,7 @@ class Launcher(ABC):
     @property
     def is_watched(self) -> bool:
         """Whether a terminal shows a board of the jobs."""
-        return self.is_stacked or (self.uses_machine and not self.alone)
+        return self.is_stacked or (self.is_forked and not self.alone)
 
     @property
     def start(self) -> Start:

@@ -29,7 +29,6 @@ class Processes(Launcher):
     name = "processes"
     is_forked = True
     shares_gpus = True
-    uses_machine = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """See Launcher."""
@@ -57,9 +56,8 @@ class Serial(Processes):
     """Jobs one after another, each in a process of its own."""
 
     name = "serial"
-    side_by_side = False
+    has_several = False
     shares_gpus = False
-    uses_machine = False
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """See Launcher."""

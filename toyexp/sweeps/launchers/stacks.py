@@ -39,8 +39,6 @@ class Stacks(Processes):
 
     name = "stacked"
     takes_all = "train"
-    own_process = False
-    uses_machine = False
     is_stacked = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:

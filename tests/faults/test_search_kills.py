@@ -25,7 +25,7 @@ SEARCH = ["lr=tag(log, interval(1e-4, 1))", "callbacks.cosine.warmup=int(interva
 LAUNCHERS = {
     "in one process": ["sweep.isolate=false"],
     "serial": ["sweep.launcher=serial"],
-    "joblib": ["sweep.launcher=processes", "sweep.jobs=2"],
+    "processes": ["sweep.launcher=processes", "sweep.jobs=2"],
 }
 
 
@@ -104,7 +104,7 @@ def survive(kills, launcher, trials, seed):
     for trial, _, status, steps in runs_killed:
         assert [step for step, _ in steps] == list(range(1, len(steps) + 1))  # none lost, none taken twice
         assert (status == "completed") == (len(steps) == 240) and trials_killed[trial][1] in ("COMPLETE", "PRUNED")
-    if launcher != "joblib":  # whose points depend on which of two runs ends first
+    if launcher != "processes":  # whose points depend on which of two runs ends first
         assert (trials_killed, runs_killed) == (trials_alone, runs_alone)
 
 

@@ -232,7 +232,7 @@ def test_points_that_a_full_disk_hindered_are_run_again_and_not_learned_from(cap
     assert main(["-m", *NOOP, LOG, *own]) == 1
     assert [job["status"] for job in jobs()] == ["failed"] * 2
     assert [trial.state.name for trial in trials()] == ["RUNNING"] * 2
-    assert "0 of 2 points are done; go on: toyexp 'sweep.resume=\"s\"' sweep.retry=true" in capsys.readouterr().out
+    assert "0 of 2 points are done; go on: toyexp sweep.resume=s sweep.retry=true" in capsys.readouterr().out
     Path("full").unlink()
     asked = [trial.params for trial in trials()]
     assert main(["sweep.resume=s", "sweep.retry=true", "plugins=[toyexp.testing.null,slow]"]) == 0
@@ -245,7 +245,7 @@ def test_of_jobs_of_which_one_was_hindered_and_one_failed_the_first_is_run_again
     Path("full").touch()
     words = [*NOOP, "lr=0.1,5", "callbacks.slow.fails_above=1", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
-    assert "go on: toyexp 'sweep.resume=\"s\"' sweep.retry=true" in capsys.readouterr().out
+    assert "go on: toyexp sweep.resume=s sweep.retry=true" in capsys.readouterr().out
 
 
 def test_a_search_whose_summary_a_full_disk_does_not_take_says_so_and_is_complete(capsys, monkeypatch):

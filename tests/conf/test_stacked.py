@@ -265,7 +265,7 @@ def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
     assert process.returncode == 130
     assert statuses("stopped") == ["interrupted", "interrupted", "waiting"]
     (line,) = err.splitlines()
-    assert line.startswith("toyexp: interrupted by SIGINT; 0 of 3 jobs are completed; go on: toyexp 'sweep.resume=")
+    assert line.startswith("toyexp: interrupted by SIGINT; 0 of 3 jobs are completed; go on: toyexp sweep.resume=")
     for run in runs("stopped")[:2]:
         taken = events(run, "step")[-1]["step"]
         assert (run / "checkpoints" / f"step-{taken}").is_dir()

@@ -244,7 +244,7 @@ def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolat
     assert (Path("s/0-scratch-llama/checkpoints") / f"step-{taken[-1]}").is_dir()
     (line,) = err.splitlines()
     assert line.startswith(
-        f"toyexp: interrupted by {number.name}; 0 of 2 jobs are completed; go on: toyexp 'sweep.resume="
+        f"toyexp: interrupted by {number.name}; 0 of 2 jobs are completed; go on: toyexp sweep.resume="
     )
 
 

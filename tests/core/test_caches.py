@@ -250,7 +250,7 @@ def test_a_directory_that_may_not_be_read_is_noted(home, registry, monkeypatch):
 
     def guarded(path):
         if Path(path).name == "shut" or "ollama" in str(path):
-            raise PermissionError(13, "Permission denied")
+            raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
     monkeypatch.setattr(caches.os, "scandir", guarded)

@@ -14,7 +14,7 @@ from typing import Any
 from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import working_directory
-from toyexp.base.formatting import short, typed
+from toyexp.base.formatting import short
 from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import silent, status
 from toyexp.base.threads import available_cores
@@ -85,7 +85,6 @@ def what_is_left(where: Path, call: str) -> Iterator[None]:
 # -- keywords of a call as the settings that would be typed for them --------------------------------------------------
 
 
-SPECIAL = {"null", "true", "false", "nan", "inf"}  # words that are no texts
 WITHIN = ("callbacks", "hydra", "sweep")  # whose mappings hold mappings of settings, too
 
 
@@ -117,47 +116,15 @@ def worded(settings: Mapping[str, Any], swept: bool = False) -> list[str]:
 
 
 def _words(key: str, value: Any, swept: bool) -> Iterator[str]:
+    from toyexp.config.words import setting
+
     parts = key.split(".")
     if isinstance(value, Mapping) and (len(parts) == 1 or (parts[0] in WITHIN and len(parts) == 2)):
         if parts == ["callbacks"]:
-            yield f"callbacks={_list(key, list(value))}"
+            yield setting(key, list(value))
         for name, inner in value.items():
             yield from _words(key if name == "name" and parts[0] != "callbacks" else f"{key}.{name}", inner, swept)
     elif swept and isinstance(value, list | tuple | range) and key not in ("callbacks", "plugins"):
-        yield f"{key}={','.join(_text(key, one) for one in value)}"
+        yield f"{key}={','.join(setting(key, one).removeprefix(f'{key}=') for one in value)}"
     else:
-        yield f"{key}={_text(key, value)}"
-
-
-def _text(key: str, value: Any) -> str:
-    if getattr(value, "shape", None) == ():  # a number of numpy's
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float):
-        return typed(value)
-    if isinstance(value, str | os.PathLike):
-        return _quoted(os.fspath(value))
-    if isinstance(value, list | tuple | range):
-        return _list(key, value)
-    if isinstance(value, Mapping):  # names in braces stand without quotes, what has a meaning to Hydra escaped
-        pairs = (f"{_escaped(str(name))}:{_text(key, one)}" for name, one in value.items())
-        return f"{{{','.join(pairs)}}}"
-    what = printable(repr(value))
-    raise UserError(
-        f"{key}={what}: is no setting's value; it takes numbers, texts, true or false, lists and mappings of these"
-        + ("; finished objects go to toyexp.train(...)" if getattr(value, "check", None) else "")
-    )
-
-
-def _list(key: str, values: Any) -> str:
-    return f"[{','.join(_text(key, one) for one in values)}]"
-
-
-def _quoted(text: str) -> str:
-    from toyexp.config.words import setting
-
-    plain = re.fullmatch(r"[A-Za-z_./][\w./-]*", text, re.ASCII) and text.lower() not in SPECIAL
-    return text if plain else setting("", text).removeprefix("=")
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([][{}():=, ])", r"\\\1", name)
+        yield setting(key, value)

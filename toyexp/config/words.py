@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -15,6 +17,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import typed
 
 WORDS = 1000  # that are known again: reading one takes a millisecond, and the jobs of a sweep share most
+SPECIAL = {"null", "true", "false", "nan", "inf"}  # words that are no texts
 # What draws a number, here or in another tool, as far as it is called.
 DRAWS = re.compile(
     r"(suggest_\w+|\w*uniform|\w*normal|\w*randint|\w*space|arange|interval|range|choice|tag|log|int|float)\(.*\)"
@@ -55,14 +58,29 @@ def as_typed(override: Override) -> str:
 
 
 def setting(key: str, value: object) -> str:
-    """`key=value` as it is read back: any text, a number, true or false, null, or a list of these."""
-    if isinstance(value, list):
-        return f"{key}=[{','.join(setting('', item).removeprefix('=') for item in value)}]"
+    """Return `key=value` as it is read back; UserError for a value that is no text, number, list, mapping or null."""
+    return f"{key}={_worded(key, value)}"
+
+
+def _worded(key: str, value: Any) -> str:
+    if getattr(value, "shape", None) == ():  # a number of numpy's
+        value = value.item()
     if value is None or isinstance(value, bool | int | float):
-        return f"{key}={typed(value)}"
-    text = str(value)
-    plain = re.fullmatch(r"[A-Za-z0-9_./-]+", text) and "/" in text  # which is neither a number nor null
-    return f"{key}={text if plain else QuotedString(text, Quote.double).with_quotes()}"
+        return typed(value)
+    if isinstance(value, list | tuple | range):
+        return f"[{','.join(_worded(key, item) for item in value)}]"
+    if isinstance(value, Mapping):  # names in braces stand without quotes, what has a meaning to Hydra escaped
+        names = (re.sub(r"([][{}():=, ])", r"\\\1", str(name)) for name in value)
+        pairs = zip(names, value.values(), strict=True)
+        return f"{{{','.join(f'{name}:{_worded(key, item)}' for name, item in pairs)}}}"
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        plain = re.fullmatch(r"[A-Za-z_][\w./-]*|[\w.-]*/[\w./-]*", text, re.ASCII) and text.lower() not in SPECIAL
+        return text if plain else QuotedString(text, Quote.double).with_quotes()
+    raise UserError(
+        f"{key}={printable(repr(value))}: is no setting's value; it takes numbers, texts, true or false, lists and "
+        "mappings of these" + ("; finished objects go to toyexp.train(...)" if getattr(value, "check", None) else "")
+    )
 
 
 def _unreadable(text: str) -> UserError:

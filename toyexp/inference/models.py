@@ -5,7 +5,6 @@ It only ever looks: directories are listed, up to a limit, and headers are read.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -38,9 +37,13 @@ class Place:
     name: str
     root: Path
     search: Callable[[Place], Iterator[tuple[str, Path]]]  # the files there, each with a name
-    there: bool = False
     found: int = 0
     notes: list[str] = field(default_factory=list)  # what could not be looked at
+
+    @property
+    def there(self) -> bool:
+        """True if the directory is there."""
+        return os.path.isdir(self.root)  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
 
 
 @dataclass(frozen=True)
@@ -182,28 +185,27 @@ def usual_places(home: Path, environment: Mapping[str, str]) -> list[Place]:
 
 def _below(place: Place) -> Iterator[tuple[str, Path]]:
     """Every .gguf file below a directory, a few levels deep; hidden directories are left out."""
-    for path in _walk(place, place.root, DEPTH):
+    for path in _walk(place, place.root):
         yield path.stem, path
 
 
 def _named(place: Place) -> Iterator[tuple[str, Path]]:
     """A directory that a user names: files, or a store of Ollama's."""
-    of_ollama = any(entry.name == "manifests" for entry in _entries(place, place.root))
+    of_ollama = os.path.lexists(place.root / "manifests")
     yield from (_ollama if of_ollama else _below)(place)
 
 
 def _hugging_face(place: Place) -> Iterator[tuple[str, Path]]:
     """models--org--name/snapshots/<commit>/**/x.gguf, which are links to blobs."""
-    for repository in _entries(place, place.root):
-        if repository.name.startswith("models--"):
-            for path in _walk(place, Path(repository.path, "snapshots"), DEPTH):
-                yield path.stem, path
+    for repository in sorted(place.root.glob("models--*")):
+        for path in _walk(place, repository / "snapshots"):
+            yield path.stem, path
 
 
 def _ollama(place: Place) -> Iterator[tuple[str, Path]]:
     """manifests/<host>/<namespace>/<name>/<tag>, JSON that names blobs."""
     manifests = place.root / "manifests"
-    for path in _walk(place, manifests, DEPTH, suffix=""):
+    for path in _walk(place, manifests, suffix=""):
         name = str(path.relative_to(manifests).parent).removeprefix("registry.ollama.ai/").removeprefix("library/")
         name += f":{path.name}"
         try:
@@ -227,50 +229,31 @@ def _ollama(place: Place) -> Iterator[tuple[str, Path]]:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def _walk(place: Place, root: Path, depth: int, suffix: str = ".gguf") -> Iterator[Path]:
-    """Files that end in `suffix` at most `depth` directories below `root`, in order; each directory is seen once."""
+def _walk(place: Place, root: Path, suffix: str = ".gguf") -> Iterator[Path]:
+    """Files that end in `suffix` at most DEPTH directories below `root`, in order; each directory is seen once."""
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            place.notes.append(f"{error.filename}: {error.strerror}")
+
     seen: set[Path] = set()
     left = ENTRIES
-    todo = [(root, 0)]
-    while todo:
-        folder, level = todo.pop(0)
-        entries = _entries(place, folder)
-        itself = folder.resolve() if entries else None
-        if itself is None or itself in seen:  # a link that leads back
-            continue
-        seen.add(itself)
-        for entry in entries:
-            left -= 1
-            if left < 0:
-                place.notes.append(f"{root}: holds more than {ENTRIES} entries; not all of them were looked at")
-                return
-            if _is_directory(entry):
-                if level < depth and not entry.name.startswith(".") and entry.name not in PASSED_OVER:
-                    todo.append((Path(entry.path), level + 1))
-            elif entry.name.lower().endswith(suffix) and not entry.name.startswith("."):
-                path = Path(entry.path)
-                if path.is_file() or not os.path.exists(path):  # noqa: PTH110 - a link that leads nowhere is told
-                    yield path
-
-
-def _entries(place: Place, folder: Path) -> list[os.DirEntry[str]]:
-    """A directory's entries by name; none of one that is not there, and a note of one that may not be read."""
-    try:
-        with os.scandir(folder) as entries:
-            place.there = True
-            return sorted(itertools.islice(entries, ENTRIES + 1), key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        place.notes.append(f"{folder}: {error.strerror}")
-        return []
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that leads nowhere, or round and round
-        return False
+    for name, folders, files in os.walk(root, onerror=note, followlinks=True):
+        folder = Path(name)
+        left -= len(folders) + len(files)
+        if left < 0:
+            place.notes.append(f"{root}: holds more than {ENTRIES} entries; not all of them were looked at")
+            return
+        led_back = folder.resolve() in seen  # by a link
+        seen.add(folder.resolve())
+        deepest = len(folder.relative_to(root).parts) == DEPTH
+        below = [] if led_back or deepest else sorted({*folders} - PASSED_OVER)
+        folders[:] = [name for name in below if not name.startswith(".")]
+        for name in () if led_back else sorted(files):
+            path = folder / name
+            known = name.lower().endswith(suffix) and not name.startswith(".")
+            if known and (path.is_file() or not os.path.exists(path)):  # noqa: PTH110 - a link that leads nowhere is told
+                yield path
 
 
 def _identity(path: Path) -> object:

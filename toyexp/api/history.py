@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toyexp.base.packages import needed
-from toyexp.results.events import events_in
+from toyexp.results.events import Curve, events_in, means
 from toyexp.results.found import OF_AN_EVAL
 
 if TYPE_CHECKING:
@@ -141,13 +141,14 @@ def of_table(heads: Sequence[str], rows: Sequence[Sequence[str]], below: str) ->
 
 def losses(history: History) -> str:
     """The training loss as a line and the held-out loss as points over the steps, in SVG; nothing of fewer than two."""
-    held_out = history.held_out["step"], history.held_out["loss"]
-    curves = [_finite(*_thinned(history.step, history.loss)), _finite(*held_out)]
-    every = np.concatenate([values for _, values in curves])
+    trained, held_out = Curve(), Curve()
+    trained.extend(history.step.tolist(), history.loss.tolist())
+    held_out.extend(history.held_out["step"].tolist(), history.held_out["loss"].tolist())
+    curves = [means(trained, POINTS), means(held_out, len(held_out.steps))]
+    every = [value for _, values in curves for value in values]
     if len(every) < 2:
         return ""
-    last = max(float(steps[-1]) for steps, _ in curves if len(steps))
-    low, high = float(every.min()), float(every.max())
+    last, low, high = max(steps[-1] for steps, _ in curves if len(steps)), min(every), max(every)
     spread = high - low or 1.0
 
     def place(step: float, value: float) -> tuple[float, float]:
@@ -168,16 +169,3 @@ def losses(history: History) -> str:
         f'<text x="0" y="14" {text}>{high:.2f}</text><text x="0" y="{HEIGHT - 18}" {text}>{low:.2f}</text>'
         f'<text x="{MARGIN}" y="{HEIGHT - 4}" {text}>loss; held-out as points; {int(last)} steps</text></svg>'
     )
-
-
-def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As it is, or the means of POINTS stretches of equal length."""
-    if len(steps) <= POINTS:
-        return steps, values
-    parts = [np.array_split(array, POINTS) for array in (steps, values)]
-    return np.array([p.mean() for p in parts[0]]), np.array([p.mean() for p in parts[1]])
-
-
-def _finite(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    known = np.isfinite(values)
-    return steps[known], values[known]

@@ -18,7 +18,7 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import columns, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.writing import dump_json
-from toyexp.cli.args import options, require_settings
+from toyexp.cli.args import number, require_settings
 from toyexp.cli.parity_plot import sheet
 from toyexp.cli.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
@@ -26,7 +26,6 @@ from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batches
 from toyexp.interfaces.recipe import start
 from toyexp.interfaces.run import Run
-from toyexp.plugins.settings import settings_of
 from toyexp.reference.engine import TOLERANCES, Tolerances, coarser, precision
 from toyexp.sweeps.combinations import combinations, own_sweep
 from toyexp.training.run_config import Prepared, introduction
@@ -42,17 +41,11 @@ ROUNDING = 2.0**-23
 Arrays = Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What was asked for in the place of a tolerance of the table; see `toyexp.reference.engine`."""
-
-    loss: float | None = None  # largest difference of one step's loss
-    gradient: float | None = None  # worst relative error of one tensor's gradient, on the first batch
-    weights: float | None = None  # worst difference of one tensor after the last step, relative to how far it moved
-
-    def among(self, tolerances: Tolerances) -> Tolerances:
-        """The tolerances with what was asked for."""
-        return replace(tolerances, **{name: value for name, value in asdict(self).items() if value is not None})
+LIMITS = {  # options that take the place of a tolerance; see `TOLERANCES`
+    "loss": "largest difference of one step's loss",
+    "gradient": "worst relative error of one tensor's gradient, on the first batch",
+    "weights": "worst difference of one tensor after the last step, relative to how far it moved",
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ class Measured:
     weights: Arrays  # the trainable tensors after the last step
 
 
-def compare(runs: Mapping[str, Prepared], limits: Limits, watch: Callable[[str], None]) -> Report:
+def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Callable[[str], None]) -> Report:
     """Trains on one engine after another and compares each with the first; `watch` gets a line as each starts.
 
     Raises UserError for fewer than two engines, RunFailed when they do not start from the same bytes.
@@ -149,7 +142,7 @@ def compare(runs: Mapping[str, Prepared], limits: Limits, watch: Callable[[str],
                 raise RunFailed(f"{label}: {name} does not start from the bytes that the reference starts from")
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
         judged_by = coarser(rounds[first], rounds[label])
-        tolerances = limits.among(TOLERANCES[judged_by])
+        tolerances = replace(TOLERANCES[judged_by], **limits)
         tensors.sort(key=partial(_remoteness, tolerances), reverse=True)
         exceeded = list(_exceeded(loss, tensors, tolerances))
         engines.append(
@@ -265,7 +258,8 @@ def run(arguments: Arguments) -> int:
     require_settings("parity", arguments.rest)
     plot = arguments.values.get("--plot")
     picture = picture_at("--plot", plot) if plot else None
-    limits = options(Limits, arguments, dict.fromkeys(arguments.values, (0, math.inf)))
+    typed = {name: arguments.values.get(f"--{name}") for name in LIMITS}
+    limits = {name: number(f"--{name}", text, 0, math.inf) for name, text in typed.items() if text is not None}
     as_json, every = "--json" in arguments.switches, "--all" in arguments.switches
     request, labels = on_engines("parity", arguments, ALONE)
     _require_schedules(request)
@@ -309,7 +303,7 @@ def _require_schedules(request: Request) -> None:
             raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
 
 
-_LIMITS = "\n".join(f"  {f'--{s.name} X':<18} {s.comment}" for s in settings_of(Limits))
+_LIMITS = "\n".join(f"  {f'--{name} X':<18} {about}" for name, about in LIMITS.items())
 _TABLE = "\n".join(
     f"  {row}"
     for row in columns(

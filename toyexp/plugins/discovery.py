@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -14,9 +14,11 @@ from pathlib import Path
 from toyexp.base.errors import UserError
 from toyexp.base.files import working_directory
 from toyexp.base.packages import why, without_exit
-from toyexp.plugins.exporter import add_exporters
+from toyexp.interfaces.callback import Callback
+from toyexp.interfaces.hooks import Registration
+from toyexp.plugins.exporter import exporter
 from toyexp.plugins.registry import LOCAL, OWN, Problem, Registry
-from toyexp.plugins.rules import KINDS, Candidate, check_classes, check_exporters, check_module
+from toyexp.plugins.rules import KINDS, Candidate, check_class, check_classes, check_hooks
 
 GROUP = "toyexp"  # of entry points
 OWN_COMMANDS = EntryPoint("commands", "toyexp.cli.commands", GROUP)  # without an entry point of the distribution
@@ -39,8 +41,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     registry = Registry(modules=tuple(modules))
     there = _installed() if installed is None else installed
     found = [Candidate(entry.name, package, entry.load, _unmet_requirement(entry, package)) for entry, package in there]
-    _take_in(registry, found)
     for candidate in found:
+        _take_in(registry, candidate)
         if candidate.reason is not None:
             offered = tuple((kind, getattr(c, "name", "?")) for kind, found in candidate.classes.items() for c in found)
             registry.problems.append(Problem(candidate.plugin, candidate.package, candidate.reason, offered))
@@ -52,7 +54,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
                 if name.endswith(".py"):
                     raise UserError(f"plugins=[{name}]: takes the module's name: plugins=[{name.removesuffix('.py')}]")
                 local = Candidate(name, LOCAL, partial(importlib.import_module, name))
-                _take_in(registry, [local])
+                _take_in(registry, local)
                 if local.reason is not None:
                     raise UserError(f"plugins=[{name}]: {local.reason}{_elsewhere(name, local.reason)}")
         finally:
@@ -152,33 +154,26 @@ def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
     return None
 
 
-def _take_in(registry: Registry, found: Sequence[Candidate]) -> None:
-    """Takes plugins in, each whole or not at all: every step is taken for all of them before the next one begins."""
-    _call([(c, partial(step, c)) for step in (partial(_import, registry), check_module) for c in found])
-    hooks = [(kind, hook) for kind, (_, hook) in KINDS.items()]
-    members = [(c, kind, vars(c.module).get(hook)) for c in found if c.module for kind, hook in hooks]
-    _call([(c, partial(member, c.classes[kind].append)) for c, kind, member in members if member])
-    steps = (check_classes, add_exporters, check_exporters, registry.add)
-    _call([(c, partial(step, c)) for step in steps for c in found])
-
-
-def _call(calls: Iterable[tuple[Candidate, Callable[[], object]]]) -> None:
-    """Makes the calls of each plugin that is not broken yet; what one raises says why it is."""
-    for candidate, call in calls:
-        if candidate.reason is not None:
-            continue
-        try:
-            with without_exit():
-                call()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
-            candidate.reason = why(error)
-
-
-def _import(registry: Registry, candidate: Candidate) -> None:
-    with _staying(registry, candidate.plugin):
-        candidate.module = candidate.importer()
+def _take_in(registry: Registry, candidate: Candidate) -> None:
+    """Take a plugin in, whole or not at all: what it raises says why it is broken."""
+    if candidate.reason is not None:
+        return
+    try:
+        with without_exit(), _staying(registry, candidate.plugin):
+            candidate.module = candidate.importer()
+            check_hooks(candidate.module, Registration, candidate.plugin)
+            for kind, (_, hook) in KINDS.items():
+                if register := vars(candidate.module).get(hook):
+                    register(candidate.classes[kind].append)
+            check_classes(candidate)
+            candidate.exporters += [exporter(cls) for cls in candidate.classes["format"]]
+            for cls in candidate.exporters:  # a format of which no callback can be made
+                check_class(cls, Callback)
+            registry.add(candidate)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
+        candidate.reason = why(error)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import Planned, changed
-from toyexp.plugins.rules import Candidate, types_of
+from toyexp.plugins.rules import types_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -215,8 +214,3 @@ def exporter(form: type[Format]) -> type[Exporter]:
     about = f"Writes model{form.suffix} at the end and every so many steps{adapter}. {(form.__doc__ or '').strip()}"
     own = {"name": f"{form.name}_export", "form": form, "__doc__": about}
     return make_dataclass(f"{form.__name__}Export", settings, bases=(base,), namespace=own, eq=False)
-
-
-def add_exporters(candidate: Candidate) -> None:
-    """Has a plugin offer the callbacks, too, with which a run writes its formats."""
-    candidate.exporters += [exporter(typing.cast("type[Format]", cls)) for cls in candidate.classes["format"]]

@@ -21,7 +21,7 @@ from toyexp.interfaces.command import Command
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.format import Format
-from toyexp.interfaces.hooks import Registration, RunHooks
+from toyexp.interfaces.hooks import RunHooks
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import MODES, Optimiser
@@ -56,12 +56,6 @@ class Candidate:
     exporters: list[type[Callback]] = field(default_factory=list)  # with which a run writes its formats
 
 
-def check_module(candidate: Candidate) -> None:
-    """Raises UserError for functions of a plugin that were meant to be hooks and are none."""
-    assert candidate.module is not None
-    check_hooks(candidate.module, Registration, candidate.plugin)
-
-
 def check_classes(candidate: Candidate) -> None:
     """Raises UserError when a class of a plugin breaks a rule of its kind, and when it has none."""
     if not any(candidate.classes.values()):
@@ -69,12 +63,6 @@ def check_classes(candidate: Candidate) -> None:
     for kind, classes in candidate.classes.items():
         for cls in classes:
             check_class(cls, KINDS[kind][0])
-
-
-def check_exporters(candidate: Candidate) -> None:
-    """Raises UserError for a format that no callback can be made of."""
-    for cls in candidate.exporters:
-        check_class(cls, Callback)
 
 
 def check_class(cls: type, base: type) -> None:

@@ -24,10 +24,9 @@ from clusters import (
 from mishaps import MISHAP
 
 from toyexp.cli.main import main
-from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.cluster import Cluster, Lost, OnNode
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
-from toyexp.sweeps.order import Order
 from toyexp.training.rundir import lock
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc")

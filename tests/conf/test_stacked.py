@@ -23,8 +23,7 @@ from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers import stack_size, stacks
 from toyexp.sweeps.launchers.stack import Tagged
-from toyexp.sweeps.launchers.stacks import Stacks, dealt
-from toyexp.sweeps.programs import advice
+from toyexp.sweeps.launchers.stacks import Stacks, advice, dealt
 from toyexp.training.experiment import prepare
 from toyexp_torch.engines import TorchCPU
 

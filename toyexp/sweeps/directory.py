@@ -17,14 +17,14 @@ from typing import Any
 from toyexp.base.errors import ToyexpError, UserError, printable
 from toyexp.base.files import absent, cause
 from toyexp.base.formatting import as_csv, short
-from toyexp.base.ownership import LOCK, SWEEP, Owned, lock, require_empty, require_inside
+from toyexp.base.ownership import LOCK, SWEEP, Owned, keep_aside, lock, require_empty, require_inside
 from toyexp.base.terminal import say, status
 from toyexp.base.writing import dump_json, in_one_piece, require_below, require_plain
 from toyexp.config.words import setting
 from toyexp.results.found import NUMBERS, PRUNES
 from toyexp.results.ranking import TRAIN, Ranking, ranked, sources_of
 from toyexp.sweeps.journal import Journal, Seldom
-from toyexp.sweeps.order import Order
+from toyexp.training import checkpoint
 from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt, result_of
 
 log = logging.getLogger("toyexp")
@@ -125,6 +125,50 @@ class Job:
 
 def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name, hint in NUMBERS.items() if name in result and conforms(result[name], hint)}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What it takes to run a job, on this machine or another one that sees its files."""
+
+    directory: Path
+    log: Path
+    first: Sequence[str]  # the words that begin it
+    again: Sequence[str]  # the words that resume it
+    goes_on: bool  # it was begun before
+    cores: int = 0  # its share of the machine; 0: all
+    gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its process alone
+    files: Sequence[int] = ()  # open ones that its process is handed: see FILES
+    several: bool = False  # its process trains a stack, whose jobs check their own directories
+
+    def words(self) -> Sequence[str]:
+        """Return the command line of its process; UserError if its directory holds anything but its own run."""
+        if self.several:
+            return self.first
+        place, retry = self.directory, "move that away, then go on with sweep.retry=true"
+        if os.path.lexists(place) and not place.is_dir():
+            raise UserError(f"{short(place)}: is where this job runs, and is no directory; {retry}")
+        if self.goes_on and is_begun(place):
+            return self.again
+        try:
+            require_empty(place, "hydra.sweep.dir")
+        except Owned:
+            raise
+        except UserError:
+            raise UserError(f"{short(place)}: is where this job runs, and is not empty; {retry}") from None
+        return self.first
+
+
+def is_begun(directory: Path) -> bool:
+    """Return whether a directory has a checkpoint to resume. A run without one is moved aside."""
+    if not directory.exists():
+        return False
+    if checkpoint.steps(directory / "checkpoints"):
+        return True
+    os.close(lock(directory))  # raises UserError while a process writes there
+    keep_aside(directory)
+    return False
 
 
 class SweepDir:

@@ -21,12 +21,11 @@ from toyexp.base.ownership import require_empty
 from toyexp.base.terminal import complain, say, status
 from toyexp.base.writing import dump_json
 from toyexp.config.words import setting
-from toyexp.sweeps.directory import Job, SweepDir
+from toyexp.sweeps.directory import Job, Order, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import visible
 from toyexp.sweeps.launchers.job_process import Stop, run_process
 from toyexp.sweeps.launchers.launcher import Launcher
-from toyexp.sweeps.order import Order
 from toyexp.training import checkpoint
 from toyexp.training.rundir import require_writable
 from toyexp.training.settings import evaluations

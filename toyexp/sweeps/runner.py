@@ -32,7 +32,7 @@ from toyexp.sweeps.directory import (
 from toyexp.sweeps.job_configs import JobConfigs, Places
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
 from toyexp.sweeps.launchers.launcher import Launcher
-from toyexp.sweeps.programs import advice
+from toyexp.sweeps.launchers.stacks import advice
 from toyexp.sweeps.sources import JobSource
 from toyexp.sweeps.summary_table import print_table
 from toyexp.sweeps.watch import Watch

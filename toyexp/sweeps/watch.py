@@ -11,9 +11,8 @@ from typing import IO
 
 from toyexp.base.terminal import say
 from toyexp.sweeps.board import Board
-from toyexp.sweeps.directory import ANSWERED, Job, SweepDir
+from toyexp.sweeps.directory import ANSWERED, Job, Order, SweepDir
 from toyexp.sweeps.launchers.job_process import Stop
-from toyexp.sweeps.order import Order
 from toyexp.sweeps.summary_table import outcome
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from toyexp.base.formatting import counted
 from toyexp.base.ownership import Owned, lock, require_left
-from toyexp.sweeps.directory import ANSWERED, Ended, Job
+from toyexp.sweeps.directory import ANSWERED, Ended, Job, Order
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop, run_process
 from toyexp.sweeps.launchers.launcher import Launcher
-from toyexp.sweeps.order import Order
 from toyexp.sweeps.watch import Watch
 
 POLL = 0.2  # seconds between looks at the jobs
@@ -138,7 +137,8 @@ class Cluster(Launcher):
                 job, result = running.pop(handle), self.result(handle)
                 if not isinstance(result, Lost):
                     yield job, result
-                    self._report(job, watch)
+                    if job.status in ANSWERED:  # it printed elsewhere
+                        watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
                     continue
                 if watch.stop.requested:
                     lost.append(job)
@@ -152,11 +152,6 @@ class Cluster(Launcher):
                 watch.say(f"[{job.number}] lost ({result.why}): {again}")
                 job.attempts += 1
                 lost.append(job)
-
-    def _report(self, job: Job, watch: Watch) -> None:
-        """Say what became of a job, which printed elsewhere."""
-        if job.status in ANSWERED:
-            watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
 
     def _submitted(
         self, batch: Sequence[Job], watch: Watch, running: dict[Any, Job]

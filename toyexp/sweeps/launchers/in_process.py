@@ -12,9 +12,8 @@ from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import UserError
 from toyexp.base.terminal import silent
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
-from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.launcher import Launcher
-from toyexp.sweeps.order import Order
 from toyexp.sweeps.process_state import contained
 from toyexp.sweeps.search.pruning import taken
 from toyexp.sweeps.watch import Watch

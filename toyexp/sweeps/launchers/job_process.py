@@ -20,10 +20,9 @@ from toyexp.base.signals import Handler, ending, handled
 from toyexp.base.threads import of_cores
 from toyexp.base.writing import make_folder, open_for_writing
 from toyexp.sweeps.combinations import LIFELINE
-from toyexp.sweeps.directory import Ended
+from toyexp.sweeps.directory import Ended, Order
 from toyexp.sweeps.launchers.forking import Process, Start, spawned
 from toyexp.sweeps.launchers.gpus import VISIBLE
-from toyexp.sweeps.order import Order
 
 LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins

@@ -50,6 +50,7 @@ class Launcher(ABC):
     has_several: ClassVar[bool] = True  # sweep.jobs applies
     takes_all: ClassVar[str] = ""  # without sweep.jobs all jobs run at once: what they do then
     shares_gpus: ClassVar[bool] = False  # sweep.per_gpu applies
+    shares_gpus_by: ClassVar[str] = ""  # what to type in place of it
     is_forked: ClassVar[bool] = False  # jobs start from the fork server, where there is one
     is_stacked: ClassVar[bool] = False  # one process trains several jobs together
     _forks: Forks | None = None
@@ -66,7 +67,8 @@ class Launcher(ABC):
         if settings.jobs > 1 and not cls.has_several:
             raise UserError(f"sweep.jobs={settings.jobs}: runs jobs side by side with sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
-            raise UserError(f"sweep.per_gpu={settings.per_gpu}: goes with sweep.launcher=processes or stacked")
+            goes = f"goes with sweep.launcher=processes or stacked{cls.shares_gpus_by}"
+            raise UserError(f"sweep.per_gpu={settings.per_gpu}: {goes}")
         if cls.takes_all and not settings.jobs and settings.search in ("tpe", "cmaes"):
             how = f"learns from the runs before; say how many {cls.takes_all} at once: sweep.jobs=4"
             raise UserError(f"sweep.search={settings.search}: {how}")

@@ -21,13 +21,12 @@ from toyexp.base.signals import ending, handled
 from toyexp.base.terminal import say
 from toyexp.base.threads import CORES
 from toyexp.config.top_level import RAY_ADDRESS, Sweep
-from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.cluster import POLL, Cluster, Lost, OnNode, last_line
 from toyexp.sweeps.launchers.gpus import visible
 from toyexp.sweeps.launchers.job_process import NOT_STARTED
 from toyexp.sweeps.launchers.launcher import Resources
-from toyexp.sweeps.order import Order
 
 ANSWERS = 5.0  # seconds that the head of a cluster has for taking a connection; Ray alone would try for two minutes
 LOOK = 5.0  # seconds between looks at the nodes of a cluster, which may grow
@@ -76,17 +75,9 @@ class OnRay(Cluster):
     """Jobs as tasks, which ask for their cores and GPUs; in each there waits a worker for the process of a job."""
 
     name = package = "ray"
+    shares_gpus_by = "; a job of ray takes a part of one with sweep.ray.gpus=0.25"
     _cores: int
     _gpus: float
-
-    @classmethod
-    def check(cls, settings: Sweep) -> None:
-        """See Launcher."""
-        if settings.per_gpu:
-            part = "a job of ray takes a part of one with sweep.ray.gpus=0.25"
-            goes = "goes with sweep.launcher=processes or stacked"
-            raise UserError(f"sweep.per_gpu={settings.per_gpu}: {goes}; {part}")
-        super().check(settings)
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
         """See Launcher."""

@@ -12,11 +12,10 @@ from typing import Any
 from toyexp.base.errors import UserError
 from toyexp.base.writing import make_folder
 from toyexp.config.top_level import Submitit
-from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.cluster import MOST, POLL, Cluster, Lost, OnNode, last_line
 from toyexp.sweeps.launchers.job_process import PATIENCE
 from toyexp.sweeps.launchers.launcher import Resources
-from toyexp.sweeps.order import Order
 
 SAVING = 60.0  # seconds that a run has for saving when its time is up; Slurm is asked for 90
 

@@ -26,11 +26,10 @@ from toyexp.interfaces.data import opened_once
 from toyexp.interfaces.stack import Stack, unlike
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import STACK
-from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.directory import Ended, Job, is_begun
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.forking import FILES
 from toyexp.sweeps.launchers.stack_size import Size, size_of
-from toyexp.sweeps.order import is_begun
 from toyexp.sweeps.process_state import contained
 from toyexp.sweeps.search.pruning import taken
 from toyexp.training.driver import Asks, Realize, drive, interrupting, started

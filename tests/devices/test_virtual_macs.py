@@ -8,7 +8,7 @@ import pytest
 from toyexp import Unavailable
 from toyexp_ggml import binding, probe
 from toyexp_ggml.binding import ggml
-from toyexp_ggml.binding.layout import op_name
+from toyexp_ggml.binding.static_graph import op_name
 from toyexp_ggml.engines import GGMLMetal
 from toyexp_torch import engines
 from toyexp_torch.engines import TorchMPS
@@ -22,7 +22,7 @@ def _mac(monkeypatch):
 def test_metal_without_the_kernels_of_a_layer_is_not_here(monkeypatch):
     """The CPU stands for its device; of what it computes, some is refused."""
     monkeypatch.setattr(binding, "devices", lambda: {"MTL0": "Apple Paravirtual device"})
-    monkeypatch.setattr("toyexp_ggml.binding.layout.found", lambda name: ggml.ggml_backend_dev_get(0))
+    monkeypatch.setattr("toyexp_ggml.binding.static_graph.found", lambda name: ggml.ggml_backend_dev_get(0))
     assert probe.refused("MTL") == set()
     assert GGMLMetal().check() == "ggml on Metal: Apple Paravirtual device"
     lacks = {"RMS_NORM", "SUM_ROWS"}

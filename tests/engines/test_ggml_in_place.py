@@ -24,7 +24,7 @@ def backend():
 
 
 def soft_max_back(graph, dy, y):
-    return Node(ggml.ggml_soft_max_ext_back(graph._context, dy.ptr, y.ptr, 1.0, 0.0), y.shape, packed=False)
+    return Node(ggml.ggml_soft_max_ext_back(graph._context, dy.ptr, y.ptr, 1.0, 0.0), y.shape, y.size, packed=False)
 
 
 # name: (the op on two sources and ids, from its definition in float64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -65,9 +65,10 @@ class Backend:
         """Makes the CPU compute with so many threads from now on."""
         ggml.ggml_backend_cpu_set_n_threads(self._cpu, threads)
 
-    def runs(self, node: Any) -> bool:
-        """Whether the device itself computes a node."""
-        return bool(ggml.ggml_backend_supports_op(self.ptr, node))
+    def refused(self, nodes: Iterable[Any]) -> list[Any]:
+        """Return those of the nodes that the device itself does not compute."""
+        ptr = self.ptr
+        return [node for node in nodes if not ggml.ggml_backend_supports_op(ptr, node)]
 
     def close(self) -> None:
         """Frees the devices."""

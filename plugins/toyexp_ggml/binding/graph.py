@@ -1,14 +1,21 @@
-"""One method per op of ggml that computes, with its shape rules checked first."""
+"""One method per op of ggml, with its shape rules checked first: those that compute, views, and copies."""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from toyexp import Rotary
-from toyexp_ggml.binding.layout import Layout
-from toyexp_ggml.binding.library import GraphError, ggml
+from toyexp_ggml import native
+from toyexp_ggml.binding.library import F32, GraphError, ggml
+from toyexp_ggml.binding.static_graph import StaticGraph
 from toyexp_ggml.binding.tensors import Node
+
+SET_LIMIT = 2**30  # bytes that SET can count to
+# The kernel of an op that only has memory: ggml_time_init does nothing but where a clock has to be prepared.
+NOTHING = ggml.ggml_custom_op_t(ctypes.cast(ggml.lib.ggml_time_init, ctypes.c_void_p).value)
 
 
 def _unary(name: str) -> Callable[[Graph, Node], Node]:
@@ -28,7 +35,7 @@ def _binary(name: str) -> Callable[[Graph, Node, Node], Node]:
     return make
 
 
-class Graph(Layout):
+class Graph(StaticGraph):
     """A static graph of what is added, multiplied, summed and normed; see StaticGraph for its life."""
 
     add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # of a and b, which is repeated over a
@@ -170,3 +177,212 @@ class Graph(Layout):
         for other in (g, m, v):
             self._same("adamw", w, other)
         return self._node(ggml.ggml_opt_step_adamw(self._context, w.ptr, g.ptr, m.ptr, v.ptr, hp.ptr), w.shape)
+
+    # -- other shapes, orders and places: free views, and copies --
+
+    def _node(self, ptr: Any, shape: tuple[int, ...]) -> Node:
+        self._made += 1
+        if self._made > self.capacity - 8:
+            raise GraphError(f"the graph has more than {self.capacity} nodes")
+        return Node(ptr, shape, math.prod(shape), ptr.contents.type != F32)
+
+    def _numbers(self, op: str, *nodes: Node) -> None:
+        # Of other types ggml ends the process, or takes their bytes for float32.
+        if any(node.packed for node in nodes):
+            raise GraphError(f"{op}: takes float32 tensors")
+
+    def _same(self, op: str, a: Node, b: Node) -> None:
+        if a.shape != b.shape:
+            raise GraphError(f"{op}: {list(a.shape)} and {list(b.shape)} differ")
+
+    def _repeats(self, op: str, a: Node, b: Node) -> None:
+        """b is repeated over a: each of its axes, counted from the last, divides a's."""
+        padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
+        if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
+            raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
+
+    def reshape(self, x: Node, *shape: int) -> Node:
+        """The same numbers in another shape; costs nothing."""
+        self._numbers("reshape", x)
+        if math.prod(shape) != x.size or not 1 <= len(shape) <= 4 or min(shape) < 1:
+            raise GraphError(f"reshape: {list(x.shape)} to {list(shape)}")
+        make = getattr(ggml, f"ggml_reshape_{len(shape)}d")
+        return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
+
+    def flat(self, x: Node) -> Node:
+        """[.., d] as [n, d]."""
+        return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
+
+    def transpose(self, x: Node, slow_cont: bool = False) -> Node:
+        """The last two axes exchanged, contiguous; on the CPU, whose CONT is slow, by our kernel or else by CONCAT."""
+        shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+        if slow_cont and (kernel := native.kernel("transpose")):
+            return self.reshape(self._transposed(kernel, x), *shape)
+        halves = self._halves(x) if slow_cont else ()
+        if halves:
+            joined = ggml.ggml_concat(self._context, *(self._turned(h) for h in halves), 2)
+            a, n, d = halves[0].shape
+            return self.reshape(self._node(joined, (2 * a, d, n)), *shape)
+        return self._node(ggml.ggml_cont(self._context, self._turned(x)), shape)
+
+    def _halves(self, x: Node) -> tuple[Node, ...]:
+        """Views of x [.., n, d] that CONCAT joins along the third axis: half its matrices each, or half its columns."""
+        n, d = x.shape[-2:]
+        matrices = x.size // (n * d)
+        if matrices % 2 == 0:
+            step, shape, strides = matrices // 2 * n * d, (matrices // 2, n, d), (n * d, d)
+        elif matrices == 1 and d % 2 == 0:
+            step, shape, strides = d // 2, (1, n, d // 2), (n * d, d)
+        else:
+            return ()
+        return tuple(self._view(x, shape, start, *strides) for start in (0, step))
+
+    def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
+        """Part of x from a number on, in another shape; `strides` of its axes but the last, in numbers."""
+        make = getattr(ggml, f"ggml_view_{len(shape)}d")
+        return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
+
+    def _turned(self, x: Node) -> Any:
+        self._made += 1
+        return ggml.ggml_transpose(self._context, x.ptr)
+
+    def _transposed(self, kernel: int, *sources: Node) -> Node:
+        """The transposes of one or two sources [.., n, d] of one shape, behind each other: [m, d, n]."""
+        self._numbers("transpose", *sources)
+        n, d = sources[0].shape[-2:]
+        shape = (sum(source.size for source in sources) // (n * d), d, n)
+        task = native.Transpose(matrices=shape[0], rows=n, columns=d)
+        node = self._node(
+            ggml.ggml_custom_4d(
+                self._context, F32, *shape[::-1], 1,
+                (type(sources[0].ptr) * len(sources))(*(source.ptr for source in sources)), len(sources),
+                ggml.ggml_custom_op_t(kernel), ggml.GGML_N_TASKS_MAX, ctypes.addressof(task),
+            ),
+            shape,
+        )  # fmt: skip
+        self._tasks.append((task, node))
+        return node
+
+    def transpose_both(self, a: Node, b: Node, slow_cont: bool = False) -> Node:
+        """The transposes of a and b, both [.., n, d], behind each other as [2 .., d, n], in one copy."""
+        self._same("transpose_both", a, b)
+        if slow_cont and (kernel := native.kernel("transpose")):
+            return self._transposed(kernel, a, b)
+        n, d = a.shape[-2:]
+        flat = (self.reshape(x, x.size // (n * d), n, d) for x in (a, b))
+        joined = ggml.ggml_concat(self._context, *(self._turned(x) for x in flat), 2)
+        return self._node(joined, (2 * a.size // (n * d), d, n))
+
+    def halves(self, x: Node, shape: tuple[int, ...]) -> tuple[Node, Node]:
+        """x cut in two along its first axis; views of the given shape."""
+        if x.size != 2 * math.prod(shape):
+            raise GraphError(f"halves: {list(x.shape)} into {list(shape)}")
+        first, second = (self._view(x, (x.size // 2,), start) for start in (0, x.size // 2))
+        return self.reshape(first, *shape), self.reshape(second, *shape)
+
+    def swap_middle(self, x: Node) -> Node:
+        """[a, b, c, d] as [a, c, b, d], contiguous."""
+        self._numbers("swap_middle", x)
+        a, b, c, d = x.shape
+        self._made += 1
+        turned = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
+        return self._node(ggml.ggml_cont(self._context, turned), (a, c, b, d))
+
+    def join_heads(self, blocks: Sequence[Node], by_set: bool = False) -> Node:
+        """Blocks [B, H, n, D] joined along n, with the middle axes exchanged: [B, T, H, D], contiguous."""
+        rows, heads, _, size = blocks[0].shape
+        length = sum(block.shape[2] for block in blocks)
+        if not by_set or len(blocks) == 1 or 4 * rows * length * heads * size >= SET_LIMIT:
+            return self.swap_middle(self.concat(blocks, 2, by_set))
+        out, start = self._blank((rows, length, heads, size)), 0
+        for block in blocks:
+            self._numbers("join_heads", block)
+            self._made += 1
+            turned = ggml.ggml_permute(self._context, block.ptr, 0, 2, 1, 3)
+            out = self._set(out, turned, start * heads * size, (length * heads * size, heads * size, size))
+            start += block.shape[2]
+        return out
+
+    def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
+        """Places start to stop - 1 of one axis, contiguous; x itself when that is all of it."""
+        self._numbers("part", x)
+        if not 0 <= start < stop <= x.shape[axis]:
+            raise GraphError(f"part {start}..{stop} of axis {axis} of {list(x.shape)}")
+        if (start, stop) == (0, x.shape[axis]):
+            return x
+        inner = math.prod(x.shape[axis + 1 :])
+        width, outer = x.shape[axis] * inner, x.size // (x.shape[axis] * inner)
+        taken = (stop - start) * inner
+        view = self._view(x, (outer, taken), start * inner, width)
+        copy = self._node(ggml.ggml_cont(self._context, view.ptr), (outer, taken))
+        return self.reshape(copy, *x.shape[:axis], stop - start, *x.shape[axis + 1 :])
+
+    def number(self, x: Node, i: int) -> Node:
+        """Number `i` of x [n], as [1]; a view."""
+        if len(x.shape) != 1 or not 0 <= i < x.shape[0]:
+            raise GraphError(f"number {i} of {list(x.shape)}")
+        return self._view(x, (1,), i)
+
+    def first_rows(self, x: Node, count: int) -> Node:
+        """The first rows of x [n, d]; a view."""
+        if len(x.shape) != 2 or not 1 <= count <= x.shape[0]:
+            raise GraphError(f"the first {count} rows of {list(x.shape)}")
+        return self._view(x, (count, x.shape[1]), 0, x.shape[1])
+
+    def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
+        """Parts joined along one axis; the others agree. `by_set` copies each to its place in memory made for all."""
+        if not parts:
+            raise GraphError("concat: of nothing")
+        self._numbers("concat", *parts)
+        first = parts[0].shape
+        for shape in (part.shape for part in parts[1:]):
+            if len(shape) != len(first) or first[:axis] + first[axis + 1 :] != shape[:axis] + shape[axis + 1 :]:
+                raise GraphError(f"concat: {list(first)} and {list(shape)} along axis {axis}")
+        whole = (*first[:axis], sum(part.shape[axis] for part in parts), *first[axis + 1 :])
+        if by_set and len(parts) > 1 and 4 * math.prod(whole) < SET_LIMIT:
+            return self._set_side_by_side(parts, axis, whole)
+        out = parts[0]
+        for part in parts[1:]:
+            shape = (*first[:axis], out.shape[axis] + part.shape[axis], *first[axis + 1 :])
+            joined = ggml.ggml_concat(self._context, out.ptr, part.ptr, len(shape) - 1 - axis)
+            out = self._node(joined, shape)
+        return out
+
+    def _set_side_by_side(self, parts: Sequence[Node], axis: int, whole: tuple[int, ...]) -> Node:
+        outer, inner = math.prod(whole[:axis]), math.prod(whole[axis + 1 :])
+        by_row = outer == 1 and inner > 1  # SET copies row by row, some on each thread: one row is none to share
+        out, start = self._blank(whole), 0
+        for part in parts:
+            n = part.shape[axis]
+            rows = self.reshape(part, n, inner) if by_row else self.reshape(part, outer, n * inner)
+            out = self._set(out, rows.ptr, start, (inner if by_row else whole[axis] * inner,))
+            start += n * inner
+        return out
+
+    def _blank(self, shape: tuple[int, ...]) -> Node:
+        """Memory for numbers that `_set` will put there; on the CPU."""
+        sizes = (*(1,) * (4 - len(shape)), *shape)[::-1]
+        made = ggml.ggml_custom_4d(self._context, F32, *sizes, None, 0, NOTHING, 1, None)
+        return self._node(made, shape)
+
+    def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
+        """x, used up, with values copied into it from a number on; `strides` of their axes but the last, in numbers."""
+        sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
+        return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
+
+    def get_rows(self, table: Node, ids: Node) -> Node:
+        """Rows of table [n, d] at ids [m] -> [m, d]; the caller answers for the ids' range."""
+        if len(table.shape) != 2 or len(ids.shape) != 1:
+            raise GraphError(f"get_rows: {list(table.shape)} at {list(ids.shape)}")
+        return self._node(ggml.ggml_get_rows(self._context, table.ptr, ids.ptr), (ids.shape[0], table.shape[1]))
+
+    def set_rows(self, table: Node, rows: Node, ids: Node) -> Node:
+        """`table` [n, d], used up, with `rows` [m, d] put at ids [m]."""
+        if table.shape[1] != rows.shape[1] or rows.shape[0] != ids.shape[0]:
+            raise GraphError(f"set_rows: {list(rows.shape)} into {list(table.shape)} at {list(ids.shape)}")
+        return self._node(ggml.ggml_set_rows(self._context, table.ptr, rows.ptr, ids.ptr), table.shape)
+
+    def copy_into(self, x: Node, target: Node) -> Node:
+        """x written over `target`."""
+        self._same("copy_into", x, target)
+        return self._node(ggml.ggml_cpy(self._context, x.ptr, target.ptr), target.shape)

@@ -25,12 +25,8 @@ class Node:
 
     ptr: Any
     shape: tuple[int, ...]
+    size: int  # how many numbers it holds
     packed: bool  # whether its numbers stand in another type than float32; only products and row lookups read those
-
-    @property
-    def size(self) -> int:
-        """How many numbers it holds."""
-        return math.prod(self.shape)
 
 
 def context(size: int) -> Any:
@@ -73,7 +69,7 @@ class Memory(_Tensors):
         if trainable:
             ggml.ggml_set_param(ptr)
         self._bytes += 4 * math.prod(shape)
-        return Node(ptr, shape, TYPES[np.dtype(dtype)] != F32)
+        return Node(ptr, shape, math.prod(shape), TYPES[np.dtype(dtype)] != F32)
 
     def allocate(self) -> None:
         """Gives every tensor its memory on the device, zeroed."""
@@ -107,7 +103,7 @@ class MappedFile(_Tensors):
             ggml.ggml_backend_tensor_alloc(self._buffer, ptr, self._bytes.ctypes.data + offset)
         else:
             self._places.append((ptr, offset, nbytes))
-        return Node(ptr, shape, type_id != F32)
+        return Node(ptr, shape, math.prod(shape), type_id != F32)
 
     def allocate(self) -> None:
         """Copies what was not mapped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from toyexp.inference.loaded_model import LoadedModel
     from toyexp.interfaces.engine import Engine
     from toyexp.interfaces.model import Model
-    from toyexp.interfaces.plan import PlanTensor
     from toyexp.tokenizers.tokenizer import Tokenizer
 
 FILES = ("checkpoints", "plots", "logs")  # directories of a run whose entries are files of it
@@ -129,9 +128,16 @@ class Result:
         An adapter's are `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank], beside the base's.
         """
         from toyexp.formats.file_plan import frozen_tensors
+        from toyexp.interfaces.format import LazyTensors
 
         loaded = self._loaded
-        return Parameters(frozen_tensors(self.model, loaded.path, loaded.adapter)[0], lambda: self._place)
+        tensors = {t.name: t for t in frozen_tensors(self.model, loaded.path, loaded.adapter)[0]}
+
+        def read(name: str) -> np.ndarray:
+            assert self._place  # which raises UserError if the run was resumed since
+            return np.asarray(tensors[name].values.draw(tensors[name].shape, 0, name), np.float32)
+
+        return LazyTensors({name: tensor.shape for name, tensor in tensors.items()}, read)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -244,27 +250,6 @@ class Result:
 
     def __fspath__(self) -> str:
         return str(self.directory)
-
-
-class Parameters(Mapping[str, np.ndarray]):
-    """Tensors by their names, each read from its file when it is asked for."""
-
-    def __init__(self, tensors: Sequence[PlanTensor], check: Callable[[], object]):
-        self._tensors, self._check = {tensor.name: tensor for tensor in tensors}, check
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        self._check()
-        tensor = self._tensors[name]
-        return np.asarray(tensor.values.draw(tensor.shape, 0, name), np.float32)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __repr__(self) -> str:
-        return "\n".join(columns([(name, str(list(tensor.shape))) for name, tensor in self._tensors.items()]))
 
 
 def require_run(directory: Path) -> None:

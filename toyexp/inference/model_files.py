@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model, write_pairs
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.interfaces.data import open_data
-from toyexp.interfaces.format import Exported, Format
+from toyexp.interfaces.format import Exported, Format, LazyTensors
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
 from toyexp.interfaces.recipe import Setup, start
@@ -93,36 +93,29 @@ def _converted_by(form: Format, path: Path, target: Path, registry: Registry) ->
     who = f"format.{form.name}"
     with attributed(who, f"while it read {path}"):
         found = given(Exported, form.read, path, registry.models(), who=who)
-        tensors = _Fitting(found, f"{path}: format.{form.name} read")
+        tensors = _fitting(found, f"{path}: format.{form.name} read")
         write_model(target, found.model, tensors, found.tokenizer, "f32", found.general, found.data)
 
 
-class _Fitting(Mapping[str, np.ndarray]):
-    """What was read of a model's tensors; UserError for one that the model says nothing of, lacks, or has otherwise."""
+def _fitting(found: Exported, what: str) -> LazyTensors:
+    """Return what was read of a model's tensors; UserError for one that the model lacks, or has in another shape."""
+    if not isinstance(found.model, Model):
+        raise UserError(f"{what} {printable(repr(found.model))} for a model")
+    shapes = {spec.name: spec.shape for spec in found.model.tensors()}
+    for name in sorted(shapes.keys() ^ found.tensors.keys()):
+        lacks = "no tensor" if name in shapes else "a tensor"
+        unlike = "has" if name in shapes else "has not"
+        raise UserError(f"{what} {lacks} {printable(name)}, which its model.{found.model.name} {unlike}")
 
-    def __init__(self, found: Exported, what: str):
-        if not isinstance(found.model, Model):
-            raise UserError(f"{what} {printable(repr(found.model))} for a model")
-        self._tensors, self._what = found.tensors, what
-        self._shapes = {spec.name: spec.shape for spec in found.model.tensors()}
-        for name in sorted(self._shapes.keys() ^ found.tensors.keys()):
-            lacks = "no tensor" if name in self._shapes else "a tensor"
-            unlike = "has" if name in self._shapes else "has not"
-            raise UserError(f"{what} {lacks} {printable(name)}, which its model.{found.model.name} {unlike}")
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        array, wanted = self._tensors[name], self._shapes[name]
+    def read(name: str) -> np.ndarray:
+        array, wanted = found.tensors[name], list(shapes[name])
         if not isinstance(array, np.ndarray):
-            raise UserError(f"{self._what} {printable(repr(array))} for {name}, expected an array {list(wanted)}")
-        if array.shape != wanted:
-            raise UserError(f"{self._what} {list(array.shape)} for {name}, and its model says {list(wanted)}")
+            raise UserError(f"{what} {printable(repr(array))} for {name}, expected an array {wanted}")
+        if list(array.shape) != wanted:
+            raise UserError(f"{what} {list(array.shape)} for {name}, and its model says {wanted}")
         return array
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
+    return LazyTensors(shapes, read)
 
 
 def _write(path: Path, target: Path, registry: Registry) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.errors import PluginFailed, UserError
 from toyexp.base.files import KINDS
+from toyexp.base.formatting import columns
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import Plan
 
@@ -62,6 +63,27 @@ class ModelFile(ABC):
     @abstractmethod
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """The first rows of a tensor, or all of it, in float32."""
+
+
+class LazyTensors(Mapping[str, "np.ndarray"]):
+    """A model's tensors by name, each read when it is asked for."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], read: Callable[[str], np.ndarray]):
+        self._shapes, self._read = shapes, read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._shapes:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __repr__(self) -> str:
+        return "\n".join(columns([(name, str(list(shape))) for name, shape in self._shapes.items()]))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from toyexp.base.ownership import fingerprint_once
 from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
-from toyexp.interfaces.format import Exported, ModelFile, TensorInfo
+from toyexp.interfaces.format import Exported, LazyTensors, ModelFile, TensorInfo
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import PlanTensor
@@ -68,28 +68,12 @@ def exported_of(file: ModelFile, models: Iterable[type[Model]]) -> Exported:
     tokenizer, lacks = _tokenizer(file) if model.reads.text else (None, [])
     return Exported(
         model,
-        _Tensors(file, [spec.name for spec in model.tensors()]),
+        LazyTensors({spec.name: spec.shape for spec in model.tensors()}, file.read),
         tokenizer,
         {key: value for key, value in general.items() if key not in OF_THE_FILE},
         {key: value for key, value in data.items() if key not in own},
         lacks=lacks,
     )
-
-
-class _Tensors(Mapping[str, np.ndarray]):
-    """Those of a file that the model has."""
-
-    def __init__(self, file: ModelFile, names: Sequence[str]):
-        self._file, self._names = file, names
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._file.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:

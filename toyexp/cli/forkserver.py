@@ -1,4 +1,4 @@
-"""The process that the jobs of a sweep are forked from: all is loaded there, no device is open and no thread runs."""
+"""The fork server of a sweep: it has loaded what jobs need, opened no device, and runs no thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers op
 
 
 def serve() -> bool:
-    """Forks a process for each job that it is told of: true there, and false here once nobody asks any more."""
+    """Fork a process for each job that the sweep asks for; return True there, and False here once the sweep is gone."""
     control = Connection(int(os.environ.pop(FORKS)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
     with control, contextlib.suppress(ConnectionError, EOFError):
@@ -65,7 +65,7 @@ def serve() -> bool:
 
 
 def _load(words: Sequence[str], stacks: bool) -> None:
-    """Imports what the jobs will: plugins by their names, and what the engine computes with, `stacks` of them too."""
+    """Import what the jobs will: plugins by their names, and what the engine, or its stacks, compute with."""
     import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
 
     if stacks:
@@ -83,7 +83,7 @@ def _load(words: Sequence[str], stacks: bool) -> None:
 
 
 def _composed(words: Sequence[str]) -> Request:
-    """What words ask for, composed as far as other jobs may ask for the same."""
+    """Return the request of some words, and compose what other jobs may ask for too."""
     flags, settings = split(words)
     request = Request.of(settings, Source.of(*map(flags.get, FLAGS)))
     keep(Keys.of(request.registry).in_lists(request.settings), request.source)
@@ -91,7 +91,7 @@ def _composed(words: Sequence[str]) -> Request:
 
 
 def _is_fit() -> bool:
-    """Whether a process forked from this one has nothing of it that only one can have."""
+    """Return whether it is safe to fork: no other thread runs, and no device is open."""
     gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it, and takes a while
     gc.enable()
     if not (trial := os.fork()):
@@ -105,9 +105,9 @@ def _is_fit() -> bool:
 
 
 def _forked(control: Connection, files: Sequence[int]) -> bool:
-    """Forks a process that waits for the job, and from that one the job: true in the job, and false here.
+    """Fork a process that waits for the job, and from that one the job; return True in the job, and False here.
 
-    One of the files hears the job's number and how it ended; until it is closed, the number is not given again.
+    One of the files receives the job's process id and exit code; until it is closed, the id is not given again.
     """
     try:
         if os.fork():
@@ -136,7 +136,7 @@ def _forked(control: Connection, files: Sequence[int]) -> bool:
 
 
 def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Makes this process what a job's is that was started by its words."""
+    """Make this process what a job's is that was started by its words."""
     os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
     own, handed = files[: STREAMS + 1], files[STREAMS + 1 :]
     for number, file in enumerate(own[:-1]):
@@ -161,7 +161,7 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process of a job: to take apart all that is loaded takes a tenth of a second, and copies its memory."""
+    """End the process of a job. To take apart all that is loaded takes a tenth of a second, and copies its memory."""
     threading._shutdown()  # type: ignore[attr-defined] # waits for the threads that a process waits for
     for file in gc.get_objects():  # those since the fork
         if isinstance(file, io.IOBase):

@@ -1,4 +1,4 @@
-"""A sweep as it stands, in the last lines of a terminal: what runs, what is done, how long yet, what is best."""
+"""A board in the last lines of a terminal: the jobs that run, counts, the time left, and the best point so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST = 16  # jobs with a line of their own
 
 @dataclass
 class Board:
-    """What a person sees of jobs that run side by side; whoever calls holds the lock of what is printed."""
+    """Board of jobs that run side by side. The caller holds the lock of what is printed."""
 
     jobs: Callable[[], Sequence[Job]]
     ranking: Callable[[], Ranking[Job]]
@@ -42,24 +42,24 @@ class Board:
         self._looked = Seldom(self._look)
 
     def begin(self, job: Job) -> None:
-        """A job starts."""
+        """Show a job that begins."""
         self._running[job.number] = (job, time.monotonic(), "begins")
         self.draw()
 
     def hear(self, job: Job, line: str) -> None:
-        """What a job printed takes the place of what it printed before."""
+        """Show the last line that a job has printed."""
         if line.strip() and job.number in self._running:
             self._running[job.number] = (job, self._running[job.number][1], line.strip())
         self.draw(soon=True)
 
     def leave(self, job: Job) -> None:
-        """The process of a job has ended, or one that did not come to begin it."""
+        """Take off a job whose process has ended."""
         if job.number in self._running:
             _, since, _ = self._running.pop(job.number)
             self._walls[job.number] = time.monotonic() - since
 
     def ended(self, job: Job) -> None:
-        """It is known what became of a job."""
+        """Count a job whose outcome is known."""
         seconds = self._walls.pop(job.number, None)
         if job.status in ANSWERED and seconds is not None:
             self._took.append(seconds)
@@ -71,7 +71,7 @@ class Board:
             self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
 
     def lines(self, width: int = sys.maxsize) -> list[str]:
-        """A line of counts, one of the best, and one for each job that runs, its settings cut where `width` is less."""
+        """Return a line of counts, one of the best point, and one for each job that runs, cut to `width`."""
         statuses = [job.status for job in self.jobs()]
         if self._looked.waits:
             self._looked.ask(len(statuses))
@@ -92,7 +92,7 @@ class Board:
         return [" · ".join(counts), *([self._best] if self._best else []), *rows]
 
     def draw(self, soon: bool = False) -> None:
-        """Draws it anew; `soon`: unless that was a moment ago."""
+        """Draw the board again; with `soon` not if that was a moment ago."""
         if soon and time.monotonic() - self._drawn < REDRAW:
             return
         size = shutil.get_terminal_size()
@@ -104,36 +104,36 @@ class Board:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """It stands below what is printed meanwhile."""
+        """Hide the board while other output is printed, then redraw it."""
         self.clear()
         yield
         self.draw()
 
     def clear(self) -> None:
-        """Takes it off the terminal."""
+        """Take the board off the terminal."""
         with contextlib.suppress(OSError):
             write_text(self._up())
         self._height = 0
 
     def _up(self) -> str:
-        """Back to where it begins, with nothing from there on."""
+        """Return what moves the cursor to the first line of the board, and erases from there on."""
         return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
 
 
 def _row(job: str, line: str, width: int) -> str:
-    """A job and how far it is: of many settings the first, of which a third of the line is left to them at least."""
+    """Return a line of a job and its progress. Long settings are cut, but keep a third of the line."""
     keep = max(width - len(line) - 2, width // 3)
     return f"{job if len(job) <= keep else job[: keep - 3] + '...'}  {line}"
 
 
 @dataclass
 class Cell(Board):
-    """The same in a notebook: one output of the cell, in place of which the next picture comes."""
+    """Board in a notebook: one output of the cell, which each drawing replaces."""
 
     _shown: Any = None
 
     def draw(self, soon: bool = False) -> None:
-        """Draws it anew; `soon`: unless that was a moment ago."""
+        """Draw the board again; with `soon` not if that was a moment ago."""
         from IPython.display import display
 
         if soon and time.monotonic() - self._drawn < REDRAW:
@@ -148,11 +148,11 @@ class Cell(Board):
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """What is printed meanwhile has outputs of its own."""
+        """Do nothing: other output has outputs of its own."""
         yield
 
     def clear(self) -> None:
-        """Leaves it as it ended."""
+        """Draw the board for the last time."""
         self.draw()
 
 

@@ -21,7 +21,7 @@ from toyexp.base.ownership import require_empty
 from toyexp.base.terminal import complain, say, status
 from toyexp.base.writing import dump_json
 from toyexp.config.words import setting
-from toyexp.sweeps.directory import Job, Order, SweepDir
+from toyexp.sweeps.directory import Job, Order, SweepDir, shared_words
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import visible
 from toyexp.sweeps.launchers.job_process import Stop, run_process
@@ -129,13 +129,12 @@ class Foresight:
 
     def _words(self, job: Job, root: Path) -> list[str]:
         """What a process is told that is to try a job."""
-        flags = [word for flag in self.asked["flags"].items() for word in flag]
         begun = root / job.directory if self.folder and job.directory else None
         if begun and checkpoint.steps(begun / "checkpoints"):
             return [f"resume={begun}", *(word for word in self.asked["settings"] if word.startswith("plugins="))]
         where = begun if begun and not begun.exists() else self.configs.directory(job, root)[1]
         place = [] if where.exists() else [setting("hydra.run.dir", where)]
-        return [*flags, *self.asked["settings"], *job.overrides, *place, f"hydra.job.num={job.number}"]
+        return [*shared_words(self.asked), *job.overrides, *place, f"hydra.job.num={job.number}"]
 
     # -- all of them ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,10 @@ class OnRay(Cluster):
         settings, own = self.settings, self.share
         address = settings.ray.cluster()
         try:
-            self._open.enter_context(
-                _told(QUIET if address else {**QUIET, **LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
-            )
+            ours = QUIET if address else {**QUIET, **LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            for name in ours.keys() - os.environ.keys():  # for Ray and what it starts
+                os.environ[name] = ours[name]
+                self._open.callback(os.environ.pop, name, None)
             names = visible()
             if address:
                 _connect(address, self._open)
@@ -268,15 +269,3 @@ def _init(**settings: Any) -> None:
     ours: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with handled(ours):
         ray.init(**settings, log_to_driver=False, configure_logging=False)
-
-
-@contextlib.contextmanager
-def _told(variables: Mapping[str, str]) -> Iterator[None]:
-    """With these in our environment, for Ray and what it starts; those that are there already stay."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

@@ -155,7 +155,7 @@ class Search(JobSource):
 
     def _by_trial(self) -> dict[int, list[Job]]:
         found: dict[int, list[Job]] = {}
-        for job in list(self.jobs):
+        for job in self.jobs:
             assert job.trial is not None
             found.setdefault(job.trial, []).append(job)
         return found

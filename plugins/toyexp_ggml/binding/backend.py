@@ -50,12 +50,8 @@ class Backend:
             raise GraphError(f"ggml could not open the device {device}")
         self.blas = blas
         self.buffer_bytes = 0  # of the tensors that outlive a graph
+        self.ptr = self.all[-1 if device == "CPU" else 0]  # the device that holds the tensors
         self.memory = _memory(self.ptr)
-
-    @property
-    def ptr(self) -> Any:
-        """The device that holds the tensors."""
-        return self.all[-1 if self.device == "CPU" else 0]
 
     def crew(self) -> Crew:
         """The threads of one more graph."""
@@ -67,8 +63,7 @@ class Backend:
 
     def refused(self, nodes: Iterable[Any]) -> list[Any]:
         """Return those of the nodes that the device itself does not compute."""
-        ptr = self.ptr
-        return [node for node in nodes if not ggml.ggml_backend_supports_op(ptr, node)]
+        return [node for node in nodes if not ggml.ggml_backend_supports_op(self.ptr, node)]
 
     def close(self) -> None:
         """Frees the devices."""

@@ -101,7 +101,7 @@ class StaticGraph:
 
     def stuck(self) -> set[str]:
         """Ops that change a tensor in place where it lies and that its device refuses: no scheduler can help."""
-        return set(map(op_name, self._backend.refused(n for n in self._nodes() if op_name(n) in IN_PLACE)))
+        return {*map(op_name, self._backend.refused(self._nodes()))} & IN_PLACE
 
     def refused_by(self, device: str) -> set[str]:
         """The ops that a device does not compute, whichever device the graph is for."""

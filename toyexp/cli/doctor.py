@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -84,10 +84,10 @@ def _numerics(arguments: Arguments) -> int:
     if strange:
         raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
     chosen = engines(labels, load(arguments.modules))
-    references = references_for([engine for _, engine in chosen])
     passed = True
     for label, engine in chosen:
-        lines = list(examine(engine, *references[rows_for(engine)]))
+        rows = rows_for(engine)
+        lines = list(examine(engine, expectations(rows), trainings(rows)))
         passed = passed and all(line.passed for line in lines)
         tell("\n".join(table(label, engine, lines)))
     return 0 if passed else 1
@@ -145,14 +145,14 @@ def _check(cls: type) -> None:
 def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
     for kind, form in (("data", "data={}"), ("callbacks", "callbacks.{}")):
         for name, offer in sorted(registry.offers[kind].items()):
-            yield form.format(name), partial(_check, offer.cls)
+            yield form.format(name), functools.partial(_check, offer.cls)
     for launcher in LAUNCHERS.values():
         yield "", launcher.require
-    yield "", partial(study.require, "cmaes")
+    yield "", functools.partial(study.require, "cmaes")
     yield "compare --html", report.require
     yield "the chat template of a GGUF", chat.sandbox
     yield "", llamacpp.installed
-    yield "", partial(quantiser, "a K-quant")
+    yield "", functools.partial(quantiser, "a K-quant")
 
 
 # -- whether an engine computes as float64 does -----------------------------------------------------------------------
@@ -160,7 +160,6 @@ def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
 
 Arrays = Mapping[str, np.ndarray]
 
-ADAPTED = (("matmul", "lens"), ("bias", "lora"))
 STEPS, CLIP = 3, 0.5
 TRAINED = "rope"  # the case that the short training takes: attention with grouped heads and positions
 
@@ -214,15 +213,11 @@ def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine
     return found
 
 
-def references_for(engines: Sequence[Engine]) -> dict[int, tuple[list[Expected], list[Trained]]]:
-    """What all of them should compute, by the number of rows; see `rows_for`."""
-    return {rows: (expectations(rows), trainings(rows)) for rows in {rows_for(engine) for engine in engines}}
-
-
+@functools.cache
 def expectations(rows: int = ROWS) -> list[Expected]:
     """Of every op, and of the adapters, on batches of so many rows."""
     found = []
-    for case, adapter in [*((case, None) for case in CASES), *ADAPTED]:
+    for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:
         plan, batch = op_plan(case, adapter, rows=rows), op_batch(rows, case=case)
         values = {t.name: plan.initial(t) for t in plan.tensors}
         gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
@@ -255,6 +250,7 @@ class Trained:
     end: Arrays
 
 
+@functools.cache
 def trainings(rows: int = ROWS) -> list[Trained]:
     """In both modes of AdamW, with a gradient that is clipped and weights that decay."""
     modes = AdamW.for_from_scratch(), AdamW.for_lora()
@@ -282,9 +278,9 @@ def examine(engine: Engine, ops: Sequence[Expected], runs: Sequence[Trained]) ->
     """One line for each op and training; what an engine raises fails its line and no other."""
     limits = TOLERANCES[precision(engine)]
     for op in ops:
-        yield _line(op.name, (limits.values, limits.slopes), partial(_op_errors, engine, op))
+        yield _line(op.name, (limits.values, limits.slopes), functools.partial(_op_errors, engine, op))
     for run in runs:
-        yield _line(run.name, (limits.values, limits.weights), partial(_training_errors, engine, run))
+        yield _line(run.name, (limits.values, limits.weights), functools.partial(_training_errors, engine, run))
 
 
 def _line(name: str, tolerances: tuple[float, float], measure: Callable[[], tuple[float, float]]) -> Line:

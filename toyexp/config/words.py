@@ -108,10 +108,7 @@ def _unreadable(text: str) -> UserError:
         (value[:1] == "~", f"there is no home directory {value.partition('/')[0]}; name the folder itself"),
         (value.endswith(",") and _is_read(shorter), f"it ends in a comma: {shorter}"),
         (",," in value and _is_read(one), f"a value between commas is empty: {one}"),
-        (
-            re.match(r"[a-z]+\(", value) and _is_read(f"{text})"),
-            f"a parenthesis is not closed: {text})",
-        ),
+        (re.match(r"[a-z]+\(", value) and _is_read(f"{text})"), f"a parenthesis is not closed: {text})"),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
         (
             DRAWS.fullmatch(value),

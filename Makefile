@@ -21,7 +21,7 @@ test: $(INSTALLED) check  ## lint, types, and the default test suite
 	$(BIN)/python -m pytest $(PYTEST) || { test $$? -eq 1 && test -n "$(AGAIN)" && $(MAKE) again; }
 
 test-all: PYTEST += -m "not full and not faults and not docs"
-test-all: test  ## the same with environments, browsers, notebooks and the site
+test-all: test  ## the same with environments, browsers, notebooks, the site and more kills
 
 again: $(INSTALLED)  ## run the last failed tests once more, one at a time, if they are no more than AGAIN
 	$(BIN)/python -c "import json; n = len(json.load(open('.pytest_cache/v/cache/lastfailed'))); print(n, 'failed'); exit(n > $(AGAIN))"

@@ -227,7 +227,7 @@ def test_a_cluster_that_is_not_there_is_told_before_anything_is_written(
 
 
 @LINUX
-@pytest.mark.slow
+@pytest.mark.release
 def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_killed_goes_on(on_ray):
     words = [*QUICK, "steps=40,4,5,6,7,8,9,10,11", "callbacks.mishap.raises=6", "callbacks.mishap.killed=9",
              "callbacks.mishap.slow=40", "callbacks.mishap.told=true"]  # fmt: skip

@@ -300,6 +300,7 @@ def test_a_worker_that_is_free_gets_the_next_point_at_once():
     assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 4
 
 
+@pytest.mark.release
 def test_a_search_killed_in_the_middle_goes_on_and_runs_nothing_twice(capsys):
     sweep = [*NOOP, "steps=300", "checkpoint_every=20", "eval_every=100", LOG, "callbacks.slow.wait=0.01",
              "sweep.search=tpe", "sweep.trials=4", "sweep.prune=median", "hydra.sweep.dir=s"]  # fmt: skip

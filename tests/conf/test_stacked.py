@@ -272,6 +272,7 @@ def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
     assert statuses("stopped") == ["completed", "interrupted", "waiting"]
 
 
+@pytest.mark.release
 def test_a_second_ctrl_c_within_a_job_ends_all_that_train_with_it():
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=9", "eval_every=0", "seed=5,6,7", "callbacks=[events,mishap]"]
     command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=3", "hydra.sweep.dir=twice"]

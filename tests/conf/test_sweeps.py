@@ -646,7 +646,10 @@ def files_of(*runs):
     "how",
     [
         ["sweep.launcher=serial"],
-        *(["sweep.isolate=true", f"sweep.launcher={x}"] for x in ("joblib", "stacked")),
+        *(
+            pytest.param(["sweep.isolate=true", f"sweep.launcher={x}"], marks=pytest.mark.release)
+            for x in ("joblib", "stacked")
+        ),
     ],
     ids=" ".join,
 )

@@ -162,7 +162,14 @@ def test_what_several_processes_cannot_do_is_refused(book, monkeypatch, capsys, 
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [["stepz=3"], ["plugins"], [*RUN, "data.path=missing.txt"]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["stepz=3"],
+        pytest.param(["plugins"], marks=pytest.mark.release),
+        pytest.param([*RUN, "data.path=missing.txt"], marks=pytest.mark.release),
+    ],
+)
 def test_of_bad_input_the_first_of_torchruns_ranks_speaks_alone(book, given):
     started = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "toyexp"]
     done = subprocess.run(python(*started, *given), env=environment(book), capture_output=True, text=True, timeout=120)

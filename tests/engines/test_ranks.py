@@ -313,7 +313,7 @@ def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
     assert "engine devices was 2 and is 1: not to the last bit the same from here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("by_torchrun", [False, True])
+@pytest.mark.parametrize("by_torchrun", [pytest.param(False, marks=pytest.mark.release), True])
 def test_ranks_that_are_started_here_or_by_torchrun_know_a_local_plugin(book, by_torchrun):
     Path("of_mine.py").write_text(PLUGIN)
     own = ["plugins=[of_mine]", "model=mine", "model.d_ff=192", "hydra.run.dir=run"]
@@ -463,7 +463,11 @@ def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
 
 
 @pytest.mark.parametrize(
-    ("number", "told"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has given no sign of life for")]
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "has given no sign of life for", marks=pytest.mark.release),
+    ],
 )
 def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, told):
     run = Started(book, *ON_TWO, "engine.shard=true")
@@ -495,7 +499,7 @@ if sys.argv[0] == "-c":  # in the rank alone
 """
 
 
-@pytest.mark.parametrize("at_import", [False, True])
+@pytest.mark.parametrize("at_import", [False, pytest.param(True, marks=pytest.mark.release)])
 def test_what_a_rank_raises_is_told_with_its_line_and_its_traceback_stands_in_the_log(book, at_import):
     raises = RAISES.replace("seen = 0", "raise ValueError('only on\\na rank')") if at_import else RAISES
     Path("of_mine.py").write_text(PLUGIN + raises)

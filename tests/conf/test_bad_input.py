@@ -223,7 +223,7 @@ EMPTY = [
     ("banana=", "unknown key banana"),
     ("recipe=", "recipe=: takes a name"),
     ("plugins=", "plugins=: takes names"),
-    ("--config-path=", "--config-path=: is empty"),
+    ("--config-path=", "--config-path '': is empty"),
     ("-m seed=1,2 hydra.sweep.subdir=", "hydra.sweep.subdir=: is empty"),
 ]  # fmt: skip
 

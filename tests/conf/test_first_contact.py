@@ -118,7 +118,7 @@ def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there
     ]
     settings = [word for word in ours if re.match(r"[a-z_.]+(=|$)", word)]
     assert len(settings) > 80 and {word.partition("=")[0] for word in settings} - known == set()
-    options = {option for offer in commands.values() for option in (*offer.cls.switches, *offer.cls.values)}
+    options = {option for offer in commands.values() for option in offer.cls().parser().options}
     assert {option for cell in cells for option in re.findall(r"--[a-z-]+", cell)} <= options | {"--config-dir"}
     assert {name for cell in cells for name in re.findall(r"^toyexp (\w+)", cell)} <= {*commands}
 

@@ -19,7 +19,11 @@ from toyexp import Command, hookimpl
 class Greet(Command):
     '''Says hello.'''
     name: ClassVar[str] = "{name}"
-    switches: ClassVar[tuple] = ("--loud",)
+
+    def configure(self, parser):
+        parser.add_argument("--loud", action="store_true")
+        parser.add_argument("--times", type=int, default=1, help="how often")
+        parser.add_argument("--to", choices=("you", "them"))
 
     def run(self, arguments):
         {body}
@@ -28,7 +32,7 @@ class Greet(Command):
 def register_commands(register):
     register(Greet)
 """
-HELLO = "print('hello', *arguments.rest, end='!' * len(arguments.switches)); return 3"
+HELLO = "print('hello', *arguments.rest, end='!' * arguments.loud * arguments.times); return 3"
 
 
 @pytest.fixture
@@ -53,6 +57,25 @@ def toyexp(tmp_path):
 def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
     done = toyexp(["greet", "--loud", "you"])
     assert (done.stdout, done.stderr, done.returncode) == ("hello you!", "", 3)
+    assert toyexp(["greet", "--times", "3", "you", "--loud"]).stdout == "hello you!!!"
+    told = toyexp(["greet", "--help"]).stdout
+    assert told.startswith("usage: toyexp greet [options] ...\n\nSays hello.") and "how often" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--times", "x"], "--times x: invalid int value: 'x'"),
+        (["--to", "hem"], "--to hem: did you mean them?"),
+        (["--to"], "--to needs a value: you, them"),
+        (["--to", ""], "greet --to '': is empty (a variable that is not set?); leave it out, or give it a value"),
+        (["--time", "3"], "greet --time: there is no such option; did you mean --times?"),
+    ],
+)
+def test_a_wrong_word_behind_it_is_refused(toyexp, words, told):
+    done = toyexp(["greet", *words])
+    assert (done.stdout, done.returncode) == ("", 2)
+    assert done.stderr.startswith(f"toyexp: error: {told}") and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,10 +96,9 @@ def test_what_it_raises_by_mistake_is_one_line_that_names_it(toyexp, body, told)
 def test_one_that_cannot_say_how_it_is_used_is_told_in_one_line(toyexp):
     done = toyexp(["greet", "--help"], more="\nGreet.usage = lambda self: 'anyhow'\n")
     assert done.returncode == 1 and done.stderr.startswith("toyexp: error: command.greet failed while it ran: TypeErr")
-    for name, wrong in (("switches", "'--loud'"), ("switches", "('loud',)"), ("values", "['--top']")):
-        done = toyexp(["greet"], more=f"\nGreet.{name} = {wrong}\n")
-        assert done.returncode == 2 and f"which is broken: Greet.{name} is {wrong}; it is " in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+    done = toyexp(["greet"], more="\nGreet.configure = lambda self, parser: parser.add_argument(1)\n")
+    assert done.returncode == 1 and done.stderr.startswith("toyexp: error: command.greet failed while it ran: ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["two words", "Loud"])
@@ -123,8 +145,11 @@ def test_every_shipped_one_is_in_the_registry():
 
 class Two(Command):
     name = "two"
-    switches = ("--all",)
-    values = {"--to": "x.gguf", "--type": "q8_0"}
+
+    def configure(self, parser):
+        parser.add_argument("--all", action="store_true")
+        parser.add_argument("--to", metavar="x.gguf")
+        parser.add_argument("--type", metavar="q8_0")
 
     def run(self, arguments):
         return 0
@@ -132,7 +157,7 @@ class Two(Command):
 
 def test_words_are_told_apart():
     found = Two().read(["a", "--to", "b", "--all", "c=1", "plugins=[m,n]", "--to=b"])
-    assert found == Arguments({"--all"}, {"--to": "b"}, ["a", "c=1"], ["m", "n"])
+    assert found == Arguments(all=True, to="b", type=None, rest=["a", "c=1"], modules=["m", "n"])
     assert found.settings == ["a", "c=1", "plugins=[m,n]"]
 
 

@@ -148,7 +148,7 @@ def test_the_default_of_a_setting_is_among_its_choices():
 def test_every_flag_and_every_option_of_every_command_is_offered(offered):
     assert set(FLAGS) <= set(offered("toyexp -"))
     for name, command in COMMANDS.items():
-        assert {*command.switches, *command.values} <= set(offered(f"toyexp {name} -")), name
+        assert set(command().parser().options) <= set(offered(f"toyexp {name} -")), name
     assert {"--tokens", "--chat"} <= set(offered("toyexp generate -"))
 
 

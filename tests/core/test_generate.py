@@ -477,7 +477,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless_file):
 def test_help_names_every_option(capsys):
     assert main(["generate", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {flag} " in out for flag in (*COMMANDS["generate"].switches, *COMMANDS["generate"].values))
+    assert all(f"\n  {flag} " in out for flag in COMMANDS["generate"]().parser().options)
 
 
 def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):

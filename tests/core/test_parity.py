@@ -111,7 +111,7 @@ def test_a_loss_that_is_no_number_exceeds_and_the_json_stays_strict(capsys):
 def test_help_names_every_option_and_the_tolerances(capsys):
     assert main(["parity", "--help"]) == 0
     out = capsys.readouterr().out
-    for words in ("--loss X", "--gradient X", "--weights X", "--all", "--json", "steps=20"):
+    for words in ("--loss 1e-3", "--gradient 1e-3", "--weights 1e-3", "--all", "--json", "steps=20"):
         assert words in out
     rows = [line.split() for line in out.splitlines()]
     assert ["float32", "0.001", "0.0001", "0.005"] in rows and ["float16", "0.001", "0.005", "0.2"] in rows

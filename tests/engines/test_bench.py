@@ -19,7 +19,7 @@ from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
 from toyexp.base.formatting import count
 from toyexp.cli import bench_stepper as stepper
-from toyexp.cli.bench import Report, Work, read, sheet, step_flops, take_turns
+from toyexp.cli.bench import Report, Work, sheet, step_flops, take_turns
 from toyexp.cli.bench_stepper import (
     BASELINES,
     FIGURES,
@@ -403,8 +403,7 @@ def test_help_names_every_option(capsys):
 
 def test_options_are_read_in_both_forms():
     given = COMMANDS["bench"]().read(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
-    options = read(given)
-    assert (options.rounds, options.steps, options.no_memory, options.json) == (2, 3, True, False)
+    assert (given.rounds, given.steps, given.no_memory, given.json) == (2, 3, True, False)
     assert given.rest == ["lr=1"]
 
 

@@ -19,6 +19,7 @@ from toyexp.base.files import absent
 from toyexp.base.formatting import columns, counted, short
 from toyexp.base.ownership import LEDGER, LOCK, fingerprint_once
 from toyexp.base.terminal import tell_aside
+from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.results.events import events_in, start_of
@@ -171,7 +172,7 @@ class Result:
 
         Beyond the model's context the later half of the text is read anew. Raises UserError for what cannot be.
         """
-        from toyexp.inference.generate import LIMITS, Options
+        from toyexp.inference.generate import Options
         from toyexp.inference.generate import generate as write
         from toyexp.inference.predict import token_ids
         from toyexp.interfaces.sampling import Sampling
@@ -180,7 +181,7 @@ class Result:
         options = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k, "--top-p": top_p,
                    "--min-p": min_p, "--seed": seed}  # fmt: skip
         for name, value in options.items():
-            least, most = LIMITS[name]
+            least, most = TEXT_LIMITS[name]
             fits = int if isinstance(least, int) else (int, float, np.floating)
             if not isinstance(value, fits) or isinstance(value, bool) or not least <= value <= most:
                 kind = "a whole number" if isinstance(least, int) else "a number"

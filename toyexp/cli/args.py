@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,32 +41,27 @@ def require_settings(command: str, words: Sequence[str]) -> None:
             raise UserError(f"{command} {word}: is no setting; write key=value; see toyexp {command} --help")
 
 
-def options(cls: type[T], arguments: Arguments, limits: Mapping[str, tuple[float, float]], **more: Any) -> T:
-    """A dataclass of options as they were typed, each by its field: `--top-k 4` is top_k, a number within its limits.
-
-    `more` are fields that no option gives.
-    """
-    for f in fields(cls):  # type: ignore[arg-type]
-        flag = f"--{f.name.replace('_', '-')}"
-        if flag in arguments.switches:
-            more[f.name] = True
-        if flag in arguments.values and f.name not in more:
-            text = arguments.values[flag]
-            more[f.name] = number(flag, text, *limits[flag], whole=f.type == "int") if flag in limits else text
-    return cls(**more)
+def options(cls: type[T], arguments: Arguments, **more: Any) -> T:
+    """Return a dataclass of the options that were typed, each by its field; `more` are its other fields."""
+    typed = {f.name: vars(arguments).get(f.name) for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in typed.items() if value is not None}, **more)
 
 
-def number(flag: str, text: str, low: float, high: float, whole: bool = False) -> float:
-    """The number that an option was given; UserError outside of low to high, and for one that is not finite."""
-    if whole:
-        if not is_whole(text, int(low), int(high)):
-            raise UserError(f"{flag} {text}: takes a whole number from {low} to {high}")
-        return int(text)
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and low <= value <= high):
-        asked = f" from {low:g} to {high:g}" if math.isfinite(high) else f", {low:g} or above"
-        raise UserError(f"{flag} {text}: takes a number{asked}")
-    return value
+def number(low: float, high: float = math.inf, whole: bool = False) -> Callable[[str], float]:
+    """Return the `type` of an option that takes a finite number from low to high."""
+
+    def parse(text: str) -> float:
+        if whole:
+            if not is_whole(text, int(low), int(high)):
+                raise ArgumentTypeError(f"takes a whole number from {low} to {high}")
+            return int(text)
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and low <= value <= high):
+            asked = f" from {low:g} to {high:g}" if math.isfinite(high) else f", {low:g} or above"
+            raise ArgumentTypeError(f"takes a number{asked}")
+        return value
+
+    return parse

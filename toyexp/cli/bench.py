@@ -24,7 +24,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import columns, count, counted, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
-from toyexp.cli.args import options, require_settings
+from toyexp.cli.args import require_settings
 from toyexp.cli.bench_stepper import (
     FIGURES,
     EngineStepper,
@@ -58,21 +58,11 @@ beside vulkan, needs two commands with the same first engine.
   toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
   toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens;
                                                   also bench_100k and bench_6m
-options
-  --rounds N      turns that each of them gets (7)
-  --steps N       steps of a turn (as many as take about 0.3 s)
-  --baseline      beside them loops that do no more than train: one in nanoGPT's
-                  manner for model=gpt2, eager and compiled, and of a llama on
-                  the CPU PyTorch's, likewise, and ggml's own autodiff (on
-                  engine.threads); on a GPU PEFT's for recipe=lora (in
-                  engine.dtype)
-  --no-peak       leave out the share of the peak, which takes its time to find
-  --no-memory     leave out what needs a process for each: memory, and the wait
-                  for the first step
-  --plot FILE     a picture of the speeds too, .svg, .png or .pdf
-                  (pip install 'toyexp[plots]')
-  --json          everything as JSON
 
+options
+--baseline: one loop in nanoGPT's manner for model=gpt2, eager and compiled,
+and of a llama on the CPU PyTorch's, likewise, and ggml's own autodiff (on
+engine.threads); on a GPU PEFT's for recipe=lora (in engine.dtype).
 ms/step is the median of the rounds, quartiles are between which their middle
 half lies. GFLOP/s counts 6 N + 12 L d T operations for each of the T positions
 of a row (PaLM, appendix B), N being the parameters in matrix products, and 4
@@ -87,44 +77,21 @@ the most memory that the process held, with those that compute beside it, beyond
 import how much of the first one's came after all was imported."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The flags of the command line."""
-
-    rounds: int = 7
-    steps: int = 0  # 0: as many as fill a slice
-    baseline: bool = False
-    no_peak: bool = False
-    no_memory: bool = False
-    json: bool = False
-    plot: str = ""  # where a picture is drawn; empty: nowhere
-
-
-LIMITS = {"--rounds": (1, 10**6), "--steps": (1, 10**6)}
-
-
-def read(arguments: Arguments) -> Options:
-    """The options of a command line; UserError for what is no setting, and for steps, which it chooses itself."""
-    require_settings("bench", arguments.rest)
-    for setting in arguments.rest:
-        key, _, value = setting.partition("=")
-        if key == "steps":
-            raise UserError(f"{setting}: bench takes the steps that fill its rounds; to fix them: --steps {value}")
-    return options(Options, arguments, LIMITS)
-
-
 def run(arguments: Arguments) -> int:
     """Measures the engines, and shows what came out."""
-    asked = read(arguments)
-    picture = picture_at("--plot", asked.plot) if asked.plot else None
+    require_settings("bench", arguments.rest)
+    if word := next((word for word in arguments.rest if word.startswith("steps=")), None):
+        how = f"--{word.replace('=', ' ', 1)}"
+        raise UserError(f"{word}: bench takes the steps that fill its rounds; to fix them: {how}")
+    picture = picture_at("--plot", arguments.plot) if arguments.plot else None
     request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
-    watch: Callable[[str], None] = (lambda line: None) if asked.json else tell
-    report = measure(request, labels, asked, watch)
+    watch: Callable[[str], None] = (lambda line: None) if arguments.json else tell
+    report = measure(request, labels, arguments, watch)
     code, work = report.show(arguments), report.work
     if picture:
         name, size, of_a_step = (*work.model.split(", ", 2), "", "")[:3]
         drawn = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [of_a_step, work.data, work.machine])
-        watch(f"\nplot    {asked.plot}, {in_bytes(drawn.write(picture))}")
+        watch(f"\nplot    {arguments.plot}, {in_bytes(drawn.write(picture))}")
     return code
 
 
@@ -233,7 +200,7 @@ def step_flops(plan: Plan) -> float:
 # -- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(request: Request, labels: Sequence[str], asked: Options, watch: Callable[[str], None]) -> Report:
+def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Callable[[str], None]) -> Report:
     """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
     environment = dict(os.environ)  # engines may set in it what they tell their library, once in a process
     runs = prepared_on(request, labels)
@@ -252,18 +219,18 @@ def measure(request: Request, labels: Sequence[str], asked: Options, watch: Call
     peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in found.items()}
     with contextlib.ExitStack() as last:
         for label in labels:
-            ready[label] = warm_up(partial(EngineStepper, runs[label]), batches, asked.steps)
+            ready[label] = warm_up(partial(EngineStepper, runs[label]), batches, asked.steps or 0)
             last.callback(ready[label][0].close)
         for name, entry in added:
             try:
                 if isinstance(entry, str):
                     raise UserError(entry)
-                ready[name] = warm_up(entry.prepare()[1], batches, asked.steps)
+                ready[name] = warm_up(entry.prepare()[1], batches, asked.steps or 0)
                 last.callback(ready[name][0].close)
                 entries.append(entry)
             except Exception as error:  # whatever a baseline lacks here, the engines are measured
                 left_out[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        seconds = take_turns(ready, batches, asked.rounds)
+        seconds = take_turns(ready, batches, asked.rounds or 7)
     engines = []
     for entry in entries:  # now that the machine's memory is free again
         (stepper, steps), times = ready[entry.name], seconds[entry.name]

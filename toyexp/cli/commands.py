@@ -5,40 +5,49 @@ They are offered as those of plugins are, and nobody can take over their names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import make_dataclass
 from importlib import import_module
 from typing import Any, ClassVar, cast
 
 from toyexp.base.errors import UserError
-from toyexp.interfaces.command import Arguments, Command, modules_in
+from toyexp.cli.args import number
+from toyexp.config.top_level import TEXT_LIMITS
+from toyexp.interfaces.command import Arguments, Command, Parser, modules_in
 from toyexp.interfaces.hooks import Register, hookimpl
+
+Option = tuple[str, dict[str, Any]]  # what argparse takes
 
 
 class Shipped(Command):
-    """One of them: a module of toyexp/cli/ says how it is used, HELP, and does it, run."""
+    """One of them: a module of toyexp/cli/ says how it is used, HELP, and does it, run.
+
+    A line `options` of HELP stands for the options.
+    """
 
     module: ClassVar[str]
+    options: ClassVar[Sequence[Option]]
 
     def _load(self) -> Any:
         return import_module(f"toyexp.cli.{self.module}")
 
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options of the table."""
+        for flag, how in self.options:
+            parser.add_argument(flag, **how)
+
     def usage(self, modules: Sequence[str] = ()) -> str:
         """What `toyexp NAME --help` prints; a HELP that tells of plugins is a function of the local ones."""
-        told = self._load().HELP
-        return str(told(modules) if callable(told) else told)
+        told, parser = self._load().HELP, Parser(self.name, usage=argparse.SUPPRESS)
+        self.configure(parser)
+        text = told(modules) if callable(told) else told
+        parser.description, _, parser.epilog = text.partition("\noptions\n")
+        return parser.format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
-        """Tells the words apart; those that a shell hands over for completion are another command line's, and stay."""
-        if self.takes == "shells":
-            return Arguments(set(), {}, list(words), [])
-        found = super().read(words)
-        if "" in found.rest:
-            raise UserError(f"{self.name} '': is empty (a variable that is not set?); leave it out")
-        for option in (option for option, value in found.values.items() if not value and option != "--prompt"):
-            what = f"{self.name} {option} '': is empty (a variable that is not set?)"
-            raise UserError(f"{what}; leave it out, or give it a value, such as {self.values[option]}")
-        return found
+        """Parse the words; those that a shell hands over for completion are another command line's, and stay."""
+        return Arguments(rest=list(words)) if self.takes == "shells" else super().read(words)
 
     def no_option(self, word: str, after: Sequence[str]) -> UserError:
         """An error about a word with dashes that is none of its options; it may be a setting."""
@@ -57,75 +66,95 @@ class Shipped(Command):
         return int(self._load().run(arguments))
 
 
-def _shipped(
-    name: str, about: str, switches: str = "", values: Mapping[str, str] | None = None, takes: str = "",
-    module: str = "",
-) -> type[Command]:  # fmt: skip
-    told = {"switches": tuple(switches.split()), "values": values or {}, "takes": takes, "module": module or name}
-    space = {"name": name, "__doc__": about, "__module__": __name__, **told}
-    return cast("type[Command]", make_dataclass(name.title(), [], bases=(Shipped,), namespace=space))
+def _shipped(name: str, about: str, takes: str, *options: Option, module: str = "") -> type[Command]:
+    space = {"options": options, "takes": takes, "module": module or name, "__doc__": about, "__module__": __name__}
+    return cast("type[Command]", make_dataclass(name.title(), [], bases=(Shipped,), namespace={"name": name, **space}))
 
 
+def _switch(flag: str, about: str) -> Option:
+    return flag, {"action": "store_true", "help": about}
+
+
+def _value(flag: str, example: str, about: str, type: Callable[[str], Any] | None = None) -> Option:
+    return flag, {"metavar": example, "help": about, "type": type}
+
+
+def _number(flag: str, example: str, about: str, most: float = 10**6) -> Option:
+    return _value(flag, example, about, number(*TEXT_LIMITS.get(flag, (1, most)), whole=example.isdigit()))
+
+
+JSON = _switch("--json", "print it as JSON")
+FORCE = _switch("--force", "replace what is there already, if it is a model that no run wrote")
+ENGINE = "auto (the best engine here), or any engine with its settings (cpu:dtype=float64:threads=1)"
+PLOT = "a picture too, .svg, .png or .pdf (pip install 'toyexp[plots]')"
 OWN = (
-    _shipped(
-        "plugins", "What can be asked for, and which plugins and engines are broken.", "--matrix --json",
-        {"--check": "my_module.py"}, "names",
-    ),
-    _shipped("new", "A plugin to begin with: a package that works, and its test.", "", {"--into": "DIR"}, "kinds"),
-    _shipped(
-        "doctor", "Which engines work here, and why the others do not.", "--graph --numerics", takes="settings"
-    ),
-    _shipped(
-        "parity", "Whether several engines compute the same numbers, within tolerances.", "--all --json",
-        {"--loss": "1e-3", "--gradient": "1e-3", "--weights": "1e-3", "--plot": "parity.svg"}, "settings",
-    ),
-    _shipped(
-        "bench", "Engines side by side on this machine: their speed, and their memory.",
-        "--baseline --no-peak --no-memory --json", {"--rounds": "7", "--steps": "100", "--plot": "bench.svg"},
-        "settings",
-    ),
-    _shipped(
-        "eval", "The held-out loss of a model in a file.", "--json",
-        {"--data": "book.txt", "--adapter": "adapter.gguf"}, "file settings", module="evaluate",
-    ),
-    _shipped(
-        "describe", "What is in a GGUF file, and what can be done with it here.", "--metadata --tensors --json",
-        takes="file",
-    ),
-    _shipped("models", "The GGUF files on this machine, and what each is good for here.", "--json", takes="directory"),
-    _shipped(
-        "generate", "Text from a model in a file, as it comes.", "--chat --json",
-        {
-            "--prompt": "'Once upon a time'", "--system": "'Be brief.'", "--adapter": "adapter.gguf",
-            "--engine": "cpu", "--ids": "1,2,3", "--tokens": "1", "--top-k": "1", "--seed": "1",
-            "--temperature": "1", "--top-p": "1", "--min-p": "1",
-        },
-        "file",
-    ),
-    _shipped(
-        "predict", "Which class images are of, by a model that was trained on images.", "--json",
-        {"--top": "3", "--csv": "classes.csv", "--engine": "cpu"}, "file",
-    ),
-    _shipped(
-        "export", "A model's file again in another type.", "--force --requantize --json",
-        {"--type": "q8_0", "--to": "small.gguf"}, "file",
-    ),
-    _shipped(
-        "merge", "A model with a LoRA adapter added to it, as one file.", "--force --json",
-        {"--out": "merged.gguf", "--type": "f16"}, "file",
-    ),
-    _shipped(
-        "runs", "The runs that are here: when, what, how far, how well.", "--json --csv",
-        {"--sort": "loss", "--last": "20"}, "directory",
-    ),
-    _shipped(
-        "compare", "Runs and sweeps side by side: what differs, and how well each did.", "--json --csv --pool",
-        {"--metric": "accuracy", "--html": "report.html", "--plot": "curves.svg"}, "directory",
-    ),
-    _shipped("completion", "What makes a shell complete command lines.", takes="shells"),
-    _shipped(
-        "help", "How to use the command line, and the pages of the documentation.", takes="topics", module="pages"
-    ),
+    _shipped("plugins", "What can be asked for, and which plugins and engines are broken.", "names",
+        _switch("--matrix", "which recipe trains which model, and why not"),
+        _value("--check", "my_module.py", "whether a plugin, a directory or a file, keeps what its kind promises"),
+        _switch("--json", "with --check: print it as JSON")),
+    _shipped("new", "A plugin to begin with: a package that works, and its test.", "kinds",
+        _value("--into", "DIR", "where that directory is made, if need be; this one unless told")),
+    _shipped("doctor", "Which engines work here, and why the others do not.", "settings",
+        _switch("--numerics", "whether engines compute every op and a short training as float64 does"),
+        _switch("--graph", "which ops of a training step run on which device")),
+    _shipped("parity", "Whether several engines compute the same numbers, within tolerances.", "settings",
+        _value("--loss", "1e-3", "largest difference of one step's loss", number(0)),
+        _value("--gradient", "1e-3", "worst relative error of one tensor's gradient, on the first batch", number(0)),
+        _value("--weights", "1e-3", "worst difference of one tensor at the end, by how far it moved", number(0)),
+        _switch("--all", "list every tensor, not only those that differ most"),
+        _value("--plot", "parity.svg", PLOT), JSON),
+    _shipped("bench", "Engines side by side on this machine: their speed, and their memory.", "settings",
+        _number("--rounds", "7", "turns that each of them gets (7)"),
+        _number("--steps", "100", "steps of a turn (as many as take about 0.3 s)"),
+        _switch("--baseline", "beside them loops that do no more than train; see below"),
+        _switch("--no-peak", "leave out the share of the peak, which takes its time to find"),
+        _switch("--no-memory", "leave out what needs a process for each: memory, and the wait for the first step"),
+        _value("--plot", "bench.svg", PLOT), JSON),
+    _shipped("eval", "The held-out loss of a model in a file.", "file settings",
+        _value("--data", "book.txt", "what to evaluate on; see below"),
+        _value("--adapter", "adapter.gguf", "a LoRA adapter on the model: of a run, a file, or a directory of PEFT's"),
+        JSON, module="evaluate"),
+    _shipped("describe", "What is in a GGUF file, and what can be done with it here.", "file",
+        _switch("--metadata", "every key of the file"),
+        _switch("--tensors", "every tensor: its shape, type and place"), JSON),
+    _shipped("models", "The GGUF files on this machine, and what each is good for here.", "directory", JSON),
+    _shipped("generate", "Text from a model in a file, as it comes.", "file",
+        _value("--prompt", "TEXT", "what to continue; - reads it from standard input", str),
+        _value("--ids", "1,2,3", "token ids in its place; a file without a tokenizer answers in ids too"),
+        _switch("--chat", "the prompt is a user's message; without a prompt a conversation; see below"),
+        _value("--system", "TEXT", "with --chat: what the model is told before the first message"),
+        _number("--tokens", "64", "tokens to write at most (64; of an answer in a conversation 512)"),
+        _number("--temperature", "0.8", "logits are divided by it; 0: always the likeliest token (0.8)"),
+        _number("--top-k", "40", "choose among this many of the likeliest tokens; 0: all (40)"),
+        _number("--top-p", "0.95", "and among the fewest that together have this probability; 1: all (0.95)"),
+        _number("--min-p", "0.1", "and among those with this share of the likeliest one's probability; 0: all (0)"),
+        _number("--seed", "1", "another text for the same prompt (0)"),
+        _value("--adapter", "adapter.gguf", "a LoRA adapter on the model: of a run, a file, or a directory of PEFT's"),
+        _value("--engine", "cpu", f"{ENGINE}, or llama.cpp (llama.cpp:threads=1); see below"),
+        _switch("--json", "one JSON object at the end in place of the text; in a conversation one for each answer")),
+    _shipped("predict", "Which class images are of, by a model that was trained on images.", "file",
+        _number("--top", "3", "this many of the likeliest classes of each (1)"),
+        _value("--csv", "classes.csv", "a row for each image: file, class, probability, ..., error; a new file"),
+        _value("--engine", "cpu", ENGINE), JSON),
+    _shipped("export", "A model's file again in another type.", "file",
+        _value("--type", "q8_0", "one of the types below"), _value("--to", "small.gguf", "where to"), FORCE,
+        _switch("--requantize", "round numbers again that were already rounded to a quantised type"), JSON),
+    _shipped("merge", "A model with a LoRA adapter added to it, as one file.", "file",
+        _value("--out", "merged.gguf", "where to"), FORCE,
+        _value("--type", "f16", "of the weights that change: f32 (exact) f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 (f32)"),
+        JSON),
+    _shipped("runs", "The runs that are here: when, what, how far, how well.", "directory",
+        _value("--sort", "loss", "by a column or a setting, from the smallest; --sort=-loss from the largest"),
+        _number("--last", "20", "this many of the last", 1 << 40),
+        _switch("--csv", "every column, for a spreadsheet"), _switch("--json", "the same with the scores")),
+    _shipped("compare", "Runs and sweeps side by side: what differs, and how well each did.", "directory",
+        _value("--metric", "accuracy", "the held-out score that decides (loss, or the sweep's own sweep.metric)"),
+        _switch("--pool", "count equal runs of different directories or names as one point; see below"),
+        _switch("--csv", "a row for each run"), _switch("--json", "the points, their runs, and what differs"),
+        _value("--html", "report.html", "everything in one file, without a network (pip install 'toyexp[report]')"),
+        _value("--plot", "curves.svg", "a picture to print, .svg, .png or .pdf (pip install 'toyexp[plots]')")),
+    _shipped("completion", "What makes a shell complete command lines.", "shells"),
+    _shipped("help", "How to use the command line, and the pages of the documentation.", "topics", module="pages"),
 )  # fmt: skip
 COMMANDS: Mapping[str, type[Command]] = {command.name: command for command in OWN}
 

@@ -20,8 +20,7 @@ from toyexp.results.report import Report, importance_of, is_a_page, require, tit
 from toyexp.sweeps.compare import compared
 
 HELP = """\
-usage: toyexp compare WHAT ... [FILTER ...] [--metric NAME] [--pool] [--csv | --json]
-                           [--html report.html] [--plot curves.svg]
+usage: toyexp compare WHAT ... [FILTER ...] [options]
 
 Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory or a zip
 archive that holds runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm
@@ -32,23 +31,19 @@ came to their end. The best point comes first. What tells points apart in the sa
 a preset) stands below the table. Runs that read different data or different base models are different points, even if
 their settings are equal; the column `data digest` or `base digest` tells them apart.
 
---metric accuracy    the held-out score that decides; loss, unless a sweep's own sweep.metric says otherwise
---pool               count equal runs of different directories or names, as those of a class, as one point; without it
-                     the column `whose` tells them apart
---csv                a row for each run; --json: the points, their runs, and what differs
---html report.html   curves, table, settings against score, samples, and how to repeat each, in one file that opens
-                     anywhere, without a network (pip install 'toyexp[report]')
---plot curves.svg    a picture to print, .svg, .png or .pdf: held-out curves, the mean over seeds in its band, and where
-                     each point ended; of a search its scores by trial and setting (pip install 'toyexp[plots]')"""
+options
+--pool is for the runs of a class; without it the column `whose` tells them apart. --html holds curves, table, settings
+against score, samples, and how to repeat each, and opens anywhere. --plot draws held-out curves, the mean over seeds in
+its band, and where each point ended; of a search its scores by trial and setting."""
 
 
 def run(arguments: Arguments) -> int:
     """Compares what is named."""
     one_form(arguments)
-    page, plot = arguments.values.get("--html"), arguments.values.get("--plot")
-    if other := arguments.switches & {"--json", "--csv"} if page or plot else set():
-        told = f"--html {page}" if page else f"--plot {plot}"
-        raise UserError(f"{told} {other.pop()}: are two answers; ask for them one after the other")
+    page, plot = arguments.html, arguments.plot
+    if (page or plot) and (arguments.json or arguments.csv):
+        told, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
+        raise UserError(f"{told} {other}: are two answers; ask for them one after the other")
     if page:
         check_page(page)
     picture = picture_at("--plot", plot) if plot else None
@@ -60,8 +55,8 @@ def run(arguments: Arguments) -> int:
 
 
 def _compare(arguments: Arguments, places: list[str], filters: Sequence[Filter], picture: Path | None) -> int:
-    page, metric = arguments.values.get("--html"), arguments.values.get("--metric")
-    answer = compared(places, filters, metric, "--pool" in arguments.switches)
+    page, metric = arguments.html, arguments.metric
+    answer = compared(places, filters, metric, arguments.pool)
     comparison = answer.comparison
     alone = Path(places[0]) if len(places) == 1 else None
     if page:
@@ -70,8 +65,8 @@ def _compare(arguments: Arguments, places: list[str], filters: Sequence[Filter],
     if picture:
         whole = alone if not filters and not metric else None
         size = sheet(comparison, title(places), whole).write(picture)
-        say(f"plot    {arguments.values['--plot']}, {in_bytes(size)}")
-    if not page and not picture and "--csv" not in arguments.switches:
+        say(f"plot    {arguments.plot}, {in_bytes(size)}")
+    if not page and not picture and not arguments.csv:
         return answer.show(arguments)
     if not page and not picture:
         print(answer.csv(), end="")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from argparse import Action
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,8 @@ from pathlib import Path
 from toyexp.base.errors import UserError, choose
 from toyexp.base.terminal import say
 from toyexp.cli.commands import find
-from toyexp.config.flags import FLAGS, SHORT
+from toyexp.config.flags import SHORT
+from toyexp.config.flags import parser as flag_parser
 from toyexp.config.paths import CONF
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.interfaces.command import Arguments, Command
@@ -68,18 +70,20 @@ class Line:
 
     def candidates(self, command: Command | None) -> Iterator[Candidate]:
         """What a sub-command takes, or a run or sweep: options, what stands behind one of them, or another word."""
-        options: dict[str, Sequence[str] | None] = {**FLAGS, "--version": None}  # None takes nothing
+        parser = command.parser() if command else flag_parser()
         kinds = ["settings"] if self.before else ["settings", "commands"]
         if command:
-            options, kinds = {**dict.fromkeys(command.switches), **command.values}, command.takes.split()
+            kinds = command.takes.split()
+        options = parser.options
         flag, equals, value = self.word.partition("=")
         last = SHORT.get(self.before[-1], self.before[-1]) if self.before else ""
-        if (takes := options.get(last)) is not None:
-            yield from self._behind(last, takes, self.word)
-        elif equals and (takes := options.get(flag)) is not None:
-            yield from (replace(c, text=f"{flag}={c.text}") for c in self._behind(flag, takes, value))
+        if last in options and options[last].nargs != 0:
+            yield from self._behind(last, options[last], self.word)
+        elif equals and flag in options:
+            yield from (replace(c, text=f"{flag}={c.text}") for c in self._behind(flag, options[flag], value))
         elif self.word.startswith("-"):
-            yield from map(Candidate, (*options, "--help"))
+            yield from (Candidate(flag, option.help or "") for flag, option in options.items())
+            yield from map(Candidate, ("--help",) if command else ("--help", "--version"))
         else:
             for kind in kinds:
                 yield from self._words(kind)
@@ -112,7 +116,7 @@ class Line:
     def _offered(self, kind: str, form: str = "{}") -> Iterator[Candidate]:
         return (Candidate(form.format(n), o.help) for n, o in self.registry.offers.get(kind, {}).items())
 
-    def _behind(self, flag: str, takes: Sequence[str], word: str) -> Iterator[Candidate]:
+    def _behind(self, flag: str, option: Action, word: str) -> Iterator[Candidate]:
         """What stands behind an option: one of its choices, or what its example tells, as a file's suffix does."""
         match flag:
             case "--engine":
@@ -127,9 +131,9 @@ class Line:
                 yield from map(Candidate, (*self._top_level(), *GROUPS))
             case "--config-dir" | "--config-path":
                 yield from paths(word, ("/",))
-            case _ if not isinstance(takes, str):
-                yield from map(Candidate, takes)
-            case _ if Path(takes).suffix and not takes[0].isdigit():
+            case _ if option.choices:
+                yield from map(Candidate, map(str, option.choices))
+            case _ if option.type in (None, str) and Path(str(option.metavar)).suffix:
                 yield from paths(word)
 
     # -- settings ----------------------------------------------------------------------------------------------------

@@ -16,10 +16,6 @@ WHAT is a file, the first part of a split one, the directory of a run, or a chec
   toyexp describe outputs/warm-llama/2026-11-21_050553_073724
 
 options
-  --metadata      every key of the file
-  --tensors       every tensor: its shape, type and place
-  --json          everything as JSON
-
 A command that is shown works, as far as the file is concerned: the rules of those who run it were asked, the tokenizer
 was read, and the numbers of a file of up to 256 MB were looked at.
 In the forward pass B is sequences (or images) and T their tokens; operations are the multiplications and additions of
@@ -28,8 +24,7 @@ matrix products and attention for one token (or image), with attention looking a
 
 def run(arguments: Arguments) -> int:
     """Reads the file's header, and shows it."""
-    flags = arguments.switches
     refuse_settings("describe", arguments.rest)
     what = one_file("describe", arguments.rest, ": toyexp describe model.gguf")
-    found = describe(what, load(arguments.modules), "--metadata" in flags, "--tensors" in flags)
+    found = describe(what, load(arguments.modules), arguments.metadata, arguments.tensors)
     return found.show(arguments)

@@ -37,24 +37,24 @@ from toyexp.tokenizers import chat_template as chat
 from toyexp.training.run_config import Prepared
 
 HELP = """\
-usage: toyexp doctor [--numerics [engine=NAME,...]] [--graph [key=value ...]]
+usage: toyexp doctor [options] [engine=NAME,... key=value ...]
 
 Which engines work here, and why the others do not.
-  toyexp doctor
-  toyexp doctor --numerics engine=ggml        whether it computes every op and a short training as float64 does
-  toyexp doctor --graph engine=ggml model=gpt2  which ops of a training step run on which device
+  toyexp doctor --numerics engine=ggml
+  toyexp doctor --graph engine=ggml model=gpt2
 
+options
 --numerics exits with 1 when something is off. plugins=[my_module] goes with both."""
 
 
 def run(arguments: Arguments) -> int:
     """Tells of the engines, of their numbers, or of their graphs."""
     working_directory()  # or MKL, which looks for itself from there, ends the process
-    if "--graph" in arguments.switches:
+    if arguments.graph:
         request, labels = on_engines("doctor --graph", arguments, {*ALONE, "steps", "lr", "callbacks"}, "ggml")
         print("\n".join(placement(prepared_on(request, labels))))
         return 0
-    if "--numerics" in arguments.switches:
+    if arguments.numerics:
         return _numerics(arguments)
     if arguments.settings:
         raise UserError(

@@ -12,7 +12,7 @@ from toyexp.inference.evaluate import evaluate
 from toyexp.interfaces.command import Arguments
 
 HELP = """\
-usage: toyexp eval MODEL [key=value ...] [--data PATH] [--adapter PATH] [--json]
+usage: toyexp eval MODEL [key=value ...] [options]
 
 How well a model does on held-out data: its loss, perplexity and bits per byte, or for images its accuracy, and that
 of each class with what it is mistaken for.
@@ -26,9 +26,10 @@ MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkp
                                                           a LoRA adapter on a base: of a run, on that run's own data; a
                                                           file adapter.gguf; or a directory of PEFT's
 
-A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. PATH is a file
-of text, .jsonl, or packed ids (.bin, .npy), or a folder of text or of images. All of PATH is held out, or val/ of
-images in train/ and val/; without it a share is. A few batches of that are taken (data.eval_batches=1000000 takes all,
+options
+A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. --data takes
+text, .jsonl, packed ids (.bin, .npy), or a folder of text or of images. All of that is held out, or val/ of images in
+train/ and val/; without it a share is. A few batches of that are taken (data.eval_batches=1000000 takes all,
 as of images data.eval_images=0 does). Sizes and tokenizer come from the model's file. model.context=N takes windows of
 N tokens, batch_size=N so many at a time; beside these go data.*, engine, engine.* and plugins=[...]."""
 
@@ -39,8 +40,7 @@ def run(arguments: Arguments) -> int:
     usage = ", settings behind it, --data, --adapter and --json: toyexp eval model.gguf batch_size=4"
     what = one_file("eval", files, usage)
     request = one_experiment("eval", [word for word in arguments.settings if "=" in word])
-    adapter = arguments.values.get("--adapter")
-    found = evaluate(what, request, arguments.values.get("--data"), Path(adapter) if adapter else None)
+    found = evaluate(what, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
     found.show(arguments)
     if not math.isfinite(found.loss):
         raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")

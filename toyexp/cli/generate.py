@@ -20,7 +20,6 @@ from toyexp.base.writing import dump_json
 from toyexp.cli.args import one_file, options, refuse_settings
 from toyexp.inference.generate import (
     LIMIT,
-    LIMITS,
     STOPPED,
     Author,
     Generated,
@@ -58,22 +57,9 @@ left a model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp generate base.gguf --adapter adapter.gguf --prompt 'def ' --engine ggml:threads=1
 
 options
-  --prompt TEXT      what to continue; - reads it from standard input
-  --ids 1,2,3        token ids in its place; a file without a tokenizer answers in ids too
-  --chat             the prompt is a user's message, written by the file's chat template, or by the adapter's own;
-                     without a prompt a conversation, a line a message: /quit ends it, Ctrl-C stops an answer
-  --system TEXT      with --chat: what the model is told before the first message
-  --tokens N         tokens to write at most (64; of an answer in a conversation 512)
-  --temperature X    logits are divided by it; 0: always the likeliest token (0.8)
-  --top-k N          choose among the N likeliest tokens; 0: all (40)
-  --top-p X          and among the fewest that together have this probability; 1: all (0.95)
-  --min-p X          and among those with this share of the likeliest one's probability; 0: all (0)
-  --seed N           another text for the same prompt (0)
-  --adapter PATH     a LoRA adapter on the model: a run of recipe=lora, its adapter.gguf, or a directory of PEFT's
-  --engine NAME      auto (the best engine here), any engine with its settings (cpu:dtype=float64:threads=1), or
-                     llama.cpp, through the Python package xllamacpp or llama-cpp-python (llama.cpp:threads=1)
-  --json             one JSON object at the end in place of the text; in a conversation one for each answer
-
+--chat writes the prompt as a user's message by the file's chat template, or by the adapter's own. In a conversation
+each line is a message: /quit ends it, Ctrl-C stops an answer. llama.cpp is reached through the Python package
+xllamacpp or llama-cpp-python.
 It ends at an end token or after --tokens. Where the model's context is full, it goes on from the later half of the
 text, and says so once; llama.cpp ends there. The same seed draws by the same numbers on every engine; llama.cpp has its
 own. seconds count from reading the prompt, with the model in memory."""
@@ -109,21 +95,21 @@ def run(arguments: Arguments) -> int:
 
 def read(arguments: Arguments) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    files, ids = arguments.rest, arguments.values.get("--ids")
+    files, ids = arguments.rest, arguments.ids
     refuse_settings("generate", files, "options, and plugins=[...]")
     model = one_file("generate", files, ": toyexp generate model.gguf --prompt 'def '")
     parts = None if ids is None else re.split(r"\s*,\s*|\s+", ids.strip())
     if parts is not None and not all(is_whole(part, 0, 2**31 - 1) for part in parts):
         raise UserError(f"--ids {ids}: takes token ids with commas between them, such as 1,2,3")
     numbers = None if parts is None else [int(part) for part in parts]
-    sampling = options(Sampling, arguments, LIMITS)
-    asked = options(Options, arguments, LIMITS, model=model, ids=numbers, sampling=sampling)
+    sampling = options(Sampling, arguments)
+    asked = replace(options(Options, arguments, model=model, sampling=sampling), ids=numbers)
     if asked.system is not None and not asked.chat:
         raise UserError(f"generate --system: needs --chat: toyexp generate {model} --chat --system ... --prompt ...")
     if asked.chat and numbers is not None:
         raise UserError("generate --chat: takes its message from --prompt; ids go without it")
     if asked.chat and asked.prompt is None:
-        return asked if "--tokens" in arguments.values else replace(asked, tokens=IN_A_CHAT)
+        return asked if arguments.tokens is not None else replace(asked, tokens=IN_A_CHAT)
     if (asked.prompt is None) == (numbers is None):
         usage = "--prompt TEXT (- reads it from standard input), --ids 1,2,3 in its place, or --chat for a conversation"
         raise UserError(f"generate: give {usage}")

@@ -163,7 +163,7 @@ def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> 
     with running_out():
         answer = foresee(request, composed, prepared, where, resumed)
     status("")
-    return answer.show(Arguments(set(flags), {}, [], []))
+    return answer.show(Arguments(json="--json" in flags))
 
 
 def _of_search() -> dict[str, Callback]:

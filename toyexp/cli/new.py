@@ -24,9 +24,7 @@ A plugin to begin with, in a directory of its own, toyexp-NAME: a part that work
 and a README with the commands to go on with. KIND is engine, model, recipe, data, callback, optimiser or format.
   toyexp new optimiser sgdr
   cd toyexp-sgdr && pytest
-
---into DIR   where that directory is made; this one unless told. DIR is made if it is not there. Nothing that is there
-             is ever replaced."""
+Nothing that is there is ever replaced."""
 
 KINDS = {  # the registry's words for them
     "engine": "engine", "model": "model", "recipe": "recipe", "data": "data", "callback": "callbacks",
@@ -46,7 +44,7 @@ def run(arguments: Arguments) -> int:
     kind = HABITS.get(words[0], words[0])
     if kind not in KINDS:
         raise UserError(f"new {kind}: there is no such kind; {choose(kind, KINDS)}")
-    place = write(kind, words[1], Path(arguments.values.get("--into", ".")), arguments.modules)
+    place = write(kind, words[1], Path(arguments.into or "."), arguments.modules)
     readme = (place / "README.md").read_text()
     commands = re.search(r"```\n(.*?)```", readme, re.DOTALL)
     print(f"{short(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")

@@ -18,7 +18,7 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import columns, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.writing import dump_json
-from toyexp.cli.args import number, require_settings
+from toyexp.cli.args import require_settings
 from toyexp.cli.parity_plot import sheet
 from toyexp.cli.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
@@ -39,13 +39,6 @@ SMALL = 1e-6
 ROUNDING = 2.0**-23
 
 Arrays = Mapping[str, np.ndarray]
-
-
-LIMITS = {  # options that take the place of a tolerance; see `TOLERANCES`
-    "loss": "largest difference of one step's loss",
-    "gradient": "worst relative error of one tensor's gradient, on the first batch",
-    "weights": "worst difference of one tensor after the last step, relative to how far it moved",
-}
 
 
 @dataclass(frozen=True)
@@ -256,11 +249,10 @@ def _ratio(difference: float, scale: float) -> float:
 def run(arguments: Arguments) -> int:
     """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
     require_settings("parity", arguments.rest)
-    plot = arguments.values.get("--plot")
+    plot, as_json = arguments.plot, arguments.json
     picture = picture_at("--plot", plot) if plot else None
-    typed = {name: arguments.values.get(f"--{name}") for name in LIMITS}
-    limits = {name: number(f"--{name}", text, 0, math.inf) for name, text in typed.items() if text is not None}
-    as_json, every = "--json" in arguments.switches, "--all" in arguments.switches
+    typed = {name: getattr(arguments, name) for name in ("loss", "gradient", "weights")}
+    limits = {name: limit for name, limit in typed.items() if limit is not None}
     request, labels = on_engines("parity", arguments, ALONE)
     _require_schedules(request)
     own = own_sweep(request)
@@ -278,7 +270,7 @@ def run(arguments: Arguments) -> int:
             watch(f"\n[{len(reports)}] {label}")
         runs = prepared_on(request.plus(*varied), labels)
         reports[label] = report = compare(runs, limits, watch)
-        for line in summary(report, every):
+        for line in summary(report, arguments.all):
             watch(line)
         if picture:
             lines = [line.partition(" ") for line in introduction(runs[labels[0]])]
@@ -303,7 +295,6 @@ def _require_schedules(request: Request) -> None:
             raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
 
 
-_LIMITS = "\n".join(f"  {f'--{name} X':<18} {about}" for name, about in LIMITS.items())
 _TABLE = "\n".join(
     f"  {row}"
     for row in columns(
@@ -325,11 +316,6 @@ An optimiser that goes by signs, such as optim=lion, makes a whole step of a gra
 weights differ where gradients are near 0, and only gradient tells whether the engines agree; --weights X allows for it.
 
 options
-{_LIMITS}
-  --all              list every tensor, not the {SHOWN} that differ most
-  --plot FILE        a picture of it too, .svg, .png or .pdf (pip install 'toyexp[plots]')
-  --json             print the whole report as JSON
-
 The tolerances, by the coarser of what the two engines' products round to:
 {_TABLE}
 

@@ -20,20 +20,19 @@ usage: toyexp plugins [NAME] [--matrix] [plugins=[my_module]]
 What can be asked for: every engine, recipe, model, data set and callback, and which plugins are broken.
   toyexp plugins                      all of them
   toyexp plugins warm                 the settings of one
-  toyexp plugins --matrix             which recipe trains which model, and why not
   toyexp plugins plugins=[my_module]  with those of a file in the current directory
-  toyexp plugins --check PATH         whether a plugin, a directory or a file, keeps what its kind promises
 
+options
 --check runs the tests that lie with the plugin, which need not be installed, and the conformance suite of each part
 that none of them is about. It exits with 1 where one fails or cannot be run, and with 2 where there is no plugin."""
 
 
 def run(arguments: Arguments) -> int:
     """Lists all of them, shows what goes with what, or tells of one."""
-    names, matrix = arguments.rest, "--matrix" in arguments.switches
-    if "--check" in arguments.values:
+    names, matrix = arguments.rest, arguments.matrix
+    if arguments.check is not None:
         return _check(arguments)
-    if "--json" in arguments.switches:
+    if arguments.json:
         raise UserError("plugins --json: goes with --check PATH")
     refuse_settings("plugins", names, "a name, and plugins=[...]")
     if len(names) > 1:
@@ -56,8 +55,8 @@ def _check(arguments: Arguments) -> int:
     """Holds a plugin against its suites."""
     from toyexp.cli.plugin_check import check
 
-    path = arguments.values["--check"]
-    if arguments.settings or "--matrix" in arguments.switches:
+    path = arguments.check
+    if arguments.settings or arguments.matrix:
         raise UserError(f"plugins --check {path}: takes one directory or file, and --json")
     checked = check(path)
     checked.show(arguments)

@@ -10,13 +10,13 @@ from toyexp.base.errors import UserError, in_a_cell
 from toyexp.base.terminal import say
 from toyexp.base.writing import in_one_piece, require_place, required
 from toyexp.batching.pictures import require_pillow
-from toyexp.cli.args import number, refuse_settings
+from toyexp.cli.args import refuse_settings
 from toyexp.inference.predict import listed, predict
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
 
 HELP = """\
-usage: toyexp predict MODEL IMAGE ... [--top K] [--csv FILE] [--json] [--engine NAME] [plugins=[my_module]]
+usage: toyexp predict MODEL IMAGE ... [options] [plugins=[my_module]]
 
 Which class images are of, and how probable a model that was trained on images finds it. MODEL is a GGUF file, the
 directory of a run that left a model.gguf, or a checkpoint (run/checkpoints/step-200); IMAGE a file (PNG, JPEG, BMP,
@@ -27,11 +27,7 @@ GIF, WebP, TIFF, PPM), or a folder, whose images are all taken, and those of the
 An image becomes what the model was trained on: its centred square, scaled, grey where those were, its pixels by their
 mean and deviation. With data.resize=false in the run's config.yaml one of another size is an error.
 
---top K         the K likeliest classes of each (1)
---csv FILE      a row for each image: file, class, probability, ..., error; FILE must not exist yet
---json          the same as JSON
---engine NAME   auto (the best engine here), or any engine with its settings (cpu:dtype=float64:threads=1)
-
+options
 An image that cannot be read is told on standard error, and the exit code is then 1; where none can be, nothing is
 written, and it is 2. Of an animation the first picture counts."""
 
@@ -43,15 +39,13 @@ def run(arguments: Arguments) -> int:
         given = f"predict {arguments.rest[0]}" if arguments.rest else "predict"
         raise UserError(f"{given}: takes a model, and images or folders of them: toyexp predict RUN photo.png")
     what, *places = map(Path, arguments.rest)
-    top = int(number("--top", arguments.values.get("--top", "1"), 1, 10**6, whole=True))
-    sheet = arguments.values.get("--csv")
+    sheet = arguments.csv
     if sheet is not None:
         _check_sheet(sheet, arguments)
     require_pillow()
     files = listed(places)
-    found = predict(
-        what, files, top, arguments.values.get("--engine", "auto"), load(arguments.modules), arguments.modules
-    )
+    engine, modules = arguments.engine or "auto", arguments.modules
+    found = predict(what, files, arguments.top or 1, engine, load(modules), modules)
     for image in found.failed:
         print(in_a_cell(f"{image.file}: {image.error}"), file=sys.stderr)
     if sheet is None:
@@ -65,7 +59,7 @@ def run(arguments: Arguments) -> int:
 
 def _check_sheet(sheet: str, arguments: Arguments) -> None:
     """Raises UserError where the CSV file could not be written, before anything is read."""
-    if "--json" in arguments.switches:
+    if arguments.json:
         raise UserError(f"--csv {sheet} --json: are two forms of the same; leave one of them out")
     path = Path(sheet)
     if sheet in ("", "-"):

@@ -14,13 +14,12 @@ from toyexp.base.errors import UserError, in_a_cell
 from toyexp.base.formatting import as_csv, columns, counted, score, short, shown
 from toyexp.base.tables import aligned, fits, room, without, wrapped
 from toyexp.base.terminal import tell_aside
-from toyexp.cli.args import number
 from toyexp.interfaces.command import Answer, Arguments
 from toyexp.results.filters import Filter, divided, filtered, ordered
 from toyexp.results.found import COLUMNS, Run, below, look, unzipped
 
 HELP = """\
-usage: toyexp runs [DIR ...] [FILTER ...] [--sort KEY] [--last N] [--json | --csv]
+usage: toyexp runs [DIR ...] [FILTER ...] [options]
 
 The runs below these directories (outputs/ unless others are named), the newest at the end.
 
@@ -31,10 +30,7 @@ A key is a column (name, when, sweep, recipe, model, data, engine, seed, lr, bat
 seconds, speed, state), a held-out score such as accuracy, or any setting of config.yaml. < and > compare numbers, and
 when with a date, a time, today or yesterday. DIR may be a zip archive of runs.
 
---sort KEY    by a column or a setting, from the smallest; --sort=-loss from the largest
---last N      the last N of them
---csv         every column, for a spreadsheet; --json the same with the scores
-
+options
 steps are those taken, of those asked for where it was not all; held-out is the loss. state: completed; diverged, if the
 loss ended above where it began; stopped, by a callback; pruned, by a search; interrupted, failed or killed; running;
 unreadable. Of two of them: toyexp compare."""
@@ -109,11 +105,11 @@ def _list(arguments: Arguments, named: Sequence[str], where: Sequence[str], filt
     """Print the runs below `where`, which the user `named`."""
     notes: list[str] = []
     runs = [look(path) for path in dict.fromkeys(path for word in where for path in below(Path(word), notes))]
-    chosen = ordered(filtered(runs, filters, notes), arguments.values.get("--sort", "when"))
-    if last := arguments.values.get("--last"):
-        chosen = chosen[-int(number("--last", last, 1, 1 << 40, whole=True)) :]
+    chosen = ordered(filtered(runs, filters, notes), arguments.sort or "when")
+    if arguments.last:
+        chosen = chosen[-arguments.last :]
     answer = Runs(chosen, len(runs), named, notes)
-    if "--csv" in arguments.switches:
+    if arguments.csv:
         print(answer.csv(), end="")
         for note in answer.told():
             tell_aside(f"note: {note}")
@@ -123,11 +119,11 @@ def _list(arguments: Arguments, named: Sequence[str], where: Sequence[str], filt
 
 def one_form(arguments: Arguments) -> None:
     """Raises UserError where two forms of the answer are asked for at once."""
-    if {"--json", "--csv"} <= arguments.switches:
+    if arguments.json and arguments.csv:
         raise UserError("--json --csv: are two forms of the same; leave one of them out")
-    for form in arguments.switches & {"--json", "--csv"}:
-        if word := next((w for w in arguments.rest if w.endswith(f".{form[2:]}") and not os.path.lexists(w)), ""):
-            raise UserError(f"{form} {word}: {form} prints, and takes no file; into one: {form} > {word}")
+    form = "json" if arguments.json else "csv" if arguments.csv else None
+    if word := next((w for w in arguments.rest if form and w.endswith(f".{form}") and not os.path.lexists(w)), ""):
+        raise UserError(f"--{form} {word}: --{form} prints, and takes no file; into one: --{form} > {word}")
 
 
 def row(run: Run, scores: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, choose, nearest
 from toyexp.config.top_level import GROUPS, in_our_words, other_tools
-from toyexp.interfaces.command import modules_in
+from toyexp.interfaces.command import Parser, modules_in
 from toyexp.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -55,23 +56,35 @@ def read(words: Sequence[str]) -> tuple[dict[str, str], list[str], str | None]:
     return flags, settings, resume
 
 
+def parser() -> Parser:
+    """Return the parser of the flags."""
+    parser = Parser(argument_default=argparse.SUPPRESS)
+    for flag, takes in FLAGS.items():
+        if takes is None:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag, choices=takes or None)
+    return parser
+
+
 def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The flags with their values, by their long names, and the settings; UserError for what is neither."""
-    flags: dict[str, str] = {}
+    typed: list[str] = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        given, equals, value = word.partition("=")
+        flag = SHORT.get(given, given) + equals + value
+        typed.append("--info=all" if flag == "--info" and following not in (FLAGS["--info"] or ()) else flag)
+    found, rest = parser().parse_known_args(typed)
     settings: list[str] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
+    for i, word in enumerate(rest):
         if word.startswith("-"):
-            flag, value = _flag(word, left)
-            if (other := flags.setdefault(flag, value)) != value:
-                raise UserError(f"{flag} {value}: was given already, as {other}; leave one of them out")
-        elif "=" in word or word[:1] in "~+":
-            settings += HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
-        else:
+            raise no_option(word, rest[i + 1 :], FLAGS)
+        if "=" not in word and word[:1] not in "~+":
             from toyexp.plugins.discovery import load  # deferred: to read a command line needs no plugins
 
-            raise no_setting(word, settings, left, load(modules_in(words)).offers["command"])
+            raise no_setting(word, settings, rest[i + 1 :], load(modules_in(words)).offers["command"])
+        settings += HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
+    flags = {f"--{name.replace('_', '-')}": "" if value is True else value for name, value in vars(found).items()}
     return flags, settings
 
 
@@ -81,31 +94,6 @@ def request_of(flags: Mapping[str, str], settings: Sequence[str]) -> Request:
     from toyexp.config.schema import Source
 
     return Request.of(settings, Source.of(*map(flags.get, ("--config-path", "--config-name", "--config-dir"))))
-
-
-def _flag(word: str, left: list[str]) -> tuple[str, str]:
-    """A flag by its long name, and its value, which may be taken from the words that are `left`."""
-    given, equals, value = word.partition("=")
-    flag = SHORT.get(given, given)
-    if flag not in FLAGS:
-        raise no_option(word, left, FLAGS)
-    takes = FLAGS[flag]
-    if takes is None:
-        if equals:
-            raise UserError(f"{word}: {flag} takes no value")
-        return flag, ""
-    if not equals:
-        if flag == "--info" and (not left or left[0] not in takes):
-            return flag, "all"
-        if not left:
-            raise UserError(f"{given} needs a value" + (f": {', '.join(takes)}" if takes else ""))
-        value = left.pop(0)
-    if not value:
-        what = word if equals else f"{given} ''"
-        raise UserError(f"{what}: is empty (a variable that is not set?); leave {given} out, or give it a value")
-    if takes and value not in takes:
-        raise UserError(f"{given} {value}: {choose(value, takes)}")
-    return flag, value
 
 
 def check_flags(flags: Mapping[str, str], resume: str | None) -> None:

@@ -28,6 +28,10 @@ LIMITS = {  # the least that is taken
     "submitit": {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0, "requeues": 0},
     "ray": {"gpus": 0, "cpus": 1, "retries": 0},
 }
+TEXT_LIMITS = {  # of the numbers that a text is written by: the least and the most
+    "--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1),
+    "--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0),
+}  # fmt: skip
 COMPARED = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # what makes the points of a search alike
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")

@@ -36,10 +36,6 @@ LESS = "fewer --tokens take less"
 # Why it ends.
 END, LIMIT, FULL, STOPPED = "end of text", "token limit", "context full", "stopped"
 # The least and the most that a number can be.
-LIMITS = {
-    "--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1),
-    "--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from toyexp.base.errors import UserError, choose
 from toyexp.base.terminal import tell
 from toyexp.base.writing import dump_json
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The words behind a sub-command, told apart."""
+class Arguments(argparse.Namespace):
+    """Words behind a sub-command: an attribute for each option, as argparse has it, and the words beside them."""
 
-    switches: set[str]
-    values: dict[str, str]  # by option
     rest: list[str]  # files, names and settings
     modules: list[str]  # the local plugins of plugins=[...]
 
@@ -27,6 +25,66 @@ class Arguments:
     def settings(self) -> list[str]:
         """The rest as settings of a run, with its plugins."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
+
+
+class Once(argparse.Action):
+    """What an option does unless it names another action: store its value, and refuse a second one that differs."""
+
+    given: Any = None
+
+    def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
+        """Store the value."""
+        if self.given not in (None, values):
+            raise UserError(f"{option_string} {values}: was given already, as {self.given}; leave one of them out")
+        self.given = values
+        setattr(namespace, self.dest, values)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line; options are typed in full, and stand anywhere among other words.
+
+    An option without `type=` refuses an empty value; one with `type=str` takes it.
+    """
+
+    def __init__(self, command: str = "", **more: Any):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"toyexp {command}", add_help=False, allow_abbrev=False, formatter_class=form, **more)
+        self.command = command
+        self.register("action", None, Once)
+
+    @property
+    def options(self) -> Mapping[str, argparse.Action]:
+        """All options by what one types."""
+        return self._option_string_actions
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError; argparse names the option in front of its message."""
+        name, _, what = message.removeprefix("argument ").partition(": ")
+        flag = name.rpartition("/")[2]
+        if flag not in self.options:
+            raise UserError(message)
+        if what.startswith("expected"):
+            raise UserError(f"{flag} needs a value{self._such(flag)}")
+        raise UserError(f"{flag} takes no value" if what.startswith("ignored") else f"{flag}: {what}")
+
+    def _such(self, flag: str) -> str:
+        option = self.options[flag]
+        such = f", such as {flag} {option.metavar}" if option.metavar else ""
+        return f": {', '.join(map(str, option.choices))}" if option.choices else such
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        flag = action.option_strings[-1]
+        if not text and action.type is not str:
+            what = f"{self.command} {flag} '': is empty (a variable that is not set?)".strip()
+            raise UserError(f"{what}; leave it out, or give it a value{self._such(flag)}")
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            raise UserError(f"{flag} {text}: {error.message}") from None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise UserError(f"{action.option_strings[-1]} {value}: {choose(str(value), map(str, action.choices))}")
 
 
 class Answer(ABC):
@@ -45,7 +103,7 @@ class Answer(ABC):
 
     def show(self, arguments: Arguments) -> int:
         """Print it in lines, or with --json as JSON, and return exit code 0."""
-        tell(dump_json(self.plain(), indent=2) if "--json" in arguments.switches else str(self))
+        tell(dump_json(self.plain(), indent=2) if arguments.json else str(self))
         return 0
 
 
@@ -55,42 +113,36 @@ class Command(ABC):
 
     plugin_kind: ClassVar[str] = "command"
     name: ClassVar[str]
-    switches: ClassVar[Sequence[str]] = ()  # options that take nothing: --json
-    values: ClassVar[Mapping[str, str]] = {}  # options that take a value, each with an example
-    takes: ClassVar[str] = "file settings"  # what TAB offers beside them: any of file, directory, settings, names
+    takes: ClassVar[str] = "file settings"  # what TAB offers beside options: file, directory, settings, names
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most need not implement it
+        """Declare the options, as argparse does it: `parser.add_argument("--top", type=int, help=...)`."""
+
+    def parser(self) -> Parser:
+        """Return a parser with its options; its description is what it does."""
+        parser = Parser(self.name, usage="%(prog)s [options] ...", description=inspect.cleandoc(self.__doc__ or ""))
+        self.configure(parser)
+        return parser
 
     def usage(self, modules: Sequence[str] = ()) -> str:
-        """What `toyexp NAME --help` prints; `modules` are the local plugins beside it."""
-        options = [*self.switches, *(f"{option} {example}" for option, example in self.values.items())]
-        words = " ".join(["usage: toyexp", self.name, *(f"[{option}]" for option in options), "..."])
-        return f"{words}\n\n{inspect.cleandoc(self.__doc__ or '')}"
+        """Return what `toyexp NAME --help` prints; `modules` are the local plugins beside it."""
+        return self.parser().format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
-        """Tells the words apart; UserError for an option that there is not, and one without its value."""
-        found = Arguments(set(), {}, [], modules_in(words))
-        left = [word for word in words if not word.startswith("plugins=")]
-        while left:
-            word = left.pop(0)
-            flag, equals, value = word.partition("=")
-            if flag in self.switches:
-                if equals:
-                    raise UserError(f"{word}: {flag} takes no value")
-                found.switches.add(flag)
-            elif flag in self.values:
-                if not equals and (not left or left[0] in self.switches or left[0] in self.values):
-                    raise UserError(f"{flag} needs a value, such as {flag} {self.values[flag]}")
-                value = value if equals else left.pop(0)
-                if (other := found.values.setdefault(flag, value)) != value:
-                    raise UserError(f"{flag} {value}: was given already, as {other}; leave one of them out")
-            elif word.startswith("-"):
-                raise self.no_option(word, left)
-            else:
-                found.rest.append(word)
+        """Parse the words; UserError for an option that there is not, and one without its value."""
+        typed = [word for word in words if not word.startswith("plugins=")]
+        found, rest = self.parser().parse_known_args(typed, Arguments(modules=modules_in(words)))
+        for i, word in enumerate(rest):
+            if word.startswith("-"):
+                raise self.no_option(word, rest[i + 1 :])
+        if "" in rest:
+            raise UserError(f"{self.name} '': is empty (a variable that is not set?); leave it out")
+        found.rest = rest
         return found
 
     def no_option(self, word: str, after: Sequence[str]) -> UserError:
-        """An error about a word with dashes that is none of its options, and what comes `after` it."""
-        flag, known = word.partition("=")[0], sorted([*self.switches, *self.values])
+        """Return an error about a word with dashes that is none of its options, and what comes `after` it."""
+        flag, known = word.partition("=")[0], sorted(self.parser().options)
         parts = re.split("[-_]", flag.lstrip("-"))  # of --max_new_tokens
         meant = [option for option in known if f"-{flag}" == option[:3] or option[2:] in parts]
         if len(meant) == 1:

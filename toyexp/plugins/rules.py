@@ -139,14 +139,6 @@ def _check_callback(cls: type[Callback], label: str) -> None:
     check_hooks(cls, RunHooks, label)
 
 
-def _check_command(cls: type[Command], label: str) -> None:
-    for name, kind in (("switches", (tuple, list)), ("values", dict)):
-        options = getattr(cls, name)
-        if not isinstance(options, kind) or not all(str(o).startswith("-") for o in options):
-            what = "options with an example each" if kind is dict else "a tuple of options"
-            raise UserError(f"{label}.{name} is {options!r}; it is {what}, such as --json")
-
-
 def _check_data(cls: type[Data], label: str) -> None:
     _check_kinds(cls, "gives", label)
     for setting in _names(cls, "fills", label):
@@ -187,7 +179,6 @@ def _check_optimiser(cls: type[Optimiser], label: str) -> None:
 
 _OF_A_KIND: dict[type, Callable[[Any, str], None]] = {
     Callback: _check_callback,
-    Command: _check_command,
     Data: _check_data,
     Model: _check_model,
     Optimiser: _check_optimiser,

@@ -102,7 +102,7 @@ def test_settings_of_other_tools_lead_to_settings_that_there_are():
             assert key in known or key.startswith("callbacks."), ours
             for name in re.findall(r"\w+", value if key in GROUPS else ""):
                 assert name in (*every.offers[key], "default"), ours
-    options = {*load().offers["command"]["generate"].cls.switches, *load().offers["command"]["generate"].cls.values}
+    options = load().offers["command"]["generate"].cls().parser().options
     for theirs, ours in other_tools("generate").items():
         assert theirs not in options and (not ours.startswith("--") or ours.split()[0] in options), ours
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, choose, nearest
 from toyexp.config.top_level import GROUPS, in_our_words, other_tools
-from toyexp.interfaces.command import Parser, modules_in
+from toyexp.interfaces.command import Arguments, Parser, modules_in
 from toyexp.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         given, equals, value = word.partition("=")
         flag = SHORT.get(given, given) + equals + value
         typed.append("--info=all" if flag == "--info" and following not in (FLAGS["--info"] or ()) else flag)
-    found, rest = parser().parse_known_args(typed)
+    found = Arguments()
+    rest = parser().split(typed, found)
     settings: list[str] = []
     for i, word in enumerate(rest):
         if word.startswith("-"):

@@ -49,8 +49,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str = "", **more: Any):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(f"toyexp {command}", add_help=False, allow_abbrev=False, formatter_class=form, **more)
-        self.command = command
+        self.command, self.words = command, list[str]()
         self.register("action", None, Once)
+
+    def split(self, words: Sequence[str], found: Arguments) -> list[str]:
+        """Set what the options say in `found`, and return the other words in their order."""
+        self.words = list(words)
+        return self.parse_known_args(self.words, found)[1]
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
@@ -64,6 +69,9 @@ class Parser(argparse.ArgumentParser):
         if flag not in self.options:
             raise UserError(message)
         if what.startswith("expected"):
+            after = self.words[self.words.index(flag) + 1 :] if flag in self.words else []
+            if after and after[0].startswith("-") and after[0] not in self.options:
+                raise UserError(f"{flag} {after[0]}: a value that begins with a dash is written {flag}={after[0]}")
             raise UserError(f"{flag} needs a value{self._such(flag)}")
         raise UserError(f"{flag} takes no value" if what.startswith("ignored") else f"{flag}: {what}")
 
@@ -131,7 +139,8 @@ class Command(ABC):
     def read(self, words: Sequence[str]) -> Arguments:
         """Parse the words; UserError for an option that there is not, and one without its value."""
         typed = [word for word in words if not word.startswith("plugins=")]
-        found, rest = self.parser().parse_known_args(typed, Arguments(modules=modules_in(words)))
+        found = Arguments(modules=modules_in(words))
+        rest = self.parser().split(typed, found)
         for i, word in enumerate(rest):
             if word.startswith("-"):
                 raise self.no_option(word, rest[i + 1 :])

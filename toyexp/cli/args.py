@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
@@ -18,27 +17,11 @@ from toyexp.interfaces.command import Arguments
 T = TypeVar("T")
 
 
-def refuse_settings(command: str, words: Sequence[str], taken: str = "plugins=[...] alone") -> None:
-    """Raises UserError for a word that is a setting, and no file's name, where a command takes none."""
-    for word in words:
-        if "=" in word and not os.path.lexists(word):
-            raise UserError(
-                f"{command} {word}: is a setting of a run; {command} takes {taken}: toyexp {command} --help"
-            )
-
-
 def one_file(command: str, files: Sequence[str], usage: str) -> Path:
     """What a command is about; UserError, with its `usage`, for nothing and for several."""
     if len(files) != 1 or not files[0]:
         raise UserError(f"{shlex.join([command, *files])}: takes one file or run directory{usage}")
     return Path(files[0])
-
-
-def require_settings(command: str, words: Sequence[str]) -> None:
-    """Raises UserError for a word that is no setting."""
-    for word in words:
-        if "=" not in word and word[:1] not in "~+":
-            raise UserError(f"{command} {word}: is no setting; write key=value; see toyexp {command} --help")
 
 
 def options(cls: type[T], arguments: Arguments, **more: Any) -> T:

@@ -24,7 +24,6 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import columns, count, counted, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
-from toyexp.cli.args import require_settings
 from toyexp.cli.bench_stepper import (
     FIGURES,
     EngineStepper,
@@ -79,7 +78,6 @@ import how much of the first one's came after all was imported."""
 
 def run(arguments: Arguments) -> int:
     """Measures the engines, and shows what came out."""
-    require_settings("bench", arguments.rest)
     if word := next((word for word in arguments.rest if word.startswith("steps=")), None):
         how = f"--{word.replace('=', ' ', 1)}"
         raise UserError(f"{word}: bench takes the steps that fill its rounds; to fix them: {how}")

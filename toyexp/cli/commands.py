@@ -6,6 +6,7 @@ They are offered as those of plugins are, and nobody can take over their names.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import make_dataclass
 from importlib import import_module
@@ -18,6 +19,8 @@ from toyexp.interfaces.command import Arguments, Command, Parser, modules_in
 from toyexp.interfaces.hooks import Register, hookimpl
 
 Option = tuple[str, dict[str, Any]]  # what argparse takes
+NO_SETTINGS = ("describe", "generate", "merge", "models", "new", "plugins", "predict")
+SETTINGS_ALONE = ("bench", "parity")
 
 
 class Shipped(Command):
@@ -47,7 +50,16 @@ class Shipped(Command):
 
     def read(self, words: Sequence[str]) -> Arguments:
         """Parse the words; those that a shell hands over for completion are another command line's, and stay."""
-        return Arguments(rest=list(words)) if self.takes == "shells" else super().read(words)
+        if self.takes == "shells":
+            return Arguments(rest=list(words))
+        found = super().read(words)
+        for word in found.rest:
+            if self.name in NO_SETTINGS and "=" in word and not os.path.lexists(word):
+                what = f"is a setting of a run; {self.name} takes none but plugins=[...]"
+                raise UserError(f"{self.name} {word}: {what}; see toyexp {self.name} --help")
+            if self.name in SETTINGS_ALONE and "=" not in word and word[:1] not in "~+":
+                raise UserError(f"{self.name} {word}: is no setting; write key=value; see toyexp {self.name} --help")
+        return found
 
     def no_option(self, word: str, after: Sequence[str]) -> UserError:
         """An error about a word with dashes that is none of its options; it may be a setting."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toyexp.cli.args import one_file, refuse_settings
+from toyexp.cli.args import one_file
 from toyexp.inference.describe import describe
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
@@ -24,7 +24,6 @@ matrix products and attention for one token (or image), with attention looking a
 
 def run(arguments: Arguments) -> int:
     """Reads the file's header, and shows it."""
-    refuse_settings("describe", arguments.rest)
     what = one_file("describe", arguments.rest, ": toyexp describe model.gguf")
     found = describe(what, load(arguments.modules), arguments.metadata, arguments.tensors)
     return found.show(arguments)

@@ -17,7 +17,7 @@ from toyexp.base.signals import Interrupted, handled
 from toyexp.base.terminal import on_terminal, tell_aside, write_text
 from toyexp.base.validators import is_whole
 from toyexp.base.writing import dump_json
-from toyexp.cli.args import one_file, options, refuse_settings
+from toyexp.cli.args import one_file, options
 from toyexp.inference.generate import (
     LIMIT,
     STOPPED,
@@ -96,7 +96,6 @@ def run(arguments: Arguments) -> int:
 def read(arguments: Arguments) -> Options:
     """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
     files, ids = arguments.rest, arguments.ids
-    refuse_settings("generate", files, "options, and plugins=[...]")
     model = one_file("generate", files, ": toyexp generate model.gguf --prompt 'def '")
     parts = None if ids is None else re.split(r"\s*,\s*|\s+", ids.strip())
     if parts is not None and not all(is_whole(part, 0, 2**31 - 1) for part in parts):

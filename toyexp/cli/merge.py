@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from toyexp.base.errors import UserError, choose
-from toyexp.cli.args import refuse_settings
 from toyexp.inference.export import TYPES, merge
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
@@ -27,7 +26,6 @@ adapter_digest say what was merged."""
 
 def run(arguments: Arguments) -> int:
     """Writes the file, and tells what it is."""
-    refuse_settings("merge", arguments.rest, "options, and plugins=[...]")
     out = arguments.out
     if len(arguments.rest) != 2 or out is None:
         raise UserError(

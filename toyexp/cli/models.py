@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from toyexp.base.errors import UserError
-from toyexp.cli.args import refuse_settings
 from toyexp.inference.models import find
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
@@ -27,7 +26,6 @@ What stands under path can be pasted behind recipe.base= or recipe.donor=; more 
 
 def run(arguments: Arguments) -> int:
     """Looks for models, and lists them."""
-    refuse_settings("models", arguments.rest)
     directories = [Path(word) for word in arguments.rest]
     for path in directories:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken

@@ -12,7 +12,6 @@ from toyexp.base.errors import UserError, choose
 from toyexp.base.files import working_directory
 from toyexp.base.formatting import short
 from toyexp.base.writing import in_one_piece, required, unwritable
-from toyexp.cli.args import refuse_settings
 from toyexp.config.paths import CONF, TEMPLATES
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
@@ -38,7 +37,6 @@ HOW = "toyexp new KIND NAME, such as toyexp new optimiser sgdr"
 def run(arguments: Arguments) -> int:
     """Writes it, and says how to go on."""
     words = arguments.rest
-    refuse_settings("new", words, "a kind and a name")
     if len(words) != 2:
         raise UserError(f"new{''.join(f' {word}' for word in words)}: takes a kind, and a name: {HOW}")
     kind = HABITS.get(words[0], words[0])

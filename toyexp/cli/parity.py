@@ -18,7 +18,6 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import columns, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.writing import dump_json
-from toyexp.cli.args import require_settings
 from toyexp.cli.parity_plot import sheet
 from toyexp.cli.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
@@ -248,7 +247,6 @@ def _ratio(difference: float, scale: float) -> float:
 
 def run(arguments: Arguments) -> int:
     """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
-    require_settings("parity", arguments.rest)
     plot, as_json = arguments.plot, arguments.json
     picture = picture_at("--plot", plot) if plot else None
     typed = {name: getattr(arguments, name) for name in ("loss", "gradient", "weights")}

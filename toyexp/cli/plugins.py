@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from toyexp.base.errors import Broken, UserError
 from toyexp.base.files import working_directory
 from toyexp.base.terminal import tell
-from toyexp.cli.args import refuse_settings
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.compatibility import table
 from toyexp.plugins.discovery import load
@@ -34,7 +33,6 @@ def run(arguments: Arguments) -> int:
         return _check(arguments)
     if arguments.json:
         raise UserError("plugins --json: goes with --check PATH")
-    refuse_settings("plugins", names, "a name, and plugins=[...]")
     if len(names) > 1:
         raise UserError(f"plugins {' '.join(names)}: takes one name")
     if matrix and names:

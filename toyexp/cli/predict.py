@@ -10,7 +10,6 @@ from toyexp.base.errors import UserError, in_a_cell
 from toyexp.base.terminal import say
 from toyexp.base.writing import in_one_piece, require_place, required
 from toyexp.batching.pictures import require_pillow
-from toyexp.cli.args import refuse_settings
 from toyexp.inference.predict import listed, predict
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
@@ -34,7 +33,6 @@ written, and it is 2. Of an animation the first picture counts."""
 
 def run(arguments: Arguments) -> int:
     """Tells of each image which class it is of; 1 where one could not be read."""
-    refuse_settings("predict", arguments.rest, "options, and plugins=[...]")
     if not arguments.rest[1:]:
         given = f"predict {arguments.rest[0]}" if arguments.rest else "predict"
         raise UserError(f"{given}: takes a model, and images or folders of them: toyexp predict RUN photo.png")

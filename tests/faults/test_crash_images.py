@@ -107,16 +107,18 @@ def root(here):
     return here / "images"
 
 
-def often(recipe, model, engine):
-    """Cells of the default suite: every recipe and model on one engine or another."""
-    return engine == "ggml" or (engine == "cpu" and model in ("llama", "vit"))
+def tier(recipe, model, engine):
+    """Return the marks of a cell: `make test` takes each model once and each recipe on models of two kinds."""
+    families = ("qwen2", "qwen3", "gemma")  # llama by other settings
+    if engine == "ggml":
+        return [] if recipe == "scratch" or model not in families else [pytest.mark.release]
+    if engine == "cpu" and model in ("llama", "vit"):
+        return [] if recipe in ("scratch", "lora", "vit_tiny") else [pytest.mark.release]
+    return [pytest.mark.faults]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "model", "engine"),
-    [pytest.param(*cell, marks=[pytest.mark.faults] * (not often(*cell))) for cell in CELLS],
-)
+@pytest.mark.parametrize(("recipe", "model", "engine"), [pytest.param(*cell, marks=tier(*cell)) for cell in CELLS])
 def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, configured, root, monkeypatch):
     cfg = configured(recipe, model, engine)
     directory = root / f"{recipe}-{model}-{engine}" / "run"

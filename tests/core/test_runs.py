@@ -140,7 +140,7 @@ def test_runs_without_the_value_that_sorts_come_last_both_ways(key, order):
 
 
 def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):
-    losses = [run["loss"] for run in listed(capsys, "--sort=-loss")]
+    losses = [run["loss"] for run in listed(capsys, "--sort", "-loss")]
     assert losses == sorted(losses, reverse=True)
     assert [run["seed"] for run in listed(capsys, "--sort", "seed", "--last", "1")] == [9]
     assert listed(capsys, "--sort", "optim.weight_decay")

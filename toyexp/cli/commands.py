@@ -156,7 +156,7 @@ OWN = (
         _value("--type", "f16", "of the weights that change: f32 (exact) f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 (f32)"),
         JSON),
     _shipped("runs", "The runs that are here: when, what, how far, how well.", "directory",
-        _value("--sort", "loss", "by a column or a setting, from the smallest; --sort=-loss from the largest"),
+        _value("--sort", "loss", "by a column or a setting, from the smallest; --sort -loss from the largest"),
         _number("--last", "20", "this many of the last", 1 << 40),
         _switch("--csv", "every column, for a spreadsheet"), _switch("--json", "the same with the scores")),
     _shipped("compare", "Runs and sweeps side by side: what differs, and how well each did.", "directory",

@@ -54,7 +54,13 @@ class Parser(argparse.ArgumentParser):
 
     def split(self, words: Sequence[str], found: Arguments) -> list[str]:
         """Set what the options say in `found`, and return the other words in their order."""
-        self.words = list(words)
+        self.words = []
+        for word in words:
+            option = self.options.get(self.words[-1]) if self.words else None
+            if option and option.nargs != 0 and re.match("-[^-]", word) and word not in self.options:
+                self.words[-1] += f"={word}"  # a value that begins with a dash, which argparse takes for an option
+            else:
+                self.words.append(word)
         return self.parse_known_args(self.words, found)[1]
 
     @property

@@ -65,7 +65,7 @@ def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--times", "x"], "--times x: invalid int value: 'x'"),
+        (["--times", "x"], "--times x: must be a whole number"),
         (["--to", "hem"], "--to hem: did you mean them?"),
         (["--to"], "--to needs a value: you, them"),
         (["--to", ""], "greet --to '': is empty (a variable that is not set?); leave it out, or give it a value"),

@@ -94,7 +94,9 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, text)
         except argparse.ArgumentError as error:
-            raise UserError(f"{flag} {text}: {error.message}") from None
+            kind = "a whole number" if action.type is int else "a number" if action.type is float else ""
+            what = f"must be {kind}" if kind else error.message
+            raise UserError(f"{flag} {text}: {what}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

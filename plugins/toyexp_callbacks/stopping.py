@@ -1,4 +1,4 @@
-"""What ends a run early, what judges it at the end, and what warns of its loss."""
+"""Callbacks that end a run early, judge it at its end, or warn about its loss."""
 
 from __future__ import annotations
 

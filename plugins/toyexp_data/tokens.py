@@ -163,10 +163,10 @@ class Random(Data):
     vocab: int = 1024  # ids run from 0 to vocab - 1
 
     def check(self) -> None:
-        """Raises UserError for a vocabulary that cannot be."""
+        """Raise UserError unless `vocab` is from 1 to MOST."""
         require_within("data", self, vocab=f"[1,{MOST}]")
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
-        """The same ids every time; without a tokenizer, whatever `vocabulary` is."""
+        """Return the same ids every time; they have no tokenizer, so `vocabulary` is ignored."""
         ids = generator(0, "data=random").integers(0, self.vocab, RANDOM, dtype="int32")
         return toyexp.TokenDataset(ids[HELD_OUT:], ids[:HELD_OUT], None, self.vocab, 16, {"vocab": self.vocab})

@@ -105,7 +105,7 @@ class Launcher(ABC):
 
     @property
     def start(self) -> Start:
-        """What starts the process of a job."""
+        """Return the function that starts the process of a job."""
         return self._forks.start if self._forks else spawned
 
     def preload(self, words: Sequence[str], stop: Stop) -> None:

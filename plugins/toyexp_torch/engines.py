@@ -67,7 +67,7 @@ class TorchEngine(Engine):
         if self.packed:
             import_torch()
             from toyexp.formats import in_place
-            from toyexp_torch.unpack import KINDS
+            from toyexp_torch.kernels.packed import KINDS
 
             types = {info.type for tensor in planned.plan.tensors if (info := in_place(tensor))} - {"F32"}
             if not types:
@@ -110,7 +110,7 @@ class TorchEngine(Engine):
                 "engine.devices=2, or leave it out"
             )
         if count > 1:
-            from toyexp_torch.party import patience
+            from toyexp_torch.distributed.supervisor import patience
 
             patience()
             distributed = import_torch().distributed
@@ -144,10 +144,10 @@ class TorchEngine(Engine):
     def preload_stack(self) -> None:
         """Likewise, and what says of steps whether they are one program."""
         self.preload()
-        import toyexp_torch.stack
-        import toyexp_torch.stack_shapes
+        import toyexp_torch.stacks.shapes
+        import toyexp_torch.stacks.stack
 
-        toyexp_torch.stack_shapes.preload()
+        toyexp_torch.stacks.shapes.preload()
 
     def of_one_row(self) -> Engine:
         """Its first device, which is given all threads."""
@@ -165,8 +165,8 @@ class TorchEngine(Engine):
 
             return TorchSession(plan, self._wanted(title)).open()
         self.check_plan(plan)
-        from toyexp_torch.ranks import LeadSession
-        from toyexp_torch.torchrun import gathered
+        from toyexp_torch.distributed.session import LeadSession
+        from toyexp_torch.distributed.worker import gathered
 
         return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gathered(count)).open()
 
@@ -183,14 +183,14 @@ class TorchEngine(Engine):
         if why := toyexp.unlike(plans):
             return why
         import_torch()
-        from toyexp_torch.stack_shapes import refusal
+        from toyexp_torch.stacks.shapes import refusal
 
         return refusal(plans[0])
 
     def bytes_in_a_stack(self, plan: Plan) -> int:
         """See Engine; found by a step on shapes alone."""
         torch = import_torch()
-        from toyexp_torch.stack_shapes import bytes_of_a_run
+        from toyexp_torch.stacks.shapes import bytes_of_a_run
 
         return bytes_of_a_run(plan, torch.float64 if self.dtype == "float64" else torch.float32)
 
@@ -199,7 +199,7 @@ class TorchEngine(Engine):
         title = self.check()
         if why := self.unstackable(plans):
             raise UserError(why)
-        from toyexp_torch.stack import TorchStack
+        from toyexp_torch.stacks.stack import TorchStack
 
         return TorchStack(plans, self._wanted(title)).open()
 
@@ -207,7 +207,7 @@ class TorchEngine(Engine):
         """Take part in the run of rank 0, or on rank 0 wait for the ranks that `torchrun` has started."""
         if started_ranks().count > 1:
             self.check()
-            from toyexp_torch.torchrun import follow, gathered
+            from toyexp_torch.distributed.worker import follow, gathered
 
             follow() if started_ranks().rank else gathered(self.count())
 

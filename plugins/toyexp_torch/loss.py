@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from toyexp import Adapted
+from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.ops import TorchOps
-from toyexp_torch.unpack import Packed
 
 LARGE = 1 << 24  # logits in a batch from which on a GPU never holds all of them
 
@@ -88,7 +88,7 @@ class ProjectedLossOps(LossOps):
 
     def __init__(self, ops: TorchOps):
         super().__init__(ops)
-        from toyexp_torch.head import projected_loss  # deferred: it needs Triton
+        from toyexp_torch.kernels.head import projected_loss  # deferred: it needs Triton
 
         self._projected_loss = projected_loss
 

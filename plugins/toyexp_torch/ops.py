@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from toyexp import Decoder, Ops, Params, Piecewise, Rotary, Session, SessionError
-from toyexp_torch.unpack import Packed
+from toyexp_torch.kernels.packed import Packed
 
 CHUNK = 256  # ids read at a time: the logits of each of them are computed, which for a long prompt is much memory
 

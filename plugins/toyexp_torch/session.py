@@ -19,10 +19,10 @@ from torch import Tensor
 
 from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Recompute, Session, StepMetrics, reason_to_recompute
 from toyexp_torch.host_copy import HostCopy
+from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.loss import ProjectedLossOps, ops_of_loss
 from toyexp_torch.ops import CachedDecoder, TorchOps
 from toyexp_torch.resident import KEPT, Resident
-from toyexp_torch.unpack import Packed
 from toyexp_torch.update import ALIGNMENT, Update
 
 

@@ -279,7 +279,7 @@ class TritonAdamW(Formula):
 
     def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """One pass over memory, the division of the gradient and the question whether to skip in it."""
-        from toyexp_torch.adamw_kernel import step  # deferred: it needs Triton
+        from toyexp_torch.kernels.adamw import step  # deferred: it needs Triton
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
             step(w, g, state["m"], state["v"], numbers, divisor, self._go_on if skip is None else skip, rounded)

@@ -23,7 +23,7 @@ except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
 torch = pytest.importorskip("torch")
-head = pytest.importorskip("toyexp_torch.head", exc_type=ImportError)
+head = pytest.importorskip("toyexp_torch.kernels.head", exc_type=ImportError)
 STEPS = 8
 
 

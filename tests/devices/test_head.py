@@ -16,7 +16,7 @@ except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
 torch = pytest.importorskip("torch")
-head = pytest.importorskip("toyexp_torch.head", exc_type=ImportError)
+head = pytest.importorskip("toyexp_torch.kernels.head", exc_type=ImportError)
 
 
 def by_float64(x, w, targets, weights):
@@ -61,7 +61,7 @@ def test_infinite_logits_give_no_finite_loss():
 
 def test_a_packed_weight_has_the_loss_and_gradient_of_its_numbers():
     """Of Q8_0: blocks of a float16 and 32 bytes."""
-    from toyexp_torch.packed import Packed
+    from toyexp_torch.kernels.packed import Packed
 
     generator = torch.Generator("cuda").manual_seed(2)
     raw = torch.randint(256, (5000, 2, 34), device="cuda", generator=generator, dtype=torch.uint8)

@@ -29,8 +29,8 @@ KINDS = {n: (i, size, length) for i, (n, size, length) in GGUF_TYPES.items() if 
 def test_every_type_is_what_gguf_py_makes_of_it(kind):
     import torch
 
-    from toyexp_torch import unpack
-    from toyexp_torch.unpack import Packed
+    from toyexp_torch.kernels import packed as unpack
+    from toyexp_torch.kernels.packed import Packed
 
     type_id, per_block, block_bytes = KINDS[kind]
     # Scales below 1, and those that are exponents above where a GPU makes 0 of small numbers.
@@ -50,7 +50,7 @@ def test_every_type_is_what_gguf_py_makes_of_it(kind):
 def test_a_kernel_makes_the_bits_of_the_ops(kind):
     import torch
 
-    from toyexp_torch import unpack
+    from toyexp_torch.kernels import packed as unpack
 
     _, _, block_bytes = KINDS[kind]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -69,7 +69,7 @@ def test_a_kernel_makes_the_bits_of_the_ops(kind):
 def test_more_numbers_than_32_bits_count():
     import torch
 
-    from toyexp_torch import unpack
+    from toyexp_torch.kernels import packed as unpack
 
     if torch.cuda.mem_get_info()[0] < 8 << 30:
         pytest.skip("8 GiB of the GPU are not free")

@@ -17,9 +17,9 @@ from toyexp.base import started_ranks
 from toyexp.base.signals import ending
 from toyexp.cli.main import main
 from toyexp.config.request import Request
+from toyexp_torch.distributed.group import torchruns_store
+from toyexp_torch.distributed.supervisor import patience
 from toyexp_torch.engines import TorchCPU
-from toyexp_torch.group import torchruns_store
-from toyexp_torch.party import patience
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 

@@ -30,13 +30,15 @@ from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
-from toyexp_torch import party, ranks, torchrun
+from toyexp_torch.distributed import session as ranks
+from toyexp_torch.distributed import supervisor as party
+from toyexp_torch.distributed import worker as torchrun
+from toyexp_torch.distributed.group import torchruns_store
+from toyexp_torch.distributed.rpc import Link, written
+from toyexp_torch.distributed.session import SharedUpdate, Sums
+from toyexp_torch.distributed.supervisor import Party, Peer
 from toyexp_torch.engines import TorchCPU
-from toyexp_torch.group import torchruns_store
-from toyexp_torch.party import Party, Peer
-from toyexp_torch.ranks import SharedUpdate, Sums
 from toyexp_torch.update import ALIGNMENT, Share, Update
-from toyexp_torch.wire import Link, written
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 
@@ -413,9 +415,7 @@ def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
         for peer, word in zip(it.peers, ("gloo", "nothing"), strict=True):
             peer.link.send(written([word]))
         until(lambda: it.failed)
-        with pytest.raises(
-            RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing' \(torchrun.py, line \d+\)$"
-        ):
+        with pytest.raises(RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing' \(worker.py, line \d+\)$"):
             it.check()
     finally:
         it.close()

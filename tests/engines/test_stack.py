@@ -37,8 +37,8 @@ from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.muon import Adafactor, Muon
 from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_recipes.scratch import VitTiny
-from toyexp_torch.stack_shapes import Held
-from toyexp_torch.stack_step import StackedStep
+from toyexp_torch.stacks.shapes import Held
+from toyexp_torch.stacks.step import StackedStep
 
 
 def together(jobs, steps, engine=ENGINE):
@@ -344,7 +344,7 @@ def test_after_a_step_that_fails_runs_can_take_another(monkeypatch):
     jobs = jobs_of("llama", ADAMW)
     stack, _ = stacked(jobs, ENGINE)
     with monkeypatch.context() as patch:
-        patch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
+        patch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             begin_all(stack, jobs, 0)
     assert np.isfinite(take_all(stack, jobs, 0)).all()
@@ -389,7 +389,7 @@ def test_loops_that_fail_of_one_error_tell_each_its_own_way(tmp_path, monkeypatc
     jobs = jobs_of("llama", [(SGD(), 0.03)] * 6)
     stack, sessions = stacked(jobs, EXACT)
     loops = [training(job, s, tmp_path, 2, 1, 0)[1].asks() for job, s in zip(jobs, sessions, strict=True)]
-    monkeypatch.setattr("toyexp_torch.stack_step.StackedOps.attention", lambda *_: 1 / 0)
+    monkeypatch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_: 1 / 0)
     ends = drive(loops, stack)
     # With the ways of all six it would be 131 lines.
     lengths = {len("".join(traceback.format_exception(end)).splitlines()) for end in ends}

@@ -12,7 +12,8 @@ from tiny import batches, weighted
 
 from toyexp.training.driver import drive
 from toyexp_optimisers.adamw import AdamWOptimiser
-from toyexp_torch import stack, stack_step
+from toyexp_torch.stacks import stack
+from toyexp_torch.stacks import step as stack_step
 
 
 class Inputs:

@@ -13,16 +13,16 @@ from gguf.quants import quantize
 from requantised import q4_k, requantised
 from tiny import batches, write_base
 
-import toyexp_torch
+import toyexp_torch.kernels
 from toyexp import Planned, Setup
 from toyexp.formats import GGUF_TYPES, dequantise
 from toyexp.interfaces.plan import optimised
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
-from toyexp_torch import unpack
 from toyexp_torch.engines import TorchCPU
+from toyexp_torch.kernels import packed as unpack
+from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.ops import computed_twice
-from toyexp_torch.unpack import Packed
 
 KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name in unpack.KINDS}
 CPU = torch.device("cpu")
@@ -75,8 +75,8 @@ def test_where_a_kernel_in_triton_fails_the_ops_do_it(monkeypatch, caplog):
         raise RuntimeError("this GPU is too old\nand more")
 
     kernels = types.SimpleNamespace(unpacked=fails)
-    monkeypatch.setitem(sys.modules, "toyexp_torch.unpack_kernels", kernels)
-    monkeypatch.setattr(toyexp_torch, "unpack_kernels", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "toyexp_torch.kernels.unpack", kernels)
+    monkeypatch.setattr(toyexp_torch.kernels, "unpack", kernels, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device, **how: zeros(*size, **how))
@@ -91,7 +91,7 @@ def kernels(monkeypatch):
     if not importlib.util.find_spec("triton"):
         pytest.skip("Triton is not here")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path = Path(unpack.__file__).with_name("unpack_kernels.py")
+    path = Path(unpack.__file__).with_name("unpack.py")
     spec = importlib.util.spec_from_file_location("interpreted_kernels", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

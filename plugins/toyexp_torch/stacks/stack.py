@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toyexp import Batch, HeldOut, Plan, PlanTensor, Stack, State, StepInput, StepMetrics
 from toyexp_torch.session import Switches, TorchSession, Wanted, places_of
-from toyexp_torch.stack_step import How, StackedResident, StackedStep, StackedUpdate
+from toyexp_torch.stacks.step import How, StackedResident, StackedStep, StackedUpdate
 
 CROWDED = 0.75  # the share of a graph's runs that still train, below which a graph of those alone takes its place
 AT_ONCE, BYTES = 8, 1 << 25  # steps that a GPU is given at once, and what they may read

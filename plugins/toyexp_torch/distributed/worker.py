@@ -24,10 +24,12 @@ from typing import Any, NoReturn
 
 from toyexp import RunFailed, ToyexpError, UserError
 from toyexp.base import interruptible, place, started_ranks
-from toyexp_torch.group import torchruns_store
-from toyexp_torch.party import BEAT, START, WORD, Party, Peer, patience, start_here, telling
-from toyexp_torch.ranks import opened_as  # loads PyTorch before the first sign of life, which may take long to come
-from toyexp_torch.wire import Link, written
+from toyexp_torch.distributed.group import torchruns_store
+from toyexp_torch.distributed.rpc import Link, written
+from toyexp_torch.distributed.session import (
+    opened_as,  # loads PyTorch before the first sign of life, which may take long to come
+)
+from toyexp_torch.distributed.supervisor import BEAT, START, WORD, Party, Peer, patience, start_here, telling
 
 KEY = "toyexp/first"  # of the store: where rank 0 listens
 HELLO = 1024  # bytes at most of what a rank says first

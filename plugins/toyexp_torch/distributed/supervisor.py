@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from toyexp import UserError
 from toyexp.base import RankFailed, complain
-from toyexp_torch.wire import Link, written
+from toyexp_torch.distributed.rpc import Link, written
 
 PATIENCE = "TOYEXP_RANKS_PATIENCE"  # seconds without a sign of life until a rank counts as failed
 BEAT = 0.5  # seconds between signs of life
@@ -34,7 +34,7 @@ FAREWELL = 5.0  # seconds for the ranks to end once their connection is cut
 FOLLOW = (
     "import json, sys; told = json.loads(sys.argv[1]); sys.path[:] = told['path']; "
     "from toyexp.base import calm_threads; calm_threads(); "
-    "from toyexp_torch.torchrun import main; main(told['file'])"
+    "from toyexp_torch.distributed.worker import main; main(told['file'])"
 )
 
 

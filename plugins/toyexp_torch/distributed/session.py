@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Constant, Plan, PlanTensor, StepMetrics
-from toyexp_torch.group import Group, Place, come, has_come, meet, open_store, take_gpu, torchruns_store
+from toyexp_torch.distributed.group import Group, Place, come, has_come, meet, open_store, take_gpu, torchruns_store
+from toyexp_torch.distributed.supervisor import Party
 from toyexp_torch.host_copy import put_on_host, wait_for_copies
-from toyexp_torch.party import Party
+from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.session import TorchSession, Wanted
-from toyexp_torch.unpack import Packed
 from toyexp_torch.update import Share, Update
 
 BUCKET = 25 << 20  # bytes of gradients that are summed at once

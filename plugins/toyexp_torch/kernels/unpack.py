@@ -1,6 +1,6 @@
 """The numbers of the commonest ggml types as one pass over a GPU's memory, written in Triton.
 
-What a number is stands in `unpack.py`, whose bits these are. A program makes a tile [groups, numbers of a group] of
+What a number is stands in `packed.py`, whose bits these are. A program makes a tile [groups, numbers of a group] of
 whole blocks, a group being what has one scale. Each number reads its own bytes: numbers beside one another read bytes
 beside one another and are written together, so that a thread makes eight of them, loads two to sixteen bytes at once,
 as many as the places of blocks allow, and stores sixteen; bytes that several numbers share come out of the cache.

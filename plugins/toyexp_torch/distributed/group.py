@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toyexp import RunFailed, UserError, printable
 from toyexp.base import interruptible, started_ranks
-from toyexp_torch.party import START
+from toyexp_torch.distributed.supervisor import START
 
 LIMIT = timedelta(hours=1)  # until a collective fails: a rank may have to compile; one that is gone is noticed at once
 SLICE = timedelta(seconds=0.5)  # between checks whether the other ranks are alive

@@ -33,7 +33,7 @@ log = logging.getLogger("toyexp")
 def unpacked(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """Return bytes [n, bytes of a row] of one of the `KINDS` as numbers [n, in], made in float32 and rounded once.
 
-    On an NVIDIA GPU where torch has Triton, one kernel of `unpack_kernels` does it.
+    On an NVIDIA GPU where torch has Triton, one kernel of `unpack.py` does it.
     """
     if kind in WHOLE:
         return raw.view(WHOLE[kind]).to(dtype)
@@ -85,10 +85,10 @@ def _in_one_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> Calla
     """Return the Triton kernel, tried on a few zeros, or `_unpacked` where Triton is missing or fails."""
     try:
         if device.type == "cuda" and importlib.util.find_spec("triton"):
-            from toyexp_torch import unpack_kernels  # deferred: it needs Triton
+            from toyexp_torch.kernels import unpack  # deferred: it needs Triton
 
-            unpack_kernels.unpacked(torch.zeros(4 * SIZES[kind][1], dtype=torch.uint8, device=device), kind, dtype)
-            return unpack_kernels.unpacked
+            unpack.unpacked(torch.zeros(4 * SIZES[kind][1], dtype=torch.uint8, device=device), kind, dtype)
+            return unpack.unpacked
     except Exception as error:  # of no one kind: no Triton that works here, a driver that it does not know
         log.info("%s is unpacked op by op, which is slower: %s", kind, str(error).strip().partition("\n")[0])
     return _unpacked

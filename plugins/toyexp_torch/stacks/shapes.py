@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from toyexp import Plan, printable
 from toyexp_torch.session import places_of
-from toyexp_torch.stack_step import StackedStep, StackedUpdate
+from toyexp_torch.stacks.step import StackedStep, StackedUpdate
 
 RUNS = 2  # that are tried
 Frozen = Mapping[str, tuple[Tensor, bool]]  # see StackedStep

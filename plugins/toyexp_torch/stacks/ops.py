@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toyexp import Rotary
+from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.ops import TorchOps
-from toyexp_torch.unpack import Packed
 
 
 class StackedOps(TorchOps):

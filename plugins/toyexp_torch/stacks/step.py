@@ -18,7 +18,7 @@ from torch import Tensor
 
 from toyexp import Batch, Plan, Rule
 from toyexp_torch.capture import Captured, Inputs, Kind, Results
-from toyexp_torch.stack_ops import StackedOps
+from toyexp_torch.stacks.ops import StackedOps
 from toyexp_torch.update import Change, Formula, FusedAdamW, Stretch, TritonAdamW, Update, kernel_of, part_of
 
 Micro = dict[str, Tensor]  # a micro-batch of each run, [K, rows, ...]
@@ -68,7 +68,7 @@ class RowsOfAdamW(TritonAdamW):
 
     def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """See StackedFormula."""
-        from toyexp_torch.adamw_kernel import step_of_rows  # deferred: it needs Triton
+        from toyexp_torch.kernels.adamw import step_of_rows  # deferred: it needs Triton
 
         def change(w: Tensor, g: Tensor, state: Mapping[str, Tensor], rounded: Tensor | None) -> None:
             idle = self._go_on if skip is None else skip

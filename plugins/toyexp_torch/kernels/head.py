@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toyexp_torch.unpack import Packed
+from toyexp_torch.kernels.packed import Packed
 
 CHUNK_BYTES = 512 << 20  # of logits that stand in memory at once
 ROWS, COLUMNS = 128, 64  # multiples in which a matrix product works best

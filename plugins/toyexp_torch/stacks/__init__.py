@@ -1,0 +1,1 @@
+"""Several runs of one shape whose training steps are one program."""

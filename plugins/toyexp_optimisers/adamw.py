@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule
+from toyexp import DEFAULT_BETA2, FROM_SCRATCH, MODES, AdamW, Arithmetic, Optimiser, Rule
 from toyexp.base import require_within, require_words
 
 
@@ -40,10 +40,7 @@ class AdamWOptimiser(Optimiser):
         """The rule that these settings describe; its mode is unset until they are `settled`."""
         mode = None if self.mode == "auto" else self.mode
         beta2 = self.beta2 if self.beta2 is not None else DEFAULT_BETA2[mode or FROM_SCRATCH]
-        return AdamW(
-            beta1=self.beta1, beta2=beta2, eps=self.eps, weight_decay=self.weight_decay, bias_correct=mode == LORA,
-            mode=mode,
-        )  # fmt: skip
+        return AdamW(beta1=self.beta1, beta2=beta2, eps=self.eps, weight_decay=self.weight_decay, mode=mode)
 
     def rules(self) -> Sequence[Rule]:
         """AdamW."""

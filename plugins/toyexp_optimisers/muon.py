@@ -40,7 +40,7 @@ class Muon(Optimiser):
 
     def rules(self) -> Sequence[Rule]:
         """Itself, then AdamW with bias correction."""
-        return self, AdamW(beta1=self.adamw_beta1, beta2=self.adamw_beta2, bias_correct=True, mode=LORA)
+        return self, AdamW(beta1=self.adamw_beta1, beta2=self.adamw_beta2, mode=LORA)
 
     def base_lr(self, rule: Rule) -> float | None:
         """That of AdamW's part."""

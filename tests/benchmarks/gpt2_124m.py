@@ -86,7 +86,7 @@ def toyexp_loop(rows, batches):
     model = GPT2(d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, d_ff=4 * WIDTH, context=CONTEXT, vocab=VOCAB)
     plan = Scratch().plan(model, Setup(batches.inputs, rows=rows, grad_clip=1.0))
     session = start(Scratch(), TorchCUDA(dtype="bfloat16", compile=True, tf32=True), plan)
-    adamw = AdamW(lr=6e-4, beta2=0.95, weight_decay=0.1, bias_correct=True, mode="lora")
+    adamw = AdamW(lr=6e-4, beta2=0.95, weight_decay=0.1, mode="lora")
 
     def steps(count, first):
         for k in range(first, first + count):

@@ -26,7 +26,7 @@ from toyexp_torch.engines import TorchCUDA
 
 CONTEXT, VOCAB = 1024, 50304
 ROUNDS, STEPS = 5, 20
-ADAMW = AdamW(lr=6e-4, beta2=0.95, weight_decay=0.1, bias_correct=True, mode="lora")
+ADAMW = AdamW(lr=6e-4, beta2=0.95, weight_decay=0.1, mode="lora")
 SHAPE = GPT2(d_model=768, n_layers=12, n_heads=12, d_ff=3072, context=CONTEXT, vocab=VOCAB)
 
 

@@ -325,7 +325,7 @@ def test_every_step_takes_the_next_batch_and_its_own_hp(stage):
     wanted = [batch_digest({"tokens": it.training.batches.batch(k)["tokens"]}) for k in range(3)]
     assert it.session.digests == wanted
     lora = replace(AdamW.for_lora(), lr=BASE_LR)
-    assert [hp.tolist() for hp in it.session.hps] == [lora.hp(t).tolist() for t in (1, 2, 3)]
+    assert [hp.tolist() for hp in it.session.hps] == [lora.hp_for_step(i).tolist() for i in range(3)]
 
 
 @pytest.mark.parametrize(("answer", "rate"), [(None, BASE_LR), (0.125, 0.125), (0.0, 0.0)])
@@ -447,7 +447,7 @@ def test_a_resumed_run_goes_on_with_the_next_step_and_counts_on(stage):
     assert 100 < outcome.seconds < 160 and 50 < outcome.training_seconds < 110
     assert [h for h in it.recorder.heard if h.startswith("lr")] == ["lr 3/5", "lr 4/5"]
     assert it.session.digests == [batch_digest({"tokens": it.training.batches.batch(k)["tokens"]}) for k in (3, 4)]
-    assert [hp.tolist()[5:] for hp in it.session.hps] == [AdamW.for_lora().hp(t).tolist()[5:] for t in (4, 5)]
+    assert [hp.tolist()[5:] for hp in it.session.hps] == [AdamW.for_lora().hp_for_step(i).tolist()[5:] for i in (3, 4)]
 
 
 def test_a_resumed_run_that_fails_at_once_names_the_step_it_stands_at_and_counts_its_time_on(stage, monkeypatch):

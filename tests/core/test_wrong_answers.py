@@ -485,16 +485,16 @@ def test_a_models_scores_and_sizes_that_are_none_are_named(at, wanted, capsys):
 @pytest.mark.parametrize(
     ("at", "wanted"),
     [
-        ("nothing", "gave None, expected Mapping"),
-        ("less", "gave NoneType for token_embd.weight, expected an array [50, 16]"),
-        ("shape", "gave [49, 16] for token_embd.weight, expected an array [50, 16]"),
-        ("list", "gave list for token_embd.weight, expected an array [50, 16]"),
-        ("more", "gave 'nope', which is neither a trainable tensor nor its state"),
+        ("nothing", " gave None, expected Mapping"),
+        ("less", ": the snapshot lacks token_embd.weight, unlike the plan"),
+        ("shape", ": token_embd.weight has the shape [49, 16], not [50, 16]"),
+        ("list", ": token_embd.weight is a list, no array"),
+        ("more", ": the snapshot has nope, unlike the plan"),
     ],
 )
 def test_a_snapshot_that_is_not_the_plans_is_its_engines_fault(at, wanted, capsys):
     line = run_told(capsys, "data=odd", "engine=forgetful", f"engine.at={at}", "checkpoint_every=2")
-    assert f"OddSession.do_snapshot() {wanted}" in line
+    assert f"OddSession.do_snapshot(){wanted}" in line
 
 
 def test_a_schedule_that_looks_at_the_plan_itself_scales_what_is_there_all_the_same(capsys):

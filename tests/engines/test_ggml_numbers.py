@@ -118,7 +118,7 @@ def test_clipping_limits_the_norm_that_reaches_adamw(accumulate):
 def test_a_beta_that_is_1_in_float32_leaves_finite_numbers():
     """Such a moment stays as it is: there is no share of the gradient to make up for."""
     adamw = AdamW(beta1=1 - 1e-9, beta2=1 - 1e-9, mode="from_scratch")
-    assert float32_hp(adamw.hp(1)).tolist() == adamw.hp(1).astype(np.float32).tolist()
+    assert float32_hp(adamw.hp_for_step(0)).tolist() == adamw.hp_for_step(0).astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -167,7 +167,7 @@ def scalable(rule: Rule) -> set[str]:
 
 @dataclass
 class AdamW(Rule):
-    """AdamW; use `for_from_scratch()` or `for_lora()`, or set `mode` and `bias_correct`.
+    """AdamW; use `for_from_scratch()` or `for_lora()`, or set `mode`.
 
     Every engine computes exactly
 
@@ -187,7 +187,6 @@ class AdamW(Rule):
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    bias_correct: bool = False
     mode: str | None = None
 
     @classmethod
@@ -198,38 +197,13 @@ class AdamW(Rule):
     @classmethod
     def for_lora(cls) -> AdamW:
         """Bias correction in slots 5 and 6, beta2 0.999: recipes lora and full, model gpt2."""
-        return cls(beta2=DEFAULT_BETA2[LORA], bias_correct=True, mode=LORA)
-
-    def hp(self, t: int) -> np.ndarray:
-        """The seven numbers; `t` counts steps from 1 and matters only with bias correction.
-
-        Raises UserError while `mode` is unset or contradicts `bias_correct`: fed into the other kind of graph,
-        the same seven slots would silently train with other numbers.
-        """
-        import numpy as np
-
-        return np.array([self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, *self._last_two(t)])
-
-    def _last_two(self, t: int) -> tuple[float, float]:
-        if self.mode is None:
-            raise UserError("AdamW.hp: mode is unset; use AdamW.for_from_scratch() or AdamW.for_lora(), or set .mode")
-        if self.mode not in MODES:
-            raise UserError(f"AdamW.hp: mode={self.mode!r}: {choose(self.mode, MODES)}")
-        if self.mode == FROM_SCRATCH and self.bias_correct:
-            raise UserError(
-                "AdamW.hp: mode=from_scratch but bias_correct=True; its slots 5 and 6 are the constant betas"
-            )
-        if self.mode == LORA and not self.bias_correct:
-            raise UserError("AdamW.hp: mode=lora but bias_correct=False; its slots 5 and 6 are 1/(1 - beta^t)")
-        if not self.bias_correct:
-            return self.beta1, self.beta2
-        if t < 1:
-            raise UserError(f"AdamW.hp: bias correction counts steps from 1, got t={t}")
-        return 1 / (1 - self.beta1**t), 1 / (1 - self.beta2**t)
+        return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """The seven numbers for the loop's 0-based `step`, in either mode."""
-        return self.hp(step + 1 if self.mode == LORA else step)
+        """The seven numbers for the loop's 0-based `step`; UserError while the mode is unset, or is none."""
+        import numpy as np
+
+        return np.array([*self.numbers(step, self.lr, self.weight_decay).values()])
 
     def check(self) -> None:
         """Raises UserError for values that cannot work.
@@ -256,8 +230,12 @@ class AdamW(Rule):
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """The seven."""
-        slot5, slot6 = self._last_two(step + 1 if self.mode == LORA else step)
+        """The seven; UserError while the mode is unset: those of the other one would silently train otherwise."""
+        if self.mode not in MODES:
+            raise UserError(f"AdamW: mode={self.mode}: {choose(str(self.mode), MODES)}")
+        slot5, slot6 = self.beta1, self.beta2
+        if self.mode == LORA:
+            slot5, slot6 = 1 / (1 - self.beta1 ** (step + 1)), 1 / (1 - self.beta2 ** (step + 1))
         return {
             "lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "weight_decay": weight_decay,
             "slot5": slot5, "slot6": slot6,

@@ -22,7 +22,7 @@ from toyexp.interfaces.decoder import Decoder, Recompute
 from toyexp.interfaces.micro_batches import HeldOut, Ready, micro_batches, padded
 from toyexp.interfaces.optimiser import AdamW
 from toyexp.interfaces.plan import Plan, PlanTensor
-from toyexp.interfaces.snapshot import slot_name, snapshot_fault, state_misfit
+from toyexp.interfaces.snapshot import slot_name, state_misfit
 
 X = TypeVar("X")
 
@@ -213,8 +213,8 @@ class Session(ABC):
             raise SessionError(f"snapshot(): {misfit}")
         self._prepare_state()
         found = given(Mapping, self.do_snapshot, into or {})
-        if fault := snapshot_fault(self.plan, found):
-            raise PluginFailed(f"{type(self).__name__}.do_snapshot() gave {fault}")
+        if fault := state_misfit(self.plan, found):
+            raise PluginFailed(f"{type(self).__name__}.do_snapshot(): {fault}")
         return found
 
     @final

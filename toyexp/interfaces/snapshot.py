@@ -26,19 +26,6 @@ def state_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def snapshot_fault(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
-    """What of an engine's snapshot the plan does not have, or has otherwise, or None."""
-    wanted = state_shapes(plan)
-    for name in (*wanted, *(arrays.keys() - wanted.keys())):
-        array = arrays.get(name)
-        if name not in wanted:
-            return f"{printable(repr(name))}, which is neither a trainable tensor nor its state"
-        if not isinstance(array, np.ndarray) or array.shape != wanted[name]:
-            given = list(array.shape) if isinstance(array, np.ndarray) else type(array).__name__
-            return f"{given} for {printable(name)}, expected an array {list(wanted[name])}"
-    return None
-
-
 def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
     """Why a snapshot's arrays are not those of `plan`, or None."""
     wanted = state_shapes(plan)
@@ -54,6 +41,8 @@ def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
         return f"the snapshot {there} {printable(name)}, unlike the plan"
     for name, shape in wanted.items():
         array = arrays[name]
+        if not isinstance(array, np.ndarray):
+            return f"{name} is a {type(array).__name__}, no array"
         if array.shape != shape:
             return f"{name} has the shape {list(array.shape)}, not {list(shape)}"
         if array.dtype.kind != "f":

@@ -24,11 +24,9 @@ from toyexp import (
     Tensor,
     TensorSpec,
     UserError,
-    choose,
-    printable,
 )
 from toyexp.base import MOST, require_within, require_words
-from toyexp.formats import GGUFForm, Layout, Place
+from toyexp.formats import GGUFForm, Keys, Layout, Place
 from toyexp_models.language import require_shared_heads
 
 if TYPE_CHECKING:
@@ -65,34 +63,11 @@ class ViTGGUF(GGUFForm[Any]):
         return {"block": model.block, **sizes, EPS[model.block]: model.norm_eps}
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
-        """The file's model, held against the shapes of its tensors; UserError for one that lacks something."""
-        architecture = file.metadata.get("general.architecture")
-        if architecture != ARCHITECTURE:
-            raise file.error(f"its architecture is {printable(str(architecture))}, not {ARCHITECTURE}")
-        block = self._key(file, "block", str)
-        if block not in EPS:
-            raise file.error(f"{ARCHITECTURE}.block is {printable(block)}; {choose(block, EPS)}")
-        sizes = {name: self._key(file, key, int) for name, key in SIZES.items()}
-        model = cls(**sizes, block=block, norm_eps=self._key(file, EPS[block], float))
-        try:
-            model.check()
-        except UserError as error:
-            raise file.error(str(error)) from None
-        self._check_tensors(file, model)
-        return model
-
-    def _key(self, file: ModelFile, name: str, kind: type) -> Any:
-        value = file.metadata.get(f"{ARCHITECTURE}.{name}")
-        if not isinstance(value, kind) or (kind is int and not 0 < value < 2**31):  # type: ignore[operator]
-            raise file.error(f"{ARCHITECTURE}.{name} is {printable(str(value))}")
-        return value
-
-    def _check_tensors(self, file: ModelFile, model: Any) -> None:
-        for spec in model.tensors():
-            info = file.tensors.get(spec.name)
-            if info is None or info.shape != spec.shape:
-                got = list(info.shape) if info else "not there"
-                raise file.error(f"{spec.name} is {got}, expected {list(spec.shape)}")
+        """The file's model; UserError for one that lacks something."""
+        keys = Keys(file)
+        block = keys.expect("block", *EPS)
+        sizes = {name: keys.whole(key) for name, key in SIZES.items()}
+        return cls(**sizes, block=block, norm_eps=keys.number(EPS[block]))
 
 
 def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:

@@ -461,10 +461,10 @@ NO_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"llama__attention__head_count": 64, "llama__rope__dimension_count": None}, {}, "attention.key_length",
     ),
     "heads that do not fit": (
-        {"llama__attention__head_count": 5, "llama__rope__dimension_count": None}, {}, "keys say [30",
+        {"llama__attention__head_count": 5, "llama__rope__dimension_count": None}, {}, "n_kv_heads=2 does not divide",
     ),
-    "key heads that do not fit": ({"llama__attention__head_count_kv": 3}, {}, "blk.0.attn_k.weight has the shape"),
-    "absurd key heads": ({"llama__attention__head_count_kv": BIG}, {}, "blk.0.attn_k.weight has the shape"),
+    "key heads that do not fit": ({"llama__attention__head_count_kv": 3}, {}, "model.n_kv_heads=3 does not divide"),
+    "absurd key heads": ({"llama__attention__head_count_kv": BIG}, {}, f"model.n_kv_heads={BIG} does not divide"),
     "absurd rope size": ({"llama__rope__dimension_count": BIG}, {}, f"llama.rope.dimension_count is {BIG}"),
     "rope of no size": ({"llama__rope__dimension_count": 0}, {}, "llama.rope.dimension_count is 0"),
     "rope base NaN": ({"llama__rope__freq_base": math.nan}, {}, "nan"),

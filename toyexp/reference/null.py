@@ -25,11 +25,9 @@ class NullEngine(Engine):
     nan_at: int = 0  # step whose loss is NaN; 0: none
 
     def check(self) -> str:
-        """Always works."""
         return "computes nothing"
 
     def realize(self, plan: Plan) -> Session:
-        """A session that only keeps the tensors."""
         return NullSession(plan, self).open()
 
 
@@ -49,7 +47,6 @@ class NullSession(Session):
         return math.nan if self._steps and self._steps == self._engine.nan_at else 1 + 1 / (1 + self._steps)
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
-        """Keeps a copy."""
         self._tensors[tensor.name] = array.copy()
 
     def do_build(self) -> None:
@@ -59,7 +56,6 @@ class NullSession(Session):
         """No state but the steps."""
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
-        """Counts."""
         self._steps += 1
         return StepMetrics(self._loss(), 0.0)
 
@@ -74,11 +70,9 @@ class NullSession(Session):
         return np.zeros((rows, *shape, classes), np.float32)
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        """Zeros."""
         return {t.name: np.zeros(t.shape, np.float32) for t in self.plan.trainable}
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
-        """What was uploaded."""
         return self._tensors[tensor.name].copy()
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
@@ -90,10 +84,8 @@ class NullSession(Session):
         return self.named({name: array.copy() for name, array in self._tensors.items()}, states)
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        """The values and the steps."""
         self._tensors[tensor.name] = values.copy()
         self._steps = next((int(array.flat[0]) for array in state.values()), self._steps)
 
     def do_close(self) -> None:
-        """Forgets the tensors."""
         self._tensors.clear()

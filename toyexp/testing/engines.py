@@ -17,10 +17,10 @@ from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.optimiser import AdamW
 from toyexp.interfaces.plan import Plan
-from toyexp.interfaces.session import Session, State, StepMetrics
+from toyexp.interfaces.session import Session, StepMetrics
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
 from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan, rows_for
-from toyexp.testing.suites import PluginSuite
+from toyexp.testing.suites import PluginSuite, built
 
 ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
 
@@ -61,9 +61,7 @@ class EngineNumbers(PluginSuite):
 
     def built(self, plan: Plan) -> Session:
         """A session ready to step."""
-        session = self.engine.realize(plan)
-        session.build()
-        return session
+        return built(self.engine, plan)
 
     @property
     def rows(self) -> int:
@@ -179,36 +177,19 @@ class EngineNumbers(PluginSuite):
 
     def test_clipping_scales_the_gradient_to_the_limit(self) -> None:
         """With plain momentum-free steps the update of a clipped gradient is the scaled one."""
-        hp = np.array([0.1, 0.0, 0.0, 1e6, 0.0, 1.0, 1.0])  # eps so large that w moves by lr g / eps
+        hp = np.array([0.1, 0.0, 0.0, 1e-2, 0.0, 1.0, 1.0])  # eps so large that w moves by lr g / eps nearly
         moved = []
         for clip in (0.0, 0.01):
             plan = self.op_plan("matmul", grad_clip=clip)
             with self.built(plan) as session:
                 norm = session.step(self.op_batch(), hp).grad_norm
-                self_before = plan.initial(plan.tensor("w"))
-                hp_large = hp.copy()
-                hp_large[3] = 1e-2
-                session.step(self.op_batch(), hp_large)
-                moved.append(np.linalg.norm(session.download("w") - self_before))
+                moved.append(np.linalg.norm(session.download("w") - plan.initial(plan.tensor("w"))))
         assert norm > 0.01  # the reported norm is the one before clipping
         assert moved[1] < moved[0]
 
 
 class EngineSuite(EngineNumbers):
     """What an engine must do: its numbers, and what holds of sessions whatever they compute."""
-
-    def test_first_step_starts_from_zero_moments_and_later_ones_keep_them(self) -> None:
-        """Two steps on one batch move further than one would twice, as moments demand."""
-        plan, batch, hp = self.op_plan("matmul"), self.op_batch(), AdamW.for_from_scratch().hp_for_step(0)
-        before = plan.initial(plan.tensor("w")).astype(np.float64)
-        with self.built(plan) as session:
-            g = session.gradients(batch)["w"].astype(np.float64)
-            session.step(batch, hp)
-            w, m, v = reference_adamw(before, g, np.zeros_like(g), np.zeros_like(g), hp)
-            np.testing.assert_allclose(session.download("w"), w, atol=2e-6)
-            g = session.gradients(batch)["w"].astype(np.float64)
-            session.step(batch, hp)
-            np.testing.assert_allclose(session.download("w"), reference_adamw(w, g, m, v, hp)[0], atol=2e-6)
 
     def test_frozen_tensors_stay_as_they_are(self) -> None:
         """Training changes every trainable tensor and no other."""
@@ -342,56 +323,6 @@ class EngineSuite(EngineNumbers):
             same(session.snapshot(), huge)
             session.restore(good)
             assert math.isfinite(session.step(batch, hp).loss)
-
-    def test_a_snapshot_of_another_plan_is_refused(self) -> None:
-        """By the name of what it lacks, or of the wrong shape."""
-        with self.built(self.op_plan("matmul")) as session:
-            arrays = session.snapshot()
-            with pytest.raises(SessionError, match="keeps m, v, the snapshot has v"):
-                session.restore({n: a for n, a in arrays.items() if n != "w@m"})
-            with pytest.raises(SessionError, match="has else"):
-                session.restore({**arrays, "else": arrays["w"]})
-            with pytest.raises(SessionError, match=r"w has the shape \[2, 2\], not \[8, 8\]"):
-                session.restore({**arrays, "w": np.zeros((2, 2), np.float32)})
-
-    def test_misuse_is_a_named_error(self) -> None:
-        """Upload after build, step before build, wrong shapes, unknown names, and everything after close."""
-        session = self.engine.realize(self.op_plan("matmul"))
-        batch, hp = self.op_batch(), AdamW.for_lora().hp_for_step(0)
-        with pytest.raises(SessionError, match=r"step\(\).*realized.*build"):
-            session.step(batch, hp)
-        with pytest.raises(SessionError, match=r"expected shape \[8, 8\], got \[2, 2\]"):
-            session.upload("w", np.zeros((2, 2), np.float32))
-        with pytest.raises(SessionError, match="no tensor 'ww'"):
-            session.upload("ww", np.zeros((8, 8), np.float32))
-        session.build()
-        with self.engine.realize(self.op_plan("rows", frozen=True)) as frozen:
-            frozen.build()
-            with pytest.raises(SessionError, match="trains nothing"):
-                frozen.step(batch, hp)
-        with pytest.raises(SessionError, match="window closed at build"):
-            session.upload("w", np.zeros((8, 8), np.float32), source="donor.gguf")
-        with pytest.raises(SessionError, match=r"hp has the shape \[6\]"):
-            session.step(batch, hp[:6])
-        with pytest.raises(SessionError, match="not finite"):
-            session.step(batch, hp * math.nan)
-        with pytest.raises(SessionError, match=f"{2 * self.rows} rows, expected {self.rows}"):
-            session.step(self.op_batch(rows=2 * self.rows), hp)
-        with pytest.raises(SessionError, match="does not divide"):
-            session.step(self.op_batch(rows=self.rows + 1), hp)
-        with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):
-            session.step({**batch, "tokens": batch["tokens"].astype(np.int64)}, hp)
-        for wrong in (8, -1):
-            with pytest.raises(SessionError, match=rf"batch\['targets'\]: {wrong} is not one of 0\.\.7"):
-                session.step({**batch, "targets": np.full_like(batch["targets"], wrong)}, hp)
-        with pytest.raises(SessionError, match="no loss"):
-            session.step({**batch, "weights": batch["weights"] * 0}, hp)
-        session.close()
-        session.close()
-        assert session.state is State.CLOSED
-        for call in (lambda: session.step(batch, hp), lambda: session.evaluate([batch]), lambda: session.download("w")):
-            with pytest.raises(SessionError, match="closed"):
-                call()
 
 
 def same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:

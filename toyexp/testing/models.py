@@ -11,17 +11,16 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from toyexp.base.errors import SessionError, Unavailable
+from toyexp.base.errors import SessionError
 from toyexp.interfaces.dataset import Batch, Dataset
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Ops, Params
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.recipe import Setup
-from toyexp.interfaces.session import Session
 from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
 from toyexp.reference.forward import reason_to_recompute
-from toyexp.testing.suites import Bare, PluginSuite, tiny_data
+from toyexp.testing.suites import Bare, PluginSuite, built, tiny_data
 
 Values = Mapping[str, np.ndarray]
 LEAST = 1e-8  # of a slope, beside which central differences of float64 are exact
@@ -104,17 +103,6 @@ class ModelSuite(PluginSuite):
         values = {t.name: plan.initial(t) + draw.normal(0, 0.2, t.shape) for t in plan.tensors}
         return plan, batches.batch(0), {n: v.astype(np.float32) for n, v in values.items()}
 
-    def built(self, engine: Engine, plan: Plan, values: Values) -> Session:
-        """A session that holds these values; skips where the engine is not here."""
-        try:
-            session = engine.realize(plan)
-        except Unavailable as reason:
-            pytest.skip(str(reason))
-        for name, array in values.items():
-            session.upload(name, array)
-        session.build()
-        return session
-
     # -- the function -------------------------------------------------------------------------------------------
 
     def test_it_reads_what_its_batches_hold(self) -> None:
@@ -181,7 +169,7 @@ class ModelSuite(PluginSuite):
         """Logits are those of the float64 reference, and each gradient its slope."""
         plan, batch, values = self.planned()
         expected = reference_logits(plan, values, batch)
-        with self.built(engine, plan, values) as session:
+        with built(engine, plan, values) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
             gradients = session.gradients(batch)
         assert gradients.keys() == values.keys()
@@ -198,7 +186,7 @@ class ModelSuite(PluginSuite):
             pytest.skip(f"engine={engine.name} keeps all activations")
         plan, batch, values = self.planned()
         again: Any = dataclasses.replace(engine, recompute=True)  # type: ignore[call-arg]
-        with self.built(engine, plan, values) as one, self.built(again, plan, values) as two:
+        with built(engine, plan, values) as one, built(again, plan, values) as two:
             wanted = one.gradients(batch)
             for name, gradient in two.gradients(batch).items():
                 atol = 1e-6 * np.abs(wanted[name]).max()
@@ -211,7 +199,7 @@ class ModelSuite(PluginSuite):
         if not sequence:
             pytest.skip(f"model={plan.model.name} does not continue a sequence")
         ids = batch[sequence][0]
-        with self.built(engine, plan, values) as session:
+        with built(engine, plan, values) as session:
             whole, decoder = session.logits({sequence: ids[None]})[0], session.decoder()
             try:
                 found = [decoder.feed([i]) for i in ids]

@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-import pytest
 
-from toyexp.base.errors import Unavailable
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
 from toyexp.interfaces.plan import Plan
@@ -18,7 +16,7 @@ from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.engine import updated
 from toyexp.reference.opmodel import op_batch, op_plan
 from toyexp.testing.engines import same
-from toyexp.testing.suites import PluginSuite
+from toyexp.testing.suites import PluginSuite, built
 
 Array = np.ndarray
 LR = 0.01
@@ -41,15 +39,6 @@ class OptimiserSuite(PluginSuite):
                 if all(rule.takes(f"blk.0.{t.name}", t.shape) for t in plan.trainable):
                     groups = [Group(rule, tuple(t.name for t in ts), 0.1 * ts[0].decays) for ts in parts if ts]
                     yield dataclasses.replace(plan, groups=tuple(groups))
-
-    def built(self, plan: Plan) -> Session:
-        """A session on the engine; skips where that is not here."""
-        try:
-            session = self.engine.realize(plan)
-        except Unavailable as reason:
-            pytest.skip(str(reason))
-        session.build()
-        return session
 
     def rules(self) -> list[Rule]:
         """The optimiser's rules."""
@@ -91,7 +80,7 @@ class OptimiserSuite(PluginSuite):
         for plan in self.plans():
             weights = {t.name: plan.initial(t).astype(np.float64) for t in plan.trainable}
             state = {t.name: {s: np.zeros(shape) for s, shape in plan.slots(t).items()} for t in plan.trainable}
-            with self.built(plan) as session:
+            with built(self.engine, plan) as session:
                 for step in range(self.steps):
                     batch, numbers = op_batch(seed=step), plan.numbers(step, LR)
                     gradients = session.gradients(batch)
@@ -107,13 +96,13 @@ class OptimiserSuite(PluginSuite):
     def test_a_snapshot_holds_its_state_and_brings_it_back(self) -> None:
         """To the last bit: steps from a snapshot are the steps that were taken."""
         for plan in self.plans():
-            with self.built(plan) as session:
+            with built(self.engine, plan) as session:
                 self._steps(session, 0, 4)
                 middle = session.snapshot()
                 self._steps(session, 4, 4)
                 end = session.snapshot()
             assert {name: array.shape for name, array in middle.items()} == state_shapes(plan)
-            with self.built(dataclasses.replace(plan, seed=9)) as session:
+            with built(self.engine, dataclasses.replace(plan, seed=9)) as session:
                 session.restore(middle)
                 self._steps(session, 4, 4)
                 same(session.snapshot(), end)
@@ -122,7 +111,7 @@ class OptimiserSuite(PluginSuite):
         """Steps on one batch lower its loss."""
         batch = op_batch()
         for plan in self.plans():
-            with self.built(plan) as session:
+            with built(self.engine, plan) as session:
                 before = session.evaluate([batch])
                 for step in range(self.steps):
                     session.step(batch, plan.numbers(step, LR))

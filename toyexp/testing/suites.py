@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pytest
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import Unavailable, UserError
 from toyexp.batching.images import ImageDataset
 from toyexp.batching.tokens import TokenDataset
 from toyexp.interfaces.callback import Callback
@@ -31,7 +31,7 @@ from toyexp.interfaces.optimiser import AdamW, Rule
 from toyexp.interfaces.plan import Plan, PlanTensor, export_tensors, grouped
 from toyexp.interfaces.recipe import Recipe, Setup, start
 from toyexp.interfaces.run import Run
-from toyexp.interfaces.session import State
+from toyexp.interfaces.session import Session, State
 from toyexp.interfaces.values import Given
 from toyexp.plugins.rules import KINDS, check_class
 from toyexp.plugins.settings import settings_of
@@ -175,6 +175,18 @@ class CallbackSuite(PluginSuite):
         if failures:
             raise failures[0]
         return outcome
+
+
+def built(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
+    """A session ready to step, with these values in place of the plan's; skips where the engine is not here."""
+    try:
+        session = engine.realize(plan)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    for name, array in (values or {}).items():
+        session.upload(name, array)
+    session.build()
+    return session
 
 
 def tiny_data(kind: Kind, vocab: int) -> Dataset:

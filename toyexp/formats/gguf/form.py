@@ -74,7 +74,19 @@ def read_model(cls: type[M], file: ModelFile) -> M:
     blocks = file.metadata.get(f"{file.architecture}.block_count")
     if isinstance(blocks, int) and blocks > len(file.tensors):  # which would take long to list
         raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
-    model: M = gguf_form(cls).read(cls, file)
+    form = gguf_form(cls)
+    model: M = form.read(cls, file)
+    try:
+        model.check()
+    except UserError as error:
+        raise file.error(str(error)) from None
+    wanted = {t.name: t.shape for t in model.tensors()} | {n: a.shape for n, a in form.constants(model).items()}
+    for name in sorted(wanted.keys() ^ file.tensors.keys()):
+        there = "lacks" if name in wanted else "has"
+        raise file.error(f"{there} the tensor {printable(name)}, unlike any model={cls.name} of toyexp")
+    for name, shape in wanted.items():
+        if file.tensors[name].shape != shape:
+            raise file.error(f"{name} has the shape {list(file.tensors[name].shape)}, its keys say {list(shape)}")
     return model
 
 

@@ -89,12 +89,7 @@ def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
 def _model_in(file: ModelFile, models: Iterable[type[Model]]) -> Model:
     found = class_in(file, models)
     _check_tokens(file)
-    model = read_model(found, file)
-    try:
-        model.check()
-    except UserError as error:
-        raise file.error(str(error)) from None
-    return model
+    return read_model(found, file)
 
 
 def _check_tokens(file: ModelFile) -> None:

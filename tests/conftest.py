@@ -30,6 +30,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol():
+    """Take the directory of a test's local plugins off the path again: every later test would search it."""
+    before = {*sys.path}
+    result = yield
+    sys.path[:] = [place for place in sys.path if place in before]
+    return result
+
+
 def pytest_collection_modifyitems(items):
     """Under xdist the tests that ask llama.cpp share a process: several servers at a time get in one another's way."""
     for item in items:

@@ -590,7 +590,7 @@ def test_every_command_says_how_it_is_used(command, flag, capsys):
         ("--los 1", ["did you mean --loss?"]),
         ("--loss", ["--loss needs a value, such as --loss 1e-3"]),
         ("--loss x", ["--loss x: takes a number"]),
-        ("--gradient=-1", ["--gradient -1: takes a number, 0 or above"]),
+        ("--gradient=-1", ["--gradient -1: takes a number from 0"]),
         ("--weights nan", ["--weights nan: takes a number"]),
         ("--json=2", ["--json takes no value"]),
     ],

@@ -143,9 +143,9 @@ def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("model.gguf", "takes one file or run directory, and a type: toyexp export model.gguf --type q8_0"),
+        ("model.gguf", "export model.gguf: takes a type: toyexp export model.gguf --type q8_0"),
         ("--type q8_0", "takes one file or run directory, and a type"),
-        ("model.gguf other.gguf --type q4_0", "and a type: toyexp export model.gguf --type q4_0 --to other.gguf"),
+        ("model.gguf other.gguf --type q4_0", "and a type: toyexp export model.gguf --type q8_0 --to small.gguf"),
         ("model.gguf --type q8_0 --to=", "export --to '': is empty (a variable that is not set?); leave it out, or"),
         ("model.gguf --type q8_0 --to pipe --force", "--to pipe: is already there and no file of a model"),
         ("model.gguf --type", "--type needs a value, such as --type q8_0"),

@@ -58,7 +58,7 @@ WRITERS = {
     ("toyexp/cli/new.py", "write_text"): FRESH,
     ("toyexp/cli/plugin_check.py", "write_text"): ELSEWHERE,
     ("toyexp/cli/bench_stepper.py", "write_text"): "to /proc",
-    ("toyexp/cli/predict.py", "write_text"): FRESH,
+    ("toyexp/cli/files.py", "write_text"): FRESH,
     ("toyexp/config/schema.py", "write_text"): ELSEWHERE,
     ("toyexp/formats/gguf/write.py", "open"): FRESH,
     ("toyexp/formats/huggingface.py", "mkdir"): FRESH,

@@ -6,14 +6,16 @@ They are offered as those of plugins are, and nobody can take over their names.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import make_dataclass
 from importlib import import_module
 from typing import Any, ClassVar, cast
 
 from toyexp.base.errors import UserError
-from toyexp.cli.args import number
+from toyexp.base.validators import is_whole
 from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.interfaces.command import Arguments, Command, Parser, modules_in
 from toyexp.interfaces.hooks import Register, hookimpl
@@ -26,14 +28,16 @@ SETTINGS_ALONE = ("bench", "parity")
 class Shipped(Command):
     """One of them: a module of toyexp/cli/ says how it is used, HELP, and does it, run.
 
-    A line `options` of HELP stands for the options.
+    In a module of several commands these are HELP_NAME and run_name. A line `options` of HELP stands for the options.
     """
 
     module: ClassVar[str]
     options: ClassVar[Sequence[Option]]
 
-    def _load(self) -> Any:
-        return import_module(f"toyexp.cli.{self.module}")
+    def _load(self, what: str) -> Any:
+        several = f"_{self.name}" if self.module else ""
+        module = import_module(f"toyexp.cli.{self.module or self.name}")
+        return getattr(module, what + (several.upper() if what == "HELP" else several))
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of the table."""
@@ -42,7 +46,7 @@ class Shipped(Command):
 
     def usage(self, modules: Sequence[str] = ()) -> str:
         """What `toyexp NAME --help` prints; a HELP that tells of plugins is a function of the local ones."""
-        told, parser = self._load().HELP, Parser(self.name, usage=argparse.SUPPRESS)
+        told, parser = self._load("HELP"), Parser(self.name, usage=argparse.SUPPRESS)
         self.configure(parser)
         text = told(modules) if callable(told) else told
         parser.description, _, parser.epilog = text.partition("\noptions\n")
@@ -75,11 +79,11 @@ class Shipped(Command):
 
     def run(self, arguments: Arguments) -> int:
         """Does it; returns the exit code."""
-        return int(self._load().run(arguments))
+        return int(self._load("run")(arguments))
 
 
 def _shipped(name: str, about: str, takes: str, *options: Option, module: str = "") -> type[Command]:
-    space = {"options": options, "takes": takes, "module": module or name, "__doc__": about, "__module__": __name__}
+    space = {"options": options, "takes": takes, "module": module, "__doc__": about, "__module__": __name__}
     return cast("type[Command]", make_dataclass(name.title(), [], bases=(Shipped,), namespace={"name": name, **space}))
 
 
@@ -91,8 +95,32 @@ def _value(flag: str, example: str, about: str, type: Callable[[str], Any] | Non
     return flag, {"metavar": example, "help": about, "type": type}
 
 
-def _number(flag: str, example: str, about: str, most: float = 10**6) -> Option:
-    return _value(flag, example, about, number(*TEXT_LIMITS.get(flag, (1, most)), whole=example.isdigit()))
+def _number(flag: str, example: str, about: str, high: float = 10**6) -> Option:
+    return _value(flag, example, about, number(*TEXT_LIMITS.get(flag, (1, high)), whole=example.isdigit()))
+
+
+def number(low: float, high: float = math.inf, whole: bool = False) -> Callable[[str], float]:
+    """Return the `type` of an option that takes a finite number from low to high."""
+
+    def parse(text: str) -> float:
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and low <= value <= high):
+            limits = f"from {low} to {high}" if whole else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"takes a {'whole ' if whole else ''}number {limits}")
+        return value
+
+    return parse
+
+
+def ids(text: str) -> list[int]:
+    """Return token ids that stand between commas or spaces."""
+    parts = re.split(r"\s*,\s*|\s+", text.strip())
+    if not all(is_whole(part, 0, 2**31 - 1) for part in parts):
+        raise argparse.ArgumentTypeError("takes token ids with commas between them, such as 1,2,3")
+    return [int(part) for part in parts]
 
 
 JSON = _switch("--json", "print it as JSON")
@@ -125,14 +153,15 @@ OWN = (
     _shipped("eval", "The held-out loss of a model in a file.", "file settings",
         _value("--data", "book.txt", "what to evaluate on; see below"),
         _value("--adapter", "adapter.gguf", "a LoRA adapter on the model: of a run, a file, or a directory of PEFT's"),
-        JSON, module="evaluate"),
+        JSON, module="files"),
     _shipped("describe", "What is in a GGUF file, and what can be done with it here.", "file",
         _switch("--metadata", "every key of the file"),
-        _switch("--tensors", "every tensor: its shape, type and place"), JSON),
-    _shipped("models", "The GGUF files on this machine, and what each is good for here.", "directory", JSON),
+        _switch("--tensors", "every tensor: its shape, type and place"), JSON, module="files"),
+    _shipped("models", "The GGUF files on this machine, and what each is good for here.", "directory", JSON,
+        module="files"),
     _shipped("generate", "Text from a model in a file, as it comes.", "file",
         _value("--prompt", "TEXT", "what to continue; - reads it from standard input", str),
-        _value("--ids", "1,2,3", "token ids in its place; a file without a tokenizer answers in ids too"),
+        _value("--ids", "1,2,3", "token ids in its place; a file without a tokenizer answers in ids too", ids),
         _switch("--chat", "the prompt is a user's message; without a prompt a conversation; see below"),
         _value("--system", "TEXT", "with --chat: what the model is told before the first message"),
         _number("--tokens", "64", "tokens to write at most (64; of an answer in a conversation 512)"),
@@ -147,14 +176,14 @@ OWN = (
     _shipped("predict", "Which class images are of, by a model that was trained on images.", "file",
         _number("--top", "3", "this many of the likeliest classes of each (1)"),
         _value("--csv", "classes.csv", "a row for each image: file, class, probability, ..., error; a new file"),
-        _value("--engine", "cpu", ENGINE), JSON),
+        _value("--engine", "cpu", ENGINE), JSON, module="files"),
     _shipped("export", "A model's file again in another type.", "file",
         _value("--type", "q8_0", "one of the types below"), _value("--to", "small.gguf", "where to"), FORCE,
-        _switch("--requantize", "round numbers again that were already rounded to a quantised type"), JSON),
+        _switch("--requantize", "round numbers again that were already rounded to a quantised type"), JSON, module="files"),
     _shipped("merge", "A model with a LoRA adapter added to it, as one file.", "file",
         _value("--out", "merged.gguf", "where to"), FORCE,
         _value("--type", "f16", "of the weights that change: f32 (exact) f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 (f32)"),
-        JSON),
+        JSON, module="files"),
     _shipped("runs", "The runs that are here: when, what, how far, how well.", "directory",
         _value("--sort", "loss", "by a column or a setting, from the smallest; --sort -loss from the largest"),
         _number("--last", "20", "this many of the last", 1 << 40),

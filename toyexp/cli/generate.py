@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import FrameType
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
 from toyexp.base.signals import Interrupted, handled
 from toyexp.base.terminal import on_terminal, tell_aside, write_text
-from toyexp.base.validators import is_whole
 from toyexp.base.writing import dump_json
-from toyexp.cli.args import one_file, options
+from toyexp.cli.files import one_file
 from toyexp.inference.generate import (
     LIMIT,
     STOPPED,
     Author,
+    ChatTemplate,
     Generated,
     Options,
     Scribe,
@@ -66,11 +65,10 @@ own. seconds count from reading the prompt, with the model in memory."""
 
 
 def run(arguments: Arguments) -> int:
-    """Has the model write; how fast that was goes to standard error."""
+    """Write text by the model; its speed goes to standard error."""
     asked = read(arguments)
     registry, write = load(arguments.modules), (lambda text: None) if asked.json else write_text
-
-    notes: list[str] = []  # told behind the text, in the middle of which they would stand
+    notes: list[str] = []  # shown behind the text, in the middle of which they would stand
 
     def show(found: Generated) -> None:
         print(dump_json(found.plain()) if asked.json else "", flush=True)
@@ -78,12 +76,8 @@ def run(arguments: Arguments) -> int:
     try:
         if asked.chat and asked.prompt is None:
             return 1 if chat(asked, registry, write, show) else 0
-        found = generate(
-            replace(asked, prompt=_read_prompt(asked.prompt)),
-            registry,
-            write,
-            tell_aside if asked.json else notes.append,
-        )
+        asked = replace(asked, prompt=_read_prompt(asked.prompt))
+        found = generate(asked, registry, write, tell_aside if asked.json else notes.append)
     except KeyboardInterrupt:
         print(flush=True)
         raise
@@ -94,80 +88,63 @@ def run(arguments: Arguments) -> int:
 
 
 def read(arguments: Arguments) -> Options:
-    """The command line's options; UserError for what cannot be, and for a prompt that is missing."""
-    files, ids = arguments.rest, arguments.ids
-    model = one_file("generate", files, ": toyexp generate model.gguf --prompt 'def '")
-    parts = None if ids is None else re.split(r"\s*,\s*|\s+", ids.strip())
-    if parts is not None and not all(is_whole(part, 0, 2**31 - 1) for part in parts):
-        raise UserError(f"--ids {ids}: takes token ids with commas between them, such as 1,2,3")
-    numbers = None if parts is None else [int(part) for part in parts]
-    sampling = options(Sampling, arguments)
-    asked = replace(options(Options, arguments, model=model, sampling=sampling), ids=numbers)
+    """Return the command line's options; raise UserError for bad values, and for a prompt that is missing."""
+    typed = {name: value for name, value in vars(arguments).items() if value is not None}
+    typed["model"] = model = one_file("generate", arguments.rest, ": toyexp generate model.gguf --prompt 'def '")
+    typed["sampling"] = Sampling(**{f.name: typed[f.name] for f in fields(Sampling) if f.name in typed})
+    asked = Options(**{f.name: typed[f.name] for f in fields(Options) if f.name in typed})
     if asked.system is not None and not asked.chat:
         raise UserError(f"generate --system: needs --chat: toyexp generate {model} --chat --system ... --prompt ...")
-    if asked.chat and numbers is not None:
+    if asked.chat and asked.ids is not None:
         raise UserError("generate --chat: takes its message from --prompt; ids go without it")
     if asked.chat and asked.prompt is None:
-        return asked if arguments.tokens is not None else replace(asked, tokens=IN_A_CHAT)
-    if (asked.prompt is None) == (numbers is None):
+        return asked if "tokens" in typed else replace(asked, tokens=IN_A_CHAT)
+    if (asked.prompt is None) == (asked.ids is None):
         usage = "--prompt TEXT (- reads it from standard input), --ids 1,2,3 in its place, or --chat for a conversation"
         raise UserError(f"generate: give {usage}")
     return asked
 
 
 def _read_prompt(given: str | None) -> str | None:
+    if given is None:
+        return None
     if given == "-" and sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; --prompt TEXT, or a pipe")
-    raw = sys.stdin.buffer.read(MOST_TEXT + 1) if given == "-" else os.fsencode(given or "")
+    raw = sys.stdin.buffer.read(MOST_TEXT + 1) if given == "-" else os.fsencode(given)
     if len(raw) > MOST_TEXT:
         raise UserError(f"--prompt -: more than {MOST_TEXT >> 20} MiB, which fits no context; give its last part")
+    return _decoded(raw, "--prompt")
+
+
+def _decoded(raw: bytes, option: str) -> str:
     try:
-        return None if given is None else raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt: not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x})") from None
+        raise UserError(f"{option}: not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x})") from None
 
 
 # -- a conversation that goes on, in a terminal or through a pipe -----------------------------------------------------
 
 
-class CtrlC:
-    """While an answer is written the first Ctrl-C stops that; another one, and one at any other time, is raised."""
-
-    def __init__(self) -> None:
-        self._answering = self.pressed = False
-
-    @contextlib.contextmanager
-    def stops_an_answer(self) -> Iterator[CtrlC]:
-        """For as long as one is written."""
-        self._answering, self.pressed = True, False
-        try:
-            yield self
-        finally:
-            self._answering = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls."""
-        if not self._answering or self.pressed:
-            raise Interrupted(number)
-        self.pressed = True
-
-
 class Conversation:
     """The turns so far, and the ids by which the model continues them.
 
-    Without a template messages and answers follow one another as lines of a text. Once all of it is more than the
+    Without a template messages and answers follow each other as lines of a text. Once all of it is more than the
     context holds, the oldest turns are left out.
     """
 
-    def __init__(self, author: Author, template: Template | None):
-        self._author, self._template = author, template
-        self.turns = opening(author.asked)
-        self._fixed = len(self.turns)  # turns that are never left out
-        self._dropped = False
+    def __init__(self, author: Author, template: ChatTemplate | None):
+        assert author.tokenizer is not None
+        self._author, self._found, self._tokenizer = author, template, author.tokenizer
+        self._template = Template(template.text, author.tokenizer, template.file) if template else None
+        self._turns = opening(author.asked)
+        self._fixed = len(self._turns)  # turns that are never left out
+        self._dropped = self._answering = self._stopped = False
+        self._words = stream(author.asked.seed, "generate")
 
     def ids(self, message: str) -> list[int]:
-        """Those after another message; UserError for one that the template refuses, or that is too long by itself."""
-        turns, context = [*self.turns, said("user", message)], self._author.context
+        """Return those after another message; UserError if the template refuses it, or if it alone is too long."""
+        turns, context = [*self._turns, said("user", message)], self._author.context
         room = context - min(self._author.asked.tokens, context // 4)  # so that an answer has room
         while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
             del turns[self._fixed : self._fixed + 2]
@@ -176,16 +153,28 @@ class Conversation:
             self._dropped = True
         if len(ids) > context:
             raise UserError(f"the message takes {len(ids)} tokens, and the context is {context}: left out")
-        self.turns = turns
+        self._turns = turns
         return ids
 
     def _ids(self, turns: list[dict[str, str]]) -> list[int]:
-        tokenizer = self._author.tokenizer
-        assert tokenizer is not None
         if self._template is not None:
-            return chat_ids(tokenizer, self._template, turns)
+            return chat_ids(self._tokenizer, self._template, turns)
         pairs = [turns[i : i + 2] for i in range(0, len(turns), 2)]
-        return tokenizer.prompt("\n".join("".join(turn["content"] for turn in pair) for pair in pairs)).tolist()
+        return self._tokenizer.prompt("\n".join("".join(t["content"] for t in pair) for pair in pairs)).tolist()
+
+    def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
+        """Write what follows the ids of a message, until its end or the first Ctrl-C."""
+        scribe, self._answering, self._stopped = Scribe(self._tokenizer, write), True, False
+        found = self._author.write(message, ids, scribe, self._words, self._found, lambda: self._stopped, tell_aside)
+        self._answering = False
+        self._turns.append(said("assistant", scribe.text))
+        return found
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Stop an answer at the first Ctrl-C; raise at another one, and at one outside of an answer."""
+        if not self._answering or self._stopped:
+            raise Interrupted(number)
+        self._stopped = True
 
 
 def chat(
@@ -196,35 +185,29 @@ def chat(
     `answered` gets each answer once it is whole, or was stopped. Return how many messages of a pipe were left out.
     UserError for a file that knows ids alone.
     """
-    loaded = load_writer(asked, registry)
+    loaded, left_out = load_writer(asked, registry), 0
     if asked.engine.partition(":")[0] == LLAMA_CPP:
-        raise UserError(
-            f"--engine {asked.engine}: answers one --prompt at a time; a chat that goes on is of the others"
-        )
+        raise UserError(f"--engine {asked.engine}: answers one --prompt at a time; a chat that goes on needs another")
     with Author(loaded, asked, CHAT_STEP) as author:
         if author.tokenizer is None:
             raise UserError(f"{loaded.name}: has no tokenizer, and a chat is text; --ids 1,2,3 without --chat")
-        found = chat_template(loaded, asked, required=False)
-        if asked.system is not None and not found:
+        template = chat_template(loaded, asked, required=False)
+        if asked.system is not None and not template:
             raise UserError(f"{loaded.name}: has no chat template, which would write --system; leave it out")
-        talk = Conversation(author, Template(found.text, author.tokenizer, found.file) if found else None)
-        how = f"chat template of {found.file}" if found else "no chat template: the text is continued"
+        how = f"chat template of {template.file}" if template else "no chat template: the text is continued"
         tell_aside(f"{how} · {AGAIN}")
-        words, ctrl_c, left_out = stream(asked.seed, "generate"), CtrlC(), 0
-        with handled({signal.SIGINT: ctrl_c.handle}):
+        talk = Conversation(author, template)
+        with handled({signal.SIGINT: talk.interrupt}):
             for message in messages():
                 try:
                     ids = talk.ids(message)
                 except BadChat as error:
-                    raise UserError(f"{found.file if found else loaded.name}: {error}") from None
+                    raise UserError(f"{template.file if template else loaded.name}: {error}") from None
                 except UserError as error:
                     tell_aside(str(error))
                     left_out += not sys.stdin.isatty()
                     continue
-                scribe = Scribe(author.tokenizer, write)
-                with ctrl_c.stops_an_answer():
-                    answer = author.write(message, ids, scribe, words, found, lambda: ctrl_c.pressed, tell_aside)
-                talk.turns.append(said("assistant", scribe.text))
+                answer = talk.answer(message, ids, write)
                 answered(answer)
                 if answer.reason in (LIMIT, STOPPED):
                     tell_aside(f"({answer.reason}{f', --tokens {asked.tokens}' if answer.reason == LIMIT else ''})")
@@ -259,11 +242,7 @@ def messages() -> Iterator[str]:
 
 
 def _line() -> str:
-    """The next line of a pipe or a file; EOFError behind the last."""
-    raw = sys.stdin.buffer.readline()
-    if not raw:
-        raise EOFError
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"generate --chat: not UTF-8 text (byte {error.start} of a line)") from None
+    """Return the next line of a pipe or a file; EOFError behind the last."""
+    if raw := sys.stdin.buffer.readline():
+        return _decoded(raw, "generate --chat")
+    raise EOFError

@@ -168,7 +168,7 @@ The composed configuration: toyexp [key=value ...] --cfg job
 Tab completion (or zsh, fish): eval "$(toyexp completion bash)\""""
 
 
-def run(arguments: Arguments) -> int:
+def run_help(arguments: Arguments) -> int:
     """Print how toyexp is used, a page of the documentation, or the pages that mention a word."""
     if not arguments.rest:
         print(page())
@@ -201,7 +201,7 @@ def page(modules: Sequence[str] = ()) -> str:
     ])  # fmt: skip
 
 
-HELP = page
+HELP_HELP = page
 
 
 def _choices(registry: Registry) -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
-from toyexp.cli.variants import ALONE
+from toyexp.cli.bench_stepper import ALONE
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_blanks
 from toyexp.config.words import parse

@@ -11,7 +11,7 @@ import pytest
 
 from toyexp import UserError
 from toyexp.cli import doctor
-from toyexp.cli.doctor import engines, examine, expectations, gradient, table, trainings
+from toyexp.cli.doctor import Op, Training, engines, examine, gradient, references, table
 from toyexp.cli.main import main
 from toyexp.plugins.discovery import load
 from toyexp.reference.opmodel import CASES, rows_for
@@ -26,12 +26,11 @@ ALL = f"{CHECKS} of {CHECKS}"
 pytestmark = pytest.mark.xdist_group("numerics")  # the references take longer than the tests
 
 
-@pytest.fixture(scope="module")
-def references():
-    return expectations(), trainings()
+def every(kind):
+    return [check for check in references() if isinstance(check, kind)]
 
 
-def test_the_reference_gradient_is_that_of_autograd(references):
+def test_the_reference_gradient_is_that_of_autograd():
     """Number by number, through an independent library."""
     import torch
 
@@ -91,11 +90,10 @@ class WrongEngine(GGMLCPU):
 
 
 @pytest.mark.parametrize("fault", ["", "logits", "loss", "one number", "nan", "raises", "decay", "slots"])
-def test_what_is_wrong_is_found_and_nothing_else(references, fault):
-    ops, runs = references
-    lines = list(examine(WrongEngine(threads=1, fault=fault), ops, runs))
+def test_what_is_wrong_is_found_and_nothing_else(fault):
+    lines = list(examine(WrongEngine(threads=1, fault=fault), references()))
     failed = {line.name for line in lines if not line.passed}
-    names, trained = {op.name for op in ops}, {run.name for run in runs}
+    names, trained = {op.name for op in every(Op)}, {run.name for run in every(Training)}
     if fault in ("decay", "slots"):
         assert failed and failed <= trained
     else:
@@ -105,14 +103,7 @@ def test_what_is_wrong_is_found_and_nothing_else(references, fault):
         assert any(row.endswith("FAIL  RuntimeError: the device is lost") for row in table("x", GGMLCPU(), lines))
 
 
-@pytest.fixture
-def known(references, monkeypatch):
-    """The command then takes the references that are worked out already."""
-    monkeypatch.setattr("toyexp.cli.doctor.expectations", lambda rows: references[0])
-    monkeypatch.setattr("toyexp.cli.doctor.trainings", lambda rows: references[1])
-
-
-def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, known):
+def test_the_command_examines_what_works_here_and_an_emulated_device(capsys):
     assert [label for label, _ in engines([], load())] == ["metal:emulate=true", "cpu", "ggml"]
     assert main(["doctor", "--numerics", "engine=ggml:threads=1,metal:threads=1:emulate=true"]) == 0
     out = capsys.readouterr().out
@@ -123,23 +114,23 @@ def test_the_command_examines_what_works_here_and_an_emulated_device(capsys, kno
     assert out.count("PASS") == 2 * CHECKS and "FAIL" not in out
 
 
-def test_lower_precisions_pass_by_their_own_tolerances_and_not_by_float32s(references):
+def test_lower_precisions_pass_by_their_own_tolerances_and_not_by_float32s():
     from toyexp_torch.engines import TorchCPU
 
     half = TorchCPU(threads=1, dtype="bfloat16")
-    assert all(line.passed for line in examine(half, *references))
+    assert all(line.passed for line in examine(half, references()))
 
     class Boasting(TorchCPU):
         def rounds_to(self):
             return "float32"
 
     boasting = Boasting(threads=1, dtype="bfloat16")
-    failed = {line.name for line in examine(boasting, *references) if not line.passed}
+    failed = {line.name for line in examine(boasting, references()) if not line.passed}
     assert {"matmul", "attention", "3 steps, lora"} <= failed
-    assert all(line.passed for line in examine(TorchCPU(threads=1, dtype="float64"), *references))
+    assert all(line.passed for line in examine(TorchCPU(threads=1, dtype="float64"), references()))
 
 
-def test_a_failure_is_exit_code_1_and_no_traceback_whichever_engine_has_it(capsys, monkeypatch, known):
+def test_a_failure_is_exit_code_1_and_no_traceback_whichever_engine_has_it(capsys, monkeypatch):
     monkeypatch.setattr("toyexp_ggml.session.GGMLSession.do_loss", lambda self, micro: 1.0)
     assert main(["doctor", "--numerics", "engine=ggml:threads=1"]) == 1
     assert capsys.readouterr().out.count("FAIL") >= 23
@@ -155,13 +146,13 @@ def test_a_failure_is_exit_code_1_and_no_traceback_whichever_engine_has_it(capsy
         ("float32", (1e-4,) * 2, (1e-4, 5e-3)),
     ],
 )
-def test_an_op_and_a_training_have_the_tolerances_of_what_the_engine_rounds_to(references, to, op, training):
+def test_an_op_and_a_training_have_the_tolerances_of_what_the_engine_rounds_to(to, op, training):
     class Rounding(GGMLCPU):
         def rounds_to(self):
             return to
 
-    (ops, runs), engine = references, Rounding(threads=1)
-    lines = list(examine(engine, ops[:1], runs[:1]))
+    engine = Rounding(threads=1)
+    lines = list(examine(engine, [every(Op)[0], every(Training)[0]]))
     assert [line.tolerances for line in lines] == [op, training]
     shown = [row.split()[-5:] for row in table("x", engine, lines)[-2:]]
     assert [(float(row[1]), float(row[3])) for row in shown] == [op, training]
@@ -209,7 +200,7 @@ def test_the_suites_are_still_offered():
         kit.Nothing  # noqa: B018
 
 
-def test_expectations_hold_every_op_of_the_vocabulary(references):
+def test_references_hold_every_op_of_the_vocabulary():
     from toyexp.interfaces.ops import Ops
     from toyexp.testing import ReferenceOps
 
@@ -220,11 +211,11 @@ def test_expectations_hold_every_op_of_the_vocabulary(references):
             used.add(name)
             return super().__getattribute__(name)
 
-    for op in references[0]:
+    for op in every(Op):
         values = {t.name: op.plan.initial(t).astype(np.float64) for t in op.plan.tensors}
         op.plan.model.forward(Noting(), op.plan.params(values, op.batch), op.batch)
     assert Ops.__abstractmethods__ - {"cross_entropy"} <= used
-    assert all(dataclasses.is_dataclass(op) for op in references[0])
+    assert all(dataclasses.is_dataclass(op) for op in every(Op))
 
 
 @dataclass
@@ -249,5 +240,5 @@ def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_sha
     suite.test_accumulation_equals_one_large_batch()
     suite.test_logits_of_more_rows_than_a_micro_batch()
     monkeypatch.setattr(doctor, "CASES", {name: CASES[name] for name in ("matmul", "rope")})
-    lines = list(examine(suite.engine, expectations.__wrapped__(4), trainings.__wrapped__(4)))
+    lines = list(examine(suite.engine, references.__wrapped__(4)))
     assert (len(lines), [line for line in lines if not line.passed]) == (6, [])

@@ -25,18 +25,19 @@ from toyexp.base.formatting import columns, count, counted, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.threads import available_cores
 from toyexp.cli.bench_stepper import (
+    ALONE,
+    BATCHES,
     FIGURES,
     EngineStepper,
     Entry,
-    Peak,
     Stepper,
     alone,
     baselines,
-    made_batches,
+    on_engines,
     peak_of,
+    prepared_on,
     warm_up,
 )
-from toyexp.cli.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
 from toyexp.interfaces.command import Answer, Arguments
 from toyexp.interfaces.dataset import Batch
@@ -199,7 +200,7 @@ def step_flops(plan: Plan) -> float:
 
 
 def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Callable[[str], None]) -> Report:
-    """Runs the benchmark; `watch` gets a line each about machine, model and data before it begins."""
+    """Run the benchmark; `watch` gets a line each about machine, model and data before it begins."""
     environment = dict(os.environ)  # engines may set in it what they tell their library, once in a process
     runs = prepared_on(request, labels)
     first = runs[labels[0]]
@@ -210,21 +211,25 @@ def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Ca
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
-    entries, batches = [Entry(label, settings, label) for label in labels], made_batches(first)
+    entries = [Entry(label, settings, label) for label in labels]
+    batches = [first.batches.batch(k) for k in range(BATCHES)]
     ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
     left_out: dict[str, str] = {}
-    found = {} if asked.no_peak else runs
-    peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in found.items()}
+    measured = {} if asked.no_peak else runs
+    peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in measured.items()}
     with contextlib.ExitStack() as last:
+
+        def begin(name: str, open_stepper: Callable[[], Stepper]) -> None:
+            ready[name] = warm_up(open_stepper, batches, asked.steps or 0)
+            last.callback(ready[name][0].close)
+
         for label in labels:
-            ready[label] = warm_up(partial(EngineStepper, runs[label]), batches, asked.steps or 0)
-            last.callback(ready[label][0].close)
+            begin(label, partial(EngineStepper, runs[label]))
         for name, entry in added:
             try:
                 if isinstance(entry, str):
                     raise UserError(entry)
-                ready[name] = warm_up(entry.prepare()[1], batches, asked.steps or 0)
-                last.callback(ready[name][0].close)
+                begin(name, entry.prepare()[1])
                 entries.append(entry)
             except Exception as error:  # whatever a baseline lacks here, the engines are measured
                 left_out[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -232,25 +237,19 @@ def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Ca
     engines = []
     for entry in entries:  # now that the machine's memory is free again
         (stepper, steps), times = ready[entry.name], seconds[entry.name]
-        memory = {} if asked.no_memory else alone(entry, environment)
         median = statistics.median(times)
-        engines.append({
+        row: dict[str, Any] = {
             "name": entry.name, "engine": entry.engine, "note": stepper.note, "devices": stepper.devices,
             "steps_per_round": steps, "seconds_per_step": median,
             "quartiles": np.percentile(times, (25, 75)), "rounds": times,
             f"{work.unit}_per_second": work.units / median, "flops_per_second": work.flops / median,
             "ratio": statistics.median(seconds[entries[0].name]) / median,
-            **_share(work.flops / median, peaks.get(entry.engine)), **memory,
-        })  # fmt: skip
+        }  # fmt: skip
+        if peak := peaks.get(entry.engine):
+            row["share_of_peak"] = row["flops_per_second"] / peak.flops_per_second
+            row |= {"peak_flops_per_second": peak.flops_per_second, "peak_size": peak.size}
+        engines.append(row if asked.no_memory else row | alone(entry, environment))
     return Report(work, engines, left_out)
-
-
-def _share(flops_per_second: float, peak: Peak | None) -> dict[str, Any]:
-    """What part that is of the peak of the engine's products, and how that was found."""
-    if peak is None:
-        return {}
-    share = flops_per_second / peak.flops_per_second
-    return {"share_of_peak": share, "peak_flops_per_second": peak.flops_per_second, "peak_size": peak.size}
 
 
 def take_turns(

@@ -1,4 +1,4 @@
-"""What `toyexp bench` compares: engines and bare loops, as things that take training steps.
+"""One experiment on several engines, and what `toyexp bench` compares: engines and bare loops, as steppers.
 
 Run as a program it opens one of them alone, so that memory and the wait for the first step can be told apart.
 """
@@ -6,27 +6,28 @@ Run as a program it opens one of them alone, so that memory and the wait for the
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import platform
 import re
+import runpy
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import counted
-from toyexp.cli.variants import prepared_on
+from toyexp.config.request import Request, one_experiment, take_engines
+from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batch, InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import TOKENS, Kind
@@ -36,9 +37,12 @@ from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.recipe import start
 from toyexp.interfaces.session import StepMetrics
 from toyexp.interfaces.stack import Stack
-from toyexp.interfaces.values import Normal, Values
+from toyexp.interfaces.values import Normal
+from toyexp.training.experiment import prepare
 from toyexp.training.run_config import Prepared
+from toyexp.training.settings import OF_A_RUN, Settings, keys_with
 
+ALONE = {*keys_with(OF_A_RUN, Settings), "sweep", "hydra"}  # keys that only a run takes
 FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
 SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
@@ -46,6 +50,19 @@ WARM_UP = 0.1  # seconds of steps before anything counts, and at least so many s
 WARM_UP_STEPS = 3
 BATCHES = 8  # made beforehand, and used over and over
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
+
+
+def prepared_on(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
+    """Return the experiment on each engine, by its label as it was typed: ggml, ggml:blas=false."""
+    return {label: prepare(asked.parts()) for label, asked in request.on_engines(labels).items()}
+
+
+def on_engines(
+    command: str, arguments: Arguments, ignored: Collection[str], default: str = "cpu,ggml"
+) -> tuple[Request, list[str]]:
+    """Return the request of one experiment, see `one_experiment`, and the labels of its engines."""
+    labels, settings = take_engines(arguments.settings, default)
+    return one_experiment(command, settings, ignored), labels
 
 
 class Stepper(Protocol):
@@ -56,11 +73,10 @@ class Stepper(Protocol):
     pids: Sequence[int] = ()  # of other processes on this machine that compute with this one
 
     def step(self, batch: Batch) -> object:
-        """Begins one training step, and waits for one: this, or where the device computes by itself the one before."""
+        """Begin one training step, and wait for one: this, or where the device computes by itself the one before."""
 
     def wait(self) -> None:
-        """Until every step that was begun is taken."""
-        return
+        """Wait until every step that was begun is taken."""
 
     def close(self) -> None:
         """Free everything."""
@@ -112,11 +128,11 @@ class EngineStepper(Stepper):
             self._under_way.pop(0)()
 
     def device_bytes(self) -> int | None:
-        """The session's."""
+        """Return the session's."""
         return self.session.device_bytes()
 
     def close(self) -> None:
-        """Closes the session."""
+        """Close the session."""
         self.session.close()
 
 
@@ -124,11 +140,6 @@ def pids_of(ranks: Sequence[str]) -> list[int]:
     """The other processes of a run on this machine, of ranks as a session tells them: `pid 12 on host`."""
     told = [re.fullmatch(r"pid (\d+) on (.*)", rank) for rank in ranks]
     return [int(rank[1]) for rank in told if rank and rank[2] == platform.node() and int(rank[1]) != os.getpid()]
-
-
-def made_batches(prepared: Prepared) -> list[Batch]:
-    """The first few of the experiment's batches."""
-    return [prepared.batches.batch(k) for k in range(BATCHES)]
 
 
 def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
@@ -158,13 +169,11 @@ class Entry:
 
     def prepare(self) -> tuple[Prepared, Callable[[], Stepper]]:
         """Reads the settings and imports what they need; what is returned beside the experiment opens it."""
-        from toyexp.config.request import Request
-
         prepared = prepared_on(Request.of(self.settings), [self.engine])[self.engine]
         if not self.file:
             return prepared, partial(EngineStepper, prepared)
-        index = _index(Path(self.file).parent)
-        return prepared, partial(index.opened, self, prepared)
+        index = runpy.run_path(str(Path(self.file).with_name("__init__.py")))
+        return prepared, partial(index["opened"], self, prepared)
 
 
 def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple[str, Entry | str]]:
@@ -177,17 +186,10 @@ def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple
             "--baseline: the baselines are no part of an installed toyexp; run bench in a checkout of its source, "
             "where they are tests/benchmarks/baselines/"
         )
-    found: Iterable[tuple[str, Entry | str]] = _index(BASELINES).entries(settings, engines)
+    found: Iterable[tuple[str, Entry | str]] = runpy.run_path(str(BASELINES / "__init__.py"))["entries"](
+        settings, engines
+    )
     return found
-
-
-def _index(folder: Path) -> Any:
-    """The module that says which baselines lie in a folder, and opens them; it belongs to no package."""
-    spec = importlib.util.spec_from_file_location("baselines", folder / "__init__.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the peak that a step is held against -----------------------------------------------------------------------------
@@ -228,20 +230,15 @@ def peak_of(engine: Engine, most_rows: int) -> Peak:
 def _plan(engine: Engine, size: int, products: int, most_rows: int) -> Plan:
     """The products as a plan that trains nothing."""
     model = Products(size=size, products=products)
-    inputs = {
-        "tokens": InputSpec((size,), "int32"),
-        "targets": InputSpec((size,), "int32", below=CLASSES),
-        "weights": InputSpec((size,), "float32"),
-    }
+    ids = InputSpec((size,), "int32", below=CLASSES)
+    inputs = {"tokens": ids, "targets": ids, "weights": InputSpec((size,), "float32")}
     tensors = tuple(PlanTensor(t.name, t.shape, t.init, trainable=False) for t in model.tensors())
-    plan = Plan(model, tensors, inputs, rows=1)
-    for rows in range(1, most_rows):
-        try:
-            engine.check_plan(replace(plan, rows=rows))
-        except UserError:  # its devices would have no equal shares
-            continue
-        return replace(plan, rows=rows)
-    return replace(plan, rows=most_rows)
+    for rows in range(1, most_rows + 1):
+        plan = Plan(model, tensors, inputs, rows)
+        with contextlib.suppress(UserError):  # its devices would have no equal shares
+            engine.check_plan(plan)
+            break
+    return plan
 
 
 def _seconds(engine: Engine, plan: Plan) -> float:
@@ -262,15 +259,12 @@ def _seconds(engine: Engine, plan: Plan) -> float:
 CLASSES = 8
 
 
-@dataclass(frozen=True)
-class Repeated(Values):
+class Repeated(Normal):
     """Normal values that come again and again: to draw 8192 x 8192 of them would take longer than to use them."""
 
-    std: float
-
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """A million, as often as they are needed."""
-        return np.resize(Normal(self.std).draw((1 << 20,), seed, name), shape)
+        """Return a million values, as often as they are needed."""
+        return np.resize(super().draw((1 << 20,), seed, name), shape)
 
 
 @dataclass
@@ -288,12 +282,11 @@ class Products(Model):
 
     def tensors(self) -> list[TensorSpec]:
         """Values that keep the size of what they multiply."""
-        table, out = (CLASSES, self.size), (CLASSES, self.size)
-        std = self.size**-0.5
+        size, std = self.size, self.size**-0.5
         return [
-            TensorSpec("table", table, Repeated(1.0)),
-            TensorSpec("w", (self.size, self.size), Repeated(std)),
-            TensorSpec("out", out, Repeated(std)),
+            TensorSpec("table", (CLASSES, size), Repeated(1.0)),
+            TensorSpec("w", (size, size), Repeated(std)),
+            TensorSpec("out", (CLASSES, size), Repeated(std)),
         ]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -348,15 +341,10 @@ def main(words: Sequence[str]) -> None:
             sys.stdout.write("first step\n")
             sys.stdout.flush()
     _, peak = memory_bytes()
-    found = stepper.device_bytes(), _with_others(max(peak, before), stepper.pids), peak - imported
-    json.dump(dict(zip(FIGURES[1:], found, strict=True)), sys.stdout)
+    others = [_of_linux(pid) for pid in stepper.pids]
+    whole = max(peak, before) + sum(most for _, most in filter(None, others)) if all(others) else None
+    json.dump(dict(zip(FIGURES[1:], (stepper.device_bytes(), whole, peak - imported), strict=True)), sys.stdout)
     stepper.close()
-
-
-def _with_others(own: int, pids: Sequence[int]) -> int | None:
-    """The most that this process held, and each of the others; None where the system tells nothing of others."""
-    found = [_of_linux(pid) for pid in pids]
-    return own + sum(peak for _, peak in filter(None, found)) if all(found) else None
 
 
 def memory_bytes() -> tuple[int, int]:

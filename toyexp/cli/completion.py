@@ -9,19 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from argparse import Action
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from toyexp.base.errors import UserError, choose
 from toyexp.base.terminal import say
 from toyexp.cli.commands import find
+from toyexp.cli.new import KINDS
+from toyexp.cli.pages import topics
 from toyexp.config.flags import SHORT
 from toyexp.config.flags import parser as flag_parser
 from toyexp.config.paths import CONF
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
+from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.interfaces.command import Arguments, Command
 from toyexp.interfaces.optimiser import LORA, scalable
 from toyexp.plugins.discovery import load
@@ -98,12 +103,8 @@ class Line:
                 for offered in self.registry.offers:
                     yield from self._offered(offered)
             case "topics":
-                from toyexp.cli.pages import topics
-
                 yield from map(Candidate, topics())
             case "kinds":
-                from toyexp.cli.new import KINDS
-
                 yield from map(Candidate, KINDS)
             case "shells":
                 yield from map(Candidate, SHELLS)
@@ -120,8 +121,6 @@ class Line:
         """What stands behind an option: one of its choices, or what its example tells, as a file's suffix does."""
         match flag:
             case "--engine":
-                from toyexp.inference.llamacpp import LLAMA_CPP
-
                 yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
             case "--type":
                 yield from map(Candidate, self.registry.types())
@@ -318,7 +317,7 @@ end
 complete -c toyexp -f -a '(__toyexp)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-SPECIAL = frozenset(" \t\n\"'`\\$&;<>|()!*?")  # what bash would read otherwise than as itself, in a path
+SPECIAL = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # what bash would read otherwise than as itself, in a path
 
 
 def run(arguments: Arguments) -> int:
@@ -345,8 +344,7 @@ def answer(shell: str, words: Sequence[str]) -> list[str]:
     return [f"{c.text}\t{c.help}" for c in complete([*before, read_line(word).words[-1]])]  # fish leaves the quotes
 
 
-@dataclass(frozen=True)
-class Typed:
+class Typed(NamedTuple):
     """A command line up to the cursor, as bash reads it."""
 
     words: list[str]  # without their quotes
@@ -354,32 +352,27 @@ class Typed:
     quote: str  # that is open
 
     def replacement(self, found: Candidate) -> str:
-        """What takes the place of the rest of the word."""
+        """Return what takes the place of the rest of the word."""
         text = found.text[self.kept :]
         if self.quote:  # which readline closes
             return text
         if found.path:
-            text = "".join(f"\\{c}" if c in SPECIAL else c for c in text)
+            text = re.sub(SPECIAL, r"\\\g<0>", text)
         return text if found.more else f"{text} "
 
 
 def read_line(line: str, breaks: str = "") -> Typed:
-    """The words of a line that may end in the middle of one; assignments before the command are left out."""
-    words, quote, kept, inside, escaped = [""], "", 0, False, False
-    for c in line:
-        if escaped:
-            words[-1], escaped = words[-1] + c, False
-        elif c == "\\" and quote != "'":
-            inside = escaped = True
-        elif c == quote:
-            quote, kept = "", len(words[-1])
-        elif not quote and c in "\"'":
-            quote, kept, inside = c, len(words[-1]), True
-        elif not quote and c in " \t\n":
-            words, kept, inside = [*words, ""] if inside else words, 0, False
-        else:
-            words[-1], inside = words[-1] + c, True
-            kept = len(words[-1]) if not quote and c in breaks else kept
+    """Return the words of a line that may end in the middle of one, without the assignments before the command."""
+    for quote in ("", "'", '"'):
+        with contextlib.suppress(ValueError):  # this one is not open at the end
+            words = shlex.split(f"{line}_{quote}")  # with a letter, or a space at the end would begin no word
+            break
+    words[-1] = words[-1][:-1]
+    if quote:
+        end = line.rpartition(quote)[2]
+    else:
+        unbroken = re.search(rf"(\\.|[^\\{re.escape(breaks)}])*$", line)
+        end = re.sub(r"\\(.)", r"\1", unbroken[0]) if unbroken else ""
     while len(words) > 1 and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
         del words[0]
-    return Typed(words, kept, quote)
+    return Typed(words, len(words[-1]) - len(end), quote)

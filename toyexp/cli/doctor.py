@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from toyexp.base.files import working_directory
 from toyexp.base.formatting import columns
 from toyexp.base.packages import why
 from toyexp.base.terminal import tell
+from toyexp.cli.bench_stepper import ALONE, on_engines, prepared_on
 from toyexp.cli.pages import after_the_doctor
-from toyexp.cli.variants import ALONE, on_engines, prepared_on
+from toyexp.config.build import engine_of
+from toyexp.config.request import take_engines
 from toyexp.formats.gguf.quantise import quantiser
 from toyexp.inference import llamacpp
 from toyexp.interfaces.command import Arguments
@@ -48,7 +51,7 @@ options
 
 
 def run(arguments: Arguments) -> int:
-    """Tells of the engines, of their numbers, or of their graphs."""
+    """Report on the engines, on their numbers, or on their graphs."""
     working_directory()  # or MKL, which looks for itself from there, ends the process
     if arguments.graph:
         request, labels = on_engines("doctor --graph", arguments, {*ALONE, "steps", "lr", "callbacks"}, "ggml")
@@ -56,10 +59,8 @@ def run(arguments: Arguments) -> int:
         return 0
     if arguments.numerics:
         return _numerics(arguments)
-    if arguments.settings:
-        raise UserError(
-            f"doctor {arguments.settings[0]}: takes --numerics or --graph and settings behind it, or nothing"
-        )
+    if word := next(iter(arguments.settings), ""):
+        raise UserError(f"doctor {word}: takes --numerics or --graph and settings behind it, or nothing")
     registry = load()
     tell(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     width = max((len(n) for n in registry.offers["engine"]), default=0)
@@ -77,17 +78,13 @@ def run(arguments: Arguments) -> int:
 
 
 def _numerics(arguments: Arguments) -> int:
-    """Whether the engines compute every op's values and gradients, and a short training, as float64 does."""
-    from toyexp.config.request import take_engines
-
+    """Check whether the engines compute every op's values and gradients, and a short training, as float64 does."""
     labels, strange = take_engines(arguments.rest, "")
     if strange:
         raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
-    chosen = engines(labels, load(arguments.modules))
     passed = True
-    for label, engine in chosen:
-        rows = rows_for(engine)
-        lines = list(examine(engine, expectations(rows), trainings(rows)))
+    for label, engine in engines(labels, load(arguments.modules)):
+        lines = list(examine(engine, references(rows_for(engine))))
         passed = passed and all(line.passed for line in lines)
         tell("\n".join(table(label, engine, lines)))
     return 0 if passed else 1
@@ -138,21 +135,17 @@ def not_here(registry: Registry) -> Iterator[str]:
             yield f"{label}: its check failed ({why(error)})"
 
 
-def _check(cls: type) -> None:
-    cls().check()
-
-
 def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
     for kind, form in (("data", "data={}"), ("callbacks", "callbacks.{}")):
         for name, offer in sorted(registry.offers[kind].items()):
-            yield form.format(name), functools.partial(_check, offer.cls)
+            yield form.format(name), functools.partial(lambda cls: cls().check(), offer.cls)
     for launcher in LAUNCHERS.values():
         yield "", launcher.require
-    yield "", functools.partial(study.require, "cmaes")
+    yield "", lambda: study.require("cmaes")
     yield "compare --html", report.require
     yield "the chat template of a GGUF", chat.sandbox
     yield "", llamacpp.installed
-    yield "", functools.partial(quantiser, "a K-quant")
+    yield "", lambda: quantiser("a K-quant")
 
 
 # -- whether an engine computes as float64 does -----------------------------------------------------------------------
@@ -162,18 +155,6 @@ Arrays = Mapping[str, np.ndarray]
 
 STEPS, CLIP = 3, 0.5
 TRAINED = "rope"  # the case that the short training takes: attention with grouped heads and positions
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What an op should compute, in float64."""
-
-    name: str
-    plan: Plan
-    batch: Batch
-    loss: float
-    logits: np.ndarray
-    gradients: Arrays
 
 
 @dataclass(frozen=True)
@@ -193,41 +174,89 @@ class Line:
 
 
 def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
-    """The engines that the labels name; without any, all that work here, and the first other one that is emulated."""
-    from toyexp.config.build import engine_of
-
+    """Return the named engines; without any, all that work here, and the first other one that is emulated."""
     if labels:
         return [(label, engine_of(label, registry)) for label in labels]
     found: list[tuple[str, Engine]] = []
-    emulated = False
     for offer in registry.engines():
         try:
             found.append((offer.name, engine_of(offer.name, registry)))
         except Unavailable:
-            if not emulated and "emulate" in getattr(offer.cls, "__dataclass_fields__", {}):
-                emulated, label = True, f"{offer.name}:emulate=true"
-                found.append((label, engine_of(label, registry)))
+            emulated = f"{offer.name}:emulate=true"
+            if "emulate" in dir(offer.cls) and not any(label.endswith("emulate=true") for label, _ in found):
+                found.append((emulated, engine_of(emulated, registry)))
     if not found:
         command = f"`toyexp doctor{registry.loading}`"
         raise UserError(f"doctor --numerics: no engine works here; {command} says why and what to install")
     return found
 
 
+@dataclass(frozen=True)
+class Op:
+    """Values and gradients of an op on a batch, in float64."""
+
+    judged_by: ClassVar[str] = "slopes"
+
+    name: str
+    plan: Plan
+    batch: Batch
+    loss: float
+    logits: np.ndarray
+    gradients: Arrays
+
+    def errors(self, engine: Engine) -> tuple[float, float]:
+        """Return how far an engine's values are off, and the gradient of its worst tensor."""
+        with engine.realize(self.plan) as session:
+            session.build()
+            logits, loss = session.logits(self.batch), session.evaluate([self.batch])
+            gradients = session.gradients(self.batch)
+        values = np.abs(logits - self.logits).max() / np.abs(self.logits).max(), abs(loss - self.loss) / self.loss
+        small = 1e-3 * norm(*self.gradients.values())  # what a gradient that is next to nothing is held against
+        off = [norm(gradients[n] - g) / max(norm(g), small) for n, g in self.gradients.items()]
+        return float(np.max(values)), float(np.max(off))  # NaN if one is
+
+
+@dataclass(frozen=True)
+class Training:
+    """A short training by AdamW in float64."""
+
+    judged_by: ClassVar[str] = "weights"
+
+    name: str
+    plan: Plan
+    adamw: AdamW
+    losses: list[float]
+    start: Arrays
+    end: Arrays
+
+    def errors(self, engine: Engine) -> tuple[float, float]:
+        """Return how far an engine's losses are off, and the weights of its worst tensor by how far they moved."""
+        steps = range(len(self.losses))
+        with engine.realize(self.plan) as session:
+            session.build()
+            batches = [(op_batch(self.plan.rows, step, TRAINED), self.adamw.hp_for_step(step)) for step in steps]
+            losses = [session.step(batch, hp).loss for batch, hp in batches]
+            weights = {name: session.download(name) for name in self.start}
+        off = [norm(weights[n] - w) / norm(w - self.start[n]) for n, w in self.end.items()]
+        return float(np.max(np.abs(np.array(losses) - self.losses) / self.losses)), float(np.max(off))
+
+
 @functools.cache
-def expectations(rows: int = ROWS) -> list[Expected]:
-    """Of every op, and of the adapters, on batches of so many rows."""
-    found = []
+def references(rows: int = ROWS) -> list[Op | Training]:
+    """Return every op, the adapters, and a training in both modes of AdamW, on batches of so many rows."""
+    found: list[Op | Training] = []
     for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:
         plan, batch = op_plan(case, adapter, rows=rows), op_batch(rows, case=case)
         values = {t.name: plan.initial(t) for t in plan.tensors}
         gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
         loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
-        found.append(Expected(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients))
-    return found
+        found.append(Op(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients))
+    modes = AdamW.for_from_scratch(), AdamW.for_lora()
+    return [*found, *(training(replace(mode, lr=0.01, weight_decay=0.1), rows) for mode in modes)]
 
 
 def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-5) -> np.ndarray:
-    """The loss's gradient by one tensor, number by number, by central differences in float64."""
+    """Return the loss's gradient by one tensor, number by number, by central differences in float64."""
     wide = {**values, name: values[name].astype(np.float64)}
     moved, found = wide[name].reshape(-1), np.empty(wide[name].shape)
     for i, value in enumerate(moved.copy()):
@@ -238,30 +267,12 @@ def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-
     return found
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A short training as it should go, in float64."""
-
-    name: str
-    plan: Plan
-    adamw: AdamW
-    losses: Sequence[float]
-    start: Arrays
-    end: Arrays
-
-
-@functools.cache
-def trainings(rows: int = ROWS) -> list[Trained]:
-    """In both modes of AdamW, with a gradient that is clipped and weights that decay."""
-    modes = AdamW.for_from_scratch(), AdamW.for_lora()
-    return [_trained(replace(mode, lr=0.01, weight_decay=0.1), rows) for mode in modes]
-
-
-def _trained(adamw: AdamW, rows: int) -> Trained:
+def training(adamw: AdamW, rows: int) -> Training:
+    """Train a few steps in float64, with a gradient that is clipped and weights that decay."""
     plan = op_plan(TRAINED, rows=rows, grad_clip=CLIP)
     start = {t.name: plan.initial(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)
-    moments = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
+    moments: dict[str, Sequence[np.ndarray]] = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
     losses = []
     for step in range(STEPS):
         batch, hp = op_batch(rows, step, TRAINED), adamw.hp_for_step(step)
@@ -269,62 +280,25 @@ def _trained(adamw: AdamW, rows: int) -> Trained:
         gradients = {n: gradient(plan, weights, batch, n) for n in weights}
         clip = min(1.0, CLIP / (norm(*gradients.values()) + 1e-6))
         for name, g in gradients.items():
-            weights[name], *pair = reference_adamw(weights[name], clip * g, *moments[name], hp)
-            moments[name] = pair[0], pair[1]
-    return Trained(f"{STEPS} steps, {adamw.mode}", plan, adamw, losses, start, weights)
+            weights[name], *moments[name] = reference_adamw(weights[name], clip * g, *moments[name], hp)
+    return Training(f"{STEPS} steps, {adamw.mode}", plan, adamw, losses, start, weights)
 
 
-def examine(engine: Engine, ops: Sequence[Expected], runs: Sequence[Trained]) -> Iterator[Line]:
-    """One line for each op and training; what an engine raises fails its line and no other."""
+def examine(engine: Engine, checks: Sequence[Op | Training]) -> Iterator[Line]:
+    """Yield a line for each op and training; an error of the engine fails its line and no other."""
     limits = TOLERANCES[precision(engine)]
-    for op in ops:
-        yield _line(op.name, (limits.values, limits.slopes), functools.partial(_op_errors, engine, op))
-    for run in runs:
-        yield _line(run.name, (limits.values, limits.weights), functools.partial(_training_errors, engine, run))
-
-
-def _line(name: str, tolerances: tuple[float, float], measure: Callable[[], tuple[float, float]]) -> Line:
-    try:
-        return Line(name, *measure(), tolerances)
-    except Exception as error:  # whatever an engine raises, the other lines are still worth reading
-        return Line(name, math.inf, math.inf, tolerances, f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-def _op_errors(engine: Engine, one: Expected) -> tuple[float, float]:
-    with engine.realize(one.plan) as session:
-        session.build()
-        logits, loss = session.logits(one.batch), session.evaluate([one.batch])
-        gradients = session.gradients(one.batch)
-    scale = norm(*one.gradients.values())
-    return (
-        worst(np.abs(logits - one.logits).max() / np.abs(one.logits).max(), abs(loss - one.loss) / abs(one.loss)),
-        # A tensor whose true gradient is next to nothing is held against the whole.
-        worst(*(norm(gradients[n] - g) / max(norm(g), 1e-3 * scale) for n, g in one.gradients.items())),
-    )
-
-
-def _training_errors(engine: Engine, run: Trained) -> tuple[float, float]:
-    with engine.realize(run.plan) as session:
-        session.build()
-        losses = [
-            session.step(op_batch(run.plan.rows, step, TRAINED), run.adamw.hp_for_step(step)).loss
-            for step in range(STEPS)
-        ]
-        weights = {name: session.download(name) for name in run.start}
-    return (
-        worst(*(abs(a - b) / abs(b) for a, b in zip(losses, run.losses, strict=True))),
-        worst(*(norm(weights[n] - w) / norm(w - run.start[n]) for n, w in run.end.items())),
-    )
+    for check in checks:
+        tolerances = limits.values, getattr(limits, check.judged_by)
+        try:
+            yield Line(check.name, *check.errors(engine), tolerances)
+        except Exception as error:  # whatever an engine raises, the other lines are still worth reading
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield Line(check.name, math.inf, math.inf, tolerances, failure)
 
 
 def norm(*arrays: np.ndarray) -> float:
-    """The Euclidean norm of all numbers together."""
+    """Return the Euclidean norm of all numbers together."""
     return math.sqrt(sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays))
-
-
-def worst(*errors: float) -> float:
-    """The largest; NaN when one is."""
-    return float(np.max(np.array(errors, np.float64)))
 
 
 def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:

@@ -18,8 +18,8 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import columns, in_bytes
 from toyexp.base.terminal import tell
 from toyexp.base.writing import dump_json
+from toyexp.cli.bench_stepper import ALONE, on_engines, prepared_on
 from toyexp.cli.parity_plot import sheet
-from toyexp.cli.variants import ALONE, on_engines, prepared_on
 from toyexp.config.request import Request
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batches

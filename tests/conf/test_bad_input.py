@@ -14,9 +14,9 @@ import gguf
 import numpy as np
 import pytest
 
+from toyexp.cli.bench_stepper import ALONE
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
-from toyexp.cli.bench_stepper import ALONE
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_blanks
 from toyexp.config.words import parse

@@ -114,9 +114,7 @@ def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
     [
         ("optimiser Sgd-R", "did you mean sgd_r?"),
         (f"callback {'a' * 300}", "has 300 letters; a name has at most 60"),
-        ("optimiser 3", "did you mean my_3?"),
-        ("optimiser 1st", "did you mean my_1st?"),
-        ("optimiser ünï", "did you mean uni?"),
+        ("optimiser 1st", "a letter first (more"),
         ("optimiser größe", "a letter first (more"),
         ("optimiser _", "a letter first (more"),
         ("optimiser a__b", "single underscores"),
@@ -132,7 +130,7 @@ def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
         ("optimiser a b", "takes a kind, and a name"),
         ("optimiser steps=3", "is a setting of a run"),
         ("optimiser there", "toyexp-there is there already"),
-        ("optimiser x --into file", "--into file: is no directory"),
+        ("optimiser x --into file", "file/toyexp-x cannot be written"),
         ("optimiser x --into", "--into needs a value"),
     ],
 )

@@ -272,7 +272,7 @@ def training(adamw: AdamW, rows: int) -> Training:
     plan = op_plan(TRAINED, rows=rows, grad_clip=CLIP)
     start = {t.name: plan.initial(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)
-    moments: dict[str, Sequence[np.ndarray]] = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
+    moments = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
     losses = []
     for step in range(STEPS):
         batch, hp = op_batch(rows, step, TRAINED), adamw.hp_for_step(step)
@@ -280,7 +280,8 @@ def training(adamw: AdamW, rows: int) -> Training:
         gradients = {n: gradient(plan, weights, batch, n) for n in weights}
         clip = min(1.0, CLIP / (norm(*gradients.values()) + 1e-6))
         for name, g in gradients.items():
-            weights[name], *moments[name] = reference_adamw(weights[name], clip * g, *moments[name], hp)
+            weights[name], first, second = reference_adamw(weights[name], clip * g, *moments[name], hp)
+            moments[name] = first, second
     return Training(f"{STEPS} steps, {adamw.mode}", plan, adamw, losses, start, weights)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from toyexp.base.user_paths import at_home
 from toyexp.base.writing import possible_names
 from toyexp.cli.commands import COMMANDS, find
 from toyexp.config.flags import SHOWING, read, request_of
-from toyexp.interfaces.command import Command, modules_in
+from toyexp.interfaces.command import Arguments, Command, modules_in
 from toyexp.sweeps.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def answer(typed: Sequence[str]) -> int:
         if started_ranks().count > 1:
             raise UserError(f"{words[0]}: is done by one process; torchrun starts the ranks of a run")
         status("")
-        return _call(command, words[1:])
+        if command.name in COMMANDS:
+            return _call(command, words[1:])
+        return _call_of_a_plugin(command, words[1:])
     if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # a word that is no command is an error below
         return answer(["help"])
     if "--version" in words:
@@ -66,27 +69,25 @@ def answer(typed: Sequence[str]) -> int:
 
 
 def _call(command: Command, words: Sequence[str]) -> int:
-    """Runs a sub-command; what one of a plugin raises without meaning to is told as its failure."""
+    if "-h" not in words and "--help" not in words:
+        return command.run(command.read(words))
+    print(command.usage(modules_in(words)))
+    return 0
 
-    def do() -> int:
-        if "-h" not in words and "--help" not in words:
-            return command.run(command.read(words))
-        print(command.usage(modules_in(words)))
-        return 0
 
-    if command.name in COMMANDS:
-        return do()
+def _call_of_a_plugin(command: Command, words: Sequence[str]) -> int:
+    """Run a plugin's sub-command; an error that it raises without meaning to is its failure."""
     try:
         with attributed(f"command.{command.name}", "while it ran"):
-            code = do()
-        if type(code) is not int or not 0 <= code < 256:
-            what = f"{printable(repr(code))}; an exit code is a number from 0, which is done, to 255"
-            raise PluginFailed(f"command.{command.name} gave {what}")
-        return code
+            code = _call(command, words)
     except RunFailed as error:
-        if isinstance(error.__cause__, BrokenPipeError):  # whoever reads what it prints has gone
+        if isinstance(error.__cause__, BrokenPipeError):  # the reader of what it prints has gone
             raise error.__cause__ from None
         raise
+    if type(code) is not int or not 0 <= code < 256:
+        what = f"{printable(repr(code))}; an exit code is a number from 0, which is done, to 255"
+        raise PluginFailed(f"command.{command.name} gave {what}")
+    return code
 
 
 # -- running --------------------------------------------------------------------------------------------------------
@@ -107,69 +108,63 @@ def run(words: Sequence[str]) -> int:
 
         status("")
         return inspect(flags, request)
-    if "--dry-run" in flags and started_ranks().count > 1:
-        raise UserError("--dry-run: is done by one process; torchrun starts the ranks of a run")
-    if "--multirun" in flags or "sweep.resume" in request.values:
-        if started_ranks().count > 1:
-            raise UserError("-m: a sweep starts its own processes; torchrun starts the ranks of one run")
+    several = "--multirun" in flags or "sweep.resume" in request.values
+    if started_ranks().count > 1 and (several or "--dry-run" in flags):
+        what = "-m: a sweep starts its own processes" if several else "--dry-run: is done by one process"
+        raise UserError(f"{what}; torchrun starts the ranks of one run")
+    if several:
         from toyexp.sweeps.begin import sweep
 
         return sweep(flags, request)
-    if "--dry-run" in flags:
-        return _dry_run(flags, request, resume)
-    from toyexp.runner.one_run import follow, prepare_request
-
-    if started_ranks().rank:
-        follow(request, resume)
-        return 0
-    from toyexp.cli.pages import after_a_run, nothing_yet
-    from toyexp.sweeps.directory import update_summary
     from toyexp.training.resume import AUTO, Complete
-    from toyexp.training.verdict import print_result
 
-    first = not words and nothing_yet()
     try:
-        ready = prepare_request(request, resume, _of_search())
-        with update_summary(ready.directory, ready.resumed is not None and not is_a_job()):
-            result = ready.run()
-        print_result(result)
+        return _dry_run(flags, request, resume) if "--dry-run" in flags else _train(request, resume, not words)
     except Complete as error:
         if resume != AUTO:
             raise
         say(f"{error}, or without resume=auto for a new run")
         return 0
+
+
+def _train(request: Request, resume: str | None, is_bare: bool) -> int:
+    """Train one run; after the first run of a directory, if nothing was typed, print what to try next."""
+    from toyexp.cli.pages import after_a_run, nothing_yet
+    from toyexp.runner.one_run import follow, prepare_request
+    from toyexp.training.verdict import print_result
+
+    if started_ranks().rank:
+        follow(request, resume)
+        return 0
+    callbacks: Mapping[str, Callback] = {}
+    if TRIAL in os.environ:
+        from toyexp.sweeps.search.pruning import taken  # by which the search that started this process may stop its run
+
+        callbacks = taken()
+    first = is_bare and nothing_yet()
+    ready = prepare_request(request, resume, callbacks)
+    with contextlib.ExitStack() as stack:
+        if ready.resumed is not None and not is_a_job():
+            from toyexp.sweeps.directory import update_summary
+
+            stack.enter_context(update_summary(ready.directory, resumed=True))
+        result = ready.run()
+    print_result(result)
     if first:
         say("\n".join(after_a_run(result)))
     return 0
 
 
 def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> int:
-    """Says what a run would be; its errors are the run's."""
+    """Say what a run would be; its errors are the run's."""
     from toyexp.base.memory import running_out
     from toyexp.cli.dry_run import foresee
-    from toyexp.interfaces.command import Arguments
     from toyexp.runner.one_run import locate, prepare_run
-    from toyexp.training.resume import Complete
 
     request, composed, found = locate(request, resume)
-    try:
-        prepared, where, resumed = prepare_run(composed, resume=found)
-    except Complete as error:
-        if resume != "auto":
-            raise
-        say(f"{error}, or without resume=auto for a new run")
-        return 0
+    prepared, where, resumed = prepare_run(composed, resume=found)
     status("taking a few steps")
     with running_out():
         answer = foresee(request, composed, prepared, where, resumed)
     status("")
     return answer.show(Arguments(json="--json" in flags))
-
-
-def _of_search() -> dict[str, Callback]:
-    """Return the callback by which the search that started this process may stop its run, if one did."""
-    if TRIAL not in os.environ:
-        return {}
-    from toyexp.sweeps.search.pruning import taken  # deferred: a run of no search need not load what a search does
-
-    return taken()

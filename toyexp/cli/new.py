@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
@@ -61,11 +60,7 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
     _check_name(kind, name, "".join(files.values()), modules)
     place = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
     if place.exists() or place.is_symlink():
-        raise UserError(
-            f"new {kind} {name}: {short(place)} is there already; another name, or --into another directory"
-        )
-    if into.exists() and not into.is_dir():
-        raise UserError(f"new {kind} {name} --into {into}: is no directory")
+        raise UserError(f"new {kind} {name}: {short(place)} is there already; choose another name or --into")
     if why := unwritable(place):
         raise UserError(f"new {kind} {name}: {short(place)} cannot be written ({why})")
     with required(place):
@@ -86,38 +81,21 @@ def renamed(text: str, kind: str, name: str) -> str:
 
 def _forms(name: str) -> tuple[str, str, str]:
     """As a module and a setting, as a class, and as a distribution."""
-    return name, _class(name), name.replace("_", "-")
-
-
-def _class(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
-def _as_name(words: str) -> str:
-    """A name from what was typed, letters without their accents; nothing where letters would be lost."""
-    plain = "".join(c for c in unicodedata.normalize("NFKD", words) if not unicodedata.combining(c))
-    if any(c.isalnum() and not c.isascii() for c in plain):
-        return ""
-    parted = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", plain).lower()
-    name = re.sub(r"[^a-z0-9]+", "_", parted).strip("_")
-    return f"my_{name}" if name[:1].isdigit() else name
+    return name, "".join(part.capitalize() for part in name.split("_")), name.replace("_", "-")
 
 
 def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None:
     """Raises UserError for a name that is none, or somebody else's."""
     asked = f"new {kind} {name}"
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        guess = _as_name(name)
-        hint = f"; did you mean {guess}?" if guess else ""
+        guess = "_".join(re.findall("[a-z0-9]+", re.sub("([a-z0-9])([A-Z])", r"\1_\2", name).lower()))
+        hint = f"; did you mean {guess}?" if name.isascii() and guess[:1].isalpha() else ""
         raise UserError(f"{asked}: a name is lower-case letters, digits and single underscores, a letter first{hint}")
     if len(name) > LONGEST:
         raise UserError(f"new {kind} {name[:20]}...: has {len(name)} letters; a name has at most {LONGEST}")
-    if name == f"my_{kind}":  # the template's own
-        pass
-    elif iskeyword(_class(name)) or re.search(rf"\b{_class(name)}\b", template):
-        raise UserError(
-            f"{asked}: its class would be {_class(name)}, which stands for something else; such as my_{name}"
-        )
+    _, its_class, _ = _forms(name)
+    if name != f"my_{kind}" and (iskeyword(its_class) or re.search(rf"\b{its_class}\b", template)):
+        raise UserError(f"{asked}: its class would be {its_class}, which stands for something else; such as my_{name}")
     offer = load(modules).offers[KINDS[kind]].get(name)
     if offer is not None:
         key = "--type " if kind == "format" else f"{KINDS[kind]}="

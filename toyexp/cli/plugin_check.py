@@ -48,8 +48,8 @@ class Line:
 
     def plain(self) -> dict[str, Any]:
         """As plain data."""
-        found = {name: self.counts[name] for name in ("passed", "failed", "skipped")}
-        return {"part": self.part, "suite": self.suite, "verdict": self.verdict, **found,
+        counts = {name: self.counts[name] for name in ("passed", "failed", "skipped")}
+        return {"part": self.part, "suite": self.suite, "verdict": self.verdict, **counts,
                 "failures": self.failures, "note": self.note}  # fmt: skip
 
 
@@ -95,14 +95,13 @@ def check(path: str) -> Checked:
     registry = load_beside([EntryPoint(name, module, GROUP) for name, module in modules.items()], HERE)
     broken = [p for p in registry.problems if p.package == HERE]
     if broken:
-        told = [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken]
-        return Checked(path, told)
+        return Checked(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])
     offers = [o for known in registry.offers.values() for o in known.values() if o.package == HERE]
     offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # which a format's own suite is about
     tests = _tests(place)
     found = _Found(offers)
     if tests:
-        _pytest([str(test) for test in tests], found)
+        _pytest(tests, found)
     return Checked(path, [*found.told(), *_with_defaults(offers, found, registry)])
 
 
@@ -111,32 +110,27 @@ def _modules(place: Path) -> tuple[dict[str, str], list[Path]]:
 
     Raises UserError where there are none.
     """
+    whole, asked = place.resolve(), f"plugins --check {place}"
     if place.is_file() and place.suffix == ".py":
-        return {place.stem: place.stem}, [place.parent.resolve()]
-    if not place.is_dir():
-        what = "there is no such file or directory" if not os.path.lexists(place) else "is no Python file"
-        raise UserError(f"plugins --check {place}: {what}; it takes a plugin's directory, or my_module.py")
-    whole = place.resolve()
-    if (whole / "pyproject.toml").is_file():
-        try:
-            told = tomllib.loads((whole / "pyproject.toml").read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"plugins --check {place}: its pyproject.toml cannot be read: {error}") from None
-        points: Any = told
-        for key in ("project", "entry-points", GROUP):
-            points = points.get(key) if isinstance(points, dict) else None
-        if not (points and isinstance(points, dict) and all(isinstance(module, str) for module in points.values())):
-            raise UserError(
-                f"plugins --check {place}: its pyproject.toml names no plugin: [project.entry-points.{GROUP}] with a "
-                f"line such as {whole.name.replace('-', '_')} = {whole.name.replace('-', '_')!r}"
-            )
-        return dict(points), [whole, *(p for p in [whole / "src"] if p.is_dir())]
-    if (whole / "__init__.py").is_file():
+        return {place.stem: place.stem}, [whole.parent]
+    project = whole / "pyproject.toml"
+    if not project.is_file() and (whole / "__init__.py").is_file():
         return {whole.name: whole.name}, [whole.parent]
-    raise UserError(
-        f"plugins --check {place}: holds neither a pyproject.toml nor an __init__.py; it takes a plugin's directory, "
-        "or my_module.py"
-    )
+    if not project.is_file():
+        what = "holds neither a pyproject.toml nor an __init__.py" if place.is_dir() else "is no Python file"
+        what = what if os.path.lexists(place) else "there is no such file or directory"
+        raise UserError(f"{asked}: {what}; it takes a plugin's directory, or my_module.py")
+    try:
+        points = dict(tomllib.loads(project.read_text())["project"]["entry-points"][GROUP])
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{asked}: its pyproject.toml cannot be read: {error}") from None
+    except (KeyError, TypeError, ValueError):
+        points = {}
+    if not points or not all(isinstance(module, str) for module in points.values()):
+        line = f"{whole.name.replace('-', '_')} = {whole.name.replace('-', '_')!r}"
+        what = f"[project.entry-points.{GROUP}] with a line such as {line}"
+        raise UserError(f"{asked}: its pyproject.toml names no plugin: {what}")
+    return points, [whole, *(p for p in [whole / "src"] if p.is_dir())]
 
 
 def _tests(place: Path) -> list[Path]:
@@ -176,7 +170,7 @@ def _with_defaults(offers: Sequence[Offer], found: _Found, registry: Registry) -
             MADE.clear()
             MADE.update(suites)
             by_default = _Found(offers, "its defaults")
-            _pytest([str(file)], by_default)
+            _pytest([file], by_default)
             told += by_default.told()
     return told
 
@@ -197,12 +191,8 @@ def _here(registry: Registry, name: str) -> Any:
 
 
 def _label(offer: Offer) -> str:
-    forms = {
-        "callbacks": f"callbacks=[{offer.name}]",
-        "format": f"--type {offer.name}",
-        "command": f"toyexp {offer.name}",
-    }
-    return forms.get(offer.kind, f"{offer.kind}={offer.name}")
+    forms = {"callbacks": "callbacks=[{}]", "format": "--type {}", "command": "toyexp {}"}
+    return forms.get(offer.kind, f"{offer.kind}={{}}").format(offer.name)
 
 
 class _Found:
@@ -289,7 +279,7 @@ class _Found:
             line.note = str(report.longrepr[2]).removeprefix("Skipped: ")
 
 
-def _pytest(files: list[str], found: _Found) -> None:
+def _pytest(files: Sequence[Path | str], found: _Found) -> None:
     """Runs these tests in this process, silently and without the settings of a project around them."""
     import pytest
 
@@ -298,20 +288,18 @@ def _pytest(files: list[str], found: _Found) -> None:
         settings.write_text("[pytest]\n")
         options = ["-c", str(settings), "-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib",
                    "--basetemp", f"{folder}/tests", "--rootdir", str(Path(files[0]).parent)]  # fmt: skip
-        theirs = os.environ.pop("PYTEST_ADDOPTS", None)  # which may be about what is switched off here
         try:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(io.StringIO()) as said,
                 without_exit(),
+                pytest.MonkeyPatch.context() as patched,
             ):
-                code = pytest.main([*options, *files], plugins=[found])
+                patched.delenv("PYTEST_ADDOPTS", raising=False)  # which may be about what is switched off here
+                code = pytest.main([*options, *map(str, files)], plugins=[found])
         except pytest.skip.Exception as error:  # of a conftest.py
             code = pytest.ExitCode.OK
             found.broke(f"conftest.py: pytest.skip: {error}")
-        finally:
-            if theirs is not None:
-                os.environ["PYTEST_ADDOPTS"] = theirs
     if code == pytest.ExitCode.USAGE_ERROR:  # a conftest.py that cannot be imported is one
         found.broke(said.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
     if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in found.told()):

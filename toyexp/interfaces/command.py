@@ -180,13 +180,10 @@ def modules_in(words: Iterable[str]) -> list[str]:
         key, equals, text = word.partition("=")
         if key.lstrip("+") != "plugins" or not equals:
             continue
-        names = [name.strip(" '\"") for name in text.strip("[] ").split(",")] if text != "[]" else []
-        if re.search(r"\]\s*,", text):
-            one = ",".join(re.findall(r"[^\[\],\s'\"]+", text))
-            raise UserError(f"{word}: several lists, and all runs have the same plugins: plugins=[{one}]")
-        modules = all(name.replace(".", "_").isidentifier() and name != "null" for name in names)
-        if not modules or (len(names) > 1 and text[:1] != "["):
-            several = text if len(names) > 1 else "my_module"
-            raise UserError(f"{word}: takes names of Python modules, such as plugins=[{several.strip('[]')}]")
+        names = re.findall(r"[^\[\],\s'\"]+", text)
+        are_modules = all(name.replace(".", "_").isidentifier() and name != "null" for name in names)
+        if not are_modules or not re.fullmatch(r"\[[^\[\]]*\]|[^\[\],\s]+", text):
+            such = ",".join(names) if names and are_modules else "my_module"
+            raise UserError(f"{word}: takes names of Python modules, such as plugins=[{such}]")
         found += names
     return found

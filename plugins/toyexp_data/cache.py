@@ -54,7 +54,10 @@ def _written(path: Path) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with _disk():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(path.parent)
+        for left in path.parent.glob(".*.tmp"):  # of a process that was killed
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > ABANDONED:
+                    left.unlink()
         file = open(temporary, "xb+", BLOCK)  # noqa: SIM115
     try:
         yield file
@@ -81,14 +84,6 @@ def _nameless() -> Iterator[IO[bytes]]:
 def _close(file: IO[bytes]) -> None:
     with contextlib.suppress(OSError):  # what a full disk did not take
         file.close()
-
-
-def _tidy(folder: Path) -> None:
-    """Removes what a process that was killed has left half written."""
-    for left in folder.glob(".*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink()
 
 
 # -- what is known ----------------------------------------------------------------------------------------------------
@@ -132,8 +127,10 @@ def packed(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray
     room either they are held in memory.
     """
     path = _place("tokens", key, "ids")
-    if path and (kept := _open(path)):
-        return kept
+    if path:
+        damaged = (OSError, ValueError, LookupError, TypeError, UserError, _Full)
+        with contextlib.suppress(*damaged), open_file(path) as file:
+            return _parts(_mapped(file))
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
     for place in [_written(path), _nameless()] if path else [_nameless()]:
         with contextlib.suppress(_Full), place as file:
@@ -172,13 +169,6 @@ def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) ->
         file.seek(0)
         file.write(f"{zlib.crc32(text.encode()):08x}{text}".encode().ljust(HEADER))
         file.flush()
-
-
-def _open(path: Path) -> Packed | None:
-    """What a file of the cache holds; None for one that is not there or not whole."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UserError, _Full), open_file(path) as file:
-        return _parts(_mapped(file))
-    return None
 
 
 def _parts(view: memoryview) -> Packed:

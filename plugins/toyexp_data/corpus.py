@@ -264,8 +264,6 @@ def meant(path: str) -> list[Path]:
 
 
 def _add_folder(found: Found, folder: Path, suffixes: Collection[str]) -> None:
-    """Adds what lies below the folder, in path order."""
-
     def unreadable(error: OSError) -> None:
         found.strange.append(f"{error.filename}: {cause(error)}")
 
@@ -289,7 +287,6 @@ def _add_folder(found: Found, folder: Path, suffixes: Collection[str]) -> None:
 
 
 def _reason(path: Path) -> str | None:
-    """Why there is no file to read at the path."""
     try:
         reason = misfit(path.stat().st_mode)
         return reason and reason.partition(",")[0]  # without what to do about it

@@ -116,7 +116,6 @@ class Images(SplitData):
             yield f"data.val_fraction={self.val_fraction}: has no effect; {held} is held out"
 
     def _left_out(self, listed: set[Path], skipped: Sequence[str]) -> list[str]:
-        """What of the folder is not learned from, and which key changes that."""
         told = (
             [f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {skipped[0]}"] if skipped else []
         )

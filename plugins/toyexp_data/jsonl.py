@@ -131,8 +131,6 @@ class Jsonl(TokenizedData):
     def _tokenized(
         self, examples: Iterable[tuple[str, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str]
     ) -> list[Example]:
-        """The rows of these examples as ids."""
-
         def ids_of(made: Rows) -> list[Example]:
             return [tokenize(row, tokenizer, self.train_on == "all") for row in made.rows]
 
@@ -152,11 +150,9 @@ class Jsonl(TokenizedData):
         }
 
     def _files(self) -> list[Path]:
-        """Return the file that is named, or those that the pattern matches, in path order."""
         return [require(path, f"data.path={path}") for path in meant(self.path)]
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the lines that are not empty, each with its file and number."""
         for path in self._files():
             raw = read_file(path).removeprefix(codecs.BOM_UTF8)
             if hint := _other_format(path, raw):
@@ -174,14 +170,11 @@ class Jsonl(TokenizedData):
                 made.append((place, make(thing)))
             except UserError as reason:
                 if self.on_error == "refuse":
-                    other_file = isinstance(reason, NotJson) and not made  # of which no line can be used
-                    hint = "" if other_file else " (data.on_error=skip leaves such lines out)"
-                    raise UserError(f"{place}: {reason}{hint}") from None
+                    raise UserError(f"{place}: {reason} (data.on_error=skip leaves such lines out)") from None
                 skipped.append(f"{Path(place).name}: {reason}")
         return made
 
     def _template(self, vocabulary: Path | None, now: datetime) -> ChatTemplate | None:
-        """The GGUF's chat template, where it has one and it is wanted."""
         source = self.source(vocabulary)
         if source is None or self.template == "plain":
             return None
@@ -190,10 +183,6 @@ class Jsonl(TokenizedData):
         file = toyexp.formats.opened(str(source))
         template = toyexp.formats.read_chat_template(file)
         return ChatTemplate(template, toyexp.formats.read_tokenizer(file), source, now) if template else None
-
-
-class NotJson(BadExample):
-    """A line that is not JSON."""
 
 
 def _other_format(path: Path, raw: bytes) -> str:
@@ -210,9 +199,9 @@ def parse(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise NotJson(f"not UTF-8 text (byte {error.start} is 0x{line[error.start]:02x})") from None
+        raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{line[error.start]:02x})") from None
     except (ValueError, RecursionError) as error:
-        raise NotJson(f"not one JSON object a line ({printable(str(error))})") from None
+        raise BadExample(f"not one JSON object a line ({printable(str(error))})") from None
     if not isinstance(value, dict):
         raise BadExample(f"is {_kind(value)}; {EXPECTED}")
     found = [form for form in FORMS if value.keys() & {*form}]
@@ -253,7 +242,6 @@ def _message(entry: Any, number: int) -> Message:
 
 
 def _tools(value: Any) -> list[Any] | None:
-    """The tools that a conversation's template is told of; None without any."""
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,7 +101,9 @@ class TextData(TokenizedData):
         corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
         text = corpus.facts
         if not text.taken:
-            raise UserError(f"data={self.name}: there is no text to learn from in {_named(found.files, text.skipped)}")
+            files = f"{found.files[0]}{f' and {len(found.files) - 1} more' if len(found.files) > 1 else ''}"
+            skipped = f" ({text.skipped[0]})" if text.skipped else ""
+            raise UserError(f"data={self.name}: there is no text to learn from in {files}{skipped}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
         facts = {"documents": text.documents, "text_sha256": text.digest, **named(tokenizer)}
         key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}"
@@ -158,17 +160,11 @@ def named(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
 
 
 def _encoded(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
-    """The ids of both parts."""
     if corpus.facts.taken > LONG:
         complain(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
     yield toyexp.tokenizers.encoded(tokenizer, corpus.train())
     yield toyexp.tokenizers.encoded(tokenizer, corpus.held_out())
     corpus.check_unchanged()
-
-
-def _named(files: Sequence[Path], skipped: Sequence[str]) -> str:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0]}{more}" + (f" ({skipped[0]})" if skipped else "")
 
 
 @dataclass

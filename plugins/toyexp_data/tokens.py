@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 FEWER = 1000  # a vocabulary that is so many times smaller when the file is read as uint16 is one of uint16
 RANDOM, HELD_OUT = 1_000_000, 50_000  # ids of data=random
 MOST_IDS = 1 << 24  # each is a row of the embedding
@@ -107,8 +106,6 @@ def _packed(path: Path, dtype: str) -> Held:
     import numpy as np
 
     raw = read_file(path)
-    if path.suffix in COMPRESSED:
-        raise UserError(f"{path}: is compressed, and ids are read as they lie there; decompress it first")
     declared, body, typed = 0, raw, raw[:4] == MAGIC
     if typed:
         if len(raw) < 16:

@@ -1033,18 +1033,11 @@ def test_a_setting_that_is_typed_twice_is_told_which_one_counts(capsys):
     assert "lr: 0.002" in config and "blk.*" in config and "output.*" in config
 
 
-@pytest.mark.parametrize(
-    ("every", "told"),
-    [
-        ("50", "it ended before its first one (its checkpoint_every=50), so it can only begin anew"),
-        ("0", "its checkpoint_every=0 writes none"),
-        ("[", "it ended before its first one, so"),
-    ],
-)
-def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, every, told):
+@pytest.mark.parametrize("every", ["50", "0"])
+def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, every):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(f"checkpoint_every: {every}\nsteps: 100\n")
-    refused(["resume=run"], "resume=run: that run has no checkpoint; ", told)
+    refused(["resume=run"], f"resume=run: that run has no checkpoint (its checkpoint_every={every}); ")
     file = lock(Path("run"))  # it has not ended
     refused(["resume=run"], f"run: is being written by process {os.getpid()} on ", "; wait for it, or stop it")
     os.close(file)

@@ -912,13 +912,10 @@ def test_a_type_that_is_known_is_not_doubted(tmp_path):
         read_tokens(tmp_path / "ids.bin", "auto")
 
 
-def test_an_archive_and_a_compressed_file_hold_no_ids(tmp_path):
+def test_an_archive_holds_no_ids(tmp_path):
     np.savez(tmp_path / "ids.npz", ids=IDS)
     with pytest.raises(UserError, match=r"ids\.npz: is an archive of arrays; token ids are one array"):
         read_tokens(tmp_path / "ids.npz", "auto")
-    (tmp_path / "ids.bin.gz").write_bytes(UINT16)
-    with pytest.raises(UserError, match=r"ids\.bin\.gz: is compressed.*decompress it"):
-        read_tokens(tmp_path / "ids.bin.gz", "uint16")
 
 
 def test_the_largest_uint16_ids_stay_positive(tmp_path):

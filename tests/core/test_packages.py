@@ -31,7 +31,7 @@ BREAKAGES = {
     "a part of it is missing": ("import {name}.part", "there is no module {name}.part"),
     "a part is asked for by its name": (
         "import importlib\nimportlib.import_module('{name}.part')",
-        "there is no module {name}.part (__init__.py, line 2, imports it)",
+        "there is no module {name}.part (__init__.py, line 2)",
     ),
     "it was built for another numpy": (
         "raise RuntimeError('module compiled against ABI version 0x1000009\\n but this is 0x2000000')",

@@ -91,7 +91,6 @@ def run(
 
 
 def _directory(key: str, what: str, path: str | os.PathLike[str] | None) -> list[str]:
-    """Return the setting of a directory, if it is given."""
     from toyexp.config.words import setting
 
     return [] if path is None else [setting(key, place(what, path).absolute())]

@@ -112,14 +112,18 @@ def _built(
     given: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
 ) -> Config:
     """The parts of a run, checked, and the same as plain data; UserError for what cannot work."""
-    from toyexp.config.build import check_together
-    from toyexp.config.schema import default_callbacks
+    from toyexp.config.build import check_together, facts_of, pick_engine
+    from toyexp.config.schema import AUTO, default_callbacks
 
     parts = {kind: copy(_part(kind, given[kind], registry)) for kind in ("data", "recipe", "optim")}
     watching = _callbacks(callbacks, registry, default_callbacks)
     base = _base(parts["recipe"], given["model"], registry)
     parts["model"] = base or _part("model", given["model"] or "llama", registry)
-    engine, note = _engine(given["engine"], registry)
+    if given["engine"] == AUTO:
+        engine, note = pick_engine({"name": AUTO}, registry)
+    else:
+        engine = _part("engine", given["engine"], registry)
+        note = f"{engine.name}: {facts_of(engine)}"
     name = f"{parts['recipe'].name}-{parts['model'].name}"
     of_run = _settings({"name": name, **settings})
     plain: dict[str, Any] = {f.name: getattr(of_run, f.name) for f in fields(of_run)}
@@ -133,7 +137,6 @@ def _built(
 
 
 def _part(kind: str, value: Any, registry: Registry) -> Any:
-    """The object that is given, or the one of that name with its defaults."""
     if isinstance(value, str):
         if value in registry.offers[kind]:
             return registry.get(kind, value)()
@@ -167,7 +170,6 @@ def _callbacks(given: Sequence[Callback | str], registry: Registry, usual: Any) 
 
 
 def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
-    """The model of the recipe's base file, if it has one; UserError for another that is given beside it."""
     from toyexp.formats.gguf.open_model import model_in, opened
 
     recipe.check()
@@ -179,18 +181,7 @@ def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
     return model_in(opened(str(path)), registry, recipe.reads)
 
 
-def _engine(given: Engine | str, registry: Registry) -> tuple[Engine, str]:
-    """The engine, which works here, and a line that says which and why."""
-    from toyexp.config.build import facts_of, pick_engine
-
-    if isinstance(given, str) and given == "auto":
-        return pick_engine({"name": "auto"}, registry)
-    engine = _part("engine", given, registry)
-    return engine, f"{engine.name}: {facts_of(engine)}"
-
-
 def _settings(given: Mapping[str, Any]) -> Settings:
-    """The settings of the run; UserError for a key that there is not, and a value of another type."""
     from toyexp.config.build import typed
 
     if {"steps", "epochs"} <= given.keys():
@@ -202,7 +193,6 @@ def _settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _plain(where: str, part: Any) -> dict[str, Any]:
-    """The settings of a part as a configuration has them."""
     from toyexp.config.build import typed
 
     node = {"name": part.name, **{f.name: getattr(part, f.name) for f in fields(part) if f.init}}

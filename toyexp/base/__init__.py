@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from toyexp.base.attribution import place
     from toyexp.base.drawing import (
         BLUE,
         GREY,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
         require_folder,
     )
     from toyexp.base.formatting import counted, parameters_of, smooth_loss
-    from toyexp.base.packages import broken
+    from toyexp.base.packages import broken, place
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
     from toyexp.base.signals import interruptible

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TypeVar
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError, printable
 from toyexp.base.formatting import short
 from toyexp.base.memory import running_out
-from toyexp.base.packages import broken_requirement
+from toyexp.base.packages import broken_requirement, place
 from toyexp.base.signals import hidden_interrupt
 
 T = TypeVar("T")
@@ -39,18 +38,6 @@ def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None
     failed = PluginFailed(f"{who} failed {when}: {said}" + (f"; see {short(log)}" if log else place(error)))
     failed.__cause__ = error
     return failed
-
-
-def place(error: BaseException, of_plugins: bool = False) -> str:
-    """The last line outside of toyexp and Python's own library that an error came through, in brackets.
-
-    Where there is none: the last of all, or with `of_plugins` nothing.
-    """
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    known = {"toyexp", *sys.stdlib_module_names}
-    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in known]
-    places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
-    return places[-1] if outside or (places and not of_plugins) else ""
 
 
 class attributed:  # noqa: N801 - a context manager, cheap enough to enter in each step

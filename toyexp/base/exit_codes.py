@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from toyexp.base.errors import RunFailed, ToyexpError, UserError
+from toyexp.base.packages import broken_requirement, place
 from toyexp.base.ranks import started_ranks
 from toyexp.base.signals import Signals, end_process, hidden_interrupt, stop_signals
 from toyexp.base.terminal import complain, drop_output, fit_encoding, hold_standard_files, output_fails, status
@@ -70,9 +71,6 @@ def _interrupted(error: KeyboardInterrupt) -> int:
 
 def _told(error: Exception) -> str | None:
     """An error in words for a person; None for a mistake of ours, which needs its traceback."""
-    from toyexp.base.attribution import place
-    from toyexp.base.packages import broken_requirement
-
     if isinstance(error, ToyexpError):
         return str(error) or f"{type(error).__name__}, of which nothing is said{place(error)}"
     if isinstance(error, MemoryError):

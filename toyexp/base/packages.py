@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -94,7 +95,7 @@ def why(error: BaseException) -> str:
     if isinstance(error, UserError):
         return words
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"there is no module {error.name}{_no_file(error.name)}{_importer(error)}"
+        return f"there is no module {error.name}{_no_file(error.name)}{place(error, of_plugins=True)}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if isinstance(owner, ModuleType) and owner.__spec__ is not None:
         words += f" in {owner.__spec__.origin}"  # it may be a file of the same name
@@ -109,18 +110,16 @@ def _no_file(module: str) -> str:
     return f": {path} {misfit(path.stat().st_mode) if path.exists() else absent(path)}"
 
 
-def _importer(error: BaseException) -> str:
-    """Which line of which file asked for a module that is not there, if one did."""
-    import traceback  # deferred: nearly every command imports this module, and few plugins are broken
+def place(error: BaseException, of_plugins: bool = False) -> str:
+    """The last line outside of toyexp and Python's own library that an error came through, in brackets.
 
-    asked = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith("<") and f.filename != importlib.__file__  # import_module() asks for another
-    ]
-    if not asked or Path(asked[-1].filename).is_relative_to(Path(__file__).parents[1]):
-        return ""
-    return f" ({Path(asked[-1].filename).name}, line {asked[-1].lineno}, imports it)"
+    Where there is none: the last of all, or with `of_plugins` nothing.
+    """
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    known = {"toyexp", *sys.stdlib_module_names}
+    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in known]
+    places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
+    return places[-1] if outside or (places and not of_plugins) else ""
 
 
 @contextlib.contextmanager

@@ -68,19 +68,15 @@ def crowding(threads: int, watched: bool = True) -> str:
     cores = machine_cores()
     if threads > cores:
         return f"{threads} threads share {cores} cores; engine.threads={cores} is faster"
-    busy = cores if watched else 0
-    for _ in range(3):  # one moment says little: only what goes on is a crowd
-        busy = min(busy, _running())
-        if threads == 1 or threads + busy <= cores:
-            return ""
-        time.sleep(0.005)
+    if threads == 1 or not watched or threads + (busy := min(others_running(), cores)) <= cores:
+        return ""
     return f"{busy} of {cores} cores busy; engine.threads={max(1, cores - busy)} may be faster"
 
 
 def others_running() -> int:
     """How many other processes run, the fewest at three moments: threads that have just worked need one to rest."""
     fewest = MOST
-    for _ in range(3):
+    for _ in range(3):  # one moment says little: only what goes on is a crowd
         time.sleep(0.001)
         fewest = min(fewest, _running())
     return fewest

@@ -36,11 +36,8 @@ def with_quotes(word: str) -> str:
     key, equals, value = word.partition("=")
     if not equals or key.startswith("-") or value.isascii() or set(value) & set("\"'\\"):
         return word
-    return key + equals + re.sub(r"((?:^|[\[,])\s*)([^\[\],(){}:=]*[^\[\],(){}:=\s])(?=\s*(?:[,\]]|$))", _quoted, value)
-
-
-def _quoted(match: re.Match[str]) -> str:
-    return match[0] if match[2].isascii() else f'{match[1]}"{match[2]}"'
+    words = r"((?:^|[\[,])\s*)([^\[\],(){}:=]*[^\[\],(){}:=\s])(?=\s*(?:[,\]]|$))"
+    return key + equals + re.sub(words, lambda m: m[0] if m[2].isascii() else f'{m[1]}"{m[2]}"', value)
 
 
 def expanded(value: Any) -> Any:

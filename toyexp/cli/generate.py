@@ -29,7 +29,6 @@ from toyexp.inference.generate import (
     generate,
     load_writer,
     opening,
-    said,
 )
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.interfaces.command import Arguments
@@ -144,7 +143,7 @@ class Conversation:
 
     def ids(self, message: str) -> list[int]:
         """Return those after another message; UserError if the template refuses it, or if it alone is too long."""
-        turns, context = [*self._turns, said("user", message)], self._author.context
+        turns, context = [*self._turns, {"role": "user", "content": message}], self._author.context
         room = context - min(self._author.asked.tokens, context // 4)  # so that an answer has room
         while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
             del turns[self._fixed : self._fixed + 2]
@@ -167,7 +166,7 @@ class Conversation:
         scribe, self._answering, self._stopped = Scribe(self._tokenizer, write), True, False
         found = self._author.write(message, ids, scribe, self._words, self._found, lambda: self._stopped, tell_aside)
         self._answering = False
-        self._turns.append(said("assistant", scribe.text))
+        self._turns.append({"role": "assistant", "content": scribe.text})
         return found
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:

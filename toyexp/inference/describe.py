@@ -173,6 +173,9 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
         except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
             refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
     architecture, meta = file.text("general.architecture"), file.metadata
+    prefix = f"{architecture or None}."  # of the architecture's own keys
+    own = {k.removeprefix(prefix): v for k, v in meta.items() if k.startswith(prefix)}
+    sizes = {printable(k): v for k, v in own.items() if isinstance(v, bool | int | float | str)}
     parameters, outside = _parameters(file.tensors.values())
     number, of = meta.get("split.no"), meta.get("split.count")
     parts = {"part": number + 1, "of": of} if isinstance(number, int) and isinstance(of, int) and of > 1 else None
@@ -180,7 +183,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
         file=str(path), bytes=file.size, converted=path != file.path, version=file.version,
         kind=kind, architecture=architecture,
         family=model.name if model else None, refused=refused,
-        sizes=sizes_of(model) if model else _sizes(file, architecture), parameters=parameters, outside=outside,
+        sizes=sizes_of(model) if model else sizes, parameters=parameters, outside=outside,
         types=types_of(file), tokenizer=_tokenizer(file, offers), general=_general(file),
         adapter=_adapter(file) if kind == "adapter" else None,
         parts=parts, uses=uses, forward=forward,
@@ -216,15 +219,7 @@ def _parameters(tensors: Iterable[TensorInfo]) -> tuple[dict[str, int], dict[str
     return {"total": total, "embedding": embedding, "blocks": len(blocks), "per_block": largest}, dict(outside)
 
 
-def _sizes(file: GGUFFile, architecture: str) -> dict[str, Any]:
-    """The architecture's own keys whose values are numbers or words."""
-    prefix = f"{architecture}."
-    own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if architecture and k.startswith(prefix)}
-    return {printable(k): v for k, v in own.items() if isinstance(v, bool | int | float | str)}
-
-
 def _tokenizer(file: GGUFFile, offers: Offers) -> dict[str, Any] | None:
-    """What the tokenizer's keys say."""
     meta = file.metadata
     if not any(key.startswith("tokenizer.") for key in meta):
         return None
@@ -236,7 +231,7 @@ def _tokenizer(file: GGUFFile, offers: Offers) -> dict[str, Any] | None:
         if key == f"tokenizer.ggml.{name}_token_id" and isinstance(value, int):
             special[name] = {"id": value, "token": texts[value] if 0 <= value < len(texts) else None}
     order = {name: i for i, name in enumerate(SPECIAL)}
-    refused = offers.untokenized if texts else None
+    refused = offers.tokenizer if texts and isinstance(offers.tokenizer, str) else None
     adds = {f"add_{x}": meta.get(f"tokenizer.ggml.add_{x}_token") for x in ("bos", "eos")}
     return {
         "model": file.text("tokenizer.ggml.model"),
@@ -251,8 +246,6 @@ def _tokenizer(file: GGUFFile, offers: Offers) -> dict[str, Any] | None:
 
 
 def _general(file: GGUFFile) -> dict[str, str]:
-    """Where it comes from, as far as it says."""
-
     def said(*keys: str) -> str:
         return ", ".join(text for key in keys if (text := file.text(f"general.{key}")))
 
@@ -271,7 +264,6 @@ def _general(file: GGUFFile) -> dict[str, str]:
 
 
 def _adapter(file: GGUFFile) -> dict[str, Any]:
-    """What an adapter changes: ranks, alpha, and its targets with the number of blocks."""
     alpha = file.metadata.get("adapter.lora.alpha")
     pairs = {n.removesuffix(".lora_a"): t for n, t in file.tensors.items() if n.endswith(".lora_a")}
     per_target = Counter(inside(name).removesuffix(".weight") for name in pairs)
@@ -287,7 +279,6 @@ def _adapter(file: GGUFFile) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """A value of a key in a few words."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -350,18 +341,14 @@ class Offers:
             self.refused = f"{type(error).__name__}: {printable(str(error))}"
 
     @cached_property
-    def _tokenizer_or_reason(self) -> Tokenizer | str:
+    def tokenizer(self) -> Tokenizer | str:
+        """The file's tokenizer, or why it knows ids alone."""
         if "tokenizer.ggml.tokens" not in self._file.metadata:
             return "it has no tokenizer"
         try:
             return read_tokenizer(self._file)
         except UserError as error:
             return _reason(error, self._file).partition(";")[0]
-
-    @property
-    def untokenized(self) -> str | None:
-        """Why the file knows ids alone; None where its tokenizer works."""
-        return self._tokenizer_or_reason if isinstance(self._tokenizer_or_reason, str) else None
 
     @cached_property
     def _no_numbers(self) -> str | None:
@@ -384,7 +371,6 @@ class Offers:
         return [replace(use, command=f"{use.command}{word}") if use.command else use for use in uses]
 
     def _looking(self) -> list[Use]:
-        """Return what trains nothing."""
         if self.model is None:
             return []
         path, broken = shell(str(self._path)), self._no_numbers
@@ -398,7 +384,7 @@ class Offers:
     @cached_property
     def _data(self) -> str:
         """The data to name where those that are read by default are not for this file."""
-        tokenizer, sizes = self._tokenizer_or_reason, sizes_of(self.model) if self.model else {}
+        tokenizer, sizes = self.tokenizer, sizes_of(self.model) if self.model else {}
         for name in of_kind(self.model.reads if self.model else TOKENS, self._registry):
             cls = cast("type[Data]", self._registry.get("data", name))
             words = cls.suggested(sizes, tokenizer if isinstance(tokenizer, Tokenizer) else None)
@@ -432,8 +418,7 @@ class Offers:
         return found if any(use.command for use in found) else found[:1]
 
     def _donating(self) -> list[Use]:
-        """Return the recipes that take its embedding."""
-        tokenizer, table = self._tokenizer_or_reason, self._file.tensors.get("token_embd.weight")
+        tokenizer, table = self.tokenizer, self._file.tensors.get("token_embd.weight")
         rows = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else 1
         if self._file.size > LOOKED_THROUGH and table is not None and rows <= table.shape[0]:
             rows = 1  # a run says what is wrong with the others
@@ -467,8 +452,7 @@ class Offers:
         return None
 
     def _prompt(self, model: Model) -> str:
-        """What the file's tokenizer and context can take."""
-        tokenizer, context, vocab = self._tokenizer_or_reason, model.context, int(sizes_of(model).get("vocab", 2))
+        tokenizer, context, vocab = self.tokenizer, model.context, int(sizes_of(model).get("vocab", 2))
         if isinstance(tokenizer, Tokenizer):
             with contextlib.suppress(UserError):
                 if len(tokenizer.prompt(PROMPT)) <= context:
@@ -490,7 +474,6 @@ class Offers:
         return Use("export", None, reason)
 
     def _unseen(self, model: Model) -> str | None:
-        """Return why no image can be shown to the model; None if one can."""
         from toyexp.inference.predict import Seen  # deferred: it loads Hydra, which few models need here
 
         try:
@@ -500,7 +483,6 @@ class Offers:
         return None
 
     def _on_a_base(self) -> list[Use]:
-        """An adapter's, which its base stands beside."""
         path = shell(str(self._path))
         commands = {
             "generate": f"toyexp generate BASE.gguf --adapter {path} --prompt '{PROMPT}'",

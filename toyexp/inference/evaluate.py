@@ -30,7 +30,6 @@ from toyexp.interfaces.data import Data, open_data
 from toyexp.interfaces.dataset import Batch, Dataset
 from toyexp.interfaces.kind import Figure
 from toyexp.interfaces.model import Model, scores_of, sizes_of
-from toyexp.interfaces.session import Session
 from toyexp.plugins.compatibility import of_kind, unread
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import Record, data_sources, recorded
@@ -112,7 +111,10 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     with boundary, loaded.session(built.engine, inputs, built.settings.batch_size) as session:
         held_out = batches.held_out()  # made once it is known that they fit
         loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
-        classes = _by_class(session, held_out, dataset)
+        read = [name for name in inputs if name not in ("targets", "weights")]
+        names = dataset.classes if isinstance(dataset, ImageDataset) else ()
+        of_an_example = not inputs["targets"].shape  # and not of each of its positions
+        classes = by_class(session.logits, held_out, read, names) if of_an_example else None
     held = [remark for remark in dataset.remarks() if remark.startswith("held out: ")]  # by a folder, not by a share
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
@@ -123,15 +125,6 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         targets=round(weights), loss=loss,
         figures=model.reads.figures(loss, held_out, dataset), scores=scores, classes=classes,
     )  # fmt: skip
-
-
-def _by_class(session: Session, held_out: Sequence[Batch], dataset: Dataset) -> list[OfClass] | None:
-    """How it did by class; None where each position of an example has a target of its own."""
-    inputs = session.plan.inputs
-    if inputs["targets"].shape:
-        return None
-    read = [name for name in inputs if name not in ("targets", "weights")]
-    return by_class(session.logits, held_out, read, dataset.classes if isinstance(dataset, ImageDataset) else ())
 
 
 def _check_taken(request: Request) -> list[str]:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 LESS = "fewer --tokens take less"
 # Why it ends.
 END, LIMIT, FULL, STOPPED = "end of text", "token limit", "context full", "stopped"
-# The least and the most that a number can be.
 
 
 @dataclass(frozen=True)
@@ -278,19 +277,13 @@ def prompt_ids(
     assert asked.prompt is not None
     if template is None:
         return tokenizer.prompt(asked.prompt).tolist()
-    return chat_ids(
-        tokenizer, Template(template.text, tokenizer, template.file), [*opening(asked), said("user", asked.prompt)]
-    )
+    turns = [*opening(asked), {"role": "user", "content": asked.prompt}]
+    return chat_ids(tokenizer, Template(template.text, tokenizer, template.file), turns)
 
 
 def opening(asked: Options) -> list[dict[str, str]]:
     """Return the turns that a chat begins with: the system's, if one was given."""
-    return [] if asked.system is None else [said("system", asked.system)]
-
-
-def said(role: str, content: str) -> dict[str, str]:
-    """A turn of a conversation."""
-    return {"role": role, "content": content}
+    return [] if asked.system is None else [{"role": "system", "content": asked.system}]
 
 
 def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[str, str]]) -> list[int]:

@@ -147,7 +147,6 @@ def through_xllamacpp(task: Task, tell: Tell) -> None:
 
 
 def _server(task: Task) -> Any:
-    """xllamacpp's server with the model in memory."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()

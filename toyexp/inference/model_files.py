@@ -152,12 +152,17 @@ def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan
             plan, recipe, dataset = _planned(plain, registry, begun)
     except UserError as error:
         raise UserError(f"{path}: its run cannot be set up again: {error}; or name a GGUF of that run") from None
-    _check_fit(path, plan, found)
+    wanted, there = {t.name: t.shape for t in plan.trainable}, {k: array.shape for k, array in found.arrays.items()}
+    for name in sorted(wanted.keys() | there.keys()):
+        if wanted.get(name) != there.get(name):
+            raise UserError(
+                f"{path}: its {printable(name)} is {list(there.get(name) or ())}, and the run's configuration says "
+                f"{list(wanted.get(name) or ())}: its data or base is no longer what it was"
+            )
     return found, plan, recipe, dataset
 
 
 def _general(path: Path, found: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
-    """What the file says of where it comes from."""
     plain, passed = found.state["config"], inherited(plan)
     names = [name for a in plan.adapters if isinstance(a, LoraAdapter) for name in lora_names(a.target)]
     pairs = {name: np.asarray(found.arrays[name]) for name in names}
@@ -194,17 +199,6 @@ def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[
     inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
     seed = int(plain["seed"] if plain.get("model_seed") is None else plain["model_seed"])
     return recipe.plan(whole or fitted, Setup(inputs, rows=1, seed=seed)), recipe, dataset
-
-
-def _check_fit(path: Path, plan: Plan, found: checkpoint.Checkpoint) -> None:
-    wanted = {t.name: t.shape for t in plan.trainable}
-    there = {name: array.shape for name, array in found.arrays.items()}
-    for name in sorted(wanted.keys() | there.keys()):
-        if wanted.get(name) != there.get(name):
-            raise UserError(
-                f"{path}: its {printable(name)} is {list(there.get(name) or ())}, and the run's configuration says "
-                f"{list(wanted.get(name) or ())}: its data or base is no longer what it was"
-            )
 
 
 def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:

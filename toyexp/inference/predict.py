@@ -142,7 +142,6 @@ def predict(
 def _part(
     files: Sequence[Path], seen: Seen, resize: bool, session: Session, top: int, sizes: set[tuple[int, int]]
 ) -> Iterator[Predicted]:
-    """What is said of some files, in their order."""
     read: dict[Path, np.ndarray] = {}
     errors: dict[Path, str] = {}
     for file in files:

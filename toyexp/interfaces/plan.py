@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toyexp.base.attribution import place
 from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.packages import place
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Adapted, LowRank, Params, Tensor

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
 
-from toyexp.base.attribution import failure, place, told
+from toyexp.base.attribution import failure, told
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.formatting import counted
+from toyexp.base.packages import place
 from toyexp.interfaces.arithmetic import Shaped, is_shape
 from toyexp.interfaces.decoder import Piecewise
 from toyexp.interfaces.model import TensorSpec

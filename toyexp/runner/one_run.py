@@ -58,20 +58,22 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Pat
     if resume is None:
         return request, request.compose(), None
     if resume != AUTO:
-        request = _of_run(request, Path(resume))
+        require_run(Path(resume), "resume")
+        for override in request.settings:
+            if override.key_or_group == "hydra.run.dir":
+                raise UserError(f"{override.input_line}: resume={resume} goes on in that directory; leave it out")
+        request = request.of_run(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()
     return request, composed, find_newest(*_place(composed))
 
 
 def _place(composed: Composed) -> tuple[Path, str]:
-    """Return the directory that runs of this configuration lie in, and their name."""
     composed.settle()
     return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
 
 
 def _require_one_run(request: Request) -> None:
-    """Raise UserError for a setting of a sweep."""
     of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
     many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
     for override in request.settings:
@@ -79,15 +81,6 @@ def _require_one_run(request: Request) -> None:
             raise UserError(
                 f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep"
             )
-
-
-def _of_run(request: Request, run: Path) -> Request:
-    """Return the request with the saved configuration of the run that it resumes."""
-    require_run(run, "resume")
-    for override in request.settings:
-        if override.key_or_group == "hydra.run.dir":
-            raise UserError(f"{override.input_line}: resume={run} goes on in that directory; leave it out")
-    return request.of_run(run)
 
 
 def follow(request: Request, resume: str | None = None) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -32,20 +30,9 @@ OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks once for the hooks among what a class has: that takes a millisecond, and many runs have many buses."""
-
-    _others: ClassVar[weakref.WeakKeyDictionary[type, set[str]]] = weakref.WeakKeyDictionary()
-
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """See pluggy."""
-        others = self._others.setdefault(type(plugin), set())
-        own = name in getattr(plugin, "__dict__", ())
-        if name in others and not own:
-            return None
-        found = super().parse_hookimpl_opts(plugin, name)
-        if found is None and not own:
-            others.add(name)
-        return found
+        """Look at the hooks alone: to look at all that a callback has takes a millisecond."""
+        return super().parse_hookimpl_opts(plugin, name) if name in QUESTIONS | OBSERVERS else None
 
 
 class Bus:
@@ -86,8 +73,6 @@ class Bus:
                 raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
         asked = dict.fromkeys(name for name, c in callbacks.items() if implements(c, "factors"))
         self.scheduled: dict[str, str | None] = asked | scaled  # what each scales; None: it says so at each step
-        answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
-        self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
         self._of_lr = self._calls("lr", "run", "step", "steps")
         self._of_steps = self._calls("on_step", "run", "step", "metrics", "batch")
@@ -98,11 +83,8 @@ class Bus:
 
         Raises RunFailed for an answer that is no finite number from 0.
         """
-        answer, steps = None, run.steps
-        for call in self._of_lr:
-            answer = call(run, step, steps)
-            if answer is not None:
-                break
+        answers = (call(run, step, run.steps) for call in self._of_lr)
+        answer = next((answer for answer in answers if answer is not None), None)
         if answer is None:
             return run.lr
         if not _scales(answer):
@@ -155,8 +137,6 @@ class Bus:
         it where a setting may not be, and for two about one number.
         """
         found: dict[str, float] = {}
-        if not self._asks_factors:
-            return found
         owners: dict[str, str] = {}
         arguments: dict[str, Any] = {"run": run, "step": step, "steps": run.steps}
         for impl in reversed(self.hook.factors.get_hookimpls()):
@@ -219,12 +199,9 @@ class Bus:
         self.hook.on_event(run=run, kind=kind, fields=fields)
 
     def end(
-        self,
-        run: Run,
-        reason: str,
-        error: BaseException | None,
+        self, run: Run, reason: str, error: BaseException | None,
         signal: Callable[[], BaseException | None] = lambda: None,
-    ) -> list[Exception]:
+    ) -> list[Exception]:  # fmt: skip
         """Calls on_end of every callback, one by one, so that a failing one silences no other.
 
         Exporters and the like come before what records the end: config order, with recorders (`closes_last`)
@@ -251,7 +228,6 @@ class Bus:
         self, impls: Sequence[pluggy.HookImpl], raised: list[BaseException], run: Run, reason: str,
         error: BaseException | None,
     ) -> None:  # fmt: skip
-        """Calls on_end of these; what one of them raises goes to `raised`."""
         arguments = {"run": run, "reason": reason, "error": error}
         for impl in impls:
             try:
@@ -266,11 +242,8 @@ class Bus:
 
 
 def _taking(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """The function, called with more than it takes: with what stands in these places."""
-    if len(places) < 2:
-        return lambda *given: function(*[given[place] for place in places])
-    chosen = itemgetter(*places)
-    return lambda *given: function(*chosen(given))
+    """Return the function as one that takes more arguments and passes on those in these places."""
+    return lambda *given: function(*[given[place] for place in places])
 
 
 def _never_looks(callback: Callback) -> bool:
@@ -279,13 +252,7 @@ def _never_looks(callback: Callback) -> bool:
     return own in (Callback.looks, Schedule.looks) and not callback.looks(1)
 
 
-def _scales_lr_alone(callback: object) -> bool:
-    """Whether it is a schedule of the learning rate, which scales no other number at any step."""
-    return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
-
-
 def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
-    """Raises RunFailed for a factor by which no number of the plan's optimiser can be multiplied."""
     if not _scales(value):
         raise RunFailed(f"{key} is {printable(repr(value))}; it must be a finite number from 0")
     known = set().union(*(group.scalable for group in plan.updates))

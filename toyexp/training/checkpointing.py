@@ -66,7 +66,6 @@ class Keeper:
         for _ in range(SETS):
             self._spare.put(None)
         self._bytes, self._overwrites = 0, True  # of a snapshot, and whether the engine takes one over another
-        self._told = False
         state = resumed.state if resumed else {}
         saved = state.get("scores", {}) if state.get("metric", best) == best else {}
         self.scores: dict[int, float] = {int(step): score for step, score in saved.items() if score is not None}
@@ -182,12 +181,11 @@ class Keeper:
             outcome = self._outcomes.pop(0)
             if isinstance(outcome, Saved):
                 done.append(outcome)
-                self.missing, self._told = None, False
-                continue
-            log.warning("%s", outcome)
-            self.missing = outcome
-            self.trouble = self.trouble if self._told else outcome
-            self._told = True
+                self.missing = None
+            else:
+                log.warning("%s", outcome)
+                self.trouble = self.trouble if self.missing else outcome  # of several in a row the first is told
+                self.missing = outcome
         return done
 
     def wait(self) -> None:

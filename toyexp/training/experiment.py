@@ -48,8 +48,11 @@ log = logging.getLogger("toyexp")
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     require_utf8(config.plain)
-    _require_suited(config)
-    accumulate = config.optim.accumulate
+    model, recipe, accumulate = config.model, config.recipe, config.optim.accumulate
+    if reason := refusal(recipe, model):
+        raise UserError(reason + (config.suited() if model.reads not in recipe.reads else ""))
+    if reason := unread(f"model={model.name}", model.reads, config.data):
+        raise UserError(reason + config.suited())
     config.engine.check_rows(config.settings.batch_size // accumulate, accumulate)
     with contextlib.suppress(Exception):
         config.engine.wake()
@@ -69,15 +72,6 @@ def prepare(config: Config) -> Prepared:
             f"engine.recompute=true: is of what goes through ops.block; model={model.name} has no such block"
         )
     return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)
-
-
-def _require_suited(config: Config) -> None:
-    """Raises UserError where recipe, model and data are not for one another."""
-    model, recipe = config.model, config.recipe
-    if reason := refusal(recipe, model):
-        raise UserError(reason + (config.suited() if model.reads not in recipe.reads else ""))
-    if reason := unread(f"model={model.name}", model.reads, config.data):
-        raise UserError(reason + config.suited())
 
 
 def _opened(config: Config) -> Dataset:
@@ -130,7 +124,6 @@ def _count_steps(config: Config, batches: Batches) -> None:
 
 
 def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
-    """The recipe's plan, in which no optimiser has a say yet."""
     settings, optim, recipe = config.settings, config.optim, config.recipe
     setup = Setup(
         model.reads.bounded(batches.inputs, dataset.vocab),
@@ -149,7 +142,6 @@ def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -
 
 
 def _check(config: Config, plan: Plan) -> None:
-    """Raises UserError where callbacks, memory, engine or files are against the plan."""
     for callback in config.callbacks.values():
         if isinstance(callback, Schedule):
             callback.check_scales(plan, config.settings.steps)

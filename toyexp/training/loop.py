@@ -5,28 +5,31 @@ It is a generator: it asks for steps and evaluations, and the driver answers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.interfaces.dataset import Batch, Batches, batch_digest
+from toyexp.interfaces.micro_batches import readied
+from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.run import Metrics, Run
-from toyexp.interfaces.session import StepMetrics
+from toyexp.interfaces.session import StepInput, StepMetrics
 from toyexp.interfaces.stack import Stack
 from toyexp.training.bus import Bus
-from toyexp.training.driver import Asks, Step, drive
-from toyexp.training.evaluation import Evaluations
-from toyexp.training.next_steps import NextStep, NextSteps
+from toyexp.training.driver import Asks, Evaluate, Step, drive
 from toyexp.training.run_config import Outcome, Saver
 from toyexp.training.verdict import boundary, gave_up
 
 log = logging.getLogger("toyexp")
 
 SKIPPED_IN_A_ROW = 20  # steps after which a run that skips bad numbers is given up: nothing changes any more
+MOST, BYTES = 32, 1 << 19  # batches made at once, and what they may take
 
 
 @dataclass
@@ -62,12 +65,11 @@ class Training:
         self._under_way: list[_Launched] = []
         self._ended_at = began  # the step before
         bus.step = outcome.steps
-        self._evals = Evaluations(run, bus, outcome, self.eval_every, self.stopped)
         try:
-            self._evals.open(self.batches)
+            self._held_out = self._held_out_batches()
             outcome.reason, outcome.why = "completed", None
-            yield from self._evals.evaluate_if_due()  # of a resumed run too: it may have been stopped in the middle
-            self.saver.begin(self._evals.scores())
+            yield from self._evaluate_if_due()  # of a resumed run too: it may have been stopped in the middle
+            self.saver.begin(self._scores())
             while outcome.steps < run.steps and outcome.reason == "completed":
                 yield from self._launch_steps()
                 metrics, batch = self._take_step()
@@ -75,11 +77,11 @@ class Training:
                 self._check_numbers(metrics, batch)
                 if self._under_way:  # nobody looks at the run here
                     continue
-                yield from self._evals.evaluate_if_due()
+                yield from self._evaluate_if_due()
                 yield from self._end_if_asked(metrics)
                 outcome.seconds = before + time.perf_counter() - began
                 ends = outcome.steps == run.steps or outcome.reason != "completed"
-                self.saver.after(outcome, self._evals.scores(), last=ends)
+                self.saver.after(outcome, self._scores(), last=ends)
                 bus.check()
         except Exception:
             outcome.seconds = before + time.perf_counter() - began
@@ -100,7 +102,7 @@ class Training:
     def _looked_at(self, step: int) -> bool:
         """Return True if someone needs the run as it stands after `step`."""
         ends = step == self.run.steps or self.stopped()
-        return ends or self._evals.is_due(step) or self.saver.wants(step) or self.bus.looks(step)
+        return ends or self._eval_is_due(step) or self.saver.wants(step) or self.bus.looks(step)
 
     def _launch(self, step: int) -> Asks[None]:
         """Launch a step, and as many behind it as the session takes at once and nobody looks at."""
@@ -115,7 +117,8 @@ class Training:
         except Exception:
             self._whole = False
             raise
-        self._under_way.append(_Launched(made.take(len(waits)), began, waits))
+        steps, made.ready = made.ready[: len(waits)], made.ready[len(waits) :]
+        self._under_way.append(_Launched(steps, began, waits))
 
     def _take_step(self) -> tuple[Metrics, Batch]:
         """Tell of the first step that is under way; wait for all that were launched with it."""
@@ -164,7 +167,62 @@ class Training:
             outcome.why = bus.why = bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
         if outcome.why:
             outcome.reason = "aborted"
-            yield from self._evals.evaluate()
+            yield from self._evaluate()
+
+    def _held_out_batches(self) -> Sequence[Batch]:
+        """Return what the run is evaluated on; raise PluginFailed if the data hold nothing out."""
+        if not self.eval_every:
+            return ()
+        with boundary(self.run, self.bus, "data"):
+            batches = self.batches.held_out()
+            if not len(batches):  # what has no length is no sequence
+                raise PluginFailed(
+                    f"data.{self.run.config.get('data', {}).get('name', '?')} holds no batch out, "
+                    f"which eval_every={self.eval_every} needs; eval_every=0 trains without"
+                )
+            return batches
+
+    def _eval_is_due(self, step: int) -> bool:
+        return bool(self._held_out) and (step % self.eval_every == 0 or step == self.run.steps)
+
+    def _evaluate_if_due(self) -> Asks[None]:
+        """Evaluate the run if it is time; a signal makes it an interrupted one."""
+        if self.stopped():
+            self.outcome.reason = "interrupted"
+        elif self._eval_is_due(self.outcome.steps):
+            yield from self._evaluate()
+
+    def _evaluate(self) -> Asks[None]:
+        """Evaluate the run, unless nothing is held out or it was evaluated after this very step."""
+        outcome = self.outcome
+        if not self._held_out or outcome.eval_step == outcome.steps:
+            return
+        try:
+            with self._engine:
+                loss, scores = yield Evaluate(self._until_stopped)
+        except _Stopped:  # it is done again when the run is resumed
+            outcome.reason = "interrupted"
+            return
+        outcome.eval_step, outcome.eval_loss, outcome.eval_scores = outcome.steps, loss, scores
+        metrics = Metrics(self._scores(), finite=True)
+        self.bus.tell_eval(self.run, outcome.steps, metrics)
+        outcome.eval_scores = {**scores, **metrics.logged}
+        if outcome.first_eval_loss is None:
+            outcome.first_eval_loss, outcome.first_eval_scores = loss, outcome.eval_scores
+        self.bus.check()
+
+    def _scores(self) -> dict[str, float]:
+        """Return the scores of an evaluation after this very step; without one, none."""
+        outcome = self.outcome
+        if outcome.eval_loss is None or outcome.eval_step != outcome.steps:
+            return {}
+        return {"loss": outcome.eval_loss, "ppl": math.exp(min(outcome.eval_loss, 700)), **outcome.eval_scores}
+
+    def _until_stopped(self) -> Iterator[Batch]:
+        for batch in self._held_out:
+            if self.stopped():
+                raise _Stopped
+            yield batch
 
     def _save_anyway(self) -> None:
         """Save what was trained before a plugin failed, as far as that can be saved."""
@@ -172,7 +230,7 @@ class Training:
             while self._under_way:
                 self._check_numbers(*self._take_step())
             if self.outcome.steps:
-                self.saver.after(self.outcome, self._evals.scores(), last=True)
+                self.saver.after(self.outcome, self._scores(), last=True)
         except Exception as error:
             log.error("what was trained could not be saved: %s", error)
 
@@ -186,3 +244,90 @@ class _Launched:
     waits: Sequence[Callable[[], StepMetrics]]  # for each of them
     found: list[StepMetrics] = field(default_factory=list)  # of each, once they were waited for
     seconds: float = 0.0  # each has taken
+
+
+class _Stopped(BaseException):
+    """A signal came in the middle of an evaluation; no error that someone could be blamed for."""
+
+
+# -- what the next steps take ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What a step takes."""
+
+    step: int  # from 0
+    batch: Batch
+    lr: float
+    factors: Mapping[str, float]  # of the optimiser's other numbers
+    input: StepInput
+
+
+class NextSteps:
+    """The next steps of a run, as far as they were made."""
+
+    def __init__(self, run: Run, bus: Bus, batches: Batches):
+        self._run, self._bus, self._batches = run, bus, BatchBlocks(batches, run.plan, run.steps)
+        self._optim, self._data, self._engine = (boundary(run, bus, kind) for kind in ("optim", "data", "engine"))
+        self.ready: list[NextStep] = []
+
+    def make(self, step: int) -> None:
+        """Make a step, which follows those that are ready, unless it was made."""
+        if self.ready and self.ready[-1].step >= step:
+            return
+        run, bus = self._run, self._bus
+        bus.step = step + 1
+        lr, factors = bus.lr(run, step), bus.factors(run, step)
+        with self._optim:
+            numbers = run.plan.numbers(step, lr, factors)
+        with self._data:
+            batch = self._batches.batch(step)
+        with self._engine:
+            self.ready.append(NextStep(step, batch, lr, factors, run.session.step_input(batch, numbers)))
+
+    def can_make(self, step: int) -> bool:
+        """Make a step behind others; return False for one that is wrong, which is told when its turn comes."""
+        with contextlib.suppress(Exception):
+            self.make(step)
+        return self.ready[-1].step >= step
+
+
+class BatchBlocks:
+    """Batches made several at a time, where the data can: making a block takes little longer than making one.
+
+    Batch k is a function of k alone, so making it early changes nothing.
+    """
+
+    def __init__(self, batches: Batches, plan: Plan, steps: int):
+        self._batches, self._plan, self._steps = batches, plan, steps
+        row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
+        few = min(MOST, BYTES // max(row * plan.rows * plan.accumulate, 1))
+        self._count = few if _blocks_are_batches(batches) else 1
+        self._first, self._ready = 0, list[Batch]()
+
+    def batch(self, k: int) -> Batch:
+        """Return batch `k`, counted from 0."""
+        if not self._first <= k < self._first + len(self._ready):
+            self._first, self._ready = k, [*self._make(k)]
+        return self._ready[k - self._first]
+
+    def _make(self, k: int) -> Sequence[Batch]:
+        count = min(self._count, self._steps - k)
+        block = self._batches.block(k, count) if count > 1 else None
+        if block is not None:
+            try:
+                return readied(self._plan, block, count)
+            except BadBatch:  # each is refused, or not, when its turn comes
+                self._count = 1
+        return [self._batches.batch(k)]
+
+
+def _blocks_are_batches(batches: Batches) -> bool:
+    """Return True if the class with `block` also has `batch`: one that overrides `batch` alone is in no block."""
+    for kind in type(batches).__mro__:
+        if "block" in vars(kind):
+            return kind is not Batches and "batch" not in vars(batches)
+        if "batch" in vars(kind):
+            break
+    return False

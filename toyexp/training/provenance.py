@@ -36,14 +36,6 @@ def files(recipe: Recipe) -> dict[str, Path]:
     return {k: p for k, p in named.items() if p is not None} | {p.name: p for p in recipe.further_files()}
 
 
-def file_sources(recipe: Recipe) -> dict[str, str]:
-    """Return the digests of these files by role; UserError if one cannot be read."""
-    try:
-        return {role: fingerprint_once(path) for role, path in files(recipe).items()}
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read: {cause(error)}") from None
-
-
 def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of the data by role: each that `facts` name, and `data`, of all that decides its batches.
 
@@ -59,9 +51,13 @@ def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sources_of(prepared: Prepared) -> dict[str, str]:
-    """Return the digests of a run's data and files by role."""
+    """Return the digests of a run's data and files by role; UserError if a file cannot be read."""
     facts = given(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
-    return {**data_sources(facts), **file_sources(prepared.config.recipe)}
+    try:
+        digests = {role: fingerprint_once(path) for role, path in files(prepared.config.recipe).items()}
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {cause(error)}") from None
+    return {**data_sources(facts), **digests}
 
 
 def require_unwritten(base: Path, then: os.stat_result, digest: str) -> None:

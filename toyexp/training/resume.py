@@ -120,20 +120,13 @@ def require_run(directory: Path, key: str) -> None:
         raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
     require_left(directory)
     if not checkpoint.steps(directory / "checkpoints"):
-        raise UserError(f"{key}={directory}: that run has no checkpoint; {_why_none(directory / 'config.yaml')}")
-
-
-def _why_none(config: Path) -> str:
-    """Why a run wrote no checkpoint, by its own setting."""
-    every = settings_in(config).get("checkpoint_every")
-    if every in (0, "0"):
-        return "its checkpoint_every=0 writes none"
-    told = f" (its checkpoint_every={printable(str(every))})" if isinstance(every, int | str) else ""
-    return f"it ended before its first one{told}, so it can only begin anew"
+        every = printable(str(settings_in(directory / "config.yaml").get("checkpoint_every")))
+        raise UserError(
+            f"{key}={directory}: that run has no checkpoint (its checkpoint_every={every}); it can only begin anew"
+        )
 
 
 def _no_run(path: Path, key: str) -> str:
-    """Why there is no run at `path`, and which one may be meant."""
     if not path.exists():
         return absent(path)
     if (path / SWEEP).is_file():
@@ -168,7 +161,8 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
         raise OtherExperiment(f"resume={short(directory)}: {what}")
     if found.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
-    if found.step == settings.steps and _completed(directory):
+    ended = checkpoint.result_of(directory)
+    if found.step == settings.steps and ended.get("reason") == "completed" and not ended.get("error"):
         raise Complete(
             f"{short(directory)}: is complete, {found.step} of {settings.steps} steps; "
             f"to train on: resume={short(directory)} steps={2 * settings.steps}",
@@ -183,7 +177,6 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
 
 
 def _require_own(directory: Path, prepared: Prepared) -> None:
-    """Raises UserError where something stands that the run would replace, and did not write."""
     left = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
     for path in Ledger.open(directory).foreign(["result.json", *left]):
         what = f"{short(path)} is not what this run wrote there, and would be replaced"
@@ -193,7 +186,6 @@ def _require_own(directory: Path, prepared: Prepared) -> None:
 
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
-    """How far training had come; UserError for a state in which that does not stand."""
     try:
         outcome = checkpoint.rebuilt(Outcome, {"first_train_loss": None, **found.state["outcome"]})
     except ValueError as error:
@@ -220,11 +212,6 @@ def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) 
                 why = f"{type(error).__name__}: {printable(str(error))}"
                 state = found.path / checkpoint.STATE
                 raise UserError(f"{state}: holds no state of callbacks.{name} ({why})") from None
-
-
-def _completed(directory: Path) -> bool:
-    result = checkpoint.result_of(directory)
-    return result.get("reason") == "completed" and not result.get("error")
 
 
 def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -53,13 +53,11 @@ class Config:
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         told = [text for part in parts for text in sentences(part.warnings, planned)]
-        of_optim = [*idle_groups(planned.plan, self.optim), *turning_decay(planned.plan, self.settings.lr)]
-        return [*self.left_out, *self.settings.warnings(), *told, *self._no_rate(), *self._unscheduled(), *of_optim]
-
-    def _no_rate(self) -> list[str]:
-        """That the weights stay as they are, where no callback has a rate of its own in place of that of the run."""
         others = [c for c in self.callbacks.values() if answers_lr(c) and not isinstance(c, Schedule)]
-        return [] if self.settings.lr or others else ["lr=0: nothing will be learned, the weights stay as they are"]
+        if not (self.settings.lr or others):
+            told.append("lr=0: nothing will be learned, the weights stay as they are")
+        of_optim = [*idle_groups(planned.plan, self.optim), *turning_decay(planned.plan, self.settings.lr)]
+        return [*self.left_out, *self.settings.warnings(), *told, *self._unscheduled(), *of_optim]
 
     def _unscheduled(self) -> list[str]:
         """That the schedule which a run has by default was given another number, and the rate is left without one."""
@@ -89,10 +87,6 @@ class Prepared:
     bus: Bus
     warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
     recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: not asked for, or not known
-
-    def data_facts(self) -> dict[str, Any]:
-        """What the run's record says of its data."""
-        return {**given(Mapping, self.dataset.describe), **self.batches.facts}
 
     def left_out(self) -> list[str]:
         """What of the data is not learned from."""
@@ -209,7 +203,7 @@ def _groups(prepared: Prepared) -> Iterator[str]:
 def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
     """What run_start records."""
     settings = prepared.config.settings
-    model = prepared.model
+    model, data = prepared.model, {**given(Mapping, prepared.dataset.describe), **prepared.batches.facts}
     recomputed = {} if prepared.recomputed is None else {"recomputed_blocks": prepared.recomputed}
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -222,7 +216,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
             "parameters": model.parameters(),
             "trainable": sum(t.size for t in prepared.plan.trainable),
         },
-        "data": {"name": prepared.config.data.name, **prepared.data_facts(), "left_out": prepared.left_out()},
+        "data": {"name": prepared.config.data.name, **data, "left_out": prepared.left_out()},
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
         "optim": prepared.optim.describe(settings.lr),

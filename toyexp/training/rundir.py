@@ -94,7 +94,6 @@ class RunDir:
             write_synced(place, text.encode(errors="backslashreplace"))
 
     def _undo(self, made: Sequence[Path], began: bool) -> None:
-        """Removes what was begun and the directories that were `made`, and lets go of what is held."""
         if self._log is not None:
             self._log.close()
         for name in ("config.yaml", "log.txt", LEDGER, LOCK) if began else ():

@@ -61,10 +61,7 @@ class Rows(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A tokenized example: int32 ids, which of them are learned (never the first), and its boundaries.
-
-    `split` counts boundaries where the whole text would have had a token across.
-    """
+    """A tokenized example: int32 ids, which are learned (never the first), and boundaries that `split` a token."""
 
     ids: np.ndarray
     learned: np.ndarray

@@ -91,10 +91,7 @@ def megabytes(part: float, whole: float) -> str:
 
 
 class Corpus:
-    """The text of files: up to `limit` characters from the start, of each the last `fraction` held out.
-
-    With `skip`, files that cannot be used are left out and counted; otherwise they raise UserError.
-    """
+    """The text of files, up to `limit` characters; the last `fraction` of each is held out; `skip` unusable ones."""
 
     def __init__(self, files: Sequence[Path], limit: int | None, fraction: float, skip: bool = False):
         self._files, self._limit, self._fraction, self._skip = files, limit, fraction, skip

@@ -25,10 +25,7 @@ class SplitData(Data):
         require_within("data", self, val_fraction="(0,1]", **taken)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """Yield that an eval is to take more than is held out, or that there is none.
-
-        Raises UserError where nothing is left to train on: all of it is held out for `toyexp eval` alone.
-        """
+        """Warn of an eval that takes more than is held out, or of none; UserError if nothing is left to train on."""
         if getattr(self, "val_fraction", 0) == 1:
             raise UserError("data.val_fraction=1.0: leaves nothing to train on; a run needs less than 1")
         key = "eval_images" if self.gives is IMAGES else "eval_batches"

@@ -170,7 +170,8 @@ class Jsonl(TokenizedData):
                 made.append((place, make(thing)))
             except UserError as reason:
                 if self.on_error == "refuse":
-                    raise UserError(f"{place}: {reason} (data.on_error=skip leaves such lines out)") from None
+                    hint = " (data.on_error=skip leaves such lines out)" if made else ""  # else it may be another file
+                    raise UserError(f"{place}: {reason}{hint}") from None
                 skipped.append(f"{Path(place).name}: {reason}")
         return made
 

@@ -55,10 +55,7 @@ class Turn(NamedTuple):
 
 
 class ChatTemplate:
-    """A GGUF's own chat template, which says what the assistant's words are; UserError for one that cannot be used.
-
-    A template that writes the day is told `now`, or the truth; `dated` says whether one did.
-    """
+    """A GGUF's own chat template; it is told the day `now`, and `dated` if it asked. UserError if unusable."""
 
     def __init__(self, template: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
         try:
@@ -76,10 +73,7 @@ class ChatTemplate:
         return self._template.dated
 
     def rows(self, messages: Sequence[Message], tools: Any = None, everything: bool = False) -> Rows:
-        """A conversation as rows; with `everything` learned it is one, whatever the template does to earlier turns.
-
-        Raises BadExample for one that the template refuses, or in which it does not write what the assistant says.
-        """
+        """Return a conversation as rows, as one with `everything` learned; BadExample if the template refuses it."""
         self._check(messages, tools)
         talk = _Conversation(self._template, messages, tools)
         whole = talk.until(len(messages), False).text
@@ -170,10 +164,7 @@ class _Conversation:
         return _require_written(self._done[count, ask])
 
     def place(self, number: int, count: int, ask: bool) -> tuple[int, int] | None:
-        """Where in the text of the first messages stands what message `number` says, if anywhere.
-
-        Another text is put in its place, to see what changes.
-        """
+        """Find in the text of the first messages what message `number` says, by putting another text in its place."""
         message, text = self.messages[number], self.until(count, ask).text
         other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.said)
         changed = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
@@ -186,10 +177,7 @@ class _Conversation:
         return begin, len(text) - after
 
     def end_of_turn(self, number: int, ask: bool) -> int:
-        """Where the message before answer `number` ends, in the text that asks for the answer or in that which has it.
-
-        Raises BadExample where that message stands nowhere.
-        """
+        """Return where the message before answer `number` ends in a text; BadExample if it is nowhere."""
         found = self.place(number - 1, number + (not ask), ask) if number else (0, 0)
         if found is None:
             raise BadExample(f"the chat template does not write a turn the same once others follow; {_ADVICE}")

@@ -71,10 +71,7 @@ class attributed:  # noqa: N801 - a context manager, cheap enough to enter in ea
 
 
 def given(wanted: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
-    """What a method of a plugin's part gives; PluginFailed for what is nothing of the wanted class.
-
-    The part is `who`, such as data.text, or else the class of the method.
-    """
+    """Return what a method of a plugin's part gives; PluginFailed of `who`, or its class, for another type."""
     found = method(*arguments)
     if not isinstance(found, wanted):
         raise unwanted(method, found, wanted.__name__, who)
@@ -97,10 +94,7 @@ def unwanted(method: Callable[..., object], found: object, wanted: str, who: str
 
 @contextlib.contextmanager
 def of_a_part(log: Path | None = None) -> Iterator[None]:
-    """Raise what comes out of any method of a plugin's part as `failure` of that part.
-
-    A mistake of toyexp's own, and an OSError, come out as they are.
-    """
+    """Raise what comes out of a plugin's part as its `failure`; toyexp's own mistakes and OSErrors stay as they are."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -9,10 +9,7 @@ from importlib import import_module
 
 
 def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """The `__getattr__`, `__dir__` and `__all__` of a package, which says once what it offers: `if TYPE_CHECKING:`.
-
-    The imports that stand there, by which type checkers go, are read from its file, and done name by name.
-    """
+    """Return `__getattr__`, `__dir__` and `__all__` for the names that a package imports in `if TYPE_CHECKING:`."""
     with open(file, encoding="utf-8") as source:
         imports = re.findall(r"^    from ([\w.]+) import (\([^)]*\)|.*)", source.read(), re.MULTILINE)
     home_of = {name: module for module, names in imports for name in re.findall(r"\w+", names)}

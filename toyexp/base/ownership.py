@@ -43,10 +43,7 @@ class Owned(UserError):
 
 
 def lock(path: Path) -> int:
-    """Make this process the only one that writes in the directory `path`; return the file to close afterwards.
-
-    The kernel lets a lock go when its process ends, however it ends. Raise Owned if another process has it.
-    """
+    """Lock a directory for this process and return the file to close; Owned if another process has the lock."""
     file = open_for_writing(path / LOCK)
     try:
         _lock(file, path)
@@ -115,10 +112,7 @@ def require_empty(path: Path, key: str) -> None:
 
 
 def require_inside(directory: Path) -> None:
-    """Raise UserError if a link leads out of the directory of a run or sweep; call this before anything is written.
-
-    Hidden links are left alone: no file is written under a hidden name that was there before.
-    """
+    """Raise UserError if a link leads out of a run's or sweep's directory; hidden links are never written to."""
     for folder in (directory, *(directory / name for name in FOLDERS)):
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:

@@ -69,10 +69,7 @@ def _left(spec: ModuleSpec | None) -> str:
 
 @contextlib.contextmanager
 def without_exit() -> Iterator[None]:
-    """Has os._exit raise SystemExit, as sys.exit does: what is loaded could end toyexp with 0, and without a word.
-
-    Processes forked meanwhile end by it as ever.
-    """
+    """Have os._exit raise SystemExit in this process: a module that is loaded could end toyexp without a word."""
     leave, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
@@ -111,9 +108,8 @@ def _no_file(module: str) -> str:
 
 
 def place(error: BaseException, of_plugins: bool = False) -> str:
-    """The last line outside of toyexp and Python's own library that an error came through, in brackets.
-
-    Where there is none: the last of all, or with `of_plugins` nothing.
+    """Return the last line outside of toyexp and the standard library that an error came through; else the last of all,
+    or nothing if only `of_plugins` count.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
     known = {"toyexp", *sys.stdlib_module_names}

@@ -18,11 +18,7 @@ def stream(*key: object) -> np.random.Philox:
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
-    """The random stream that belongs to `name` under `seed`.
-
-    Philox is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a stream is a
-    function of its key alone, so no draw depends on which other tensors were drawn before it.
-    """
+    """Return the random stream of `name` under `seed`; no draw depends on which others were drawn before it."""
     import numpy as np
 
     return np.random.Generator(stream(seed, name))

@@ -24,10 +24,7 @@ ON_USR1 = "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for 
 
 
 def ending() -> list[signal.Signals]:
-    """The signals that end a run. SIGHUP, of a terminal that is closed, is not one where it was ignored (`nohup`).
-
-    Raises UserError for an environment that says something else of SIGUSR1 than `save` or `end`.
-    """
+    """Return the signals that end a run: not SIGHUP under `nohup`; UserError if TOYEXP_SIGUSR1 is not save or end."""
     asked = os.environ.get(ON_USR1) or "save"
     if asked not in ("save", "end"):
         raise UserError(f"{ON_USR1}={printable(asked)}: takes save or end")

@@ -18,10 +18,7 @@ CORES = "TOYEXP_CORES"  # how many of the machine's cores a process shall use: j
 
 
 def available_cores() -> int:
-    """Cores this process shall use: those it may run on, or fewer where TOYEXP_CORES says so; 0 and "" mean all.
-
-    Raises UserError where it says anything else.
-    """
+    """Return how many cores this process uses: all, or what TOYEXP_CORES says; UserError for what is no number."""
     given = os.environ.get(CORES, "")
     if given and not is_whole(given, 0, MOST):
         raise UserError(f"{CORES}={given}: takes how many cores to use, from 1; 0, or nothing, for all")
@@ -59,12 +56,7 @@ def check_threads(threads: int) -> None:
 
 
 def crowding(threads: int, watched: bool = True) -> str:
-    """A short remark when so many threads would share their cores, with each other or with other processes; else empty.
-
-    Not `watched`, others do not count.
-
-    ggml's and OpenMP's threads wait for one another after every op, so one that has to queue holds up all.
-    """
+    """Return a remark if so many threads would share cores, with each other or, if `watched`, with other processes."""
     cores = machine_cores()
     if threads > cores:
         return f"{threads} threads share {cores} cores; engine.threads={cores} is faster"

@@ -18,10 +18,7 @@ def at_home(words: Sequence[str]) -> list[str]:
 
 
 def with_home(word: str) -> str:
-    """A word of the command line with the home directory for each `~` that begins a value: `key=~/a,~/b`, `--to=~/c`.
-
-    What stands in quotation marks of its own is left alone.
-    """
+    """Replace each `~` that begins an unquoted value by the home directory: `key=~/a,~/b`, `--to=~/c`."""
     key, equals, value = word.partition("=")
     if not equals or key in _TEXTS:
         return word
@@ -29,10 +26,7 @@ def with_home(word: str) -> str:
 
 
 def with_quotes(word: str) -> str:
-    """A setting with each value in quotes that has letters beyond ASCII, of which Hydra's grammar knows none.
-
-    What stands in quotes or has another sign of that grammar in it is left alone.
-    """
+    """Quote each value with letters beyond ASCII, which Hydra's grammar lacks; leave quoted values alone."""
     key, equals, value = word.partition("=")
     if not equals or key.startswith("-") or value.isascii() or set(value) & set("\"'\\"):
         return word

@@ -39,10 +39,7 @@ def require_words(place: str, part: object, **words: Collection[str]) -> None:
 
 
 def require_within(place: str, part: object, **bounds: str) -> None:
-    """Raises UserError for a setting of a part that is outside of its interval, written `[1,inf)`, `(0,1]`.
-
-    None, which stands for a setting that is worked out later, is inside of every interval.
-    """
+    """Raise UserError for a setting outside of its interval, such as `[1,inf)` or `(0,1]`; None is inside of all."""
     for name, bound in bounds.items():
         holds, words = _interval(bound)
         if (given := getattr(part, name)) is not None and not holds(given):

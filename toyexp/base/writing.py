@@ -23,10 +23,7 @@ from toyexp.base.files import KINDS
 
 @contextlib.contextmanager
 def in_one_piece(path: Path) -> Iterator[Path]:
-    """A place of the same name to write a file or a directory to: it becomes `path` once it is whole, or goes away.
-
-    It is flushed to the disk before it is renamed. Raises OSError; see `required`.
-    """
+    """Yield a place to write a file or directory to; flushed, it becomes `path` once it is whole, or goes away."""
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     place = folder / path.name
     try:

@@ -84,10 +84,7 @@ class ImageDataset(Dataset):
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
     def see_as(self, written: Mapping[str, Any]) -> None:
-        """Takes pixel mean and deviation from the model's file, and gives the classes the numbers they have there.
-
-        Raises UserError for a class that the model does not know, and for keys that hold something else.
-        """
+        """Take pixel mean, deviation and class numbers from the model's file; UserError for an unknown class."""
         for name in ("image_mean", "image_std"):
             ours = self.gguf_metadata()[name]
             theirs = _numbers(name, written.get(name, ours))

@@ -33,10 +33,7 @@ def require_pillow() -> None:
 def read_image(
     path: Path, size: int, color: bool, resize: bool, sizes: set[tuple[int, int]] | None = None
 ) -> np.ndarray:
-    """Return an image file as 8-bit pixels [size, size, 3 or 1], and add the size that it had to `sizes`.
-
-    Raises BadImage for what cannot be read, or is too large.
-    """
+    """Return an image file as 8-bit pixels [size, size, 3 or 1]; add its size to `sizes`. BadImage if it is none."""
     import numpy as np
     from PIL import Image, ImageOps
 

@@ -324,10 +324,7 @@ class Use:
 
 
 class Offers:
-    """An open file as those see it who train on it, look at it or write it again.
-
-    Reads the tokenizer, and of files of up to `LOOKED_THROUGH` bytes the numbers too.
-    """
+    """What toyexp can do with an open file; files of up to `LOOKED_THROUGH` bytes are read to their end."""
 
     def __init__(self, file: GGUFFile, path: Path, registry: Registry):
         self._file, self._path, self._registry = file, path, registry
@@ -519,10 +516,7 @@ def shell(path: str) -> str:
 
 
 def pasted(path: Path) -> str:
-    """What stands behind `recipe.base=`: quoted for Hydra where it would read more than a word, and for the shell.
-
-    One with control characters can only be shown.
-    """
+    """Quote a path for Hydra and the shell, as it is typed behind `recipe.base=`; escape control characters."""
     text = str(path)
     if not text.isprintable():
         return printable(text, 200)

@@ -86,10 +86,7 @@ class Evaluation(Answer):
 
 
 def evaluate(what: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
-    """Evaluates the model in a file or a run's directory on held-out data; UserError for what does not fit together.
-
-    That is what the settings or the path `data` say, or else the run's own: of a LoRA `adapter` that of its run.
-    """
+    """Evaluate a model, with a LoRA `adapter` if given, on `data`, what the settings say, or its run's own data."""
     typed, registry = _check_taken(request), request.registry
     loaded = LoadedModel.open(what, registry, adapter)
     model = loaded.model
@@ -209,10 +206,7 @@ class OfClass:
 def by_class(
     logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
 ) -> list[OfClass]:
-    """Of each class of the model, in its order. `read` are the inputs that logits [rows, classes] follow from.
-
-    A row whose weight is 0 only fills its batch. Classes beyond the `names` are called by their numbers.
-    """
+    """Count for each class of the model how its examples were classified; rows of weight 0 only fill their batch."""
     counts = None
     for batch in batches:
         found = logits({name: batch[name] for name in read})
@@ -312,10 +306,7 @@ class Trained:
 
 
 def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
-    """What the run in the directory `what`, or of that checkpoint, was trained on; None for what is no run's.
-
-    Raises UserError for a configuration that is none, and one that asks for local plugins not among `modules`.
-    """
+    """Return what a run, or the run of a checkpoint, was trained on; None if the path is neither."""
     from toyexp.config.schema import load_yaml
 
     path = (what.absolute().parents[1] if is_checkpoint(what) else what) / CONFIG

@@ -124,10 +124,7 @@ def export(
 def _write(
     form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
 ) -> tuple[Exported | None, list[str]]:
-    """Writes `target` in one piece: from the file as it stands where that has the format already, or from its model.
-
-    Returns the model, of which there is none in the first case, and what is odd about the numbers.
-    """
+    """Write `target`; return the model, unless the file alone was enough, and what is odd about its numbers."""
     found = class_in(file, registry.models())
     with attributed(f"format.{form.name}", "while it wrote the file"), required(target), in_one_piece(target) as place:
         try:

@@ -88,10 +88,7 @@ class Generated:
 
 
 class Scribe:
-    """The tokens so far, and their text: `write` gets each part as soon as it is whole characters.
-
-    Without a tokenizer the text is the ids with commas between them.
-    """
+    """The tokens so far, and their text (without a tokenizer, the ids); `write` gets whole characters as they come."""
 
     def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
         self._tokenizer, self._write = tokenizer, write
@@ -124,10 +121,7 @@ class Scribe:
 def generate(
     asked: Options, registry: Registry, write: Callable[[str], None], slid: Callable[[str], object]
 ) -> Generated:
-    """Let the model write; `write` gets the text as it comes, `slid` a line when it goes beyond the context.
-
-    Raises UserError for whatever does not fit together.
-    """
+    """Let the model write; `write` gets the text as it comes, `slid` a line when it goes beyond the context."""
     loaded = load_writer(asked, registry)
     if asked.engine.partition(":")[0] == LLAMA_CPP:
         return _by_llama_cpp(loaded, asked, write)
@@ -251,10 +245,7 @@ class ChatTemplate(NamedTuple):
 
 
 def chat_template(loaded: LoadedModel, asked: Options, required: bool = True) -> ChatTemplate | None:
-    """Return what writes a chat's prompt: the template that the adapter was trained with, or the model's.
-
-    None without --chat; UserError where there is none and one is `required`.
-    """
+    """Return the chat template of the adapter or model; None without --chat, or if none is there nor `required`."""
     if not asked.chat:
         return None
     for path in filter(None, (loaded.adapter, loaded.path)):

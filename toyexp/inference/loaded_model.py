@@ -79,10 +79,7 @@ class LoadedModel:
 
 
 def engine_for(label: str, registry: Registry, rows: int) -> tuple[Engine, str]:
-    """Return the engine of a label (`auto`, `cpu:threads=1`) that computes so many rows, and a note on which it is.
-
-    Of several devices that have no equal shares of the rows it is the first alone.
-    """
+    """Return the engine of a label (`auto`, `cpu:threads=1`) that computes so many rows, and a note on which it is."""
     name = label.partition(":")[0]
     if name not in (known := {*registry.offers["engine"], AUTO}):
         raise UserError(f"--engine {label}: {choose(name, known)}")

@@ -62,10 +62,7 @@ def newest_in(path: Path) -> Path | None:
 
 
 def gguf_of(path: Path, registry: Registry | None = None) -> Path:
-    """The checkpoint's model in a GGUF file in float32, which is there as long as this process is.
-
-    UserError for a checkpoint that is damaged, and for a run whose data or base is no longer what it was.
-    """
+    """Return a checkpoint's model as a GGUF file in float32, which this process deletes when it ends."""
     write = partial(_write, path, registry=registry or loaded())
     return made_once([path / checkpoint.MANIFEST], path, path.name, write)
 
@@ -174,10 +171,7 @@ def _general(path: Path, found: checkpoint.Checkpoint, plan: Plan) -> dict[str, 
 
 
 def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[Plan, Any, Any]:
-    """Return the run's plan, recipe and data, from its configuration; a plan that nothing will be trained by.
-
-    Raises UserError for a file, or data, that is another one than the run was made of.
-    """
+    """Return the run's plan, recipe and data; UserError if its data or files are no longer what they were."""
     from toyexp.config.build import saved_parts
 
     model, data, recipe = saved_parts(plain, registry, begun)
@@ -202,12 +196,7 @@ def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[
 
 
 def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
-    """The GGUF file meant by `path`: itself, what a run left in that directory, or the model of that checkpoint.
-
-    What is in another format that is read here is one too.
-
-    UserError when there is nothing.
-    """
+    """Return the GGUF file meant by `path`: a file (converted if need be), or the model of a run or checkpoint."""
     if not os.path.lexists(path):
         if is_address(path):
             raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS}")
@@ -272,11 +261,7 @@ def _trained_whole(saved: Path) -> bool:
 
 
 def adapter_of(path: Path, model: Callable[[], Model], registry: Registry | None = None) -> Path:
-    """The GGUF file of the LoRA adapter meant by `path`: itself, what a run left, or made of PEFT's for the `model`.
-
-    Of a run's checkpoint it is the adapter as it was then. What is made is there as long as this process is. UserError
-    when there is nothing.
-    """
+    """Return the GGUF file of the LoRA adapter meant by `path`: a file, run, checkpoint, or directory of PEFT's."""
     files = adapter_files(path)
     if is_checkpoint(path):
         return made_once(files, path, path.name, partial(adapter_in, path, registry=registry or load()), ADAPTER)

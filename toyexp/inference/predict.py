@@ -116,10 +116,7 @@ def listed(places: Sequence[Path]) -> list[Path]:
 def predict(
     what: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
 ) -> Predictions:
-    """Return what the model in a file, or of a run, says of image files; UserError for a model of something else.
-
-    UserError too where none of them can be read.
-    """
+    """Return what a model says of image files; UserError for a model of something else, and if no file can be read."""
     loaded, trained = LoadedModel.open(what, registry), trained_on(what, modules)
     seen = Seen.of(loaded.file, loaded.model, what)
     resize = trained is None or trained.data.get("resize") is not False

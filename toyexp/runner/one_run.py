@@ -36,10 +36,7 @@ class PreparedRun(NamedTuple):
 def prepare_request(
     request: Request, resume: str | None = None, callbacks: Mapping[str, Callback] | None = None
 ) -> PreparedRun:
-    """Prepare the run of a request, new, or resumed from a run's directory or with `auto` from the newest of its name.
-
-    Raises UserError for settings that cannot work, and for a directory without a run to resume.
-    """
+    """Prepare the run of a request: new, or resumed from a directory or with `auto` from the newest of its name."""
     request, composed, found = locate(request, resume)
     if resume != AUTO:
         return prepare_run(composed, resume=found, callbacks=callbacks)
@@ -93,10 +90,7 @@ def prepare_run(
     composed: Composed, directory: Path | None = None, resume: Path | None = None,
     callbacks: Mapping[str, Callback] | None = None,
 ) -> PreparedRun:  # fmt: skip
-    """Build and check one configuration, to run in a directory (else its own) or to resume a run.
-
-    `callbacks` are added to those of the configuration, and are no setting of the run.
-    """
+    """Build and check one configuration, to run in a directory with further `callbacks`, or to resume a run."""
     status("starting the engine")
     source = composed.source
     begun = source.begun if source.begun.cwd else recorded(source.directory)  # of the run that a new one repeats
@@ -112,10 +106,7 @@ def prepare_run(
 
 
 def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hydra.run.dir") -> PreparedRun:
-    """Prepare a run from its parts, in an empty directory or, if it `goes_on`, from the checkpoint in it.
-
-    `key` is how an error names the directory.
-    """
+    """Prepare a run in an empty directory, which errors call `key`, or if it `goes_on` from the checkpoint in it."""
     config.engine.follow()  # rank 0, which starts the others
     if goes_on:
         recall(directory, config.data)

@@ -36,10 +36,7 @@ class _Manager(pluggy.PluginManager):
 
 
 class Bus:
-    """Delivers hooks to the callbacks of one run.
-
-    Raises UserError for two callbacks that answer `lr`, and advises to drop the one that is `by_default`.
-    """
+    """Delivers hooks to the callbacks of one run; UserError if two answer `lr`: drop the one that is `by_default`."""
 
     def __init__(self, callbacks: Mapping[str, Callback], by_default: Callable[[], Collection[str]] = list):
         self._manager = _Manager("toyexp")
@@ -79,10 +76,7 @@ class Bus:
         self._looking = [c.looks for c in callbacks.values() if not _never_looks(c)]
 
     def lr(self, run: Run, step: int) -> float:
-        """The learning rate of the 0-based `step`: the schedule's answer, or without one the base learning rate.
-
-        Raises RunFailed for an answer that is no finite number from 0.
-        """
+        """Return the learning rate of the 0-based `step`; RunFailed for an answer that is no finite number from 0."""
         answers = (call(run, step, run.steps) for call in self._of_lr)
         answer = next((answer for answer in answers if answer is not None), None)
         if answer is None:
@@ -131,11 +125,7 @@ class Bus:
         return [_taking(impl.function, [given.index(name) for name in impl.argnames]) for impl in reversed(impls)]
 
     def factors(self, run: Run, step: int) -> dict[str, float]:
-        """What the optimiser's numbers are multiplied by at the 0-based `step`.
-
-        Raises RunFailed for an answer that is no finite number from 0, names what the optimiser does not have or takes
-        it where a setting may not be, and for two about one number.
-        """
+        """Return what the optimiser's numbers are multiplied by at the 0-based `step`; RunFailed for what cannot be."""
         found: dict[str, float] = {}
         owners: dict[str, str] = {}
         arguments: dict[str, Any] = {"run": run, "step": step, "steps": run.steps}
@@ -157,11 +147,7 @@ class Bus:
         return any(looks(step) for looks in self._looking)
 
     def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
-        """The function with what it raises told as its callback's, as is a UserError once training has begun.
-
-        An observer's is kept for `check`, so that the others hear of what has happened too: a checkpoint of this
-        moment is then one that all can go on from.
-        """
+        """Raise what a callback raises as its failure; keep an observer's for `check`, so that all are told."""
 
         def call(*arguments: Any) -> Any:
             try:

@@ -98,10 +98,7 @@ class Keeper:
         return bool(self._outcomes) or self._interval.due(step, time.monotonic() - self._last_time)
 
     def best(self, present: int, weights: bool = True) -> Best | None:
-        """The best eval so far, of those whose weights stand on the disk or are those of the `present` step.
-
-        Raises Damaged when its weights are wanted and cannot be read.
-        """
+        """Return the best eval whose weights are on disk or of the `present` step; Damaged if unreadable."""
         self.wait()  # one that is being written is as good as there
         have = steps(self._folder)
         scores = {step: score for step, score in self.scores.items() if step == present or step in have}

@@ -35,10 +35,7 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
 
 @contextlib.contextmanager
 def checked_session(plan: Plan, engine: Engine, file: str, remedy: str = TO_EVALUATE) -> Iterator[Session]:
-    """Check a plan that trains nothing and yield a session that computes it; `file` is what the model was read from.
-
-    Raises UserError for a plan that cannot be computed, RunFailed with the `remedy` when memory runs out.
-    """
+    """Check a plan that trains nothing, read from `file`, and yield a session; RunFailed if memory runs out."""
     check_plan(plan, engine, remedy)
     engine.check_plan(plan)
     check_forward(plan, file)
@@ -48,11 +45,7 @@ def checked_session(plan: Plan, engine: Engine, file: str, remedy: str = TO_EVAL
 
 
 def check_snapshot(plan: Plan, engine: Engine) -> None:
-    """Raises UserError where all that, and one copy of weights and state beside it, is more than there is.
-
-    A run with checkpoints keeps one such copy in the machine's memory, whatever the engine, and makes a second one
-    only where there is room: see training/keeper.py.
-    """
+    """Raise UserError if a run and one copy of its weights and state take more memory than is left."""
     needed, left = sum(least(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if left is not None and needed > left:
         copy = f"a checkpoint's copy of the weights and their optimiser takes {_gb(snapshot_bytes(plan))}"

@@ -69,10 +69,7 @@ def require_unwritten(base: Path, then: os.stat_result, digest: str) -> None:
 
 
 def record(prepared: Prepared) -> dict[str, Any]:
-    """Return what a run's result.json, run_start and checkpoints say of its origin: `cwd` and `sources`.
-
-    A run that is resumed keeps its `cwd`.
-    """
+    """Return what a run records of its origin: `cwd`, which a resumed run keeps, and `sources`."""
     return {"cwd": str(prepared.config.begun or working_directory()), "sources": sources_of(prepared)}
 
 

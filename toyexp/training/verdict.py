@@ -49,10 +49,7 @@ def gave_up(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_
 
 
 def first_bad_tensor(session: Session, batch: Batch) -> str:
-    """Return words for where numbers are not finite: the first such weight in the model's order, else gradient.
-
-    An engine may have taken the bad step before it was seen, and then weights are no numbers either.
-    """
+    """Return words for where numbers are not finite: the first such weight in the model's order, else gradient."""
     for kind, values in (("weight", session.download), ("gradient", session.gradients(batch).__getitem__)):
         for tensor in session.plan.tensors if kind == "weight" else session.plan.trainable:
             bad = int((~np.isfinite(values(tensor.name))).sum())

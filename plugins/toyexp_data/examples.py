@@ -76,10 +76,8 @@ class ExampleDataset(Dataset):
         whole = context + 1  # a row's tokens and the target of the last
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if len(part.first) and not part.usable(whole).any():
-                raise UserError(
-                    f"model.context={context}: in none of the {len(part.lengths)} {name} examples does what is "
-                    f"learned begin within it; the shortest needs model.context={part.first.min()}"
-                )
+                what = f"in none of the {len(part.lengths)} {name} examples does what is learned begin within it"
+                raise UserError(f"model.context={context}: {what}; the shortest needs {part.first.min()}")
         return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
 
 

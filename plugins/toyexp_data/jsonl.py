@@ -101,9 +101,8 @@ class Jsonl(TokenizedData):
         # The rows of one conversation are all on one side.
         train, held = (self._tokenized(compress(examples, side), tokenizer, skipped) for side in (~held_out, held_out))
         if not (train or self.val_fraction == 1) or not held:
-            raise UserError(
-                f"{self.path}: no example is left {'to hold out' if train else 'to train on'} ({skipped[0]})"
-            )
+            use = "to hold out" if train else "to train on"
+            raise UserError(f"{self.path}: no example is left {use} ({skipped[0]})")
         facts = {
             "path": self.path,
             "examples": len(train) + len(held),

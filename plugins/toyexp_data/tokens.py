@@ -87,15 +87,12 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
     top = int(ids.max()) + 1
     if top > MOST_IDS:
-        raise UserError(
-            f"{path}: position {int(ids.argmax())} holds the id {top - 1}; at most {MOST_IDS} make sense{hint}"
-        )
+        place = f"position {int(ids.argmax())}"
+        raise UserError(f"{path}: {place} holds the id {top - 1}; at most {MOST_IDS} make sense{hint}")
     halves = ids.astype("<i4").view("<u2")  # a pair of uint16 ids, read as one of int32, is 65536 times the second
     if not typed and dtype == "auto" and top > FEWER * (int(halves.max()) + 1):
-        raise UserError(
-            f"{path}: read as int32 its ids go up to {top - 1}, as uint16 up to {halves.max()}; "
-            "type data.dtype=uint16, or data.dtype=int32 if it is that"
-        )
+        what = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
+        raise UserError(f"{path}: {what}; type data.dtype=uint16, or data.dtype=int32")
     if declared and top > declared:
         raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
     return ids.astype("int32", copy=False), declared or top
@@ -134,9 +131,7 @@ def _numpy(path: Path, dtype: str) -> Held:
     with open_file(path) as file:
         begins = file.read(len(NUMPY))
     if begins != NUMPY and not begins.startswith(b"PK"):  # an archive of numpy's, which is told as that
-        raise UserError(
-            f"{path}: is no .npy file; packed ids that numpy.save has not written are named {path.stem}.bin"
-        )
+        raise UserError(f"{path}: is no .npy file; packed ids are named {path.stem}.bin")
     if dtype != "auto":
         raise UserError(f"{path}: is an .npy file, which says its own type; leave data.dtype={dtype} out")
     try:

@@ -272,7 +272,7 @@ def test_recomputing_without_a_block_is_told_once_and_recorded(engine, capsys):
              "callbacks=[events]"]  # fmt: skip
     for model, words, blocks in (("flat", ["plugins=[flat_model]"], 0), ("gpt2", ["model.d_model=16"], 2)):
         assert main([*usual, *words, f"model={model}", f"hydra.run.dir={model}"]) == 0
-        told = "warning: engine.recompute=true: is of what goes through ops.block; model=flat has no such block\n"
+        told = "warning: engine.recompute=true: has no effect; model=flat has no ops.block\n"
         assert capsys.readouterr().out.count(told) == (not blocks)
         start, *events = map(json.loads, Path(model, "events.jsonl").read_text().splitlines())
         assert start["backend"]["recomputed_blocks"] == blocks

@@ -108,8 +108,9 @@ def _no_file(module: str) -> str:
 
 
 def place(error: BaseException, of_plugins: bool = False) -> str:
-    """Return the last line outside of toyexp and the standard library that an error came through; else the last of all,
-    or nothing if only `of_plugins` count.
+    """Return the last line outside of toyexp and the standard library that an error came through.
+
+    If there is none, return the last of all, or nothing if only those `of_plugins` count.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
     known = {"toyexp", *sys.stdlib_module_names}

@@ -39,10 +39,8 @@ class ImageDataset(Dataset):
         """Hold out the images that `held_out` [N] says, or else `val_fraction` of every class."""
         held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
         if not held_out.any():
-            raise UserError(
-                f"data.val_fraction={val_fraction} holds out none of {len(labels)} images: "
-                "give more images of a class, or a larger fraction"
-            )
+            what = f"data.val_fraction={val_fraction} holds out none of {len(labels)} images"
+            raise UserError(f"{what}: give more images of a class, or a larger fraction")
         self.classes, self.vocab = tuple(classes), len(classes)
         self.image_shape: tuple[int, ...] = images.shape[1:]
         self.train = images[~held_out], labels[~held_out].astype(np.int32)
@@ -97,9 +95,8 @@ class ImageDataset(Dataset):
         if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
             return  # a list of labels, which counts the classes as the model does
         if unknown:
-            raise OtherClasses(
-                f"the data has the class {printable(unknown[0])}, and the model knows {printable(', '.join(known))}"
-            )
+            theirs = printable(", ".join(known))
+            raise OtherClasses(f"the data has the class {printable(unknown[0])}, and the model knows {theirs}")
         numbers = np.array([known.index(name) for name in self.classes], np.int32)
         self.train, self.held_out = ((images, numbers[labels]) for images, labels in (self.train, self.held_out))
         self.classes, self.vocab = tuple(known), len(known)

@@ -76,10 +76,8 @@ class TokenDataset(Dataset):
         """Windows of `context` tokens and their next tokens."""
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
             if len(ids) <= context and (len(ids) or part == "held-out"):  # all may be held out, for an eval
-                raise UserError(
-                    f"model.context={context} is longer than the {part} part of the data "
-                    f"({len(ids)} tokens; a window needs {context + 1}): give more data or a smaller context"
-                )
+                size = f"{len(ids)} tokens; a window needs {context + 1}"
+                raise UserError(f"model.context={context} is longer than the {part} part of the data ({size})")
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
 

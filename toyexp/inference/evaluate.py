@@ -129,10 +129,7 @@ def _check_taken(request: Request) -> list[str]:
     typed = [o.key_or_group for o in request.settings]
     for key in typed:
         if key.split(".")[0] not in TAKEN and key != "model.context":
-            raise UserError(
-                f"eval {key}: the model comes from its file and nothing is trained; eval takes model.context, "
-                f"{', '.join(TAKEN)}"
-            )
+            raise UserError(f"eval {key}: the model comes from its file; eval takes model.context, {', '.join(TAKEN)}")
     return typed
 
 
@@ -314,9 +311,7 @@ def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
         return None
     saved = load_yaml(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("data"), dict) or "name" not in saved["data"]:
-        raise UserError(
-            f"{path}: says of no data what it is; name the data: --data PATH, and the file instead of {what}"
-        )
+        raise UserError(f"{path}: names no data; type --data PATH, and the model's file instead of {what}")
     require_plugins(saved.get("plugins"), modules, str(path))
     model = saved.get("model")
     context = model.get("context") if isinstance(model, dict) else None

@@ -128,9 +128,8 @@ def predict(
         for first in range(0, len(files), ROWS):
             found += _part(files[first : first + ROWS], seen, resize, session, top, sizes)
     if all(image.error for image in found):
-        raise UserError(
-            f"{found[0].file}: {found[0].error}" + f" (nor any of {len(found) - 1} others)" * (len(found) > 1)
-        )
+        others = f" (nor any of {len(found) - 1} others)" if found[1:] else ""
+        raise UserError(f"{found[0].file}: {found[0].error}{others}")
     for line in scaled(sizes, seen.size):
         tell_aside(line)
     return Predictions(loaded.name, note, seen.classes, found)
@@ -258,10 +257,8 @@ def _images(loaded: LoadedModel, given: Any) -> tuple[dict[str, np.ndarray], Map
     single = images.ndim == 3
     images = images[None] if single else images
     if images.dtype != np.uint8 or images.shape[1:] != wanted or not len(images):
-        raise UserError(
-            f"logits: takes uint8 images [N, {', '.join(map(str, wanted))}], not {list(images.shape)} of "
-            f"{images.dtype}; files of any size are for toyexp predict"
-        )
+        shape = ", ".join(map(str, wanted))
+        raise UserError(f"logits: takes uint8 images [N, {shape}], not {list(images.shape)} of {images.dtype}")
     return *seen.arrays(images, min(len(images), ROWS)), single
 
 

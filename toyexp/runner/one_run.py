@@ -75,9 +75,7 @@ def _require_one_run(request: Request) -> None:
     many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
     for override in request.settings:
         if f"{override.key_or_group}.".startswith(many):
-            raise UserError(
-                f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR to go on with a sweep"
-            )
+            raise UserError(f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR")
 
 
 def follow(request: Request, resume: str | None = None) -> None:

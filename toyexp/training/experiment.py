@@ -68,9 +68,7 @@ def prepare(config: Config) -> Prepared:
     warnings = config.warnings(Planned(config.plain, dataset, batches, plan))
     recomputed = blocks_of(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # a matter between engine and model, neither of which knows the other
-        warnings.append(
-            f"engine.recompute=true: is of what goes through ops.block; model={model.name} has no such block"
-        )
+        warnings.append(f"engine.recompute=true: has no effect; model={model.name} has no ops.block")
     return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)
 
 
@@ -83,10 +81,8 @@ def _opened(config: Config) -> Dataset:
         callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
-        raise UserError(
-            f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens; "
-            "leave data.tokenizer out, which is then the base's own"
-        )
+        what = f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens"
+        raise UserError(f"{what}; leave data.tokenizer out")
     if config.base is not None and (path := config.recipe.base_file()):
         try:
             see_as(dataset, config.base, path)

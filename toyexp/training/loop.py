@@ -176,10 +176,8 @@ class Training:
         with boundary(self.run, self.bus, "data"):
             batches = self.batches.held_out()
             if not len(batches):  # what has no length is no sequence
-                raise PluginFailed(
-                    f"data.{self.run.config.get('data', {}).get('name', '?')} holds no batch out, "
-                    f"which eval_every={self.eval_every} needs; eval_every=0 trains without"
-                )
+                name, needs = self.run.config.get("data", {}).get("name", "?"), f"eval_every={self.eval_every} needs"
+                raise PluginFailed(f"data.{name} holds no batch out, which {needs}; eval_every=0 trains without")
             return batches
 
     def _eval_is_due(self, step: int) -> bool:

@@ -49,9 +49,8 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
     needed, left = sum(least(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if left is not None and needed > left:
         copy = f"a checkpoint's copy of the weights and their optimiser takes {_gb(snapshot_bytes(plan))}"
-        raise UserError(
-            f"too little memory: {copy} of {_gb(needed)} in all, there are {_gb(left)}; checkpoint_every=0 takes none"
-        )
+        needs = f"{copy} of {_gb(needed)} in all, there are {_gb(left)}"
+        raise UserError(f"too little memory: {needs}; checkpoint_every=0 takes none")
 
 
 def snapshot_bytes(plan: Plan) -> int:

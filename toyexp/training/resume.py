@@ -121,9 +121,7 @@ def require_run(directory: Path, key: str) -> None:
     require_left(directory)
     if not checkpoint.steps(directory / "checkpoints"):
         every = printable(str(settings_in(directory / "config.yaml").get("checkpoint_every")))
-        raise UserError(
-            f"{key}={directory}: that run has no checkpoint (its checkpoint_every={every}); it can only begin anew"
-        )
+        raise UserError(f"{key}={directory}: that run has no checkpoint (its checkpoint_every={every}); begin anew")
 
 
 def _no_run(path: Path, key: str) -> str:

@@ -70,9 +70,7 @@ def require_utf8(value: Any, key: str = "") -> None:
         for one in value:
             require_utf8(one, key)
     elif isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
-        raise UserError(
-            f"{key}={printable(value)}: holds bytes that are not UTF-8; choose another name, or rename the file"
-        )
+        raise UserError(f"{key}={printable(value)}: holds bytes that are not UTF-8; choose another name")
 
 
 def evaluations(begins: int, steps: int, every: int) -> int:
@@ -143,10 +141,7 @@ class Settings:
         require_float32("lr", self.lr)
         require_visible("name", self.name)
         if not re.fullmatch(r"[^/\\\0-\x1f]{1,100}", self.name) or self.name.startswith(".") or not self.name.strip():
-            raise UserError(
-                f"name={self.name!r}: must be 1 to 100 characters on one line, not blank, not start with a dot and "
-                "hold no slash or backslash"
-            )
+            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, without / or \\ and no dot at the start")
 
     def warnings(self) -> list[str]:
         """A sentence for each of these settings that has no effect in this run."""

@@ -62,10 +62,8 @@ def bad_end(run: Run, outcome: Outcome) -> RunFailed | None:
     """What is wrong with a model whose last eval gave no number."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
-    return RunFailed(
-        f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}: the model is of no use as it ends; "
-        f"{run.remedy}, or optim.grad_clip=1"
-    )
+    what = f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}"
+    return RunFailed(f"{what}; {run.remedy}, or optim.grad_clip=1")
 
 
 def reason_of(error: BaseException) -> str:

@@ -121,11 +121,7 @@ class Packed:
 
 
 def packed(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray]]]) -> Packed:
-    """The parts kept under the key, or those that `make` gives piece by piece, kept for next time.
-
-    They are mapped, not read: from the cache, or where that cannot be written from a temporary file; where there is no
-    room either they are held in memory.
-    """
+    """Return mapped parts kept under the key, or what `make` gives, kept in a file or, without room, in memory."""
     path = _place("tokens", key, "ids")
     if path:
         damaged = (OSError, ValueError, LookupError, TypeError, UserError, _Full)

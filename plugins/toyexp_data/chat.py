@@ -100,10 +100,9 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
-    """The parts' ids one after another, so that no token is half learned and half read.
+    """Return the ids of parts, each tokenized alone as in a chat; learn `everything` or what is marked.
 
-    So does a chat: the prompt is tokenized before the answer exists. With `everything` the parts that are only read
-    are learned too. Raises UserError for text the tokenizer cannot take, BadExample where nothing of it is learned.
+    Raises UserError for text the tokenizer cannot take, BadExample if nothing is learned.
     """
     import numpy as np
 

@@ -97,10 +97,7 @@ class Examples:
         return self.first < whole
 
     def rows(self, whole: int, pack: bool, order: np.ndarray) -> list[list[int]]:
-        """The examples of each row of `whole` tokens: one in order, or with `pack` several that fit together.
-
-        Packing is best fit, longest first; an example that fits no row is cut, and has one for itself.
-        """
+        """Return the examples of each row of `whole` tokens: one, or with `pack` several by best fit, longest first."""
         order, lengths = order[self.usable(whole)[order]], np.minimum(self.lengths, whole)
         if not pack:
             return [[example] for example in order.tolist()]

@@ -28,10 +28,7 @@ _NO_THOUGHT = re.compile(
 
 
 class Turn(NamedTuple):
-    """An answer: what the model reads when it is asked, what it is to write, and which ranges of that are learned.
-
-    What stands behind the last range is left to the text that follows.
-    """
+    """An answer: what is read before it, what is written, and which ranges of that are learned."""
 
     read: str
     answer: str
@@ -123,10 +120,7 @@ class ChatTemplate:
         return ends[0] if ends else controls[-1].end() if controls else 0
 
     def _aligned(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
-        """What is read and what is written, where the text that asks is not how the text with the answer begins.
-
-        They are laid side by side from where the turn before the answer ends.
-        """
+        """Return what is read and written where the text that asks does not begin the text with the answer."""
         message, asked, after = talk.messages[number], talk.until(number, True).text, talk.until(number + 1, False).text
         begin, end = talk.place(number, number + 1, False) or (len(after), len(after))
         turn_asked, turn_after = talk.end_of_turn(number, True), talk.end_of_turn(number, False)
@@ -221,10 +215,7 @@ def _shared(one: str, other: str) -> int:
 
 
 def _joined(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
-    """Answers in as few rows as can be: one follows another where the model reads that other when it is asked.
-
-    A row whose last answer has no end of its own is closed with end-of-text, the last row only if `open_end`.
-    """
+    """Join answers into few rows; end-of-text closes a row without an end of its own, the last only if `open_end`."""
     rows: list[list[Part]] = []
     before = ""
     for number, turn in enumerate(turns):

@@ -24,11 +24,7 @@ def told(error: BaseException) -> bool:
 
 
 def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
-    """The error as one of `who`, such as callbacks.sample; one with words of its own as it is.
-
-    It ends in where the traceback stands, or without a log in where it was raised. A package that cannot be loaded is
-    nobody's fault but its own.
-    """
+    """Return an error as one of `who`, with where its traceback is; one with words of its own stays as it is."""
     if told(error) and isinstance(error, Exception):
         return error
     if broken := broken_requirement(error):
@@ -41,11 +37,7 @@ def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None
 
 
 class attributed:  # noqa: N801 - a context manager, cheap enough to enter in each step
-    """Raise what goes wrong inside as `failure` of `who`, or of the part of another kind whose method it was in.
-
-    Memory that ran out is told as that, a batch that a session refuses as one of `data`; a file that cannot be used
-    names itself.
-    """
+    """Raise what goes wrong inside as `failure` of `who`, of the plugin that raised it, or of memory or `data`."""
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
         self._who, self._when, self._log, self._data = who, when, log, data

@@ -99,11 +99,7 @@ def _inert(cell: str) -> str:
 
 
 def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
-    """Return the running mean of the training loss after `step`: exponential, over about the last 50 steps.
-
-    In the first 1000 steps it reaches back over about a twentieth of them, so that it does not lag behind a steep
-    start. A loss that is not finite is left out.
-    """
+    """Return the running mean of the training loss over about 50 steps, fewer in the first 1000; skip non-finite."""
     if not math.isfinite(loss):
         return before
     return loss if before is None else before + max(1 / 50, min(20 / step, 1.0)) * (loss - before)

@@ -182,10 +182,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
-        """A place to write a file or directory to, under the name of `path`, which it becomes in one piece.
+        """Yield a place to write what then becomes `path` in one piece; known by its beginning if it `grows`.
 
-        A file that `grows` afterwards is known by its beginning. Raises FileExistsError where something stands at
-        `path` that the run did not write, and OSError. What else was left beside it goes along, where its name is free.
+        Raises OSError, FileExistsError for what the run did not write. What else is left there goes along.
         """
         if self.foreign([self._name(path)]):
             raise FileExistsError(errno.EEXIST, "it is there already, and this run did not write it", str(path))

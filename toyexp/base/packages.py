@@ -29,10 +29,9 @@ _broken: dict[str, str] = {}
 
 @contextlib.contextmanager
 def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
-    """Stands around the imports of an optional package, and whatever shows that it works.
+    """Import an optional package inside; raise Absent, with `how` to install it, or Broken, with the reason.
 
-    Raises Absent, with `how` to install it, when it is not there, and Broken, with the reason, when it is and something
-    in the block raised; both are Unavailable. `distribution` is what pip calls the package, if not the same.
+    `distribution` is what pip calls the package, if not the same.
     """
     title = distribution or package
     if package in _broken:

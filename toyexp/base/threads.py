@@ -40,11 +40,7 @@ def of_cores(count: int) -> dict[str, str]:
 
 
 def calm_threads() -> None:
-    """Lets GNU OpenMP's threads spin less at barriers, unless the user chose; call it before a library loads OpenMP.
-
-    They spin for milliseconds by default. With one other busy process on two cores that made a nano run on torch 20 to
-    50 times slower; this much spinning costs an idle machine about 5 %.
-    """
+    """Let GNU OpenMP's threads spin less: on busy cores spinning makes a run 20 to 50 times slower."""
     if not _CHOSEN_BY & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"
 

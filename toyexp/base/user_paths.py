@@ -55,11 +55,7 @@ def cache_dir() -> Path | None:
 
 
 def is_private(path: Path) -> bool:
-    """Whether only this user, or the system's own, can have put there what stands at `path`, or put something else.
-
-    It and every directory above belong to one of the two, and no other may write there; in one like /tmp, where what
-    is there is its owner's, others may add. False where the system knows no users, and for what is not there.
-    """
+    """Return True if only this user or root can have put there what is at `path`; False where there are no users."""
     if getattr(os, "getuid", None) is None:
         return False
     try:

@@ -99,10 +99,7 @@ def swap(new: Path, path: Path) -> None:
 
 
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
-    """Raise UserError if a link, or anything but a file (or another `kind`), is in the place of what we write.
-
-    A file that `grows` where it is must have no second name (a hard link), under which it would change too.
-    """
+    """Raise UserError for a link, or another `kind`, in the place of what we write; a hard link if it `grows`."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -151,11 +148,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_synced(path: Path, content: bytes) -> None:
-    """Writes a small file in one piece in place of an earlier one. Raises OSError.
-
-    Unlike `in_one_piece` it makes no directory and does not wait for the name to be on the disk: each takes as long as
-    the file itself. A file that is renamed there later comes to the disk no sooner.
-    """
+    """Write a small file in one piece without waiting for its name to be on the disk, unlike `in_one_piece`."""
     place = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         place.unlink(missing_ok=True)

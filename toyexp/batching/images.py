@@ -107,10 +107,7 @@ class ImageDataset(Dataset):
 
 
 class Unlabelled(ImageDataset):
-    """8-bit images [N, height, width, channels] of no known class, all of them held out, as a trained model sees them.
-
-    `classes` are the model's; pixels from 0 to 1 become (pixel - mean) / std, both by channel.
-    """
+    """8-bit images [N, height, width, channels] without labels, as a model with these `classes` sees them."""
 
     def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
         self.classes, self.vocab = tuple(classes), len(classes)

@@ -35,10 +35,7 @@ class TokenDataset(Dataset):
         left_out: Sequence[str] = (),
         remarks: Sequence[str] = (),
     ):
-        """The parts may be mapped, and of any type of integer; `digest`: the SHA-256 of both as int32, where known.
-
-        Raises UserError for ids of another type, of which batches would cut off the fractions.
-        """
+        """Take parts that may be mapped, of any integer type; `digest` is the SHA-256 of both as int32, if known."""
         for part, ids in (("training", train), ("held-out", held_out)):
             if ids.dtype.kind not in "iu":
                 raise UserError(f"the ids of the data's {part} part are {ids.dtype}; they must be integers")

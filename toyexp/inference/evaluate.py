@@ -270,9 +270,9 @@ class Trained:
         return [f"data={name}", *(setting(f"data.{key}", value) for key, value in own.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], taken: str = "") -> tuple[bool, str]:
-        """Return whether the data is what the run was trained on, and what to say if that is not so, or not known.
+        """Return whether the data at the path `taken` is the run's own, and what to say if it is not, or not known.
 
-        Raises UserError for other data, unless the keys that were `typed` say which data it is. `taken` is its path.
+        Raise UserError for other data that no key of those `typed` names.
         """
         then, now = self.record, data_sources(dataset.describe())
         if then.sources.get("data") in (None, now["data"]):

@@ -174,10 +174,9 @@ class Author:
         template: ChatTemplate | None, stopped: Callable[[], bool] = lambda: False,
         slid: Callable[[str], object] = lambda note: None,
     ) -> Generated:  # fmt: skip
-        """Continue `ids`, which `prompt` became by a `template`, and draw by the numbers of `words`.
+        """Continue `ids`, and beyond the context the later half of the text, which `slid` is told of once.
 
-        It goes on beyond the context: the later half of the text is read anew, and the first time `slid` gets a line
-        that says so. `stopped` is asked before each token.
+        `stopped` is asked before each token; the numbers of `words` are drawn by.
         """
         beyond = [i for i in ids if i >= self.vocab]
         if beyond:

@@ -222,11 +222,7 @@ def _numbers(value: object) -> np.ndarray:
 
 
 def logits(loaded: LoadedModel, given: Any, engine: str | Engine = "auto") -> np.ndarray:
-    """Return the float32 logits of a text, ids [T] or [B, T], or uint8 images [N, H, W, channels].
-
-    What is given without the axis of its batch has an answer without it. Raises UserError for what the model cannot
-    read, and for more tokens than its context.
-    """
+    """Return the float32 logits of a text, ids [T] or [B, T], or uint8 images [N, H, W, channels]."""
     arrays, specs, single = _inputs(loaded, given)
     rows = min(max((len(array) for array in arrays.values()), default=1), ROWS)
     computes = engine_of(engine, loaded.registry) if isinstance(engine, str) else engine

@@ -115,10 +115,7 @@ class Bus:
             self._pending |= numbers
 
     def _calls(self, hook: str, *given: str) -> Sequence[Callable[..., Any]]:
-        """A hook's functions in the order of the calls, each of which takes what is `given` to all, in this order.
-
-        At every step a call through pluggy takes half of the time; one that wraps the others leaves all to pluggy.
-        """
+        """Return a hook's functions in order, called with all that is `given`; pluggy takes twice as long."""
         impls = getattr(self.hook, hook).get_hookimpls()
         if any(impl.wrapper or impl.hookwrapper for impl in impls):
             return [lambda *values: getattr(self.hook, hook)(**dict(zip(given, values, strict=True)))]
@@ -188,12 +185,10 @@ class Bus:
         self, run: Run, reason: str, error: BaseException | None,
         signal: Callable[[], BaseException | None] = lambda: None,
     ) -> list[Exception]:  # fmt: skip
-        """Calls on_end of every callback, one by one, so that a failing one silences no other.
+        """Call on_end of every callback, recorders (`closes_last`) last; return what was raised.
 
-        Exporters and the like come before what records the end: config order, with recorders (`closes_last`)
-        at the end, who are told the first failure as the error of a run that had none. Returns what was raised;
-        an interruption of one callback (a second Ctrl-C) is raised again once all were called. `signal`, asked when
-        the recorders' turn comes, gives the first Ctrl-C as an error: it makes the run an interrupted one to them.
+        Recorders are told the first failure as the error of a run that had none. An interruption (a second Ctrl-C) is
+        raised again once all were called. `signal` returns a first Ctrl-C, which makes a completed run interrupted.
         """
         self._ending = True
         raised: list[BaseException] = []

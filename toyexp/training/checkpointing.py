@@ -117,10 +117,7 @@ class Keeper:
         self, step: int, snapshot: Callable[[Arrays | None], Arrays], state: Mapping[str, Any],
         sync: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Takes a snapshot, over an earlier one if it is given one, and begins to write it, after a call of `sync`.
-
-        Waits only where two are unwritten, or one and there is no memory for another.
-        """
+        """Take a snapshot and begin to write it, after `sync`; wait if two are unwritten or memory is short."""
         spare = self._spare.get()
         if spare is None and self._bytes and (available_bytes() or 2 * self._bytes) < 2 * self._bytes:
             spare = self._spare.get()  # from now on there is one set
@@ -156,10 +153,7 @@ class Keeper:
             self._spare.put(arrays if self._overwrites else None)
 
     def _prune(self, newest: int) -> None:
-        """Delete what is neither among the last, nor the best, nor what this run was continued from.
-
-        A checkpoint of another run stays, a damaged one, and one to which someone has added a file.
-        """
+        """Delete this run's own whole checkpoints that are neither among the last, nor the best, nor resumed from."""
         have = {step: path for step, path in steps(self._folder).items() if step <= newest}
         kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
         scored = {s: v for s, v in self.scores.items() if s in have}

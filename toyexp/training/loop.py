@@ -52,10 +52,7 @@ class Training:
         return end
 
     def asks(self) -> Asks[Outcome]:
-        """Take the steps that are left of `run.steps`, evaluating on the way, first and last.
-
-        Raises RunFailed when the loss or the gradient is no finite number, unless the plan skips such steps.
-        """
+        """Take the steps that are left, and evaluate; RunFailed for bad numbers, unless they are skipped."""
         run, bus, outcome, began = self.run, self.bus, self.outcome, time.perf_counter()
         before = outcome.seconds
         self._whole = True  # False while nobody knows how much of a step the weights have
@@ -292,10 +289,7 @@ class NextSteps:
 
 
 class BatchBlocks:
-    """Batches made several at a time, where the data can: making a block takes little longer than making one.
-
-    Batch k is a function of k alone, so making it early changes nothing.
-    """
+    """Batches made several at a time if the data can: batch k is a function of k alone, and a block is faster."""
 
     def __init__(self, batches: Batches, plan: Plan, steps: int):
         self._batches, self._plan, self._steps = batches, plan, steps

@@ -18,11 +18,9 @@ from toyexp.reference.forward import check_forward, numbers_kept
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
-    """Raises UserError for a plan that takes more memory than there is, by what it takes at the very least.
+    """Raise UserError if a step's batch and what trains, with gradients and the optimiser's state, exceed free memory.
 
-    That is one step's batch, and the trainable tensors with their gradients and the optimiser's state in float32 (of a
-    device with memory of its own: the largest of them, which passes through the machine's). Activations come on top,
-    of which engine.recompute holds fewer.
+    Activations come on top.
     """
     batch, weights = least(plan, engine)
     left = available_bytes()
@@ -59,10 +57,9 @@ def snapshot_bytes(plan: Plan) -> int:
 
 
 def bytes_in_a_stack(plan: Plan) -> int:
-    """What a run takes of its device's memory beside others of its program, about, in float32.
+    """Return about how much device memory a run takes beside others of its program, in float32.
 
-    Weights, gradients, the optimiser's state, a batch, and what a forward pass keeps of it, twice: on the way back each
-    has a gradient. Tensors that do not train are the same for all runs, as far as their values are.
+    Activations count twice, as each has a gradient; frozen tensors are shared.
     """
     batch = plan.rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * numbers_kept(plan)

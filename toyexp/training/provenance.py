@@ -93,10 +93,7 @@ class Record:
 
     @contextlib.contextmanager
     def told(self, moved: Collection[str] = ()) -> Iterator[None]:
-        """Name the directory that the run was begun in, behind an error about a path that was not found.
-
-        Of a path that may be typed anew, whose setting is one of `moved`, say so.
-        """
+        """Add the directory that the run was begun in to an error about a missing path; name a `moved` key."""
         try:
             yield
         except UserError as error:

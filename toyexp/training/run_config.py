@@ -136,10 +136,7 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Return True if training and held-out loss end above where they began, by a tenth and by 0.1 nats.
-
-        A run without evaluations is judged by its training loss alone.
-        """
+        """Return True if training and held-out loss (if any) end a tenth and 0.1 nats above where they began."""
         pairs = [(self.first_train_loss, self.train_loss), (self.first_eval_loss, self.eval_loss)]
         known = [(first, last) for first, last in pairs if first is not None and last is not None]
         return bool(known) and all(last > first + max(0.1 * abs(first), 0.1) for first, last in known)

@@ -39,11 +39,7 @@ _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class RunDir:
-    """A directory that belongs to one run alone: config.yaml, log.txt, result.json and what callbacks add.
-
-    Raises UserError for one that holds anything, unless that is the run that is `continued`, for one that another
-    process writes, and for one that cannot be written; what it had made there is then gone again.
-    """
+    """A run's own directory; UserError if it is not empty or not the run that is `continued`, locked, or read-only."""
 
     def __init__(
         self, path: Path, config: Mapping[str, Any], continued: bool = False, origin: Mapping[str, Any] | None = None

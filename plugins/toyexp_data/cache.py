@@ -10,7 +10,6 @@ import hashlib
 import json
 import mmap
 import secrets
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -65,25 +64,10 @@ def _written(path: Path) -> Iterator[IO[bytes]]:
             file.close()
             temporary.replace(path)
     finally:
-        _close(file)
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            file.close()
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _nameless() -> Iterator[IO[bytes]]:
-    """A file that is gone with the last who reads it."""
-    with _disk():
-        file = tempfile.TemporaryFile(buffering=BLOCK)  # noqa: SIM115
-    try:
-        yield file
-    finally:
-        _close(file)
-
-
-def _close(file: IO[bytes]) -> None:
-    with contextlib.suppress(OSError):  # what a full disk did not take
-        file.close()
 
 
 # -- what is known ----------------------------------------------------------------------------------------------------
@@ -128,8 +112,8 @@ def packed(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray
         with contextlib.suppress(*damaged), open_file(path) as file:
             return _parts(_mapped(file))
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
-    for place in [_written(path), _nameless()] if path else [_nameless()]:
-        with contextlib.suppress(_Full), place as file:
+    if path:
+        with contextlib.suppress(_Full), _written(path) as file:
             _pack(file, dtype, make())
             return _parts(_mapped(file))
     memory = BytesIO()

@@ -72,8 +72,8 @@ class Images(SplitData):
         listed, names = self._listed() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
-            what = f"{len(listed)} images of data.image_size={self.image_size}"
-            raise UserError(f"data.path={self.path}: {what} take more than data.max_mb={self.max_mb:g}")
+            what = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels"
+            raise UserError(f"data.path={self.path}: {what} are more than data.max_mb={self.max_mb:g}")
         import numpy as np
 
         images = np.empty((len(listed), *shape), np.uint8)

@@ -435,8 +435,8 @@ def test_what_is_no_utf8_is_refused_with_the_byte_and_the_remedy(tmp_path, raw, 
 @pytest.mark.parametrize(
     ("raw", "place", "words"),
     [
-        ("naïve text".encode("utf-16-le"), 1, "it looks like UTF-16: iconv -f UTF-16LE -t UTF-8"),
-        ("naïve text".encode("utf-16-be"), 0, "it looks like UTF-16: iconv -f UTF-16BE -t UTF-8"),
+        ("naïve text".encode("utf-16-le"), 1, "if it is UTF-16: iconv -f UTF-16LE -t UTF-8"),
+        ("naïve text".encode("utf-16-be"), 0, "if it is UTF-16: iconv -f UTF-16LE -t UTF-8"),
         (b"\0" * 2000, 0, "if it is UTF-16"),
         (b"fine text \0 and more of it", 10, "tr -d '\\0'"),
         (b"a" * 9_000 + b"\0", 9_000, "tr -d '\\0'"),

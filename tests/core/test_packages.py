@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -79,21 +78,6 @@ def test_a_broken_package_is_one_line_with_the_reason_each_time(package, how):
     assert said[0].startswith("Some-Package is installed but cannot be loaded (")
     assert words.replace("{name}", name) in said[0] and "\n" not in said[0] and len(said[0]) < 500
     assert said[0].endswith("); install it again: pip install --force-reinstall Some-Package")
-
-
-@pytest.mark.parametrize(
-    ("make", "what"),
-    [
-        (os.mkfifo, "is a pipe"),
-        (lambda path: Path(path).symlink_to("gone.py"), "is a link to gone.py, which is not there"),
-        (os.mkdir, "is a folder"),
-    ],
-)
-def test_a_plugin_whose_file_is_none_is_told_what_it_is(make, what, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make("piped_plugin.py")
-    with pytest.raises(UserError, match=f"there is no module piped_plugin: piped_plugin.py {what}"):
-        load(["piped_plugin"])
 
 
 def test_a_missing_package_says_how_to_install_it_and_is_found_once_it_is_there(tmp_path, monkeypatch):

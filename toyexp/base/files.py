@@ -155,20 +155,12 @@ def read_text(path: Path, most: int | None = None) -> str:
 
 def not_text(path: Path, place: int, byte: int, start: bytes) -> UserError:
     """That a file is no UTF-8 text, or holds a NUL: where, and by its first START bytes, what it is instead."""
-    hint = next((hint for magic, hint in NOT_TEXT.items() if start.startswith(magic)), None) or _half_nul(start)
+    hint = next((hint for magic, hint in NOT_TEXT.items() if start.startswith(magic)), None)
     if byte:
         hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
         return UserError(f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint}")
     hint = hint or "if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if all else is text: tr -d '\\0' takes NULs out"
     return UserError(f"{path}: no text (byte {place} is NUL); {hint}")
-
-
-def _half_nul(start: bytes) -> str | None:
-    """What to do with UTF-16 without a mark at its beginning: of most languages' letters one byte is NUL."""
-    even, odd = start[::2].count(0), start[1::2].count(0)
-    if max(even, odd) * 4 <= len(start) or min(even, odd) * 8 > max(even, odd):
-        return None
-    return f"it looks like UTF-16: iconv -f UTF-16{'LE' if odd > even else 'BE'} -t UTF-8"
 
 
 def cause(error: BaseException) -> str:

@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import NoReturn
 
 from toyexp.base.errors import Absent, Broken, Unavailable, UserError, printable
-from toyexp.base.files import absent, misfit
 from toyexp.base.signals import hidden_interrupt
 
 # Packages that failed, and the first reason: a second attempt would fail over what is left of the first.
@@ -91,19 +90,11 @@ def why(error: BaseException) -> str:
     if isinstance(error, UserError):
         return words
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"there is no module {error.name}{_no_file(error.name)}{place(error, of_plugins=True)}"
+        return f"there is no module {error.name}{place(error, of_plugins=True)}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if isinstance(owner, ModuleType) and owner.__spec__ is not None:
         words += f" in {owner.__spec__.origin}"  # it may be a file of the same name
     return printable(f"{type(error).__name__}: {words}", 300)
-
-
-def _no_file(module: str) -> str:
-    """What stands here in the place of a module's file, where that is none; else empty."""
-    path = Path(*module.split(".")).with_suffix(".py")
-    if not os.path.lexists(path) or path.is_file():
-        return ""
-    return f": {path} {misfit(path.stat().st_mode) if path.exists() else absent(path)}"
 
 
 def place(error: BaseException, of_plugins: bool = False) -> str:

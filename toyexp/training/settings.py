@@ -141,7 +141,7 @@ class Settings:
         require_float32("lr", self.lr)
         require_visible("name", self.name)
         if not re.fullmatch(r"[^/\\\0-\x1f]{1,100}", self.name) or self.name.startswith(".") or not self.name.strip():
-            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, without / or \\ and no dot at the start")
+            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, no slash or backslash, no dot first")
 
     def warnings(self) -> list[str]:
         """A sentence for each of these settings that has no effect in this run."""

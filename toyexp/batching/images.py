@@ -95,8 +95,8 @@ class ImageDataset(Dataset):
         if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
             return  # a list of labels, which counts the classes as the model does
         if unknown:
-            theirs = printable(", ".join(known))
-            raise OtherClasses(f"the data has the class {printable(unknown[0])}, and the model knows {theirs}")
+            names = printable(", ".join(known))
+            raise OtherClasses(f"the data has the class {printable(unknown[0])}, and the model knows {names}")
         numbers = np.array([known.index(name) for name in self.classes], np.int32)
         self.train, self.held_out = ((images, numbers[labels]) for images, labels in (self.train, self.held_out))
         self.classes, self.vocab = tuple(known), len(known)

@@ -166,9 +166,9 @@ class TorchEngine(Engine):
             return TorchSession(plan, self._wanted(title)).open()
         self.check_plan(plan)
         from toyexp_torch.distributed.session import LeadSession
-        from toyexp_torch.distributed.worker import gathered
+        from toyexp_torch.distributed.worker import gather_ranks
 
-        return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gathered(count)).open()
+        return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gather_ranks(count)).open()
 
     def unstackable(self, plans: Sequence[Plan]) -> str:
         """See Engine: settings that compute one run in their own way, and what plans differ in."""
@@ -207,9 +207,9 @@ class TorchEngine(Engine):
         """Take part in the run of rank 0, or on rank 0 wait for the ranks that `torchrun` has started."""
         if started_ranks().count > 1:
             self.check()
-            from toyexp_torch.distributed.worker import follow, gathered
+            from toyexp_torch.distributed.worker import follow, gather_ranks
 
-            follow() if started_ranks().rank else gathered(self.count())
+            follow() if started_ranks().rank else gather_ranks(self.count())
 
     def _wanted(self, title: str) -> Wanted:
         from toyexp_torch.session import Wanted

@@ -30,13 +30,11 @@ from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
-from toyexp_torch.distributed import session as ranks
-from toyexp_torch.distributed import supervisor as party
-from toyexp_torch.distributed import worker as torchrun
+from toyexp_torch.distributed import session, supervisor, worker
 from toyexp_torch.distributed.group import torchruns_store
 from toyexp_torch.distributed.rpc import Link, written
 from toyexp_torch.distributed.session import SharedUpdate, Sums
-from toyexp_torch.distributed.supervisor import Party, Peer
+from toyexp_torch.distributed.supervisor import Rank, Supervisor
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.update import ALIGNMENT, Share, Update
 
@@ -52,10 +50,10 @@ def second(tmp_path_factory):
     process = subprocess.Popen(command, cwd=here, env={**environment(here), **told, "RANK": "1"}, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     yield {**told, "RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    all_of_them = torchrun._meet_torchruns()
+    all_of_them = worker._meet_torchruns()
     all_of_them.stays = False  # as when this process ends
     all_of_them.close()
-    torchrun._meet_torchruns.cache_clear()
+    worker._meet_torchruns.cache_clear()
     torchruns_store.cache_clear()
     printed, _ = process.communicate(timeout=30)
     assert (process.returncode, printed) == (0, "")
@@ -124,7 +122,7 @@ def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first
     no gradient."""
     the_plan = optimised(plan("llama"), ADAMW, 1e-2)
     places, size = laid_out(the_plan)
-    monkeypatch.setattr(ranks, "BUCKET", 4 * size // 6)
+    monkeypatch.setattr(session, "BUCKET", 4 * size // 6)
     names, orders, early = [t.name for t in the_plan.trainable], [], []
     draw = np.random.default_rng(0)
     for come in (names[::-1], names, *(list(draw.permutation(names)) for _ in range(4))):
@@ -284,7 +282,7 @@ def test_a_stranger_who_does_not_know_the_token_is_no_rank_and_none_is_taken_twi
         with ours, theirs:
             theirs.sendall(hello)
             with pytest.raises(ValueError):
-                torchrun._peer(ours, "token", known, 2)
+                worker._accept(ours, "token", known, 2)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -378,9 +376,9 @@ def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, cap
 
 @contextlib.contextmanager
 def watched(count, patience=2.0):
-    """A party of so many others, and their ends of the connections."""
+    """A supervisor of so many others, and their ends of the connections."""
     pairs = [[Link(end) for end in socket.socketpair()] for _ in range(count)]
-    it = Party([Peer(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=patience)
+    it = Supervisor([Rank(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=patience)
     try:
         yield it, [theirs for _, theirs in pairs]
     finally:
@@ -397,7 +395,7 @@ def until(true):
 
 
 def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose_its_connection(monkeypatch):
-    monkeypatch.setattr(party, "WORD", 0.2)
+    monkeypatch.setattr(supervisor, "WORD", 0.2)
     with watched(3) as (it, others):
         others[2].cut()
         others[0].send(written({"failed": "RuntimeError: Connection closed by peer", "lost": True}))
@@ -409,11 +407,11 @@ def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose
 
 def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
     """Each fails by what it is told to do: one in words of torch's own."""
-    it = party.start_here(3)
+    it = supervisor.start_here(3)
     try:
-        it.wait_for_all()
-        for peer, word in zip(it.peers, ("gloo", "nothing"), strict=True):
-            peer.link.send(written([word]))
+        until(lambda: all(rank.seen for rank in it.ranks))
+        for rank, word in zip(it.ranks, ("gloo", "nothing"), strict=True):
+            rank.link.send(written([word]))
         until(lambda: it.failed)
         with pytest.raises(RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing' \(worker.py, line \d+\)$"):
             it.check()
@@ -422,14 +420,14 @@ def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
 
 
 def test_a_rank_that_is_still_loading_may_be_silent_for_longer(monkeypatch):
-    monkeypatch.setattr(party, "BEAT", 0.02)
-    monkeypatch.setattr(party, "WORD", 0.02)
+    monkeypatch.setattr(supervisor, "BEAT", 0.02)
+    monkeypatch.setattr(supervisor, "WORD", 0.02)
     with watched(1, patience=0.1) as (it, (other,)):
         time.sleep(0.4)
         it.check()
         other.beat()
         until(lambda: it.failed)
-    monkeypatch.setattr(party, "START", 0.1)
+    monkeypatch.setattr(supervisor, "START", 0.1)
     with watched(1) as (it, _):
         until(lambda: it.failed)
         with pytest.raises(RunFailed, match="no sign of life"):
@@ -439,12 +437,12 @@ def test_a_rank_that_is_still_loading_may_be_silent_for_longer(monkeypatch):
 def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypatch):
     ahead = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
-    monkeypatch.setattr(party, "time", clock)
-    monkeypatch.setattr(party, "BEAT", 0.05)
-    monkeypatch.setattr(party, "WORD", 0.05)
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "BEAT", 0.05)
+    monkeypatch.setattr(supervisor, "WORD", 0.05)
     with watched(1) as (it, (other,)):
         other.beat()
-        it.wait_for_all()
+        until(lambda: it.ranks[0].seen)
         ahead = 1000.0
         time.sleep(0.2)
         it.check()

@@ -39,7 +39,7 @@ class Group:
 
     def __init__(self, place: Place, store: dist.Store, device: str, check: Callable[[], None] = lambda: None):
         self._check, self._on_gpu = check, device == "cuda"
-        own = _of_session(place, store)
+        own = dist.PrefixStore(f"toyexp/{place.number}", store)
         self._group = (_nccl if self._on_gpu else _gloo)(own, place)
 
     def sum(self, tensor: Tensor) -> Callable[[], None]:
@@ -87,20 +87,6 @@ def _nccl(store: dist.Store, place: Place) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = LIMIT
     return dist.ProcessGroupNCCL(store, place.rank, place.count, options)
-
-
-def _of_session(place: Place, store: dist.Store) -> dist.Store:
-    return dist.PrefixStore(f"toyexp/{place.number}", store)
-
-
-def come(place: Place, store: dist.Store) -> None:
-    """Announce that this rank forms the group next."""
-    _of_session(place, store).set(f"here/{place.rank}", "")
-
-
-def has_come(rank: int, place: Place, store: dist.Store) -> bool:
-    """Return whether that rank forms the group: the wait for it is in native code, which no signal ends."""
-    return bool(_of_session(place, store).check([f"here/{rank}"]))
 
 
 def open_store(count: int) -> tuple[dist.Store, int]:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Constant, Plan, PlanTensor, StepMetrics
-from toyexp_torch.distributed.group import Group, Place, come, has_come, meet, open_store, take_gpu, torchruns_store
-from toyexp_torch.distributed.supervisor import Party
+from toyexp_torch.distributed.group import Group, Place, meet, open_store, take_gpu, torchruns_store
+from toyexp_torch.distributed.supervisor import Supervisor
 from toyexp_torch.host_copy import put_on_host, wait_for_copies
 from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.session import TorchSession, Wanted
@@ -230,6 +230,11 @@ class RankSession(TorchSession):
 
     # -- what rank 0 calls here in place of methods that take a plan's tensor or return a function --
 
+    def meet(self) -> None:
+        """Join the other ranks and build, while rank 0 does."""
+        self.join(Group(self._place, meet(self._place), self._wanted.device))
+        self.do_build()
+
     def take_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> None:
         """Begin a step, and wait for the one before."""
         before, self._under_way = self._under_way, self.do_launch(micros, numbers)
@@ -240,17 +245,13 @@ class RankSession(TorchSession):
         self.do_restore(self.plan.tensor(name), values, state)
 
 
-def opened_as(place: Place, plan: Plan, wanted: Wanted, frozen: Frozen) -> RankSession:
-    """Open and build the session of a rank other than rank 0, while rank 0 builds its own."""
+def open_rank(place: Place, plan: Plan, wanted: Wanted, frozen: Frozen) -> RankSession:
+    """Open the session of a rank other than rank 0."""
     if wanted.device == "cuda":
         take_gpu(place)
     session = RankSession(plan, wanted, place)
     session.do_open()
     session.make_room(frozen)
-    store = meet(place)
-    come(place, store)
-    session.join(Group(place, store, wanted.device))
-    session.do_build()
     return session
 
 
@@ -259,13 +260,13 @@ class LeadSession(RankSession):
 
     _numbers = itertools.count()
 
-    def __init__(self, plan: Plan, wanted: Wanted, count: int, shard: bool, gather: Callable[[], Party]):
+    def __init__(self, plan: Plan, wanted: Wanted, count: int, shard: bool, gather: Callable[[], Supervisor]):
         super().__init__(plan, wanted, Place(0, count, shard, next(self._numbers), 0))
-        self._own, self._party_of = replace(plan, rows=plan.rows // count), gather
+        self._own, self._gather_ranks = replace(plan, rows=plan.rows // count), gather
 
     def do_open(self) -> None:
-        self._party = self._party_of()  # ranks that are started here load PyTorch meanwhile
-        if self._party.stays:
+        self._others = self._gather_ranks()  # ranks that are started here load PyTorch meanwhile
+        if self._others.stays:
             self._store = torchruns_store()
         else:
             self._store, port = open_store(self._place.count)
@@ -278,62 +279,62 @@ class LeadSession(RankSession):
         # The others get their values from here, and need no file that the plan names.
         tensors = tuple(replace(t, values=Constant(0.0)) for t in self.plan.tensors)
         plan, frozen = replace(self._own, tensors=tensors), self.frozen()
-        with self._party.together():
-            self._party.wait_for_all()
-            self._party.tell("open", lambda rank: (replace(self._place, rank=rank), plan, self._wanted, frozen))
-            self._party.wait_for_all(lambda peer: has_come(peer.rank, self._place, self._store))
-            group = Group(self._place, self._store, self._wanted.device, self._party.check)
-            self._party.abort = group.abort
+        with self._others.together():
+            self._others.call("open", lambda rank: (replace(self._place, rank=rank), plan, self._wanted, frozen))
+            self._others.wait_for_all()
+            self._others.call("meet")  # which waits in native code, which no signal ends
+            group = Group(self._place, self._store, self._wanted.device, self._others.check)
+            self._others.abort = group.abort
             self.join(group)
             super().do_build()
 
     def do_reset_state(self) -> None:
-        with self._telling("do_reset_state", lambda rank: ()):
+        with self._calling("do_reset_state"):
             super().do_reset_state()
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
-        with self._telling("take_step", lambda rank: (self._rows_of(micros, rank), list(numbers))):
+        with self._calling("take_step", lambda rank: (self._rows_of(micros, rank), list(numbers))):
             wait = super().do_launch(self._rows_of(micros, 0), numbers)
 
         def waited() -> StepMetrics:
-            with self._party.together():
+            with self._others.together():
                 return wait()
 
         return waited
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        with self._telling("do_gradients", lambda rank: (self._rows_of(micros, rank),)):
+        with self._calling("do_gradients", lambda rank: (self._rows_of(micros, rank),)):
             return super().do_gradients(self._rows_of(micros, 0))
 
     def do_loss(self, micro: Batch) -> float:
-        with self._telling("do_loss", lambda rank: self._rows_of([micro], rank)):
+        with self._calling("do_loss", lambda rank: self._rows_of([micro], rank)):
             return super().do_loss(self._rows_of([micro], 0)[0])
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        with self._telling("do_logits", lambda rank: (self._rows_of([micro], rank)[0], self._own.rows)):
+        with self._calling("do_logits", lambda rank: (self._rows_of([micro], rank)[0], self._own.rows)):
             return super().do_logits(self._rows_of([micro], 0)[0], self._own.rows)[:rows]
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         if not self._place.shard:
             return super().do_snapshot(into)
-        with self._telling("do_snapshot", lambda rank: ({},)):
+        with self._calling("do_snapshot", lambda rank: ({},)):
             return super().do_snapshot(into)
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        with self._telling("restore_of", lambda rank: (tensor.name, values, dict(state))):
+        with self._calling("restore_of", lambda rank: (tensor.name, values, dict(state))):
             super().do_restore(tensor, values, state)
 
     def describe(self) -> dict[str, Any]:
         """Describe one device, but with the threads of all, and name the ranks."""
         own, count = super().describe(), self._place.count
-        ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._party.peers)]
+        ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._others.ranks)]
         return own | {"threads": own["threads"] * count, "devices": count, "shard": self._place.shard, "ranks": ranks}
 
     def do_close(self) -> None:
-        if party := self.__dict__.pop("_party", None):
-            party.close()
+        if others := self.__dict__.pop("_others", None):
+            others.close()
             # A GPU that lost another rank in the middle of a kernel can free nothing.
-            with contextlib.suppress(RuntimeError) if party.failed else contextlib.nullcontext():
+            with contextlib.suppress(RuntimeError) if others.failed else contextlib.nullcontext():
                 super().do_close()
 
     def _rows_of(self, micros: Sequence[Batch], rank: int) -> list[dict[str, np.ndarray]]:
@@ -342,8 +343,8 @@ class LeadSession(RankSession):
         return [{name: micro[name][here] for name in self.plan.inputs} for micro in micros]
 
     @contextlib.contextmanager
-    def _telling(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> Iterator[None]:
+    def _calling(self, name: str, arguments: Callable[[int], Sequence[Any]] = lambda rank: ()) -> Iterator[None]:
         """Have each other rank call its method of that name, with arguments of its own, beside what is done inside."""
-        with self._party.together():
-            self._party.tell(name, arguments)
+        with self._others.together():
+            self._others.call(name, arguments)
             yield

@@ -1,4 +1,4 @@
-"""The other ranks as rank 0 sees them: their processes, its calls to them, and how they end."""
+"""Rank 0's supervision of the other ranks: their processes, its calls to them, and how they end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import IO, Any
 
 from toyexp import UserError
@@ -28,13 +28,14 @@ START = 300.0  # seconds until the first one, and until a rank is ready: it load
 SOON = 5.0  # seconds until a wait at the start is reported
 WORD = 1.0  # seconds for the other ranks to report when one has failed: they may know the cause
 STUCK = 5.0  # seconds until a computation that waits for a failed rank has to end
+READY = "ready"  # what a rank says when it has opened its session
 FAREWELL = 5.0  # seconds for the ranks to end once their connection is cut
 
 # The program of a rank that is started here: the same sys.path, whatever the environment.
-FOLLOW = (
+SERVE = (
     "import json, sys; told = json.loads(sys.argv[1]); sys.path[:] = told['path']; "
     "from toyexp.base import calm_threads; calm_threads(); "
-    "from toyexp_torch.distributed.worker import main; main(told['file'])"
+    "from toyexp_torch.distributed.worker import serve; serve(told['file'])"
 )
 
 
@@ -51,9 +52,9 @@ def patience() -> float:
 
 
 @contextlib.contextmanager
-def telling(whom: Callable[[], str]) -> Iterator[None]:
+def naming(missing: Callable[[], str]) -> Iterator[None]:
     """Print one line that names the missing ranks if what is done inside takes more than a few seconds."""
-    timer = threading.Timer(SOON, lambda: complain(f"waiting for {whom()}"))
+    timer = threading.Timer(SOON, lambda: complain(f"waiting for {missing()}"))
     timer.daemon = True
     timer.start()
     try:
@@ -63,8 +64,8 @@ def telling(whom: Callable[[], str]) -> Iterator[None]:
 
 
 @dataclass
-class Peer:
-    """Another rank."""
+class Rank:
+    """Another rank, as rank 0 sees it."""
 
     rank: int
     link: Link
@@ -74,6 +75,7 @@ class Peer:
     errors: IO[bytes] | None = None  # its stderr
     seen: bool = False  # whether a sign of life has come
     silent: float = 0.0  # seconds since the last one
+    ready: bool = False  # whether it has opened its session
     gone: bool = False
 
     def __str__(self) -> str:
@@ -81,7 +83,7 @@ class Peer:
 
     def ending(self) -> str:
         """Say how the process ended by itself."""
-        if self.process is None:
+        if self.process is None or self.errors is None:
             return "is gone: its connection ended"
         try:
             code = self.process.wait(WORD)
@@ -89,21 +91,22 @@ class Peer:
             return "closed its connection"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}{self._last_line()}"
-
-    def _last_line(self) -> str:
-        if self.errors is None:
-            return ""
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1][:300]}" if lines else ""
+        return f"ended with exit code {code}{f': {lines[-1][:300]}' if lines else ''}"
+
+    def kill(self) -> None:
+        """Kill the process if it was started here; cut the connection."""
+        self.link.cut()
+        if self.process is not None:
+            self.process.kill()
 
 
 @dataclass
-class Party:
-    """The other ranks. A thread watches them, and ends computations that wait for a failed one."""
+class Supervisor:
+    """Rank 0's view of the other ranks. A thread watches them, and ends computations that wait for a failed one."""
 
-    peers: Sequence[Peer]
+    ranks: Sequence[Rank]
     stays: bool = False  # whether they outlive a session: `torchrun` has started them
     abort: Callable[[], None] = lambda: None  # ends what this rank's device waits for
     failed: bool = False
@@ -124,31 +127,29 @@ class Party:
         if self.failed:
             raise RankFailed(*self._failure)
 
-    def wait_for_all(self, ready: Callable[[Peer], bool] = lambda peer: peer.seen) -> None:
-        """Wait until each is ready (by default: gives a sign of life); RankFailed if one fails or takes too long."""
+    def wait_for_all(self) -> None:
+        """Wait until each has opened its session; RankFailed if one fails or takes too long."""
         until = time.monotonic() + START
-        missing = list(self.peers)
 
-        def named() -> str:
-            return ", ".join(map(str, missing))
+        def missing() -> str:
+            return ", ".join(str(rank) for rank in self.ranks if not rank.ready)
 
-        with telling(named):
-            while not all(map(ready, missing)):
-                missing = [peer for peer in missing if not ready(peer)]
+        with naming(missing):
+            while missing():
                 self.check()
                 if time.monotonic() > until:
-                    raise RankFailed(f"{named()}: not ready within {START:.0f} s")
+                    raise RankFailed(f"{missing()}: not ready within {START:.0f} s")
                 time.sleep(0.01)
 
-    def tell(self, name: str, arguments: Callable[[int], Sequence[Any]]) -> None:
+    def call(self, name: str, arguments: Callable[[int], Sequence[Any]] = lambda rank: ()) -> None:
         """Have each other rank call this method of its session with `arguments(rank)`.
 
-        Raises UserError, and tells no rank, if arguments cannot be sent.
+        Raises UserError, and calls no rank, if arguments cannot be sent.
         """
-        messages = [written([name, *arguments(peer.rank)]) for peer in self.peers]
+        messages = [written([name, *arguments(rank.rank)]) for rank in self.ranks]
         self._told = True
-        for peer, message in zip(self.peers, messages, strict=True):
-            peer.link.send(message)
+        for rank, message in zip(self.ranks, messages, strict=True):
+            rank.link.send(message)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -157,16 +158,14 @@ class Party:
         self._inside, self._told = True, False
         try:
             yield
-        except (RuntimeError, OSError) as error:
+        except BaseException as error:
+            lost = isinstance(error, RuntimeError | OSError)
+            self._broken = self._told or lost
             until = time.monotonic() + 2 * WORD + 1  # this thread may be the first to notice
-            while time.monotonic() < until and not self.failed:
+            while lost and time.monotonic() < until:
+                if self.failed:
+                    raise RankFailed(*self._failure) from error
                 time.sleep(0.02)
-            self._broken = True
-            if self.failed:
-                raise RankFailed(*self._failure) from error
-            raise
-        except BaseException:
-            self._broken = self._told
             raise
         finally:
             self._inside = False
@@ -175,79 +174,70 @@ class Party:
     def close(self) -> None:
         """End the ranks, whatever they do; tell those that stay that this session is over."""
         self.abort = lambda: None
-        whole = not (self.failed or self._broken)
-        if whole and self.stays:
+        broken = self.failed or self._broken
+        if self.stays and not broken:
             with contextlib.suppress(OSError):
-                self.tell("close", lambda rank: ())
+                self.call("close")
             return
         self._closing = True
-        until = time.monotonic() + (FAREWELL if whole else 0)
-        for peer in self.peers:
-            peer.link.cut()
-        for peer in self.peers:
-            if peer.process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    peer.process.wait(max(until - time.monotonic(), 0))
-        self._end()
+        until = time.monotonic() + (0 if broken else FAREWELL)
+        for rank in self.ranks:
+            rank.link.cut()
+        for process in (rank.process for rank in self.ranks if rank.process is not None):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(until - time.monotonic(), 0))
+            process.kill()
+            process.wait()
         self._watcher.join()
-        for peer in self.peers:
-            peer.link.close()
-            if peer.process is not None:
-                peer.process.wait()
-            if peer.errors is not None:
-                peer.errors.close()
-
-    def _end(self) -> None:
-        """Kill the processes that were started here; cut the connections of the others."""
-        for peer in self.peers:
-            peer.link.cut()
-            if peer.process is not None and peer.process.poll() is None:
-                peer.process.kill()
+        for rank in self.ranks:
+            rank.link.close()
+            if rank.errors is not None:
+                rank.errors.close()
 
     # -- the thread that watches --
 
     def _watch(self) -> None:
         while not self._closing:
-            told = self._look(BEAT)
-            if told and not self._closing:
+            failures = self._look(BEAT)
+            if failures and not self._closing:
                 until = time.monotonic() + WORD
                 while (left := until - time.monotonic()) > 0:
-                    told += self._look(left)
-                self._fail(min(told)[1:])
+                    failures += self._look(left)
+                self._fail(min(failures)[1:])
                 return
 
     def _look(self, seconds: float) -> list[tuple[int, str, str]]:
         """Read messages, and return each failure: its order (0 is the likeliest cause), a line, and a traceback."""
-        told: list[tuple[int, str, str]] = []
-        alive = [peer for peer in self.peers if not peer.gone]
-        if not alive:
-            time.sleep(seconds)
-        ready = select.select([peer.link for peer in alive], [], [], seconds)[0] if alive else []
-        for peer in (peer for peer in alive if peer.link in ready):
+        failures: list[tuple[int, str, str]] = []
+        alive = {rank.link: rank for rank in self.ranks if not rank.gone}
+        for rank in (alive[link] for link in wait([*alive], seconds)):
             try:
-                message = peer.link.receive()
-                peer.seen, peer.silent = True, 0.0
-                if message is not None:  # an error
-                    peer.gone = True
+                message = rank.link.receive()
+                rank.seen, rank.silent = True, 0.0
+                if message == READY:
+                    rank.ready = True
+                elif message is not None:  # an error
+                    rank.gone = True
                     order, trace = 2 if message["lost"] else 0, message.get("trace", "")
-                    told.append((order, f"{peer} failed: {message['failed']}", trace))
+                    failures.append((order, f"{rank} failed: {message['failed']}", trace))
             except EOFError:
-                if not peer.gone and not self._closing:
-                    told.append((1, f"{peer} {peer.ending()}", ""))
-                peer.gone = True
+                if not self._closing:
+                    failures.append((1, f"{rank} {rank.ending()}", ""))
+                rank.gone = True
         now = time.monotonic()
         # If this thread was kept waiting, by a suspended process or a crowded machine, so were the ranks.
         passed, self._looked = min(now - self._looked, 2 * BEAT), now
-        for peer in self.peers:
-            peer.silent += passed
-            if not peer.gone and peer.silent > (self._patience if peer.seen else START):
-                peer.gone = True
-                told.append((1, f"{peer} has given no sign of life for {peer.silent:.0f} s", ""))
-        return told
+        for rank in self.ranks:
+            rank.silent += passed
+            if not rank.gone and rank.silent > (self._patience if rank.seen else START):
+                rank.gone = True
+                failures.append((1, f"{rank} has given no sign of life for {rank.silent:.0f} s", ""))
+        return failures
 
     def _fail(self, failure: tuple[str, str]) -> None:
         self._failure, self.failed = failure, True
-        self._end()
+        for rank in self.ranks:
+            rank.kill()
         threading.Thread(target=self.abort, name="abort", daemon=True).start()  # it may wait itself
         until = time.monotonic() + STUCK
         while self._inside:
@@ -257,25 +247,24 @@ class Party:
             time.sleep(0.05)
 
 
-def start_here(count: int) -> Party:
+def start_here(count: int) -> Supervisor:
     """Start ranks 1 to `count` - 1 on this machine, each a process that ends with this one."""
-    peers: list[Peer] = []
+    ranks: list[Rank] = []
     seconds = patience()
     try:
-        for rank in range(1, count):
+        for number in range(1, count):
             ours, theirs = socket.socketpair()
-            errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the party
+            errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the supervisor
             told = json.dumps({"path": sys.path, "file": theirs.fileno()})
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", FOLLOW, told],
+                    [sys.executable, "-c", SERVE, told],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[theirs.fileno()],
                     start_new_session=True,  # a terminal's signals reach rank 0 alone
                 )  # fmt: skip
-            peers.append(Peer(rank, Link(ours), process.pid, platform.node(), process, errors))
+            ranks.append(Rank(number, Link(ours), process.pid, platform.node(), process, errors))
     except BaseException:
-        for peer in peers:
-            assert peer.process is not None
-            peer.process.kill()
+        for rank in ranks:
+            rank.kill()
         raise
-    return Party(peers, _patience=seconds)
+    return Supervisor(ranks, _patience=seconds)

@@ -1,7 +1,7 @@
 """How the ranks of a run find each other, and the process of a rank other than rank 0.
 
 Rank 0 starts the others on its machine, or `torchrun` starts all of them on several. Another rank does what rank 0
-tells it, and ends with rank 0. It has no run directory, no data and no callbacks, and prints nothing.
+calls, and ends with rank 0. It has no run directory, no data and no callbacks, and prints nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from toyexp import RunFailed, ToyexpError, UserError
 from toyexp.base import interruptible, place, started_ranks
 from toyexp_torch.distributed.group import torchruns_store
 from toyexp_torch.distributed.rpc import Link, written
-from toyexp_torch.distributed.session import (
-    opened_as,  # loads PyTorch before the first sign of life, which may take long to come
-)
-from toyexp_torch.distributed.supervisor import BEAT, START, WORD, Party, Peer, patience, start_here, telling
+from toyexp_torch.distributed.session import open_rank  # loads PyTorch before the first sign of life
+from toyexp_torch.distributed.supervisor import BEAT, READY, START, WORD, Rank, Supervisor, naming, patience, start_here
 
 KEY = "toyexp/first"  # of the store: where rank 0 listens
 HELLO = 1024  # bytes at most of what a rank says first
@@ -37,7 +35,7 @@ WORDS = 500  # characters of an error message
 LOST = ("gloo", "NCCL", "Connection", "store")  # in torch's errors about another rank that is gone
 
 
-def gathered(count: int) -> Party:
+def gather_ranks(count: int) -> Supervisor:
     """Return the other ranks: those that `torchrun` has started, or `count` - 1 that are started here."""
     ranks = started_ranks()
     if ranks.rank:
@@ -46,26 +44,26 @@ def gathered(count: int) -> Party:
 
 
 @functools.cache
-def _meet_torchruns() -> Party:
+def _meet_torchruns() -> Supervisor:
     """Publish rank 0's address in torchrun's store and wait until the other ranks connect."""
     count, token = started_ranks().count, secrets.token_hex(16)
     address = os.environ["MASTER_ADDR"]
     with closing(socket.create_server(("", 0), backlog=count)) as server:
-        peers: list[Peer] = []
+        ranks: list[Rank] = []
         until = time.monotonic() + START
 
         def missing() -> str:
-            return _named({*range(1, count)} - {peer.rank for peer in peers})
+            return _named({*range(1, count)} - {rank.rank for rank in ranks})
 
-        with telling(missing):
+        with naming(missing):
             torchruns_store().set(KEY, f"{address} {server.getsockname()[1]} {token}")
-            while len(peers) < count - 1:
+            while len(ranks) < count - 1:
                 if not select.select([server], [], [], max(until - time.monotonic(), 0))[0]:
                     raise RunFailed(f"{missing()} did not come within {START:.0f} s")
                 connection, _ = server.accept()
                 with suppress(ValueError, EOFError, OSError):  # of a stranger
-                    peers.append(_peer(connection, token, {peer.rank for peer in peers}, count))
-    return Party(sorted(peers, key=lambda peer: peer.rank), stays=True, _patience=patience())
+                    ranks.append(_accept(connection, token, {rank.rank for rank in ranks}, count))
+    return Supervisor(sorted(ranks, key=lambda rank: rank.rank), stays=True, _patience=patience())
 
 
 def _named(ranks: Iterable[int]) -> str:
@@ -75,7 +73,7 @@ def _named(ranks: Iterable[int]) -> str:
     return f"{who} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def _peer(connection: socket.socket, token: str, known: set[int], count: int) -> Peer:
+def _accept(connection: socket.socket, token: str, known: set[int], count: int) -> Rank:
     """Return the rank that has just connected; ValueError for a stranger."""
     connection.settimeout(10)
     given, rank, pid, host = connection.makefile("rb").readline(HELLO).decode().split(maxsplit=3)
@@ -84,7 +82,7 @@ def _peer(connection: socket.socket, token: str, known: set[int], count: int) ->
         raise ValueError(rank)
     _configure(connection)
     connection.sendall(b"+")
-    return Peer(int(rank), Link(connection), int(pid), host.strip(), seen=True)
+    return Rank(int(rank), Link(connection), int(pid), host.strip(), seen=True)
 
 
 def _configure(connection: socket.socket) -> None:
@@ -99,7 +97,7 @@ def follow() -> None:
     """Take part, as a rank that `torchrun` has started, in what rank 0 runs, to the end of this process."""
     rank = started_ranks().rank
     try:
-        with telling(lambda: _named([0])) if rank == 1 else nullcontext():  # rank 1 speaks for all of them
+        with naming(lambda: _named([0])) if rank == 1 else nullcontext():  # rank 1 speaks for all of them
             address, port, token = interruptible(lambda: torchruns_store().get(KEY)).decode().split()
             connection = socket.create_connection((address, int(port)), timeout=START)
             connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
@@ -109,15 +107,15 @@ def follow() -> None:
         why = str(error).strip().partition("\n")[0]
         raise RunFailed(f"rank {rank}: the first rank did not come, or went again ({why})") from None
     if taken:
-        Follower(Link(connection)).follow()
+        serve(connection.detach())
 
 
-def main(file: int) -> None:
-    """Take part in what rank 0 runs, which has started this process; `file` is this end of their connection."""
-    Follower(Link(socket.socket(fileno=file))).follow()
+def serve(file: int) -> None:
+    """Take part in what rank 0 runs; `file` is this end of their connection."""
+    _Server(Link(socket.socket(fileno=file))).serve()
 
 
-class Follower:
+class _Server:
     """Takes part in one session after the other until rank 0 is gone; then the process ends, with code 0 between two.
 
     It ends at once: no thread, graph or other rank is worth a wait.
@@ -127,8 +125,8 @@ class Follower:
         self._link = link
         self._session: Any = None
 
-    def follow(self) -> NoReturn:
-        """Do what rank 0 tells, and tell it of an error."""
+    def serve(self) -> NoReturn:
+        """Do what rank 0 calls, and report an error to it."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 ends a run, and may want to save it before
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
@@ -139,14 +137,15 @@ class Follower:
             self._end()
         except Exception as error:
             with suppress(OSError):
-                self._link.send(written(_told(error)))
+                self._link.send(written(_report(error)))
                 time.sleep(2 * WORD)  # rank 0 looks at how this process ended if it ends before
         os._exit(1)
 
     def _do(self, name: str, *arguments: Any) -> None:
         if name == "open":
             self._session = True  # half open
-            self._session = opened_as(*arguments)
+            self._session = open_rank(*arguments)
+            self._link.send(written(READY))
         elif name != "close":
             getattr(self._session, name)(*arguments)
         elif self._session is not None:
@@ -166,7 +165,7 @@ class Follower:
         os._exit(0 if self._session is None else 1)
 
 
-def _told(error: Exception) -> dict[str, str | bool]:
+def _report(error: Exception) -> dict[str, str | bool]:
     """Return an error for rank 0: one line, the traceback, and whether another rank is likelier to be the cause."""
     words = " ".join(str(error).split())[:WORDS]
     line = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}{place(error)}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Recompute, Session, StepMetrics, reason_to_recompute
-from toyexp_torch.host_copy import HostCopy
+from toyexp_torch.host_copy import HostCopy, wait_for_copies
 from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.loss import ProjectedLossOps, ops_of_loss
 from toyexp_torch.ops import CachedDecoder, TorchOps
@@ -280,6 +280,7 @@ class TorchSession(Session):
         tensors = self.named({t.name: self._weights(t) for t in self.plan.trainable}, self._update.state)
         copy = into if isinstance(into, HostCopy) and into.fits(tensors) else HostCopy(tensors)
         copy.take(tensors)
+        wait_for_copies(self._device)
         return copy
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:

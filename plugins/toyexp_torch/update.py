@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -95,29 +96,30 @@ class Update:
         self.state: dict[str, State] = {}  # of each tensor, by slot; of one that is changed in part, a vector
         self.cuts: list[list[int]] = []  # of each rule's stretch of the vector: where its shares begin, and its end
         self._stretches: list[Stretch] = []
-        self._joined: dict[tuple[int, int], Stretch] = {}  # neighbours as one: by where they begin and end
         for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
             self._allocate(list(groups))
 
     def _allocate(self, groups: Sequence[Group]) -> None:
-        """The state of all tensors of one rule, and the groups' stretches: a padding belongs to what stands before."""
+        """Allocate the state of one rule, as far as it is this process's, and record each group's stretch."""
         rule = groups[0].rule
         kernel = self.kernel_of(rule)(rule, self._results, self._flat.new_tensor)
-        names = [name for group in groups for name in group.tensors]
-        only_at = () if rule.elementwise else [self._places[name].start for name in names]
-        self.cuts.append(self._share.cuts(self._begin(groups[0]), self._end(groups[-1]), only_at))
-        begin, end = self.cuts[-1][self._share.rank : self._share.rank + 2]
+        only_at = [] if rule.elementwise else [self._places[n].start for group in groups for n in group.tensors]
+        cuts = self._share.cuts(self._span(groups[0]).start, self._span(groups[-1]).stop, only_at)
+        begin, end = cuts[self._share.rank : self._share.rank + 2]
         vectors = {slot: self._zeros((end - begin,)) for slot in rule.slots((1,))} if rule.elementwise else {}
         for group in groups:
-            here = {n: _between(self._places[n], begin, end) for n in group.tensors}
-            mine = {n: place for n, place in here.items() if place.start < place.stop}
-            whole = _between(slice(self._begin(group), self._end(group)), begin, end)
-            self._stretches.append(Stretch(group, kernel, tuple(mine), whole.start, whole.stop, begin, vectors))
-            for name, place in mine.items():
+            parts = {name: part for name in group.tensors if (part := _between(self._places[name], begin, end))}
+            span = _between(self._span(group), begin, end) or range(begin, begin)
+            self._stretches.append(Stretch(group, kernel, [*parts], span.start, span.stop, begin, vectors))
+            for name, part in parts.items():
                 shape = self._shapes[name]
-                kept = shape if place == self._places[name] else (-1,)
-                own = {slot: part_of(v, _moved(place, begin), kept) for slot, v in vectors.items()}
-                self.state[name] = own or {s: self._zeros(sh) for s, sh in rule.slots(shape).items()}
+                if rule.elementwise:
+                    kept = shape if len(part) == math.prod(shape) else (-1,)
+                    here = slice(part.start - begin, part.stop - begin)
+                    self.state[name] = {slot: part_of(vector, here, kept) for slot, vector in vectors.items()}
+                else:
+                    self.state[name] = {slot: self._zeros(size) for slot, size in rule.slots(shape).items()}
+        self.cuts.append(cuts)
 
     def kernel_of(self, rule: Rule) -> type[Formula]:
         """What changes the weights by that rule."""
@@ -126,12 +128,10 @@ class Update:
     def _zeros(self, shape: Sequence[int]) -> Tensor:
         return self._flat.new_zeros((*self._flat.shape[:-1], *shape))
 
-    def _begin(self, group: Group) -> int:
-        return self._places[group.tensors[0]].start
-
-    def _end(self, group: Group) -> int:
-        later = [place.start for place in self._places.values() if place.start >= self._places[group.tensors[-1]].stop]
-        return min(later, default=self._flat.shape[-1])
+    def _span(self, group: Group) -> slice:
+        """From a group's first tensor to the padding behind its last one."""
+        stop = self._places[group.tensors[-1]].stop
+        return slice(self._places[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
 
     def sizes(self) -> list[int]:
         """How many numbers a step has for each group."""
@@ -149,7 +149,7 @@ class Update:
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
         """One step with each group's numbers."""
         with torch.no_grad():  # as a decorator it takes longer: small models feel what a step costs on the host
-            for stretch, vector in self._merged(numbers):
+            for stretch, vector in zip(self._stretches, numbers, strict=True):
                 self._change(stretch, stretch.kernel.on_host(vector))
 
     def _change(self, stretch: Stretch, change: Change) -> None:
@@ -158,27 +158,9 @@ class Update:
         for piece in stretch.pieces:
             change(*piece)
 
-    def _merged(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[Stretch, np.ndarray]]:
-        """The stretches with their numbers; neighbours of one element-wise rule and equal numbers are one."""
-        pairs = list(zip(self._stretches, numbers, strict=True))
-        for _, same in itertools.groupby(pairs, key=lambda p: (id(p[0].group.rule), p[1].tobytes())):
-            run = list(same)
-            if run[0][0].group.rule.elementwise:
-                yield self._joined_stretch(run[0][0], run[-1][0]), run[0][1]
-            else:
-                yield from run
-
-    def _joined_stretch(self, first: Stretch, last: Stretch) -> Stretch:
-        """From the one's begin to the other's end; the same one whenever it is asked for, with its pieces."""
-        place = first.start, last.stop
-        if place not in self._joined:
-            self._joined[place] = first if first is last else replace(first, stop=last.stop, pieces=[])
-        return self._joined[place]
-
     def _pieces(self, stretch: Stretch) -> Iterator[Piece]:
         """What one call of the rule changes: a tensor at a time, or of an element-wise rule a length of vector."""
-        rule = stretch.group.rule
-        if not rule.elementwise:
+        if not stretch.group.rule.elementwise:
             for name in stretch.names:
                 here, shape = self._places[name], self._shapes[name]
                 rounded = None if self._rounded is None else part_of(self._rounded, here, shape)
@@ -192,14 +174,9 @@ class Update:
             yield self._flat.narrow(-1, start, length), self._grad.narrow(-1, start, length), state, rounded
 
 
-def _between(place: slice, begin: int, end: int) -> slice:
-    """What of it lies there."""
-    return slice(min(max(place.start, begin), end), min(max(place.stop, begin), end))
-
-
-def _moved(place: slice, origin: int) -> slice:
-    """The same place, counted from there."""
-    return slice(place.start - origin, place.stop - origin)
+def _between(place: slice, begin: int, end: int) -> range:
+    """Return what of a place lies there; empty where nothing does."""
+    return range(max(place.start, begin), min(place.stop, end))
 
 
 def part_of(vectors: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
@@ -273,6 +250,7 @@ class TritonAdamW(Formula):
     """AdamW as one kernel that reads its numbers on the GPU."""
 
     whole = True
+    rows: Tensor | None = None  # of matrices, to which the rows of the gradient and of the numbers belong; None: all
 
     def __post_init__(self) -> None:
         self._go_on = self.put(np.zeros(()))
@@ -282,7 +260,8 @@ class TritonAdamW(Formula):
         from toyexp_torch.kernels.adamw import step  # deferred: it needs Triton
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
-            step(w, g, state["m"], state["v"], numbers, divisor, self._go_on if skip is None else skip, rounded)
+            idle = self._go_on if skip is None else skip
+            step(w, g, state["m"], state["v"], numbers, divisor, idle, rounded, self.rows)
 
         return change
 

@@ -11,31 +11,19 @@ BLOCK = 2048  # weights to a program
 
 def step(
     w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tensor, divisor: Tensor | None, skip: Tensor,
-    rounded: Tensor | None,
+    rounded: Tensor | None = None, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The formula of toyexp.AdamW in place on float32 vectors, from its seven `numbers`, float64.
 
     The gradient is divided by `divisor`; where `skip` is 1 nothing changes. `rounded` gets the new weights.
+    Of several runs w, m and v are matrices [K, n], of which `rows` change, or all; g [k, n], numbers [k, 7], divisor and
+    skip [k] are theirs, and a skip without axes is that of each. Along a matrix's last axis its numbers stand side by
+    side.
     """
-    _step[(triton.cdiv(w.numel(), BLOCK),)](
-        w, g, m, v, numbers, divisor, skip, rounded, None, w.numel(), 0, 0, 0, 0,
-        divisor is not None, rounded is not None, False, BLOCK, num_warps=8,
-    )  # fmt: skip
-
-
-def step_of_rows(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tensor, divisor: Tensor | None, skip: Tensor,
-    rows: Tensor | None,
-) -> None:  # fmt: skip
-    """The same in `rows` of matrices w, m, v [K, n]; g [k, n], numbers [k, 7], divisor and skip [k] are theirs.
-
-    Without `rows` it is all of them; a skip without axes is that of each. Along a matrix's last axis its numbers stand
-    side by side.
-    """
-    count, length = len(numbers), w.shape[1]
+    count, length = numbers.numel() // 7, w.shape[-1]
     _step[(triton.cdiv(length, BLOCK), count)](
-        w, g, m, v, numbers, divisor, skip, None, rows, length, w.stride(0), g.stride(0), m.stride(0), skip.ndim,
-        divisor is not None, False, rows is not None, BLOCK, num_warps=8,
+        w, g, m, v, numbers, divisor, skip, rounded, rows, length, w.stride(0), g.stride(0), m.stride(0), skip.ndim,
+        divisor is not None, rounded is not None, rows is not None, BLOCK, num_warps=8,
     )  # fmt: skip
 
 

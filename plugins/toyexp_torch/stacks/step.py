@@ -61,22 +61,6 @@ class AdamWByRow(FusedAdamW):
         return change
 
 
-class RowsOfAdamW(TritonAdamW):
-    """The kernel on some rows of matrices, each with its own numbers; it finds them by itself."""
-
-    rows: Tensor | None = None  # to which the rows of the gradient and of the numbers belong; None: all
-
-    def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """See StackedFormula."""
-        from toyexp_torch.kernels.adamw import step_of_rows  # deferred: it needs Triton
-
-        def change(w: Tensor, g: Tensor, state: Mapping[str, Tensor], rounded: Tensor | None) -> None:
-            idle = self._go_on if skip is None else skip
-            step_of_rows(w, g, state["m"], state["v"], numbers, divisor, idle, self.rows)
-
-        return change
-
-
 class StackedUpdate(Update):
     """The optimiser's step on rows of matrices [K, ...]: of `rows`, to which the first rows of `grad` belong."""
 
@@ -90,14 +74,14 @@ class StackedUpdate(Update):
         kernel = kernel_of(rule, self._flat)
         if kernel is FusedAdamW and self._flat.device.type == "cpu":
             return AdamWByRow
-        return RowsOfAdamW if kernel is TritonAdamW else StackedFormula
+        return TritonAdamW if kernel is TritonAdamW else StackedFormula
 
     def _change(self, stretch: Stretch, change: Change) -> None:
         kernel = stretch.kernel
-        if isinstance(kernel, RowsOfAdamW):
+        if isinstance(kernel, TritonAdamW):
             kernel.rows = self.rows
         for w, g, state, _ in self._pieces(stretch):
-            if self.rows is None or isinstance(kernel, RowsOfAdamW):
+            if self.rows is None or isinstance(kernel, TritonAdamW):
                 change(w, g, state, None)
                 continue
             near, held = w[self.rows], {slot: x[self.rows] for slot, x in state.items()}

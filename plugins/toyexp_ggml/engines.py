@@ -34,7 +34,7 @@ def require_ggml() -> None:
     """Raises Unavailable unless ggml-python can be imported."""
     calm_threads()
     with needed("ggml", "pip install 'toyexp[ggml]' (needs a C compiler)", "ggml-python"):
-        import toyexp_ggml.binding  # noqa: F401 - which also looks up what it uses of ggml
+        import toyexp_ggml.binding.graph  # noqa: F401 - which also looks up what it uses of ggml
 
 
 def rebuild(flags: str) -> str:

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toyexp import Batch, InputSpec, SessionError
-from toyexp_ggml.binding import Backend, GraphError, Memory, Node, put
+from toyexp_ggml.binding import GraphError
+from toyexp_ggml.binding.backend import Backend
+from toyexp_ggml.binding.tensors import Memory, Node, put
 from toyexp_ggml.limits import too_many_logits
 
 LONG = 256  # numbers of a row that is repeated: more gain nothing
@@ -112,6 +114,12 @@ class Inputs:
 
     # -- worked out from the batch ------------------------------------------------------------------------------
 
+    def _derived(self, key: Any, shape: tuple[int, ...], dtype: Any, make: Callable[[Batch], np.ndarray]) -> Node:
+        if key not in self._known:
+            self._known[key] = self._make(shape, dtype)
+            self._from_batch.append((self._known[key], make))
+        return self._known[key]
+
     def flat_ids(self, ids: Ids, below: int) -> Node:
         """Ids [..] as one list, of which every batch must keep to 0..below-1."""
         if not isinstance(ids, Ids):
@@ -132,21 +140,15 @@ class Inputs:
         if not isinstance(targets, Ids) or targets.size != n:
             raise GraphError(f"logits of {n} positions for targets {list(targets.shape)}")
         self._keep_below("targets", classes)
-        key = ("places", n, classes)
-        if key not in self._known:
-            self._known[key] = self._make((n,), np.int32)
-            base = np.arange(n, dtype=np.int32) * classes
-            self._from_batch.append((self._known[key], lambda batch: base + batch["targets"].reshape(-1)))
-        return self._known[key]
+        base = np.arange(n, dtype=np.int32) * classes
+        return self._derived(("places", n, classes), (n,), np.int32, lambda batch: base + batch["targets"].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
         """The batch's weights [n], each several times over, [n, k], so that long rows repeat along `classes`."""
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
-        key = ("weights", n, k)
-        if key not in self._known:
-            self._known[key] = self._make((n, k), np.float32)
-            self._from_batch.append((self._known[key], lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)))
-        return self._known[key]
+        return self._derived(
+            ("weights", n, k), (n, k), np.float32, lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)
+        )
 
     def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:
         """For each chunk start..stop of ids [n]: its distinct ids [c], and which positions hold each of them, [c, c].
@@ -158,24 +160,22 @@ class Inputs:
         return [(start, stop, *self._membership(name, start, stop, rows)) for start, stop in chunks]
 
     def _membership(self, name: str, start: int, stop: int, rows: int) -> tuple[Node, Node]:
-        key, count = ("membership", name, start, rows), stop - start
-        if key not in self._known:
+        key, count = (name, start, rows), stop - start
 
-            def distinct(batch: Batch) -> np.ndarray:
-                found = np.unique(batch[name].reshape(-1)[start:stop])
-                return np.concatenate([found, np.full(count - len(found), rows, np.int32)]).astype(np.int32)
+        def distinct(batch: Batch) -> np.ndarray:
+            found = np.unique(batch[name].reshape(-1)[start:stop])
+            return np.concatenate([found, np.full(count - len(found), rows, np.int32)]).astype(np.int32)
 
-            def member(batch: Batch) -> np.ndarray:
-                _, slots = np.unique(batch[name].reshape(-1)[start:stop], return_inverse=True)
-                matrix = np.zeros((count, count), np.float32)
-                matrix[slots, np.arange(count)] = 1
-                return matrix
+        def member(batch: Batch) -> np.ndarray:
+            _, slots = np.unique(batch[name].reshape(-1)[start:stop], return_inverse=True)
+            matrix = np.zeros((count, count), np.float32)
+            matrix[slots, np.arange(count)] = 1
+            return matrix
 
-            self._known[key] = self._make((count, count), np.float32)
-            self._known[*key, "distinct"] = self._make((count,), np.int32)
-            self._from_batch.append((self._known[key], member))
-            self._from_batch.append((self._known[*key, "distinct"], distinct))
-        return self._known[key], self._known[*key, "distinct"]
+        return (
+            self._derived(("member", *key), (count, count), np.float32, member),
+            self._derived(("distinct", *key), (count,), np.int32, distinct),
+        )
 
     def close(self) -> None:
         """Frees everything."""

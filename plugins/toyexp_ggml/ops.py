@@ -15,7 +15,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from toyexp import Rotary
-from toyexp_ggml.binding import Graph, GraphError, Node
+from toyexp_ggml.binding import GraphError
+from toyexp_ggml.binding.graph import Graph
+from toyexp_ggml.binding.tensors import Node
 from toyexp_ggml.inputs import Ids
 from toyexp_ggml.products import Products
 

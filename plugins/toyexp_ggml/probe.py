@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from toyexp_ggml.binding import Backend, Graph, Memory, Node, get, put
+from toyexp_ggml.binding.backend import Backend
+from toyexp_ggml.binding.graph import Graph
+from toyexp_ggml.binding.tensors import Memory, Node, get, put
 
 SIDE = 64  # beyond the few columns that have a kernel of their own, which rounds nothing
 MORE = 2.0**-12  # what float16, bfloat16 and TF32 round away beside 1

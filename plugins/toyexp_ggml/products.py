@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toyexp import Ops, Params
-from toyexp_ggml.binding import Graph, GraphError, Node
+from toyexp_ggml.binding import GraphError
+from toyexp_ggml.binding.graph import Graph
+from toyexp_ggml.binding.tensors import Node
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.profiles import Profile
 

@@ -3,39 +3,57 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
 
-from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics, TensorInfo
+from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics
 from toyexp.formats import in_place
-from toyexp_ggml.binding import (
-    Backend,
-    Graph,
-    GraphError,
-    MappedFile,
-    Memory,
-    Node,
-    clear,
-    get,
-    get_all,
-    host_arrays,
-    put,
-    version,
-)
+from toyexp_ggml.binding import GraphError, version
+from toyexp_ggml.binding.backend import Backend
+from toyexp_ggml.binding.graph import Graph
+from toyexp_ggml.binding.tensors import MappedFile, Memory, Node, clear, get, get_all, host_arrays, put
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.limits import beyond
 from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.profiles import CPU_BLAS, Profile
-from toyexp_ggml.shares import Parallel, Share, shares_of, sums_of
 from toyexp_ggml.update import Update
 
 SQUARES = 8  # of gradients that are held at a time for their norm
 
-P = TypeVar("P", bound="Backend | Memory | Inputs | Frozen")
+# Rows of a step in shares that are computed side by side, each by a backend, and so by threads, of its own. Within one
+# graph ggml's threads wait for one another after every op, and each reads what the other has just written: where two
+# cores share no cache, two threads are hardly faster than one. Those of a share meet the others once a step.
+SHARES = 2
+# Numbers to train times positions, from which on a step is long enough; and numbers to train, for every share sums
+# gradients of its own and transposes the weights once more.
+LONG, MOST = 2e8, 2**24
+
+P = TypeVar("P", bound="Backend | Memory | MappedFile | Inputs")
+
+
+def shares_of(plan: Plan) -> int:
+    """In how many shares a step's rows are computed, by the plan alone: sums of shares have other last digits."""
+    trained = sum(t.size for t in plan.trainable)
+    all_trained = len(plan.trainable) == len(plan.tensors)  # a frozen matrix may have to be unpacked for each
+    work = trained * plan.rows * math.prod(plan.inputs["targets"].shape)
+    return SHARES if all_trained and trained <= MOST and work >= LONG and plan.rows % SHARES == 0 else 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some of a micro-batch's rows, what computes them, and where their gradients add up."""
+
+    backend: Backend
+    inputs: Inputs
+    rows: slice
+    sums: Mapping[str, Node]
 
 
 class GGMLSession(Session):
@@ -46,10 +64,10 @@ class GGMLSession(Session):
         self._device, self._threads = device, threads  # the CPU's, where a GPU is emulated
         self._fewer = fewer  # threads, while other processes need the cores
         self._profile, self._recompute = profile, recompute
-        self._parallel = Parallel(1)
+        self._pool = ThreadPoolExecutor(min(SHARES, threads))  # of the shares
         self._graphs: dict[str, Graph] = {}
         self._outputs: dict[str, dict[str, Node]] = {}
-        self._parts: list[Backend | Memory | Inputs | Frozen] = []  # what is to be closed, the last one first
+        self._parts = ExitStack()  # what is to be closed, the last one first
 
     def do_open(self) -> None:
         plan = self.plan
@@ -57,35 +75,49 @@ class GGMLSession(Session):
             raise GraphError(reason)
         blas = self._profile is CPU_BLAS
         self._backend = self._owned(Backend(self._device, self._threads, blas, self._fewer))
-        self._frozen = self._owned(Frozen(self._backend))
         count = shares_of(plan) if self._profile.shares else 1
         self._memory = memory = self._owned(
             Memory(self._backend, len(plan.tensors) + (3 + count) * len(plan.trainable) + 16)
         )
         self._inputs = self._opened_inputs(self._backend, plan.rows)
-        self._frozen.find(plan)
+        self._frozen = self._map_frozen()
         self._weights = {
-            t.name: self._frozen.nodes.get(t.name) or memory.tensor(t.shape, trainable=t.trainable)
-            for t in plan.tensors
+            t.name: self._frozen.get(t.name) or memory.tensor(t.shape, trainable=t.trainable) for t in plan.tensors
         }
         self._update = Update(plan, memory, self._profile)
         # Gradients outlive a graph only where several graphs add up, or they are looked at before they are used.
         self._apart = plan.accumulate > 1 or plan.skip_nonfinite or count > 1
         self._shares = self._shared(count) if self._apart else []
-        self._parallel = Parallel(min(count, self._threads))
         memory.allocate()
 
     def _shared(self, count: int) -> list[Share]:
         """Shares of the rows, with their memory: the whole on the session's own backend, or several on others."""
-        plan, rows = self.plan, self.plan.rows // count
-        if count == 1:
-            return [Share(self._backend, self._inputs, slice(None), sums_of(plan, self._memory))]
-        threads = max(1, self._threads // count)
-        backends = [self._owned(Backend(self._device, threads, fewer=self._fewer)) for _ in range(count)]
-        return [
-            Share(own, self._opened_inputs(own, rows), slice(i * rows, (i + 1) * rows), sums_of(plan, self._memory))
-            for i, own in enumerate(backends)
-        ]
+        rows, threads, shares = self.plan.rows // count, max(1, self._threads // count), []
+        for i in range(count):
+            backend, inputs = self._backend, self._inputs
+            if count > 1:
+                backend = self._owned(Backend(self._device, threads, fewer=self._fewer))
+                inputs = self._opened_inputs(backend, rows)
+            sums = {t.name: self._memory.tensor(t.shape) for t in self.plan.trainable}
+            shares.append(Share(backend, inputs, slice(i * rows, (i + 1) * rows), sums))
+        return shares
+
+    def _map_frozen(self) -> dict[str, Node]:
+        """Map what needs no copy: frozen matrices of any type, and frozen float32 tensors of any shape.
+
+        Raises GGUFError for a file without them, and for numbers that are none.
+        """
+        files, nodes = defaultdict(list), {}
+        for tensor in self.plan.tensors:
+            if info := in_place(tensor):
+                files[info.path].append((tensor, info))
+        for path, tensors in files.items():
+            file = self._owned(MappedFile(self._backend, str(path), len(tensors)))
+            for tensor, info in tensors:
+                nbytes = info.nbytes // info.shape[0] * tensor.shape[0]
+                nodes[tensor.name] = file.tensor(tensor.shape, info.type_id, info.offset, nbytes)
+            file.allocate()
+        return nodes
 
     def _opened_inputs(self, backend: Backend, rows: int) -> Inputs:
         inputs = self._owned(Inputs(backend))
@@ -94,7 +126,7 @@ class GGMLSession(Session):
         return inputs
 
     def _owned(self, part: P) -> P:
-        self._parts.append(part)
+        self._parts.callback(part.close)
         return part
 
     def describe(self) -> dict[str, Any]:
@@ -126,11 +158,11 @@ class GGMLSession(Session):
     # -- the contract -------------------------------------------------------------------------------------------
 
     def do_load(self, tensor: PlanTensor) -> None:
-        if tensor.name not in self._frozen.nodes:
+        if tensor.name not in self._frozen:
             super().do_load(tensor)
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
-        if tensor.name in self._frozen.nodes:
+        if tensor.name in self._frozen:
             raise SessionError(f"upload of {tensor.name}: it is frozen, and read where it lies in its file")
         put(self._weights[tensor.name], array)
 
@@ -159,16 +191,25 @@ class GGMLSession(Session):
             for node in (node for share in self._shares for node in share.sums.values()):
                 clear(node)
         for micro in micros:
-            loss += sum(self._parallel(partial(self._accumulate, micro), len(self._shares)))
+            loss += self._accumulate_all(micro)
         if self.plan.skip_nonfinite:
             norm = _number(self._computed("norm")["norm"])
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 return StepMetrics(loss, norm)
         return StepMetrics(loss, _number(self._computed("update")["norm"]))
 
+    def _accumulate_all(self, micro: Batch) -> float:
+        """The loss of a micro-batch, whose shares are computed at the same time; all have ended before one raises."""
+        if len(self._shares) == 1:
+            return self._accumulate(micro, 0)
+        calls = [self._pool.submit(self._accumulate, micro, i) for i in range(len(self._shares))]
+        wait(calls)
+        return sum(call.result() for call in calls)
+
     def _accumulate(self, micro: Batch, i: int) -> float:
         """The loss of a share of a micro-batch, whose gradients go to its sums."""
-        self._shares[i].load(micro)
+        share = self._shares[i]
+        share.inputs.load({name: array[share.rows] for name, array in micro.items()})
         self._graphs[f"accumulate {i}"].compute()
         return _number(self._outputs[f"accumulate {i}"]["loss"])
 
@@ -197,12 +238,11 @@ class GGMLSession(Session):
             put(self._update.state[tensor.name][slot], array.astype(np.float32))
 
     def do_close(self) -> None:
-        self._parallel.close()  # an interrupt may have left a share at work
+        self._pool.shutdown()  # an interrupt may have left a share at work
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        while self._parts:
-            self._parts.pop().close()
+        self._parts.close()
 
     # -- the graphs ---------------------------------------------------------------------------------------------
 
@@ -343,34 +383,3 @@ class GGMLSession(Session):
 
 def _number(node: Node) -> float:
     return float(get(node).reshape(-1)[0])
-
-
-class Frozen:
-    """What of a plan needs no copy: frozen matrices of any type, and frozen float32 tensors of any shape."""
-
-    def __init__(self, backend: Backend):
-        self._backend = backend
-        self._files: list[MappedFile] = []
-        self.nodes: dict[str, Node] = {}
-
-    def find(self, plan: Plan) -> None:
-        """Maps the tensors of the plan; raises GGUFError for a file without them, and for numbers that are none."""
-        wanted: dict[Path, list[tuple[str, tuple[int, ...], TensorInfo]]] = {}
-        for tensor in plan.tensors:
-            info = in_place(tensor)
-            if info is not None:
-                wanted.setdefault(info.path, []).append((tensor.name, tensor.shape, info))
-        for path, tensors in wanted.items():
-            file = MappedFile(self._backend, str(path), len(tensors))
-            self._files.append(file)
-            for name, shape, info in tensors:
-                nbytes = info.nbytes // info.shape[0] * shape[0]
-                self.nodes[name] = file.tensor(shape, info.type_id, info.offset, nbytes)
-            file.allocate()
-
-    def close(self) -> None:
-        """Lets go of the files."""
-        for file in self._files:
-            file.close()
-        self._files.clear()
-        self.nodes.clear()

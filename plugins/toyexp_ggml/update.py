@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from toyexp import Arithmetic, Group, Plan
-from toyexp_ggml.binding import Graph, Memory, Node, clear, put
+from toyexp_ggml.binding.graph import Graph
+from toyexp_ggml.binding.tensors import Memory, Node, clear, put
 from toyexp_ggml.profiles import Profile
 
 State = Mapping[str, Node]
@@ -82,38 +83,27 @@ class Update:
     def load(self, numbers: Sequence[np.ndarray]) -> None:
         """Puts each group's numbers where the graph reads them."""
         for group, node, vector in zip(self._groups, self._numbers, numbers, strict=True):
-            exact = float32_hp(vector) if self._fused(group) is adamw else vector.astype(np.float32)
-            put(node, exact)
+            put(node, float32_hp(vector) if self._is_fused(group) else vector.astype(np.float32))
 
-    def _fused(self, group: Group) -> Fused | None:
-        op, form = FUSED.get(group.rule.fused or "", ("", None))
-        return form if self._profile.has(op) else None
+    def _is_fused(self, group: Group) -> bool:
+        return group.rule.fused == "adamw" and self._profile.has("OPT_STEP_ADAMW")
 
     def build(self, graph: Graph, weights: Mapping[str, Node], gradients: Mapping[str, Node]) -> None:
         """Makes the graph change the weights and the state."""
         ops = GGMLArithmetic(graph, self._profile)
         for group, numbers in zip(self._groups, self._numbers, strict=True):
-            fused = self._fused(group)
+            fused = self._is_fused(group)
             n = {} if fused else {name: graph.number(numbers, i) for i, name in enumerate(group.rule.names())}
             for name in group.tensors:
                 w, g, state = weights[name], gradients[name], self.state[name]
                 if fused:
-                    graph.want(fused(graph, w, g, state, numbers))
+                    graph.want(graph.adamw(w, g, state["m"], state["v"], numbers))
                     continue
                 results = group.rule.results(ops, w, g, state, n)
                 for node in results:  # all are worked out before the first of them replaces what others read
                     graph.want(node)
                 for node, target in zip(results, (w, *state.values()), strict=True):
                     graph.want(graph.copy_into(node, target))
-
-
-def adamw(graph: Graph, w: Node, g: Node, state: State, hp: Node) -> Node:
-    """OPT_STEP_ADAMW, from AdamW's seven numbers."""
-    return graph.adamw(w, g, state["m"], state["v"], hp)
-
-
-Fused = Callable[[Graph, Node, Node, State, Node], Node]
-FUSED: dict[str, tuple[str, Fused]] = {"adamw": ("OPT_STEP_ADAMW", adamw)}  # by rule: the device's op, and the node
 
 
 def float32_hp(hp: np.ndarray) -> np.ndarray:

@@ -28,11 +28,6 @@ class SGD(Optimiser):
             raise UserError("optim.nesterov=true: needs optim.momentum, such as 0.9")
 
     @property
-    def fused(self) -> str | None:
-        """sgd, where there is no momentum."""
-        return None if self.momentum else "sgd"
-
-    @property
     def title(self) -> str:
         """With its momentum."""
         kind = "Nesterov momentum" if self.nesterov else "momentum"

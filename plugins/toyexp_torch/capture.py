@@ -45,25 +45,16 @@ class Inputs:
             self.tensors[key] = self._device[here].view(kind).view(shape)
             start += -(-sizes[key] // ALIGNMENT) * ALIGNMENT
 
-    def put(self, arrays: Mapping[Hashable, np.ndarray]) -> None:
-        """Sends the arrays, once what was queued before has read the last ones."""
-        with self._next() as host:
-            for key, array in arrays.items():
-                np.copyto(host.arrays[key], array, casting="same_kind")
+    def put(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
+        """Sends arrays, each joined from its parts along the first axis, once what was queued has read the last ones.
 
-    def put_joined(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
-        """The same for arrays that come in parts, which stand one after another along the first axis."""
-        with self._next() as host:
-            for key, arrays in parts.items():
-                np.concatenate(arrays, out=host.arrays[key], casting="same_kind")
-
-    @contextlib.contextmanager
-    def _next(self) -> Iterator[_Host]:
-        """The memory to fill, which is sent then."""
-        host = self._hosts.pop(0)  # the one that was sent first
+        The host's memory that was sent first is filled again.
+        """
+        host = self._hosts.pop(0)
         self._hosts.append(host)
         host.sent.synchronize()
-        yield host
+        for key, arrays in parts.items():
+            np.concatenate(arrays, out=host.arrays[key], casting="same_kind")
         self._device.copy_(host.memory, non_blocking=True)
         host.sent.record()
 

@@ -6,8 +6,9 @@ So both can be captured as graphs, and nothing is waited for but the loss and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,12 +38,12 @@ class Resident:
         self._positions, self._selects = plan.rows * math.prod(plan.inputs["targets"].shape), selects
         off = "" if capture else "engine.capture=false"
         pool = torch.cuda.graph_pool_handle()  # one after the other, graphs can share their memory
-        one: dict[Hashable, Kind] = {
+        one: dict[str, Kind] = {
             name: ((plan.rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in plan.inputs.items()
         }
         if selects:
             one[KEPT] = (self._positions,), np.dtype(np.int64)
-        self._alone = Inputs(one)
+        self._alone = Inputs({(0, name): kind for name, kind in one.items()})
         self._loss = ByCount(
             self._positions, lambda n: Captured("a held-out loss", *2 * (partial(self._loss_of, n),), pool, off)
         )
@@ -55,7 +56,7 @@ class Resident:
             self._numbers = [self._inputs.tensors[i] for i in numbers]
             self._step = ByCount(
                 self._positions,
-                lambda n: Captured("a step", partial(self._work, n), partial(self._rehearse, n), pool, off),
+                lambda n: Captured("a step", partial(self._work, n), partial(self._work, n, idle=True), pool, off),
             )
             self._step.whole.prepare()
 
@@ -67,13 +68,13 @@ class Resident:
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
         """Begins a step; what it returns waits for its loss and the gradient's norm."""
         arrays, count = self._read(micros)
-        self._inputs.put(arrays | dict(enumerate(numbers)))
+        self._inputs.put(arrays | {i: [vector] for i, vector in enumerate(numbers)})
         return self._results.fetch(self._step.of(count)())
 
     def loss(self, micro: Batch) -> Tensor:
         """Of one micro-batch, without training."""
         arrays, count = self._read([micro])
-        self._alone.put({name: array for (_, name), array in arrays.items()})
+        self._alone.put(arrays)
         return self._loss.of(count)()
 
     def close(self) -> None:
@@ -82,41 +83,33 @@ class Resident:
         if self._plan.trainable:
             self._step.close()
 
-    def _read(self, micros: Sequence[Batch]) -> tuple[dict[tuple[int, str], np.ndarray], int]:
+    def _read(self, micros: Sequence[Batch]) -> tuple[dict[Any, list[np.ndarray]], int]:
         """What the graphs are to read, and how many positions of each micro-batch they are to look at."""
-        arrays = {(i, name): micro[name] for i, micro in enumerate(micros) for name in self._plan.inputs}
+        arrays: dict[Any, list[np.ndarray]]
+        arrays = {(i, name): [micro[name]] for i, micro in enumerate(micros) for name in self._plan.inputs}
         if not self._selects:
             return arrays, self._positions
         weighing = [np.flatnonzero(micro["weights"]) for micro in micros]
         count = graded(max(map(len, weighing)), self._positions)
         if count < self._positions:
             for i, (micro, some) in enumerate(zip(micros, weighing, strict=True)):
-                arrays[i, KEPT] = np.concatenate((some, np.flatnonzero(micro["weights"].ravel() == 0)))
+                arrays[i, KEPT] = [some, np.flatnonzero(micro["weights"].ravel() == 0)]
         return arrays, count
 
-    def _micro(self, tensors: Mapping[str, Tensor], count: int) -> Micro:
-        """A micro-batch, and `count` of its positions unless that is all."""
-        micro = {name: tensors[name] for name in self._plan.inputs}
-        return micro if count == self._positions else {**micro, KEPT: tensors[KEPT][:count]}
-
-    def _micros(self, count: int) -> list[Micro]:
-        tensors = self._inputs.tensors
-        names = [*self._plan.inputs, *([KEPT] if self._selects else [])]
-        each = ({name: tensors[i, name] for name in names} for i in range(self._plan.accumulate))
-        return [self._micro(own, count) for own in each]
+    def _micro(self, inputs: Inputs, i: int, count: int) -> Micro:
+        """Micro-batch `i`, and `count` of its positions unless that is all."""
+        micro = {name: inputs.tensors[i, name] for name in self._plan.inputs}
+        return micro if count == self._positions else {**micro, KEPT: inputs.tensors[i, KEPT][:count]}
 
     def _loss_of(self, count: int) -> Tensor:
-        return self._evaluated(self._micro(self._alone.tensors, count))  # type: ignore[arg-type]
+        return self._evaluated(self._micro(self._alone, 0, count))
 
-    def _work(self, count: int) -> Tensor:
-        metrics = self._measured(self._micros(count))
-        self._update.on_device(self._numbers, self._divisor(metrics[1]), self._skip(metrics))
+    def _work(self, count: int, idle: bool = False) -> Tensor:
+        """A step; an idle one changes nothing."""
+        metrics = self._measured([self._micro(self._inputs, i, count) for i in range(self._plan.accumulate)])
+        skip = torch.ones((), device=metrics.device) if idle else self._skip(metrics)
+        self._update.on_device(self._numbers, self._divisor(metrics[1]), skip)
         return metrics
-
-    def _rehearse(self, count: int) -> None:
-        metrics = self._measured(self._micros(count))
-        never = torch.ones((), device=metrics.device)
-        self._update.on_device(self._numbers, self._divisor(metrics[1]), never)
 
     def _divisor(self, norm: Tensor) -> Tensor | None:
         """What gradients beyond the largest norm are divided by; 1 for others."""

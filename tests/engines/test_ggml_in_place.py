@@ -9,7 +9,9 @@ import pytest
 from tiny import MODELS, batches, plan
 
 from toyexp import AdamW
-from toyexp_ggml.binding import Backend, Graph, Memory, Node, get, put
+from toyexp_ggml.binding.backend import Backend
+from toyexp_ggml.binding.graph import Graph
+from toyexp_ggml.binding.tensors import Memory, Node, get, put
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
 ROWS, WIDTH = 6, 40

@@ -23,12 +23,8 @@ class Inputs:
         self._arrays = {key: np.zeros(shape, dtype) for key, (shape, dtype) in kinds.items()}
         self.tensors = {key: torch.from_numpy(array) for key, array in self._arrays.items()}
 
-    def put(self, arrays):
-        for key, array in arrays.items():
-            np.copyto(self._arrays[key], array, casting="same_kind")
-
-    def put_joined(self, parts):
-        assert parts.keys() == self._arrays.keys()
+    def put(self, parts):
+        assert [*parts] == ["idle"] or parts.keys() == self._arrays.keys()
         for key, arrays in parts.items():
             np.concatenate(arrays, out=self._arrays[key], casting="same_kind")
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from toyexp.base import others_running
-from toyexp_ggml.binding.library import GraphError, found, ggml
+from toyexp_ggml.binding import GraphError, found, ggml
 
 try:
     import resource

@@ -9,7 +9,7 @@ from typing import Any
 
 from toyexp import Rotary
 from toyexp_ggml import native
-from toyexp_ggml.binding.library import F32, GraphError, ggml
+from toyexp_ggml.binding import F32, GraphError, ggml
 from toyexp_ggml.binding.static_graph import StaticGraph
 from toyexp_ggml.binding.tensors import Node
 

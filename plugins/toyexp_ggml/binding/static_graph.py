@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from toyexp_ggml import native
+from toyexp_ggml.binding import GraphError, found, ggml
 from toyexp_ggml.binding.backend import Backend
-from toyexp_ggml.binding.library import GraphError, found, ggml
 from toyexp_ggml.binding.tensors import Node, context
 
 VIEWS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})

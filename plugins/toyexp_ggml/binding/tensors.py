@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from toyexp_ggml.binding import F32, I32, GraphError, ggml
 from toyexp_ggml.binding.backend import Backend
-from toyexp_ggml.binding.library import F32, I32, GraphError, ggml
 from toyexp_ggml.limits import LIMIT
 
 TYPES: dict[np.dtype[Any], int] = {np.dtype(np.float32): F32, np.dtype(np.int32): I32}

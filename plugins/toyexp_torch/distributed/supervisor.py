@@ -209,7 +209,7 @@ class Supervisor:
     def _look(self, seconds: float) -> list[tuple[int, str, str]]:
         """Read messages, and return each failure: its order (0 is the likeliest cause), a line, and a traceback."""
         failures: list[tuple[int, str, str]] = []
-        alive = {rank.link: rank for rank in self.ranks if not rank.gone}
+        alive: dict[Any, Rank] = {rank.link: rank for rank in self.ranks if not rank.gone}
         for rank in (alive[link] for link in wait([*alive], seconds)):
             try:
                 message = rank.link.receive()

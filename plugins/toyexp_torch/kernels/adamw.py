@@ -16,9 +16,9 @@ def step(
     """The formula of toyexp.AdamW in place on float32 vectors, from its seven `numbers`, float64.
 
     The gradient is divided by `divisor`; where `skip` is 1 nothing changes. `rounded` gets the new weights.
-    Of several runs w, m and v are matrices [K, n], of which `rows` change, or all; g [k, n], numbers [k, 7], divisor and
-    skip [k] are theirs, and a skip without axes is that of each. Along a matrix's last axis its numbers stand side by
-    side.
+    Of several runs w, m and v are matrices [K, n], of which `rows` change, or all; g [k, n], numbers [k, 7], divisor
+    and skip [k] are theirs, and a skip without axes is that of each. Along a matrix's last axis its numbers stand side
+    by side.
     """
     count, length = numbers.numel() // 7, w.shape[-1]
     _step[(triton.cdiv(length, BLOCK), count)](

@@ -37,13 +37,15 @@ def unpacked(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """
     if kind in WHOLE:
         return raw.view(WHOLE[kind]).to(dtype)
-    if torch.compiler.is_compiling():
-        # On a GPU a kernel of its own in any case. A compiled step that looks into it takes five times as long to make.
-        return as_one_op(raw, kind, dtype) if raw.is_cuda else _of_rows(_unpacked, raw, kind, dtype)
+    compiling, of_blocks = torch.compiler.is_compiling(), _unpacked
+    if raw.is_cuda and compiling:
+        # A kernel of its own in any case. A compiled step that looks into it takes five times as long to make.
+        return as_one_op(raw, kind, dtype)
     if raw.is_cuda:
-        return _of_rows(_in_one_kernel(kind, dtype, raw.device), raw, kind, dtype)
-    chunks = raw.device.type == "cpu" and kind != "Q8_0"  # whose codes are bytes: nothing large is between
-    return _of_rows(_in_chunks if chunks else _unpacked, raw, kind, dtype)
+        of_blocks = _in_one_kernel(kind, dtype, raw.device)
+    elif raw.device.type == "cpu" and kind != "Q8_0" and not compiling:  # its codes are bytes: nothing large is between
+        of_blocks = _in_chunks
+    return of_blocks(raw.reshape(-1), kind, dtype).view(raw.shape[0], -1)
 
 
 @torch.library.custom_op(
@@ -58,12 +60,6 @@ def as_one_op(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 def _(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     per_block, block_bytes = SIZES[kind]
     return raw.new_empty(raw.shape[0], raw.shape[1] // block_bytes * per_block, dtype=dtype)
-
-
-def _of_rows(
-    of_blocks: Callable[[Tensor, str, torch.dtype], Tensor], raw: Tensor, kind: str, dtype: torch.dtype
-) -> Tensor:
-    return of_blocks(raw.reshape(-1), kind, dtype).view(raw.shape[0], -1)
 
 
 def _unpacked(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:

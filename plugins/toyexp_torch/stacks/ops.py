@@ -27,7 +27,6 @@ class StackedOps(TorchOps):
         self._turns: dict[Any, Tensor] = {}  # rope's tables as complex numbers
 
     def matmul(self, x: Tensor, w: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
-        """See Ops."""
         if torch.compiler.is_compiling():
             return super().matmul(x, w, bias)
         product: Tensor = _Product.apply(x.flatten(0, -2), w, self._rounds)
@@ -35,7 +34,6 @@ class StackedOps(TorchOps):
         return y if bias is None else y + bias.to(y.dtype)
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        """See Ops."""
         if torch.compiler.is_compiling():
             return super().rms_norm(x, w, eps)
         return _by_rows(partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=eps), x.to(w.dtype)) * w
@@ -52,13 +50,11 @@ class StackedOps(TorchOps):
         return _by_rows(partial(_turned, by=self._turns[key]), x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """See Ops."""
         if torch.compiler.is_compiling():
             return plainly_attended(q, k, v, causal)
         return _by_rows(partial(super().attention, causal=causal), q, k, v)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """See Ops."""
         if torch.compiler.is_compiling():
             return super().cross_entropy(logits, targets, weights)
         return (_by_rows(_losses, logits, targets) * weights).sum()

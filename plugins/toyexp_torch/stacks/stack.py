@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -207,20 +208,18 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-class _Own:
-    """What a run's session knows of the stack's optimiser: the state in its row."""
-
-    def __init__(self, update: StackedUpdate, row: int):
-        self.state = {n: {slot: x[row] for slot, x in state.items()} for n, state in update.state.items()}
-
-
 class StackedSession(TorchSession):
     """One run of a stack; its `step` is one that no other run takes part in."""
 
     def __init__(self, plan: Plan, wanted: Wanted, stack: TorchStack, row: int):
-        super().__init__(plan, wanted, lambda *_: _Own(stack.update, row))  # type: ignore[arg-type]
+        super().__init__(plan, wanted, self._own_state)  # type: ignore[arg-type]
         self.stack, self.row = stack, row
         self._halved = False  # the program rounds the weights themselves where it computes in bfloat16
+
+    def _own_state(self, *_: object) -> SimpleNamespace:
+        """What the session knows of the stack's optimiser: the state in its row."""
+        state = self.stack.update.state
+        return SimpleNamespace(state={name: {s: x[self.row] for s, x in own.items()} for name, own in state.items()})
 
     def describe(self) -> dict[str, Any]:
         """With how many runs its steps are computed."""

@@ -74,7 +74,7 @@ class StackedUpdate(Update):
         kernel = kernel_of(rule, self._flat)
         if kernel is FusedAdamW and self._flat.device.type == "cpu":
             return AdamWByRow
-        return TritonAdamW if kernel is TritonAdamW else StackedFormula
+        return kernel if kernel is TritonAdamW else StackedFormula
 
     def _change(self, stretch: Stretch, change: Change) -> None:
         kernel = stretch.kernel
@@ -208,24 +208,17 @@ class StackedResident:
         self._step, self._plan, self._count, self._dtype = step, plan, count, dtype
         off = "" if capture else "engine.capture=false"
         pool = torch.cuda.graph_pool_handle()  # one after the other, graphs can share their memory
-        one: dict[str, Kind] = {
-            name: ((plan.rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in plan.inputs.items()
-        }
-        blank = {name: np.zeros(*kind) for name, kind in one.items()}
-        of_all: dict[Hashable, Kind] = {
-            name: ((count * shape[0], *shape[1:]), dtype) for name, (shape, dtype) in one.items()
-        }
-        self._held_out, self._blank = Inputs(of_all), blank
+        self._blank = blank = {n: np.zeros((plan.rows, *s.shape), s.dtype) for n, s in plan.inputs.items()}
+        of_all: dict[str, Kind] = {n: ((count * len(x), *x.shape[1:]), x.dtype) for n, x in blank.items()}
+        self._held_out = Inputs({(0, name): kind for name, kind in of_all.items()})
         self._losses = Captured("a held-out loss", self._losses_there, self._losses_there, pool, off)
         kinds: dict[Hashable, Kind] = {(i, n): kind for i in range(plan.accumulate) for n, kind in of_all.items()}
         kinds |= {i: ((count * size,), np.dtype(np.float64)) for i, size in enumerate(sizes)}
         self._inputs = Inputs({**kinds, "idle": ((count,), np.dtype(np.float32))}, under_way)
         self._results = Results(2 * count, dtype, under_way)
         self._latest: list[Asked] = [([blank] * plan.accumulate, [np.zeros(size) for size in sizes])] * count
-        micros = [{n: self._inputs.tensors[i, n] for n in plan.inputs} for i in range(plan.accumulate)]
-        self._micros = [self._by_run(micro) for micro in micros]
         self._numbers = [self._inputs.tensors[i].view(count, size) for i, size in enumerate(sizes)]
-        self._inputs.put({"idle": np.ones(count)})
+        self._inputs.put({"idle": [np.ones(count)]})
         self._taken = Captured("a step", self._work, self._work, pool, off)  # all runs are idle when it is rehearsed
         self._taken.prepare()
 
@@ -243,13 +236,13 @@ class StackedResident:
         for i, each in enumerate(zip(*micros, strict=True)):
             parts |= {(i, name): [micro[name] for micro in each] for name in self._plan.inputs}
         parts["idle"] = [np.array([place not in asked for place in range(self._count)], np.float32)]
-        self._inputs.put_joined(parts)
+        self._inputs.put(parts)
         return self._results.fetch(self._taken().flatten())
 
     def losses(self, micros: Mapping[int, Batch]) -> Tensor:
         """Of a micro-batch of the runs at those places, [count]; for others 0. Overwritten by the next call."""
         each = [micros.get(place, self._blank) for place in range(self._count)]
-        self._held_out.put_joined({name: [micro[name] for micro in each] for name in self._plan.inputs})
+        self._held_out.put({(0, name): [micro[name] for micro in each] for name in self._plan.inputs})
         return self._losses()
 
     def close(self) -> None:
@@ -258,14 +251,13 @@ class StackedResident:
         self._losses.close()
 
     def _work(self) -> Tensor:
-        return self._step([self._exact(micro) for micro in self._micros], self._numbers, self._inputs.tensors["idle"])
+        micros = [self._micro(self._inputs, i) for i in range(self._plan.accumulate)]
+        return self._step(micros, self._numbers, self._inputs.tensors["idle"])
 
     def _losses_there(self) -> Tensor:
-        return self._step.losses(self._exact(self._by_run({n: self._held_out.tensors[n] for n in self._plan.inputs})))
+        return self._step.losses(self._micro(self._held_out, 0))
 
-    def _by_run(self, micro: Micro) -> Micro:
-        return {name: x.unflatten(0, (self._count, -1)) for name, x in micro.items()}
-
-    def _exact(self, micro: Micro) -> Micro:
-        """Its fractions in the type of the weights."""
-        return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in micro.items()}
+    def _micro(self, inputs: Inputs, i: int) -> Micro:
+        """Micro-batch `i` by run, its fractions in the type of the weights."""
+        by_run = {n: inputs.tensors[i, n].unflatten(0, (self._count, -1)) for n in self._plan.inputs}
+        return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in by_run.items()}

@@ -37,7 +37,8 @@ def unpacked(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """
     if kind in WHOLE:
         return raw.view(WHOLE[kind]).to(dtype)
-    compiling, of_blocks = torch.compiler.is_compiling(), _unpacked
+    compiling = torch.compiler.is_compiling()
+    of_blocks: Callable[[Tensor, str, torch.dtype], Tensor] = _unpacked
     if raw.is_cuda and compiling:
         # A kernel of its own in any case. A compiled step that looks into it takes five times as long to make.
         return as_one_op(raw, kind, dtype)

@@ -27,7 +27,7 @@ class Profile:
     ops: frozenset[str]
     query_block: int = 256  # causal attention takes so many queries at a time
     half_products: bool = False  # matrix products round their inputs to float16
-    slow_cont: bool = False  # CONT of a transposed view copies number by number, slower than CONCAT does
+    slow_cont: bool = False  # CONT of a transposed view copies number by number, slowly
     slow_sum: bool = False  # SUM runs on one thread
     narrow_sum: bool = False  # SUM runs on one group of threads, while SUM_ROWS takes a group for each row
     side_by_side: bool = False  # nodes that follow one another run at once, unless one reads what another writes

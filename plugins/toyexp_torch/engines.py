@@ -182,17 +182,17 @@ class TorchEngine(Engine):
             return f"{of_one}: is of one run at a time"
         if why := toyexp.unlike(plans):
             return why
-        import_torch()
-        from toyexp_torch.stacks.shapes import refusal
-
-        return refusal(plans[0])
+        return self._try_step(plans[0])[0]
 
     def bytes_in_a_stack(self, plan: Plan) -> int:
         """See Engine; found by a step on shapes alone."""
-        torch = import_torch()
-        from toyexp_torch.stacks.shapes import bytes_of_a_run
+        return self._try_step(plan)[1]
 
-        return bytes_of_a_run(plan, torch.float64 if self.dtype == "float64" else torch.float32)
+    def _try_step(self, plan: Plan) -> tuple[str, int]:
+        torch = import_torch()
+        from toyexp_torch.stacks.shapes import try_step
+
+        return try_step(plan, torch.float64 if self.dtype == "float64" else torch.float32)
 
     def realize_stack(self, plans: Sequence[Plan]) -> Stack:
         """See Engine."""

@@ -214,28 +214,11 @@ class Graph(StaticGraph):
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:
-        """The last two axes exchanged, contiguous; on the CPU, whose CONT is slow, by our kernel or else by CONCAT."""
+        """The last two axes exchanged, contiguous; on the CPU, whose CONT is slow, by our kernel if it can be built."""
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
         if slow_cont and (kernel := native.kernel("transpose")):
             return self.reshape(self._transposed(kernel, x), *shape)
-        halves = self._halves(x) if slow_cont else ()
-        if halves:
-            joined = ggml.ggml_concat(self._context, *(self._turned(h) for h in halves), 2)
-            a, n, d = halves[0].shape
-            return self.reshape(self._node(joined, (2 * a, d, n)), *shape)
         return self._node(ggml.ggml_cont(self._context, self._turned(x)), shape)
-
-    def _halves(self, x: Node) -> tuple[Node, ...]:
-        """Views of x [.., n, d] that CONCAT joins along the third axis: half its matrices each, or half its columns."""
-        n, d = x.shape[-2:]
-        matrices = x.size // (n * d)
-        if matrices % 2 == 0:
-            step, shape, strides = matrices // 2 * n * d, (matrices // 2, n, d), (n * d, d)
-        elif matrices == 1 and d % 2 == 0:
-            step, shape, strides = d // 2, (1, n, d // 2), (n * d, d)
-        else:
-            return ()
-        return tuple(self._view(x, shape, start, *strides) for start in (0, step))
 
     def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
         """Part of x from a number on, in another shape; `strides` of its axes but the last, in numbers."""

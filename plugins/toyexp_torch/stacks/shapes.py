@@ -26,24 +26,16 @@ def preload() -> None:
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
-def refusal(plan: Plan) -> str:
-    """Why the steps of several runs of such a plan are no one program, or nothing."""
-    return _tried(plan, torch.float32)[0]
-
-
-def bytes_of_a_run(plan: Plan, dtype: torch.dtype) -> int:
-    """What a run takes of the memory of a stack: its rows, and its share of what a step holds when it holds most.
-
-    What does not train is not counted: runs have it in common, or each its own.
-    """
-    return _tried(plan, dtype)[1]
-
-
 _known: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # of plans that are there
 
 
-def _tried(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
-    """Both, found once for a plan: a step on shapes takes the time of many that compute something."""
+def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
+    """Why the steps of several such runs are no one program, or nothing, and how many bytes a run takes of a stack.
+
+    Those are its rows, and its share of what a step holds when it holds most. What does not train is not counted: runs
+    have it in common, or each its own. A step on shapes takes the time of many that compute something, so each plan is
+    tried once.
+    """
     if not plan.trainable:  # it has no steps
         return "", 0
     key = id(plan), dtype

@@ -6,9 +6,8 @@ import copy
 import dataclasses
 import math
 import os
-import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -56,7 +55,12 @@ def parts_of(cfg: DictConfig, keys: Keys, begun: Record) -> dict[str, Any]:
 def check_together(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
     """Has all parts of a run but its engine look at their settings, and looks at what two of them say together."""
     named = {f"{kind}={part.name}": part for kind, part in parts.items()}
-    check_parts({"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}})
+    every = {"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}}
+    for who, part in every.items():
+        with of_a_part(), told_by(who):
+            if isinstance(part, Optimiser):  # whose own check may leave out that of all optimisers
+                Optimiser.check(part)
+            part.check()
     batch_size, accumulate = settings.batch_size, parts["optim"].accumulate
     if batch_size % accumulate:
         raise UserError(f"optim.accumulate={accumulate} does not divide batch_size={batch_size} into micro-batches")
@@ -71,15 +75,6 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
         _typed_once(Sweep, found["sweep"], "sweep")
     own = {key: value for key, value in found.items() if key not in (*groups, "sweep")}
     return _typed_once(Settings, own, "") | groups
-
-
-def check_parts(parts: Mapping[str, Any]) -> None:
-    """Have each part check its own settings."""
-    for who, part in parts.items():
-        with of_a_part(), told_by(who):
-            if isinstance(part, Optimiser):  # whose own check may leave out that of all optimisers
-                Optimiser.check(part)
-            part.check()
 
 
 def saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Record) -> tuple[Model, Data, Recipe]:
@@ -135,7 +130,7 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         merged = OmegaConf.structured(shape)
         merged.merge_with(node)
-        values = typing.cast("dict[str, Any]", OmegaConf.to_container(merged, throw_on_missing=True))
+        values = cast("dict[str, Any]", OmegaConf.to_container(merged, throw_on_missing=True))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
         raise in_plain_words(f"{dot}{key}={node.get(str(key))}", error) from None
@@ -221,7 +216,8 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
             if isinstance(reason, Absent):
                 absent[str(reason)] = None
         else:
-            shown = [] if engine.on_gpu else [later.name for later in offers[i:] if _is_shown(later.cls)]
+            later = [cast("type[Engine]", o.cls) for o in ([] if engine.on_gpu else offers[i:])]
+            shown = [e.name for e in later if e.on_gpu and os.environ.get(e.shows or "-", "-1") not in ("", "-1")]
             return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken, shown)})"
     found = "".join(f"; {fact}" for fact in (*broken, *absent))
     command = f"`toyexp doctor{registry.loading}`"
@@ -237,11 +233,6 @@ def facts_of(engine: Engine) -> str:
         raise
     except Exception as error:  # whatever a library raises while it loads, or a plugin
         raise hidden_interrupt(error) or Broken(f"its check failed ({why(error)})") from None
-
-
-def _is_shown(engine: type[Engine]) -> bool:
-    """Whether the environment names GPUs for an engine."""
-    return engine.on_gpu and os.environ.get(engine.shows or "-", "-1") not in ("", "-1")
 
 
 def _auto(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]], shown: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.base.errors import UserError, require_visible
 from toyexp.base.formatting import typed as plain
 from toyexp.base.ranks import lonely_ranks, started_ranks
-from toyexp.config.build import located, made, parts_of, pick_engine, resolved, typed
+from toyexp.config.build import located, made, parts_of, pick_engine, resolved, typed, without_hydra
 from toyexp.config.compose_cache import composed
 from toyexp.config.keys import Keys, in_braces
 from toyexp.config.mistakes import check_files, check_keys, check_settings, explain, in_plain_words, placed
@@ -123,8 +123,7 @@ class Composed:
 
     def unlike(self, usual: Composed) -> list[str]:
         """The settings, beside Hydra's own, that are others than in a usual configuration."""
-        then, now = (OmegaConf.to_container(OmegaConf.masked_copy(c.cfg, [str(k) for k in c.cfg if k != "hydra"]))
-                     for c in (usual, self))  # fmt: skip
+        then, now = (OmegaConf.to_container(without_hydra(c.cfg)) for c in (usual, self))
         return [f"{key}={plain(value)}" for key, (_, value) in differences(then, now)]
 
     def look_over(self) -> None:

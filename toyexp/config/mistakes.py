@@ -43,17 +43,11 @@ def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> Non
 
 
 def check_listed(override: Override, keys: Keys) -> None:
-    """Raises UserError for one value of a number that was meant as several: a list, or a range of another language."""
+    """Raises UserError for a list that was given to a number, and meant as several values."""
     key, line = str(override.key_or_group), str(override.input_line)
-    types, value = keys.types(key), line.partition("=")[2]
-    if not types & {int, float} or types - {int, float, type(None)}:
-        return
-    if listed := re.fullmatch(r"\[([^][]*,[^][]*)\]", value):
+    types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
+    if listed and types & {int, float} and types <= {int, float, type(None)}:
         raise UserError(f"{line}: several values of a sweep stand without brackets: {key}={listed[1]}")
-    if ends := re.fullmatch(r"([-+.\de]+?)(?::|\.\.+)([-+.\de]+)", value):
-        whole = all(re.fullmatch(r"-?\d+", end) for end in ends.groups())
-        some = f"{key}=range({ends[1]},{ends[2]})" if whole else f"{key}={ends[1]},{ends[2]}"
-        raise UserError(f"{line}: is no number; several values of a sweep are {some}")
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
@@ -206,8 +200,6 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry, value: str = 
         theirs = theirs or (f"hydra.{key}" if rest in (["dir"], ["subdir"]) else "")
         hint = f"did you mean {theirs}?" if theirs else choose(key, _sweep_keys())
         return f"unknown key {key}; {hint}"
-    if kind == "hydra" and ("/" in key or nearest(key, HYDRA_KEYS) is None):
-        return f"{key}: has no effect here; of Hydra's settings there are {', '.join(HYDRA_KEYS[:4])}"
     if kind == "hydra":
         return f"unknown key {key}; {choose(key, HYDRA_KEYS)}"
     if kind not in keys.under(""):  # it stands elsewhere, or one like it does
@@ -252,7 +244,10 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
     """A complaint about a configuration that could not be composed, as one of ours."""
     text = str(error)
     if isinstance(error, RecursionError):
-        return includes_itself(given, source)
+        path = next(files(given, source))
+        return UserError(
+            f"{path}: includes itself; take its own name out of its defaults list, or a file's named there"
+        )
     if not isinstance(error, HydraException | OmegaConfBaseException | OverflowError):
         main = source.directory / f"{source.name}.yaml"
         return UserError(f"{main}: cannot be composed ({type(error).__name__}: {printable(text, 200)})")
@@ -372,27 +367,17 @@ def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> 
         raise misplaced(parsed, source)
     given = {o.key_or_group for o in parsed}
     for key, example in RESUMES.items():
-        if key not in given and _is_set(cfg, key):
+        if key not in given and OmegaConf.select(cfg, key, throw_on_resolution_failure=False) is not None:
             where = next((path for path in files(parsed, source) if _holds(load_yaml(path), key)), "the config")
             raise UserError(f"{where}: {key} is not taken from a file; give it on the command line: {example}")
-
-
-def includes_itself(parsed: Sequence[Override], source: Source) -> UserError:
-    """An error about defaults lists that lead in a circle."""
-    path = next(files(parsed, source))
-    return UserError(f"{path}: includes itself; take its own name out of its defaults list, or of a file's named there")
 
 
 def misplaced(parsed: Sequence[Override], source: Source) -> UserError:
     """An error about an experiment whose settings stand under the key `experiment`."""
     path = next(files(parsed, source))
-    held = load_yaml(path)
-    if held is None:
-        return UserError(f"{path}: holds no settings, such as steps: 100 below a first line '{HEADER}'")
-    if not isinstance(held, dict):
+    if not isinstance(load_yaml(path), dict):
         # Not what it holds: the file may be a link to one that its owner shows to nobody.
-        what = "a list" if isinstance(held, list) else "one value"
-        return UserError(f"{path}: holds {what}, and no keys with values, such as steps: 100")
+        return UserError(f"{path}: holds no keys with values, such as steps: 100 below a first line '{HEADER}'")
     if path.parent.name != "experiment":
         return UserError(f"{path}: has a key experiment, which is none; choose one by experiment=NAME")
     return UserError(f"{path}: its first line must be '{HEADER}', and that of each experiment which it includes")
@@ -432,13 +417,6 @@ def place(path: Path, key: str, said: str = "") -> str:
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     line = next((k.start_mark.line + 1 for k, _ in pairs if said.startswith((f"{k.value}:", f"{k.value} "))), line)
     return f"{path}, line {line}" if line else str(path)
-
-
-def _is_set(cfg: DictConfig, key: str) -> bool:
-    try:
-        return OmegaConf.select(cfg, key) is not None
-    except OmegaConfBaseException:  # it refers to another key
-        return True
 
 
 def _holds(node: Any, key: str, one_value: bool = False) -> bool:

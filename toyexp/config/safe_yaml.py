@@ -70,19 +70,16 @@ def require_plugins(asked: object, loaded: Sequence[str], what: str) -> None:
         )
 
 
-def _children(node: yaml.Node) -> Iterator[tuple[yaml.Node, bool]]:
-    """The nodes in a node, and whether each is a key."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield from ((key, True), (value, False))
-    elif isinstance(node, yaml.SequenceNode):
-        yield from ((item, False) for item in node.value)
-
-
 def _nodes(node: yaml.Node, key: bool = False) -> Iterator[tuple[yaml.Node, bool]]:
+    """The node and all in it, and whether each is a key."""
     yield node, key
-    for child, is_key in _children(node):
-        yield from _nodes(child, is_key)
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _nodes(name, key=True)
+            yield from _nodes(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _nodes(item)
 
 
 def check_text(text: str, place: str) -> None:

@@ -86,8 +86,7 @@ def _worded(key: str, value: Any) -> str:
 def _unreadable(text: str) -> UserError:
     key, equals, value = text.partition("=")
     engine, *own = value.split(":")
-    shorter = text.rstrip(", ")
-    one = re.sub(",[, ]*,", ",", text)
+    one = re.sub(",[, ]*,", ",", text).rstrip(", ")
     tight, several, escaped = _tight(text), text.split(), _escaped(key, value)
     for wrong, words in (
         (not equals, "cannot be read; a setting is key=value, such as steps=100"),
@@ -98,16 +97,11 @@ def _unreadable(text: str) -> UserError:
         ),
         (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
         (
-            key == "engine" and own and "," in value,
-            f"bench and parity take several engines; a run has one: engine={engine.partition(',')[0]}",
-        ),
-        (
             key == "engine" and own,
-            f"an engine's settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",
+            f"a run has one engine, whose settings stand beside it: {' engine.'.join([f'engine={engine}', *own])}",
         ),
         (value[:1] == "~", f"there is no home directory {value.partition('/')[0]}; name the folder itself"),
-        (value.endswith(",") and _is_read(shorter), f"it ends in a comma: {shorter}"),
-        (",," in value and _is_read(one), f"a value between commas is empty: {one}"),
+        (one != text and _is_read(one), f"a value beside a comma is empty: {one}"),
         (re.match(r"[a-z]+\(", value) and _is_read(f"{text})"), f"a parenthesis is not closed: {text})"),
         (value.endswith("()"), f"{value} holds no value; several are {key}=1,2,3"),
         (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -116,9 +117,7 @@ class Exporter(Callback):
         exported = self.exported(run, export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors))))
         for note in sentences(self._format.notes, exported):
             log.info("model%s: %s", self.form.suffix, note)
-        with run.output(path) as place:
-            problems = require_written(self._format, place, self._format.write(exported, place))
-        self._tell(run, path, self._format.kind, problems)
+        self._write(run, path, self._format.kind, partial(self._format.write, exported))
 
     def exported(self, run: Run, tensors: Tensors) -> Exported:
         """The run's model with these tensors, and where it comes from."""
@@ -136,8 +135,10 @@ class Exporter(Callback):
         best = {self._best.metric: self._best.score} if self._best else {}
         return Exported(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
-    def _tell(self, run: Run, path: Path, kind: str, problems: list[str]) -> None:
-        """Says what was written, and loudly what is wrong with it: it is kept, as all that a long run may leave."""
+    def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
+        """Writes a file, and says loudly what is wrong with it: it is kept, as all that a long run may leave."""
+        with run.output(path) as place:
+            problems = require_written(self._format, place, write(place))
         for problem in problems:
             run.emit("warning", text=f"{path.name}: {problem}")
         which = "best" if self._best else "last"
@@ -172,10 +173,7 @@ class AdapterExporter(Exporter):
             adapter = path.with_name(path.name.replace("model", "adapter"))
             self._pairs = self._values(run, names)
             exported = self.exported(run, self._pairs)
-            with run.output(adapter) as place:
-                told = self._format.write_adapter(run.plan, exported, place)
-                problems = require_written(self._format, place, told)
-            self._tell(run, adapter, "f32", problems)
+            self._write(run, adapter, "f32", partial(self._format.write_adapter, run.plan, exported))
         if self.merged or not names:
             super()._export(run, path)
 

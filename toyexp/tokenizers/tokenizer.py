@@ -92,14 +92,13 @@ class Tokenizer(ABC):
         """
         if after in self.swallow_after:
             text = text.lstrip(WHITE)
-        return self._encode_all([text], [after is None or after in self._special], special)[0]
+        return self.encode_pieces([text], [after is None or after in self._special], special)[0]
 
-    def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool]) -> list[np.ndarray]:
-        """int32 ids of each text: one that `begins`, or goes on where `cuts` allowed to cut what stands before it."""
-        return self._encode_all(texts, begins)
+    def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
+        """int32 ids of each text: one that `begins`, or goes on where `cuts` allowed to cut what stands before it.
 
-    def _encode_all(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
-        """The ids of each text: special tokens are cut out first, and what is left is encoded in one go."""
+        Special tokens are cut out first, and what is left is encoded in one go.
+        """
         before, behind = self.swallow_before, self.swallow_after
         texts_cut = [_cut(text, self._literals[special], before, behind) for text in texts]
         starts = [

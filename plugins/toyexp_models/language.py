@@ -8,6 +8,10 @@ from typing import Any, ClassVar
 from toyexp import TOKENS, Dataset, Kind, Model, UserError
 from toyexp.base import MOST, require_within
 
+BLOCKS = "[1,10000]"  # each has tensors that a plan lists
+# Where all inputs are 0 the gradient takes an eps's power of -1.5, which float32 has to hold; above 1 it decides.
+EPS = "[1e-24,1]"
+
 
 @dataclass
 class LanguageModel(Model):
@@ -27,9 +31,7 @@ class LanguageModel(Model):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "context")
-        self.require_eps("norm_eps")
-        self.require_blocks("n_layers")
-        require_within("model", self, vocab=f"[0,{MOST}]")
+        require_within("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MOST}]")
 
     def fit(self, dataset: Dataset) -> Model:
         """Takes the vocabulary from the data when none was given."""

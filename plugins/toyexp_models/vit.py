@@ -27,14 +27,14 @@ from toyexp import (
 )
 from toyexp.base import MOST, require_within, require_words
 from toyexp.formats import GGUFForm, Keys, Layout, Place
-from toyexp_models.language import require_shared_heads
+from toyexp_models.language import BLOCKS, EPS, require_shared_heads
 
 if TYPE_CHECKING:
     import numpy as np
 
 ARCHITECTURE = "toyexp-vit"
 # form of the blocks: the GGUF key of its norms' eps
-EPS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
+FORMS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
 # Its fields, and the keys of a GGUF.
 SIZES = {
     "image_size": "image_size", "channels": "channels", "patch": "patch_size", "classes": "class_count",
@@ -60,14 +60,14 @@ class ViTGGUF(GGUFForm[Any]):
     def metadata(self, model: Any) -> dict[str, Any]:
         """The keys that the documentation lists."""
         sizes = {key: getattr(model, name) for name, key in SIZES.items()}
-        return {"block": model.block, **sizes, EPS[model.block]: model.norm_eps}
+        return {"block": model.block, **sizes, FORMS[model.block]: model.norm_eps}
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
         """The file's model; UserError for one that lacks something."""
         keys = Keys(file)
-        block = keys.expect("block", *EPS)
+        block = keys.expect("block", *FORMS)
         sizes = {name: keys.whole(key) for name, key in SIZES.items()}
-        return cls(**sizes, block=block, norm_eps=keys.number(EPS[block]))
+        return cls(**sizes, block=block, norm_eps=keys.number(FORMS[block]))
 
 
 def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
@@ -147,9 +147,8 @@ class ViT(Model):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "patch")
-        self.require_blocks("n_layers")
-        self.require_eps("norm_eps")
-        require_words("model", self, block=tuple(EPS))
+        require_words("model", self, block=tuple(FORMS))
+        require_within("model", self, n_layers=BLOCKS, norm_eps=EPS)
         require_within("model", self, **dict.fromkeys(("image_size", "channels", "classes"), f"[0,{MOST}]"))
         require_shared_heads(self)
         if self.image_size % self.patch:

@@ -57,9 +57,9 @@ def test_a_saved_configuration_is_taken_with_its_resume_null_and_without_a_direc
     [
         ("steps: 3\n", ["its first line must be '# @package _global_'"]),
         ("# mine\n# @package _global_\nsteps: 3\n", ["its first line must be '# @package _global_'"]),
-        ("", ["holds no settings", "steps: 100", "# @package _global_"]),
-        ("- steps\n", ["holds a list, and no keys with values"]),
-        ("steps\n", ["holds one value, and no keys with values"]),
+        ("", ["holds no keys with values", "steps: 100", "# @package _global_"]),
+        ("- steps\n", ["holds no keys with values"]),
+        ("steps\n", ["holds no keys with values"]),
         (HEADER + "defaults: [mine, _self_]\nsteps: 3\n", ["includes itself"]),
     ],
 )

@@ -31,10 +31,8 @@ def without(name):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensors": (*TENSORS, TENSORS[1])}, ["tensor w", "twice"]),
         ({"tensors": tuple(TENSORS), "adapters": (LoraAdapter("w", 1.0),)}, ["adapter of w", "w.lora_a"]),
         ({"tensors": (*TENSORS, PAIR[0]), "adapters": (LoraAdapter("w", 1.0),)}, ["adapter of w", "w.lora_b"]),
-        ({"tensors": (*TENSORS, PlanTensor("q", (3, 3), None))}, ["tensor q starts from None", "such as Normal(0.02)"]),
         ({"adapters": (LoraAdapter("v", 1.0),)}, ["adapter of v", "tensor v,"]),
         ({"adapters": (Lens("x", "q"),)}, ["adapter of x", "tensor q,"]),
         ({"adapters": (Lens("y", "p"),)}, ["adapter of y", "tensor y,"]),

@@ -76,12 +76,12 @@ BAD = {
     "name: !custom x": "names a type",
     "seed: 1:30": "YAML reads 1:30 in base 60",
     "lr: 1:30.5": "YAML reads 1:30.5 in base 60",
-    "name: ${oc.env:TOKEN}": "reads the environment",
-    "name: a-${oc.env:TOKEN,none}": "reads the environment",
+    "name: ${oc.env:TOKEN}": "key=$NAME",
+    "name: a-${oc.env:TOKEN,none}": "key=$NAME",
     "data: {path: '${oc.decode:${oc.env:TOKEN}}'}": "is not taken from a file",
     "name: '${oc.${steps}:TOKEN}'": "is not taken from a file",
-    "name: '${ oc.env:TOKEN}'": "reads the environment",
-    r"name: '\\${oc.env:TOKEN}'": "reads the environment",
+    "name: '${ oc.env:TOKEN}'": "key=$NAME",
+    r"name: '\\${oc.env:TOKEN}'": "key=$NAME",
     "name: ${oc.create:x}": "is not taken from a file",
     "a: &a [1, *a]": "holds itself",
     "a: &a " + "[" * 1100 + "]" * 1100: "nested too deeply",
@@ -111,7 +111,7 @@ def test_nor_is_it_shown_or_swept(flag, capsys):
         ("defaults: [/evil@hydra: x]\nsteps: 3", "/evil@hydra sets Hydra's own settings"),
         ("defaults: [{/evil@_global_.hydra.run: x}]", "/evil@_global_.hydra.run sets Hydra's own settings"),
         ("defaults: [/../secret]\nsteps: 3", "is not taken from"),
-        ("name: ${oc.env:TOKEN}", "reads the environment"),
+        ("name: ${oc.env:TOKEN}", "key=$NAME"),
     ],
 )
 def test_nor_is_a_preset_of_a_directory_of_presets(text, told, capsys):
@@ -189,7 +189,7 @@ def test_a_resumed_or_repeated_run_asks_nothing_of_the_machine(capsys):
     assert main(["resume=run", NOOP[0], "steps=5"]) == 0, capsys.readouterr().err
     text = Path("run/config.yaml").read_text()
     for old, new, told in (
-        ("name: scratch-llama", "name: ${oc.env:TOKEN}", "reads the environment"),
+        ("name: scratch-llama", "name: ${oc.env:TOKEN}", "key=$NAME"),
         ("recipe:\n", "recipe:\n  _target_: os.system\n", "_target_ names code"),
         ("name: scratch-llama", "name: !!python/name:os.system", "names a type"),
     ):

@@ -68,7 +68,7 @@ class Request:
 
     def of_run(self, directory: Path) -> Request:
         """The same on the saved configuration of a run; UserError where that is of another model, data or recipe."""
-        source = Source.of_run(directory, self.values, self.registry, self.modules)
+        source = Source.of_run(directory, self.values, self.modules)
         typed = {} if source.begun.cwd in (None, Path.cwd()) else self.values
         here = {key: Path(typed[key]).absolute() for key in MOVED if os.path.lexists(typed.get(key, ""))}
         settings = [o for o in self.settings if o.key_or_group not in here]

@@ -88,12 +88,9 @@ def check_text(text: str, place: str) -> None:
         escaped, name, end = len(match[1]) % 2, match[2].strip(), match[3]
         if escaped or (end == "}" or (end == ":" and name in RESOLVERS)):
             continue
-        if name.startswith("oc.env"):
-            raise UserError(
-                f"{place}: {printable(text)} reads the environment, and what it finds would stand in everything that "
-                "the run leaves; give it on the command line: key=$NAME"
-            )
-        raise UserError(f"{place}: {printable(text)} is not taken from a file; there may be ${{key}} and ${{now:...}}")
+        also = "; give a variable on the command line: key=$NAME" if name.startswith("oc.env") else ""
+        there = f"there may be ${{key}} and ${{now:...}}{also}"
+        raise UserError(f"{place}: {printable(text)} is not taken from a file; {there}")
 
 
 def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:

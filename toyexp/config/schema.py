@@ -175,7 +175,7 @@ class Source:
     begun: Record = field(default_factory=Record, compare=False)  # where that run was begun
 
     @classmethod
-    def of_run(cls, directory: Path, asked: Mapping[str, str], registry: Registry, modules: Sequence[str]) -> Source:
+    def of_run(cls, directory: Path, asked: Mapping[str, str], modules: Sequence[str]) -> Source:
         """The saved configuration of a run, without its settings of engine and callbacks where others are `asked` for.
 
         Raises UserError where another model, data set or recipe is, and where its local plugins are not loaded.
@@ -194,8 +194,6 @@ class Source:
             if not isinstance(then, dict) or now in (None, then.get("name")):
                 continue
             was = printable(str(then.get("name")))
-            if now in registry.offers[kind]:
-                raise UserError(f"resume={directory}: that run is another experiment: {kind} was {was} and is {now}")
             raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
         others = {"engine", "callbacks"} & asked.keys()
         begun = record_in(saved_state(directory))
@@ -224,12 +222,7 @@ class Source:
         source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, begun=begun)
         file = directory / f"{source.name}.yaml"
         if not file.exists():
-            lies_there = extra is not None and not path and Path(extra, file.name).exists()
-            hint = (
-                f"that of --config-dir is no preset but a main file: --config-path {extra} --config-name {source.name}"
-                if lies_there
-                else choose(source.name, [p.stem for p in directory.glob("*.yaml")])
-            )
+            hint = choose(source.name, [p.stem for p in directory.glob("*.yaml")])
             raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; {hint}")
         require(file, f"--config-name {source.name}: {file}")
         return source

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.attribution import given, unwanted
 from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.validators import require_positive, require_within
+from toyexp.base.validators import require_positive
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.values import Values
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 LOGGED: set[str] = set()  # held-out scores that callbacks say they log
-MOST_BLOCKS = 10_000
-LEAST_EPS = 1e-24
 
 
 @dataclass(frozen=True)
@@ -107,20 +105,6 @@ class Model(ABC):
         """Raises UserError unless each named field is above zero, and no more than float32 holds or 31 bits count."""
         for name in names:
             require_positive(f"model.{name}", getattr(self, name))
-
-    def require_eps(self, name: str) -> None:
-        """Raises UserError unless the named field can be added to a norm's variance.
-
-        Where all inputs are 0 the gradient takes its power of -1.5, which float32 has to hold; above 1 it is no small
-        addition but what decides.
-        """
-        value = getattr(self, name)
-        if not LEAST_EPS <= value <= 1:
-            raise UserError(f"model.{name}={value}: must be above 0, from {LEAST_EPS:g} to 1")
-
-    def require_blocks(self, name: str) -> None:
-        """Raises UserError unless the named field is a number of blocks: each has tensors that a plan lists."""
-        require_within("model", self, **{name: f"[1,{MOST_BLOCKS}]"})
 
     def settings(self) -> dict[str, Any]:
         """The fields and their values."""

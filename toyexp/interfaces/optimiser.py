@@ -98,16 +98,15 @@ class Group:
         if factors:
             rule, decay = self.scaled(factors), decay * factors.get("weight_decay", 1.0)
         found = rule.numbers(step, lr * self.lr_scale, decay)
-        if (*found,) != self._names:
-            if found.keys() != set(self._names):
-                raise RunFailed(
-                    f"optim.{self._name}: its numbers at step {step + 1} are "
-                    f"{', '.join(map(str, found))}, and were {', '.join(self._names)}; they must have the same names"
-                )
-            found = {name: found[name] for name in self._names}
+        if found.keys() != set(self._names):
+            name = getattr(self.rule, "name", type(self.rule).__name__)
+            raise RunFailed(
+                f"optim.{name}: its numbers at step {step + 1} are "
+                f"{', '.join(map(str, found))}, and were {', '.join(self._names)}; they must have the same names"
+            )
         import numpy as np
 
-        return np.array([*found.values()], np.float64)
+        return np.array([found[name] for name in self._names], np.float64)
 
     def scaled(self, factors: Mapping[str, float]) -> Rule:
         """The rule with its own settings multiplied by the factors of their names."""
@@ -122,10 +121,6 @@ class Group:
     def scalable(self) -> frozenset[str]:
         """What of the rule a schedule can scale."""
         return frozenset(scalable(self.rule))
-
-    @property
-    def _name(self) -> str:
-        return str(getattr(self.rule, "name", type(self.rule).__name__))
 
     @cached_property
     def _names(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -81,13 +80,7 @@ class Plan:
     groups: tuple[Group, ...] = ()  # which rule changes which tensors; () leaves all to AdamW
 
     def __post_init__(self) -> None:
-        names = Counter(t.name for t in self.tensors)
-        if repeated := [name for name, count in names.items() if count > 1]:
-            raise UserError(f"plan: tensor {min(repeated)} is listed twice")
-        for t in self.tensors:
-            if not isinstance(t.values, Values):
-                given = printable(repr(t.values))
-                raise UserError(f"plan: tensor {t.name} starts from {given}; it needs values, such as Normal(0.02)")
+        names = {t.name for t in self.tensors}
         for adapter in self.adapters:
             needed = [adapter.target]
             needed += [adapter.projection] if isinstance(adapter, Lens) else lora_names(adapter.target)

@@ -61,8 +61,8 @@ def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTenso
         if not isinstance(t.shape, tuple) or not is_shape(t.shape):
             shape = printable(repr(t.shape))
             raise UserError(f"{who}: tensor {t.name} has the shape {shape}; it takes a tuple of whole numbers from 1")
-        if isinstance(t, TensorSpec) and not isinstance(t.init, Values):
-            raise UserError(f"{who}: tensor {t.name} starts from {_of(t.init)}; it needs values, such as Normal(0.02)")
+        if not isinstance(values := t.init if isinstance(t, TensorSpec) else t.values, Values):
+            raise UserError(f"{who}: tensor {t.name} starts from {_of(values)}; it needs values, such as Normal(0.02)")
         if t.name in names:
             raise UserError(f"{who}: tensor {t.name} is listed twice")
         names.add(t.name)

@@ -146,7 +146,7 @@ class TextData(TokenizedData):
         """The pieces and merges of a BPE, and what of the text it did not learn from."""
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
         cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.cut_up
-        pieces: Iterator[str] = (piece for document in corpus.train() for piece in cut_up(document, cuts))
+        pieces: Iterator[str] = (part.text for document in corpus.train() for part in cut_up(document, cuts))
         partly = 0 < limit < size
         learned = spread(pieces, size, limit) if partly else pieces
         made = interruptible(lambda: toyexp.tokenizers.BPE.train(learned, self.bpe_vocab))

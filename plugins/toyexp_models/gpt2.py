@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import LORA, Constant, Normal, Ops, Params, Tensor, TensorSpec
+from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
-from toyexp_models.language import LanguageModel, require_shared_heads
+from toyexp_models.language import LanguageModel, linear_specs, norm_specs, require_shared_heads
 
 
 @dataclass
@@ -30,28 +30,18 @@ class GPT2(LanguageModel):
     def tensors(self) -> list[TensorSpec]:
         """Matrices N(0, 0.02), norms 1, biases 0."""
         d, ff, small = self.d_model, self.d_ff, Normal(0.02)
-
-        def linear(name: str, outputs: int, inputs: int) -> list[TensorSpec]:
-            return [
-                TensorSpec(f"{name}.weight", (outputs, inputs), small),
-                TensorSpec(f"{name}.bias", (outputs,), Constant(0)),
-            ]
-
-        def norm(name: str) -> list[TensorSpec]:
-            return [TensorSpec(f"{name}.weight", (d,), Constant(1)), TensorSpec(f"{name}.bias", (d,), Constant(0))]
-
         specs = [
             TensorSpec("token_embd.weight", (self.vocab, d), small),
             TensorSpec("position_embd.weight", (self.context, d), small),
         ]
         for i in range(self.n_layers):
-            specs += norm(f"blk.{i}.attn_norm")
-            specs += linear(f"blk.{i}.attn_qkv", 3 * d, d)
-            specs += linear(f"blk.{i}.attn_output", d, d)
-            specs += norm(f"blk.{i}.ffn_norm")
-            specs += linear(f"blk.{i}.ffn_up", ff, d)
-            specs += linear(f"blk.{i}.ffn_down", d, ff)
-        specs += norm("output_norm")
+            specs += norm_specs(f"blk.{i}.attn_norm", d)
+            specs += linear_specs(f"blk.{i}.attn_qkv", 3 * d, d, small)
+            specs += linear_specs(f"blk.{i}.attn_output", d, d, small)
+            specs += norm_specs(f"blk.{i}.ffn_norm", d)
+            specs += linear_specs(f"blk.{i}.ffn_up", ff, d, small)
+            specs += linear_specs(f"blk.{i}.ffn_down", d, ff, small)
+        specs += norm_specs("output_norm", d)
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, d), small))
         return specs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from toyexp import TOKENS, Dataset, Kind, Model, UserError
+from toyexp import TOKENS, Constant, Dataset, Kind, Model, Normal, TensorSpec, UserError
 from toyexp.base import MOST, require_within
 
 BLOCKS = "[1,10000]"  # each has tensors that a plan lists
@@ -41,6 +41,18 @@ class LanguageModel(Model):
                 f"leave it at 0 or give at least {dataset.vocab}"
             )
         return replace(self, vocab=self.vocab or dataset.vocab)
+
+
+def linear_specs(name: str, outputs: int, inputs: int, init: Normal, biased: bool = True) -> list[TensorSpec]:
+    """The weight of a linear and its bias."""
+    weight = TensorSpec(f"{name}.weight", (outputs, inputs), init)
+    return [weight, TensorSpec(f"{name}.bias", (outputs,), Constant(0))] if biased else [weight]
+
+
+def norm_specs(name: str, size: int, biased: bool = True) -> list[TensorSpec]:
+    """The weight of a norm and its bias."""
+    weight = TensorSpec(f"{name}.weight", (size,), Constant(1))
+    return [weight, TensorSpec(f"{name}.bias", (size,), Constant(0))] if biased else [weight]
 
 
 def require_shared_heads(model: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from toyexp import Ops, Tensor, UserError
-from toyexp.base import require_float32
+from toyexp.base import require_positive
 from toyexp_models.gguf import LlamaGGUF, RotaryGGUF
 from toyexp_models.huggingface import gemma_layout, llama_layout, qwen2_layout, qwen3_layout
 from toyexp_models.rotary import RotaryModel
@@ -38,9 +38,7 @@ class Llama(RotaryModel):
                 f"{self.head_size // 2} pairs, each with its own"
             )
         for factor in self.rope_factors:
-            if not 0 < factor < math.inf:
-                raise UserError(f"model.rope_factors: {factor} must be a finite number above 0")
-            require_float32("model.rope_factors", factor)
+            require_positive("model.rope_factors", factor)
         self._check_turns(self.rope_factors)
 
     def biases(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp
@@ -27,7 +28,7 @@ from toyexp import (
 )
 from toyexp.base import MOST, require_within, require_words
 from toyexp.formats import GGUFForm, Keys, Layout, Place
-from toyexp_models.language import BLOCKS, EPS, require_shared_heads
+from toyexp_models.language import BLOCKS, EPS, linear_specs, norm_specs, require_shared_heads
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,15 +197,9 @@ class ViT(Model):
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
         with_bias = self.block == "layernorm_gelu"
 
-        def linear(name: str, outputs: int, inputs: int, init: Normal = inner) -> list[TensorSpec]:
-            weight = TensorSpec(f"{name}.weight", (outputs, inputs), init)
-            return [weight, TensorSpec(f"{name}.bias", (outputs,), Constant(0))] if with_bias else [weight]
-
-        def norm(name: str) -> list[TensorSpec]:
-            weight = TensorSpec(f"{name}.weight", (d,), Constant(1))
-            return [weight, TensorSpec(f"{name}.bias", (d,), Constant(0))] if with_bias else [weight]
-
-        specs = linear("v.patch_embd", d, self.channels * self.patch**2, small)
+        linear = partial(linear_specs, init=inner, biased=with_bias)
+        norm = partial(norm_specs, size=d, biased=with_bias)
+        specs = linear("v.patch_embd", d, self.channels * self.patch**2, init=small)
         specs.append(TensorSpec("v.class_embd", (d,), Constant(0)))
         specs.append(TensorSpec("v.position_embd.weight", (self.patches + 1, d), small))
         for i in range(self.n_layers):
@@ -214,7 +209,7 @@ class ViT(Model):
             specs += norm(f"v.blk.{i}.ln2")
             specs += linear(f"v.blk.{i}.ffn_up", ff, d)
             specs += linear(f"v.blk.{i}.ffn_down", d, ff)
-        return [*specs, *norm("v.post_ln"), *linear("v.head", self.classes, d, small)]
+        return [*specs, *norm("v.post_ln"), *linear("v.head", self.classes, d, init=small)]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits [B, classes] of patches [B, P, channels * patch * patch]."""

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from collections import UserDict
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import MODELS, VOCAB, write_base
 
 import toyexp
-from toyexp import Callback, Exported, Format, UserError, hookimpl
+from toyexp import Callback, Exported, Format, RunFailed, UserError, hookimpl
 from toyexp.cli.main import main
 from toyexp.formats.gguf.form import PlainForm
 from toyexp.formats.gguf.read import GGUFFile
@@ -25,6 +26,9 @@ from toyexp.plugins.exporter import exporter
 from toyexp.plugins.rules import check_class
 from toyexp.plugins.settings import settings_of
 from toyexp.testing import FormatSuite, OpModel
+from toyexp.testing.formats import _content as content
+from toyexp.testing.formats import _end as end
+from toyexp.testing.formats import _run as a_run
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
 from toyexp_models.gpt2 import GPT2
@@ -75,19 +79,44 @@ class Folder(Npz):
         return super().read(path / "all.npz", models)
 
 
-class TestGGUF(FormatSuite):
+class Torn(UserDict):
+    """Tensors of which the last cannot be read, as on a disk that fails."""
+
+    def __getitem__(self, name):
+        if name == list(self.data)[-1]:
+            raise OSError(5, "Input/output error")
+        return self.data[name]
+
+
+class Suite(FormatSuite):
+    """The kit's, and what holds of every format by the run that writes it."""
+
+    def test_it_is_written_whole_or_not_at_all(self, tmp_path, monkeypatch):
+        """Where a tensor cannot be read, nothing is left, and an earlier export stays as it was."""
+        run, callback = a_run(tmp_path, self.models[0]), self.callback()
+        end(callback, run, step=2)
+        before = {p.name: content(p) for p in tmp_path.iterdir()}
+        exported = self.exported(self.models[0])
+        torn = replace(exported, tensors=Torn(exported.tensors))
+        monkeypatch.setattr(callback, "exported", lambda run, tensors: torn)
+        with pytest.raises(RunFailed, match="could not be written"):
+            end(callback, run, step=4)
+        assert {p.name: content(p) for p in tmp_path.iterdir()} == before
+
+
+class TestGGUF(Suite):
     form, models, refused = GGUF(), [*TEXT, VIT, Bare(d_model=32)], [Bare(norm_eps=float("nan"))]
 
 
-class TestGGUFInFloat16(FormatSuite):
+class TestGGUFInFloat16(Suite):
     form, models = GGUF(type="f16"), [*TEXT, VIT]
 
 
-class TestSafetensors(FormatSuite):
+class TestSafetensors(Suite):
     form, models = Safetensors(), [*TEXT, VIT, Bare(d_model=32)]
 
 
-class TestHuggingFace(FormatSuite):
+class TestHuggingFace(Suite):
     form, models = HuggingFace(), [TEXT[0], *TEXT[2:], VIT]
     refused = [
         OpModel(),

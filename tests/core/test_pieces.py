@@ -43,7 +43,7 @@ def in_chunks(text, seed):
 def test_every_pre_tokenizer_finds_the_same_words_in_pieces(name):
     pre = PRE_TOKENIZERS[name]
     text = nasty(f"words {name}", 7_000)
-    found = [*cut_up(in_chunks(text, name), pre.cuts, size=600)]
+    found = [part.text for part in cut_up(in_chunks(text, name), pre.cuts, size=600)]
     assert "".join(found) == text
     assert [word for piece in found for word in pre._words(piece)] == pre._words(text)
     if name != "superbpe":  # whose words are all that stands between two numbers
@@ -85,7 +85,7 @@ TOKENIZERS = {
 def test_every_tokenizer_gives_the_same_ids_in_pieces(name):
     tokenizer = TOKENIZERS[name]()
     text = nasty(1, 20_000).replace("12", "<b>")  # which is a token of its own, wherever it stands
-    found = [*cut_up(in_chunks(text, 1), tokenizer.cuts, size=600)]
+    found = [part.text for part in cut_up(in_chunks(text, 1), tokenizer.cuts, size=600)]
     assert len(found) > 8 and "".join(found) == text
     ids = np.concatenate(tokenizer.encode_pieces(found, [True, *[False] * (len(found) - 1)]))
     assert ids.tolist() == tokenizer.encode(text).tolist()
@@ -113,7 +113,7 @@ def test_documents_begin_and_end_once_however_many_pieces_they_have(monkeypatch)
 def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch, capsys):
     monkeypatch.setattr(pieces, "LARGE", 1 << 12)
     text, superbpe = "no number in it. " * 3000, PRE_TOKENIZERS["superbpe"]
-    assert [*cut_up(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
+    assert [part.text for part in cut_up(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
     assert capsys.readouterr().err.count("no place to cut") == 1
     monkeypatch.setattr(pieces, "available_bytes", lambda: 10_000)
     with pytest.raises(UserError, match=r"GB: give another data\.tokenizer"):
@@ -122,5 +122,5 @@ def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch
 
 def test_behind_a_stretch_without_a_place_to_cut_pieces_are_small_again():
     text = "a" * 20_000 + " word" * 8000
-    first, *others = cut_up(in_chunks(text, 0), PRE_TOKENIZERS["gpt-2"].cuts, size=2000)
+    first, *others = (part.text for part in cut_up(in_chunks(text, 0), PRE_TOKENIZERS["gpt-2"].cuts, size=2000))
     assert len(first) > 20_000 and len(others) > 9 and max(map(len, others)) <= 4000

@@ -7,6 +7,7 @@ import pytest
 
 from toyexp import AdamW, SessionError
 from toyexp.interfaces.session import State
+from toyexp.reference.null import NullSession
 from toyexp.reference.opmodel import ROWS, op_batch, op_plan
 from toyexp.testing import NullEngine
 
@@ -62,3 +63,18 @@ def test_misuse_is_a_named_error():
     for call in (lambda: session.step(batch, hp), lambda: session.evaluate([batch]), lambda: session.download("w")):
         with pytest.raises(SessionError, match="closed"):
             call()
+
+
+class Counting(NullSession):
+    """Its logits are the tokens that it reads."""
+
+    def do_logits(self, micro, rows):
+        assert len(micro["tokens"]) == self.plan.rows
+        return micro["tokens"][:rows, :, None].astype(np.float32)
+
+
+def test_logits_of_more_rows_than_a_micro_batch_are_computed_in_parts():
+    tokens = op_batch(rows=2 * ROWS + 1)["tokens"]
+    with Counting(op_plan("attention"), ENGINE).open() as session:
+        session.build()
+        assert (session.logits({"tokens": tokens})[..., 0] == tokens).all()

@@ -238,7 +238,6 @@ def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_sha
     suite.engine = Pairs(threads=1)
     suite.test_op_computes_what_its_definition_says("rope", None)
     suite.test_accumulation_equals_one_large_batch()
-    suite.test_logits_of_more_rows_than_a_micro_batch()
     monkeypatch.setattr(doctor, "CASES", {name: CASES[name] for name in ("matmul", "rope")})
     lines = list(examine(suite.engine, references.__wrapped__(4)))
     assert (len(lines), [line for line in lines if not line.passed]) == (6, [])

@@ -9,7 +9,7 @@ import torch
 from float64_models import FORWARD
 from float64_models import loss as reference_loss
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from tiny import CONTEXT, batches, write_base
+from tiny import CONTEXT, batches, given, write_base
 
 from toyexp import AdamW, Normal, Setup, TensorSpec, UserError
 from toyexp.batching.tokens import Dropout
@@ -20,7 +20,6 @@ from toyexp.interfaces.plan import export_tensors, lora_names
 from toyexp.interfaces.recipe import start
 from toyexp.plugins.discovery import load
 from toyexp.reference.engine import reference_loss as reference_ops_loss
-from toyexp.testing import given
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.experiment import prepare
 from toyexp_ggml.engines import GGMLCPU

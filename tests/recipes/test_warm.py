@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from tiny import MODELS, batches
+from tiny import MODELS, batches, given
 
 from toyexp import AdamW, SessionError, Setup, UserError
 from toyexp.formats.gguf.write import write_model
@@ -92,7 +92,6 @@ def test_folding_the_lens_leaves_the_logits_as_they_are(donor):
         session.step(batch, AdamW.for_from_scratch().hp_for_step(0))
         through_lens = session.logits(batch)
         folded = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
-    from toyexp.testing import given
     from toyexp_recipes.scratch import Scratch
 
     plain = given(Scratch().plan(plan.model, Setup(batches().inputs, rows=3)), folded)

@@ -7,6 +7,7 @@ import numpy as np
 from toyexp import Setup
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
+from toyexp.interfaces.values import Given
 from toyexp.testing import token_dataset
 from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp_models.gpt2 import GPT2
@@ -90,3 +91,10 @@ def chat_tokenizer():
     tokenizer = BPE([*base.pieces, "<|im_start|>", "<|im_end|>"], [], base.eos)
     tokenizer.controls, tokenizer.chat_template = frozenset([257, 258]), CHATML
     return tokenizer
+
+
+def given(plan, values):
+    """The same plan starting from `values` where they name its tensors."""
+    return replace(
+        plan, tensors=tuple(replace(t, values=Given(values[t.name])) if t.name in values else t for t in plan.tensors)
+    )

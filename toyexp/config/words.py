@@ -115,7 +115,10 @@ def _unreadable(text: str) -> UserError:
             f"in braces names stand without quotes, and [ and ] each behind a backslash: '{escaped}'",
         ),
         (value[:1] == "{" and set(value) & set("'\""), f"in braces names stand without quotes: {key}={{name: value}}"),
-        (_unbalanced(value), f"a bracket is not closed; a list is {key}=[a,b]"),
+        (
+            any(value.count(a) != value.count(b) for a, b in ("[]", "{}")),
+            f"a bracket is not closed; a list is {key}=[a,b]",
+        ),
         (value.count('"') % 2 or value.count("'") % 2, "a quote is not closed"),
     ):
         if wrong:
@@ -146,7 +149,3 @@ def _is_read(text: str) -> bool:
     except (HydraException, ValueError):
         return False
     return True
-
-
-def _unbalanced(value: str) -> bool:
-    return value.count("[") != value.count("]") or value.count("{") != value.count("}")

@@ -176,18 +176,15 @@ def lacks(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
         return f"it has no {tokenizer.kind} tokenizer"
     if tokenizer.kind not in conversion.kinds:
         return f"for this architecture it has no {tokenizer.kind} tokenizer"
-    if isinstance(tokenizer, BPE) and _trained_here(tokenizer):
+    # Trained here, or read from a GGUF of one that was: those have GPT-2's pre-tokenizer.
+    is_small = tokenizer.source.get("ggml.pre", "gpt-2") == "gpt-2" and tokenizer.vocab < GPT2_TOKENS
+    if isinstance(tokenizer, BPE) and is_small:
         return "of byte-level BPE it knows only published vocabularies, not one trained here"
     if isinstance(tokenizer, SentencePiece):
         if conversion.prefix not in (None, tokenizer.prefix):
             return f"for this architecture it sets add_space_prefix={str(conversion.prefix).lower()}"
         return lacking(tokenizer) or conversion.lost
     return conversion.lost
-
-
-def _trained_here(tokenizer: BPE) -> bool:
-    """Whether it was trained here, or read from a GGUF of one that was: those have GPT-2's pre-tokenizer."""
-    return tokenizer.source.get("ggml.pre", "gpt-2") == "gpt-2" and tokenizer.vocab < GPT2_TOKENS
 
 
 # Of some model_types transformers 5 takes only vocabulary and merges from tokenizer.json, and cuts and normalises text

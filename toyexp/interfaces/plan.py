@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.packages import place
+from toyexp.base.validators import require_within
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Adapted, LowRank, Params, Tensor
@@ -91,10 +92,7 @@ class Plan:
                 raise UserError(
                     f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is not listed"
                 )
-        if self.rows < 1 or self.accumulate < 1:
-            raise UserError(f"plan: rows={self.rows} and accumulate={self.accumulate} must be 1 or above")
-        if not 0 <= self.grad_clip < math.inf:
-            raise UserError(f"plan: grad_clip={self.grad_clip} must be 0 (none) or above")
+        require_within("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         for name, kind in (("targets", "int"), ("weights", "float")):
             dtype = self.inputs[name].dtype if name in self.inputs else "missing"
             if not dtype.startswith(kind):

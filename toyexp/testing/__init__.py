@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from toyexp.testing.models import ModelSuite
     from toyexp.testing.null import NullEngine
     from toyexp.testing.optimisers import OptimiserSuite
-    from toyexp.testing.suites import CallbackSuite, RecipeSuite, given, image_dataset, token_dataset
+    from toyexp.testing.suites import CallbackSuite, RecipeSuite, image_dataset, token_dataset
 
 # The suites need pytest, which not everyone who uses the rest has.
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

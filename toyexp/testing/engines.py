@@ -234,15 +234,6 @@ class EngineSuite(EngineNumbers):
         assert part.shape == (2, 3, full.shape[-1])
         np.testing.assert_allclose(part, full[:2, :3], atol=1e-5)
 
-    def test_logits_of_more_rows_than_a_micro_batch(self) -> None:
-        """They are computed in parts, the last of which may be short."""
-        count = 2 * self.rows + 1
-        batch = self.op_batch(rows=count)
-        with self.built(self.op_plan("attention")) as session:
-            full = session.logits({"tokens": batch["tokens"]})
-            parts = [session.logits({"tokens": batch["tokens"][i : i + 1]}) for i in range(count)]
-        np.testing.assert_allclose(full, np.concatenate(parts), atol=1e-5)
-
     @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
     def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
         """However a sequence is cut, and with the weights that a step has changed."""

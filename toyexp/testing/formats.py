@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import UserDict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,18 +97,6 @@ class FormatSuite(PluginSuite):
             _end(self.callback(), _run(foreign, self.models[0]), step=2)
         assert [(p.name, p.read_bytes()) for p in foreign.iterdir()] == [(place.name, OURS)]
 
-    def test_it_is_written_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where a tensor cannot be read, nothing is left, and an earlier export stays as it was."""
-        run, callback = _run(tmp_path, self.models[0]), self.callback()
-        _end(callback, run, step=2)
-        before = {p.name: _content(p) for p in tmp_path.iterdir()}
-        exported = self.exported(self.models[0])
-        torn = replace(exported, tensors=_Torn(exported.tensors))
-        monkeypatch.setattr(callback, "exported", lambda run, tensors: torn)
-        with pytest.raises(RunFailed, match="could not be written"):
-            _end(callback, run, step=4)
-        assert {p.name: _content(p) for p in tmp_path.iterdir()} == before
-
     def test_what_it_cannot_hold_is_refused_in_one_line_before_the_run(self, tmp_path: Path) -> None:
         """With how the run goes without it, and nothing written."""
         for model in self.refused:
@@ -120,15 +106,6 @@ class FormatSuite(PluginSuite):
             assert "\n" not in str(refused.value)
             assert f"'~callbacks.{callback.name}'" in str(refused.value)
         assert not list(tmp_path.iterdir())
-
-
-class _Torn(UserDict[str, np.ndarray]):
-    """Tensors of which the last cannot be read, as on a disk that fails."""
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name == list(self.data)[-1]:
-            raise OSError(5, "Input/output error")
-        return self.data[name]
 
 
 def _run(directory: Path, model: Model) -> Run:

@@ -32,7 +32,6 @@ from toyexp.interfaces.plan import Plan, PlanTensor, export_tensors, grouped
 from toyexp.interfaces.recipe import Recipe, Setup, start
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.session import Session, State
-from toyexp.interfaces.values import Given
 from toyexp.plugins.rules import KINDS, check_class
 from toyexp.plugins.settings import settings_of
 from toyexp.reference.opmodel import OpModel
@@ -219,9 +218,3 @@ class Bare(Recipe):
     def plan(self, model: Model, setup: Setup) -> Plan:
         """All of them train."""
         return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
-
-
-def given(plan: Plan, values: Mapping[str, np.ndarray]) -> Plan:
-    """The same plan starting from `values` where they name its tensors."""
-    tensors = (dataclasses.replace(t, values=Given(values[t.name])) if t.name in values else t for t in plan.tensors)
-    return dataclasses.replace(plan, tensors=tuple(tensors))

@@ -84,10 +84,9 @@ class Characters(Tokenizer):
 
 def check_bpe_vocab(vocab: int) -> None:
     """Raises UserError for a number of tokens that cannot be learned."""
-    if vocab < 258:
-        raise UserError(f"data.bpe_vocab={vocab}: a byte-level BPE needs at least 258 (256 bytes, end, one merge)")
-    if vocab > MOST_LEARNED:
-        raise UserError(f"data.bpe_vocab={vocab}: at most {MOST_LEARNED} tokens can be learned")
+    if not 258 <= vocab <= MOST_LEARNED:
+        least = "at least 258 (256 bytes, end, one merge)"
+        raise UserError(f"data.bpe_vocab={vocab}: must be {least} and at most {MOST_LEARNED}")
 
 
 class BPE(Tokenizer):

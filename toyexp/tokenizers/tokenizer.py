@@ -310,25 +310,33 @@ def _split(text: str, literal: str, i: int, before: bool, behind: bool) -> list[
     return [part for part in parts if part != ""]
 
 
-def cut_up(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[str]:
+class Part(NamedTuple):
+    """A piece of a document, and whether it is the first and the last."""
+
+    text: str
+    begins: bool
+    ends: bool
+
+
+def cut_up(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[Part]:
     """A text that comes in chunks, in pieces of at most 2 x `size` characters that end where `cuts` allows it.
 
     `cuts` is given text that goes on, and says where it may be cut, the last place first. Where it finds none, a piece
     grows, in the end to the whole text.
     """
-    text, wanted = "", size
+    text, wanted, begins = "", size, True
     for chunk in chunks:
         text += chunk
         while len(text) > 2 * wanted:
             place = next(cuts(text[: 2 * wanted]), 0)
             if place:
-                yield text[:place]
-                text, wanted = text[place:], size
+                yield Part(text[:place], begins, ends=False)
+                text, wanted, begins = text[place:], size, False
             else:
                 wanted *= 2
                 _check_memory(wanted)
     if text:
-        yield text
+        yield Part(text, begins, ends=True)
 
 
 def _check_memory(size: int) -> None:
@@ -354,20 +362,12 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterato
             yield np.concatenate([start[: part.begins], ids, end[: part.ends]])
 
 
-class Part(NamedTuple):
-    """A piece of a document, and whether it is the first and the last."""
-
-    text: str
-    begins: bool
-    ends: bool
-
-
 def _batches(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[list[Part]]:
     """The documents' pieces, as many at a time as are tokenized at once."""
     batch: list[Part] = []
     held = 0
     for chunks in documents:
-        for part in _framed(cut_up(chunks, tokenizer.cuts)):
+        for part in cut_up(chunks, tokenizer.cuts):
             batch.append(part)
             held += len(part.text)
             if held >= BATCH:
@@ -375,14 +375,3 @@ def _batches(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterat
                 batch, held = [], 0
     if batch:
         yield batch
-
-
-def _framed(pieces: Iterable[str]) -> Iterator[Part]:
-    before, begins = "", True
-    for piece in pieces:
-        if before:
-            yield Part(before, begins, ends=False)
-            begins = False
-        before = piece
-    if before:
-        yield Part(before, begins, ends=True)

@@ -142,7 +142,7 @@ def test_a_sweep_compares_accuracies(tmp_path, capsys, monkeypatch):
         ("model.classes=-1", "model.classes=-1: must be at least 0"),
         ("model.n_heads=5", "model.n_heads=5 does not divide model.d_model=32"),
         ("model.block=rmsnorm_slu", "did you mean rmsnorm_silu?"),
-        ("model.norm_eps=0", "model.norm_eps=0.0: must be above 0"),
+        ("model.norm_eps=0", "model.norm_eps=0.0: must be at least 1e-24"),
         ("recipe.init_scale=0", "recipe.init_scale=0.0: must be above 0"),
         ("data.val_fraction=0", "data.val_fraction=0.0"),
         ("callbacks=[safetensors_export] callbacks.safetensors_export.every=-1", "safetensors_export.every=-1: must"),

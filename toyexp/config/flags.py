@@ -141,10 +141,8 @@ VERBS = ("train", "run", "fit", "start", "sweep")
 
 def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
     """An error about a word with dashes that is no flag, by what comes `after` it."""
-    if setting := setting_with_dashes(word, after):
+    if setting := setting_with_dashes(word, after) or (word.lstrip("-") if "=" in word else None):
         return UserError(f"{word}: a setting has no dashes: {setting}")
-    if "=" in word:
-        return UserError(f"{word}: a setting has no dashes: {word.lstrip('-')}")
     return UserError(f"{word}: there is no such option; {choose(word, flags)}")
 
 

@@ -90,7 +90,7 @@ def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str |
     if line.endswith("=") and key not in GROUPS and (types or kind == "hydra"):
         return f"{line}: {EMPTY}" + (f"; an empty text is \"{line}''\"" if kind == "callbacks" and str in types else "")
     if (kind == "hydra" and key not in HYDRA_KEYS) or (kind == "sweep" and key not in (*_sweep_keys(), *keys.classes)):
-        return _unknown(key, None, keys.registry)
+        return unknown_key(key, None, keys.registry)
     if "/" in key:
         return f"unknown key {key}; did you mean {key.replace('/', '.')}?"
     if override.is_delete():
@@ -115,7 +115,7 @@ def _wrong_part(override: Override, kind: str, rest: Sequence[str], keys: Keys) 
     """What is wrong with where a setting of a part is put."""
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
-        return _unknown(f"{kind}.{rest[0]}", None, keys.registry)
+        return unknown_key(f"{kind}.{rest[0]}", None, keys.registry)
     if len(rest) < depth:
         one_by_one = f"give a callback's settings one by one ({kind}.{rest[0]}.<setting>=...)"
         return f"{line}: {one_by_one}; add callbacks by name: callbacks=[default,{rest[0]}]"
@@ -176,7 +176,7 @@ def check_keys(cfg: DictConfig, every: Keys) -> Keys:
         value = "..."
         with contextlib.suppress(OmegaConfBaseException):  # it holds what cannot be resolved
             value = typed(OmegaConf.select(cfg, key))
-        raise unknown_key(key, cfg, registry, value)
+        raise UserError(unknown_key(key, cfg, registry, value))
     for kind in PARTS:
         if not keys.classes[kind]:
             for name in names_in(cfg, kind):
@@ -185,12 +185,8 @@ def check_keys(cfg: DictConfig, every: Keys) -> Keys:
     return keys
 
 
-def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> UserError:
-    """An error about a key nobody reads, with the nearest one that somebody does."""
-    return UserError(_unknown(key, cfg, registry, value))
-
-
-def _unknown(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> str:
+def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> str:
+    """What is said of a key nobody reads, with the nearest one that somebody does."""
     keys = Keys.of(registry) if cfg is None else Keys.of(registry).of_config(cfg)
     kind, *rest = re.split("[./]", key)
     where, _, last = key.rpartition(".")
@@ -220,10 +216,9 @@ def _unknown(key: str, cfg: DictConfig | None, registry: Registry, value: str = 
         if cfg is not None and rest[0] not in cfg.callbacks:
             return _not_chosen(key)
     chosen = f"{kind}={there[kind][0]}" if there[kind] and kind != "callbacks" else where
-    *others, owner = [None, *sorted(n for n, offer in offers.items() if last in Keys.fields(offer.cls))]
-    if owner and kind != "callbacks":
-        belongs = " or ".join(filter(None, [", ".join(filter(None, others)), owner]))
-        return f"unknown key {key} with {chosen}; it belongs to {kind}={belongs}: choose that, or leave the key out"
+    owners = " or ".join(sorted(n for n, offer in offers.items() if last in Keys.fields(offer.cls)))
+    if owners and kind != "callbacks":
+        return f"unknown key {key} with {chosen}; it belongs to {kind}={owners}: choose that, or leave the key out"
     valid = keys.under(where) - {"name"}
     best = nearest(last, valid)
     own = f"{kind}_{last}"  # data.seed is data_seed
@@ -287,7 +282,7 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
             return misplaced(given, source)
         key = match[1] or match[2]
         value = next((str(o.input_line).partition("=")[2] for o in given if o.key_or_group == key), "...")
-        return unknown_key(key, _groups_only(given, source), registry, value)
+        return UserError(unknown_key(key, _groups_only(given, source), registry, value))
     if match := re.search(r"An item is already at '([^']+)'", text):
         return UserError(f"+{match[1]}: that key is there already; leave out the '+'")
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):

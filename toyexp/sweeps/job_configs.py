@@ -216,7 +216,7 @@ class JobConfigs:
             one = self._lists[key] and isinstance(value, str | int | float)
             OmegaConf.update(cfg, key, [value] if one else value, merge=True)
         except (ConfigKeyError, AttributeError):
-            raise unknown_key(key, cfg, self.request.registry) from None
+            raise UserError(unknown_key(key, cfg, self.request.registry)) from None
         except OmegaConfBaseException as error:
             raise wrong_value(error, key, parse([word]), self.request.registry) from None
 

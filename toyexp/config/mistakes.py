@@ -239,10 +239,9 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
     """A complaint about a configuration that could not be composed, as one of ours."""
     text = str(error)
     if isinstance(error, RecursionError):
-        path = next(files(given, source))
-        return UserError(
-            f"{path}: includes itself; take its own name out of its defaults list, or a file's named there"
-        )
+        included = next(files(given, source))
+        hint = "take its own name out of its defaults list, or a file's named there"
+        return UserError(f"{included}: includes itself; {hint}")
     if not isinstance(error, HydraException | OmegaConfBaseException | OverflowError):
         main = source.directory / f"{source.name}.yaml"
         return UserError(f"{main}: cannot be composed ({type(error).__name__}: {printable(text, 200)})")

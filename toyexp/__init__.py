@@ -13,7 +13,6 @@ from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
     from toyexp.api.functions import SweepResult, compare, evaluate, open, predict, run, sweep
-    from toyexp.api.history import History
     from toyexp.api.result import Result
     from toyexp.api.train import train
     from toyexp.base.errors import (
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from toyexp.reference.engine import NumpyArithmetic, updated
     from toyexp.reference.forward import reason_to_recompute
     from toyexp.reference.forward_listing import Traced, listing
+    from toyexp.results.events import History
     from toyexp.tokenizers.tokenizer import Tokenizer
     from toyexp.training.bus import Bus
     from toyexp.training.checkpoint import rebuilt

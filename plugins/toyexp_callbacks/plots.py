@@ -25,6 +25,7 @@ from toyexp.base import (
     parameters_of,
     require_drawing,
     smooth_loss,
+    thinned,
     whole_steps,
     write_ends,
 )
@@ -35,7 +36,7 @@ log = logging.getLogger("toyexp")
 SUFFIXES = (".png", ".svg")
 SHARE = 0.02  # of the time of a run that may go into pictures before its end
 FIRST = 30.0  # seconds before the first one
-MOST = 2000  # stretches a curve is drawn in, each by its lowest and its highest: more than a print resolves
+MOST = 4000  # points of a curve that are drawn: more than a print resolves
 MOST_OWN = 6  # panels of numbers that callbacks log
 NOTE = 44  # characters of a line of what is written beside a mark
 UNDRAWN = {"ppl", "tokens", "wall_us"}
@@ -222,21 +223,6 @@ def drawn(curves: Curves) -> dict[str, bytes]:
     return sheet.pictures(".png", ".svg")
 
 
-def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> tuple[Any, Any]:
-    """Of each of `most` stretches of equal length the lowest and the highest; all where there are not so many."""
-    import numpy as np
-
-    x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
-    if len(x) <= 2 * most:
-        return x, y
-    kept: set[int] = set()
-    finite = np.where(np.isfinite(y), y, np.inf), np.where(np.isfinite(y), y, -np.inf)
-    for begin, end in zip(*(np.arange(most + 1)[i:][:most] * len(x) // most for i in (0, 1)), strict=True):
-        kept |= {begin + int(finite[0][begin:end].argmin()), begin + int(finite[1][begin:end].argmax())}
-    places = sorted(kept)
-    return x[places], y[places]
-
-
 def smoothed(values: Sequence[float]) -> tuple[Any, int]:
     """The mean over a centred window of a fifteenth of the steps, cut off at both ends; and that window's width.
 
@@ -261,8 +247,8 @@ def _loss(axes: Any, curves: Curves) -> None:
     if steps:
         smooth, width = smoothed(values)
         if width > 1:
-            axes.plot(*thinned(steps, values), color=BLUE, linewidth=0.6, alpha=0.35)
-        axes.plot(*thinned(steps, smooth), color=BLUE, linewidth=1.6)
+            axes.plot(*thinned(steps, values, MOST), color=BLUE, linewidth=0.6, alpha=0.35)
+        axes.plot(*thinned(steps, smooth, MOST), color=BLUE, linewidth=1.6)
         last: float | None = None  # as result.json and all tables have it
         for step, value in zip(steps, values, strict=True):
             last = smooth_loss(last, value, step)
@@ -289,7 +275,7 @@ def _held_out(axes: Any, at: Sequence[int], values: Sequence[float]) -> None:
 
 
 def _small(axes: Any, of: Points, name: str) -> None:
-    axes.plot(*thinned(*of), color=GREY, linewidth=0.8)
+    axes.plot(*thinned(*of, MOST), color=GREY, linewidth=0.8)
     axes.set_ylabel(textwrap.fill(name, 14), fontsize=SMALL)  # a panel is an inch high
     wide = name != "learning rate" and logarithmic(axes, "y", of[1])  # that is 0 at an end of most schedules
     if not wide:

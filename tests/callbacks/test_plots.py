@@ -11,14 +11,14 @@ from made_runs import made
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from toyexp.base.drawing import MADE_BY, Sheet, is_drawn
+from toyexp.base.drawing import MADE_BY, Sheet, is_drawn, thinned
 from toyexp.cli import bench
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.found import look
 from toyexp.results.plot import sheet
 from toyexp_callbacks import plots
-from toyexp_callbacks.plots import Curves, drawn, smoothed, thinned
+from toyexp_callbacks.plots import Curves, drawn, smoothed
 
 
 class ThreadDoneAtOnce:
@@ -65,7 +65,7 @@ def test_a_smoothed_curve_is_the_mean_of_its_neighbours_and_ends_in_that_of_half
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():
     values = np.ones(100_000)
     values[31_234], values[77_777] = 9.0, -5.0
-    steps, kept = thinned(range(100_000), values, 100)
+    steps, kept = thinned(range(100_000), values, 200)
     assert len(steps) <= 200 and list(steps) == sorted(steps)
     assert (kept.max(), kept.min()) == (9.0, -5.0)
     assert steps[kept.argmax()] == 31_234 and steps[kept.argmin()] == 77_777

@@ -22,7 +22,6 @@ from tiny import write_base
 import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
 from toyexp.api.calls import worded
-from toyexp.api.history import History
 from toyexp.base.lazy import lazy
 from toyexp.cli.main import main
 from toyexp.config import compose_cache as beforehand
@@ -30,6 +29,7 @@ from toyexp.config import schema
 from toyexp.config.paths import CONF
 from toyexp.config.words import parse
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.results.events import History
 from toyexp.sweeps.process_state import plain_torch
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data.text import Text

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from made_runs import made, made_sweep
 
+from toyexp.base.drawing import thinned
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
-from toyexp.results.events import Curve, History, means, thinned
+from toyexp.results.events import History, means
 from toyexp.results.found import below, look
 from toyexp.results.report import FIRST, Report, SweepReport, importance_among, packed_library
 
@@ -53,21 +54,18 @@ def test_the_page_is_whole_in_itself_and_has_the_numbers_of_the_runs(swept):
 
 def test_a_thinned_curve_keeps_what_stands_out():
     """Every stretch's lowest and highest, at their own steps; the mean is that of all steps."""
-    curve, draw = Curve(), np.random.default_rng(0)
-    values = draw.normal(size=25_000)
+    values = np.random.default_rng(0).normal(size=25_000)
     values[[3_333, 17_001]] = 50, -50
-    for step, value in enumerate(values, 1):
-        curve.add(step, float(value))
-    curve.add(25_001, float("nan"))
-    steps, kept = thinned(curve, 1000)
-    assert len(steps) <= 1000 and steps == sorted(set(steps))
+    curve = np.arange(1, 25_001), values
+    steps, kept = thinned(*curve, 1000)
+    assert len(steps) <= 1000 and steps.tolist() == sorted(set(steps))
     assert all(values[step - 1] == value for step, value in zip(steps, kept, strict=True))
     assert {3_334, 17_002} <= set(steps)
     for stretch in values.reshape(500, 50):
         assert stretch.min() in kept and stretch.max() in kept
     _, some = means(curve, 250)
-    assert some == pytest.approx(values.reshape(250, 100).mean(1).tolist())
-    assert thinned(curve, 30_000)[1] == values.tolist()
+    assert some == pytest.approx(values.reshape(250, 100).mean(1))
+    assert thinned(*curve, 30_000)[1].tolist() == values.tolist()
 
 
 def test_of_many_held_out_scores_the_last_is_always_drawn(tmp_path):
@@ -85,7 +83,7 @@ def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
             f'{{"kind": "step", "step": 22, "tokens": 5, "wall_us": 1{"0" * 400}, "loss": 1{"0" * 400}}}\n{{"kind": '
         )
     history = History.of(run)
-    assert history.loss.steps.tolist() == list(range(1, 21)) and len(history.held_out["loss"].steps) == 2
+    assert history.curve("loss")[0].tolist() == list(range(1, 21)) and len(history.held_out["loss"]) == 2
 
 
 def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path):
@@ -96,8 +94,9 @@ def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path
     with open(run / "events.jsonl", "a") as file:
         file.writelines(json.dumps({"kind": "step", "loss": 1.0, **event}) + "\n" for event in odd)
     history = History.of(run)
-    assert history.loss.steps.tolist() == list(range(1, 1204)) and history.speed.steps.tolist() == list(range(1, 1201))
-    assert history.tokens.values[1198:].tolist() == [128 * 1199, 128 * 1200] + [128 * 1200 + 5] * 3
+    curves = [history.curve(name)[0].tolist() for name in ("loss", "speed")]
+    assert curves == [list(range(1, 1204)), list(range(1, 1201))]
+    assert history.tokens[1198:].tolist() == [128 * 1199, 128 * 1200] + [128 * 1200 + 5] * 3
 
 
 def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):

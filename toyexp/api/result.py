@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toyexp.api.calls import aside
-from toyexp.api.history import History, of_run
+from toyexp.api.notebook import of_run
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent
 from toyexp.base.formatting import columns, counted, short
@@ -22,7 +22,7 @@ from toyexp.base.terminal import tell_aside
 from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
-from toyexp.results.events import events_in, start_of
+from toyexp.results.events import History, events_in, start_of
 from toyexp.results.found import SIGNS, look, values
 from toyexp.training.checkpoint import result_of
 from toyexp.training.provenance import recorded

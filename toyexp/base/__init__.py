@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         logarithmic,
         own_style,
         require_drawing,
+        thinned,
         whole_steps,
         write_ends,
     )

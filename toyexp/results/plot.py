@@ -28,7 +28,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import counted, last_words
 from toyexp.results import plot_search
 from toyexp.results.comparison import Comparison, Entry, seed_of
-from toyexp.results.events import Curve, History, means
+from toyexp.results.events import History, means
 from toyexp.results.found import DONE
 from toyexp.results.plot_search import Search
 from toyexp.results.ranking import TRAIN, Point
@@ -149,11 +149,9 @@ def _below(comparison: Comparison, place: str, total: int) -> str:
 
 def _steps(history: History, column: str) -> Steps:
     """The score step by step; of the training loss the means of stretches."""
-    if column == TRAIN:
-        steps, values = means(history.loss, POINTS)
-        return dict(zip((round(step) for step in steps), values, strict=True))
-    curve = history.held_out.get(column.removeprefix("held-out "), Curve())
-    return dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
+    curve = history.held_out_curve(column.removeprefix("held-out "))
+    steps, values = means(history.curve("loss"), POINTS) if column == TRAIN else curve
+    return dict(zip(steps.round().astype(int).tolist(), values.tolist(), strict=True))
 
 
 def _mean_of(curves: Sequence[Steps]) -> Steps:

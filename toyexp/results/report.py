@@ -17,6 +17,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from toyexp.base.drawing import thinned
 from toyexp.base.errors import Unavailable
 from toyexp.base.files import head
 from toyexp.base.formatting import parameters_of, short, shown
@@ -25,7 +28,7 @@ from toyexp.base.terminal import say
 from toyexp.base.writing import dump_json, in_one_piece, make_folder, required
 from toyexp.interfaces.model import lower_is_better
 from toyexp.results.comparison import Comparison, Entry
-from toyexp.results.events import Curve, History, means, thinned
+from toyexp.results.events import Curve, History, means
 from toyexp.results.found import DONE, below, look, metric_of, values
 from toyexp.results.importance import importance
 from toyexp.results.plot import sheet
@@ -183,11 +186,11 @@ def _shown(history: History, most: int) -> dict[str, Any]:
     fewer = max(most // 8, 60)
     return {
         "curves": {
-            "loss": _curve(history.loss, most, max(most // 4, 100)),
-            **{name: _curve(getattr(history, name), fewer, fewer // 2) for name in ("lr", "grad_norm", "speed")},
+            "loss": _curve(history.curve("loss"), most, max(most // 4, 100)),
+            **{name: _curve(history.curve(name), fewer, fewer // 2) for name in ("lr", "grad_norm", "speed")},
         },
         "clock": _clock(history),
-        "held": {name: _few(curve, fewer) for name, curve in history.held_out.items()},
+        "held": {name: _few(history.held_out_curve(name), fewer) for name in history.held_out if name != "step"},
         "samples": history.samples, "warnings": history.warnings, "warned": history.warned,
     }  # fmt: skip
 
@@ -206,36 +209,32 @@ def packed(text: str) -> str:
 
 def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
     """A curve for the page: steps as differences, values in five digits."""
-    steps, values = thinned(curve, most)
-    found = {"n": len(curve.steps), "x": _differences(steps), "y": _short(values)}
-    if len(curve.steps) > smooth:
-        steps_of_means, values = means(curve, smooth)
-        found["mx"], found["my"] = _differences([round(step) for step in steps_of_means]), _short(values)
+    count = len(curve[0])
+    steps, values = thinned(*curve, most)
+    found = {"n": count, "x": _differences(steps), "y": _short(values)}
+    if count > smooth:
+        steps, values = means(curve, smooth)
+        found["mx"], found["my"] = _differences(steps.round()), _short(values)
     return found
 
 
 def _clock(history: History) -> list[Sequence[float]]:
     """Some steps, with the seconds and the tokens at each: between them the page draws straight lines."""
-    count = len(history.tokens.steps)
+    count = len(history.step)
     places = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
-    seconds = dict(zip(history.seconds.steps, history.seconds.values, strict=True))
-    steps = [history.tokens.steps[place] for place in places]
-    return [
-        steps,
-        _short(seconds.get(step, math.nan) for step in steps),
-        [int(history.tokens.values[p]) for p in places],
-    ]
+    steps, tokens = (of[places].astype(int).tolist() for of in (history.step, history.tokens))
+    return [steps, _short(history.seconds[places]), tokens]
 
 
 def _few(curve: Curve, most: int) -> list[list[float]]:
     """Return the steps and values of held-out scores, of many only every so many-th and the last."""
-    count = len(curve.steps)
-    places = sorted({*range(0, count, -(-count // most) or 1), count - 1}) if count else []
-    return [[curve.steps[place] for place in places], _short(curve.values[place] for place in places)]
+    steps, values = curve
+    places = sorted({*range(0, len(steps), -(-len(steps) // most) or 1), len(steps) - 1} - {-1})
+    return [steps[places].tolist(), _short(values[places])]
 
 
-def _differences(steps: Sequence[int]) -> list[int]:
-    return [step - before for step, before in zip(steps, [0, *steps], strict=False)]
+def _differences(steps: np.ndarray) -> list[int]:
+    return np.diff(steps.astype(int), prepend=0).tolist()
 
 
 def _short(values: Iterable[float]) -> list[float]:

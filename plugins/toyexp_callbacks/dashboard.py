@@ -7,6 +7,7 @@ with one warning. events.jsonl stays the record.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TextIO, cast
+from typing import Any, ClassVar, TextIO, cast
 
 from toyexp import Planned, Run, UserError, hookimpl, needed, printable
 from toyexp.base import make_folder, require_within, require_words
@@ -35,19 +36,11 @@ UPLOAD_BYTES = 1e6  # a second that are waited for at the end: 8 Mbit/s
 QUEUE_LIMIT = 10_000  # records; beyond it new ones are dropped, never waited for
 
 
-class Record(Protocol):
-    """What a dashboard has of one run."""
-
-    def log(self, fields: dict[str, Any], step: int) -> Any:
-        """Takes numbers by name."""
-
-    def finish(self) -> Any:
-        """Takes no more, and is complete when this returns."""
-
-
 @dataclass(eq=False)
 class Dashboard(Listener):
     """Base of the callbacks that send a run's numbers to a dashboard."""
+
+    library: ClassVar[str]  # the package that it needs
 
     every: int = 1  # steps between points
 
@@ -57,12 +50,18 @@ class Dashboard(Listener):
         self._trouble: str | None = None  # what the thread gave up on, until the run has been told
 
     @abstractmethod
-    def opened(self, run: Run) -> Record:
-        """The dashboard's record of the run; called in the thread."""
+    def opened(self, run: Run) -> Any:
+        """Return the dashboard's record of the run, which has `log(fields, step)`; called in the thread."""
+
+    def finish(self, record: Any) -> None:
+        """Return once the record is complete; called in the thread."""
+        record.finish()
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
+        """Raises UserError for values that cannot work, Unavailable without the library."""
         require_within(f"callbacks.{self.name}", self, every="[1,inf)")
+        with needed(self.library, f"pip install 'toyexp[{self.name}]'"):
+            importlib.import_module(self.library)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That no step is sent."""
@@ -85,7 +84,7 @@ class Dashboard(Listener):
             while (send := self._queue.get()) is not None:
                 send(record)
             ended = True
-            record.finish()
+            self.finish(record)
         except BaseException as error:  # wandb is known to raise even KeyboardInterrupt; none of it is the run's
             why = printable(f"{type(error).__name__}: {error}", 200)
             self._trouble = f"{self.name} gave up, the run goes on: {why}"
@@ -93,7 +92,7 @@ class Dashboard(Listener):
                 pass
 
     def _put(self, run: Run, send: Callable[[Any], Any], size: int = 0) -> None:
-        """Has the thread call `send` with its record; `size` is that of a file in bytes."""
+        """Have the thread call `send` with its record; `size` is that of a file in bytes."""
         with contextlib.suppress(queue.Full):  # too slow: it is dropped, not waited for
             self._queue.put_nowait(send)
             self._bytes += size
@@ -129,8 +128,7 @@ class Dashboard(Listener):
             self._queue.put(None, timeout=seconds)
             self._thread.join(seconds)
         if self._thread.is_alive():
-            waited = f"{seconds:g} s"
-            self._trouble = f"{self.name} did not finish within {waited}; its record of this run is incomplete"
+            self._trouble = f"{self.name} did not finish within {seconds:g} s; its record of this run is incomplete"
         self._tell(run)
         self.ended(run)
 
@@ -175,14 +173,7 @@ class Tensorboard(Dashboard):
     """Writes the run's numbers for TensorBoard: tensorboard --logdir outputs."""
 
     name: ClassVar[str] = "tensorboard"
-
-    def check(self) -> None:
-        """Raises UserError for values that cannot work, Unavailable without tensorboardX."""
-        super().check()
-        with needed("tensorboardX", "pip install 'toyexp[tensorboard]'"):
-            import tensorboardX.record_writer
-
-            _ = tensorboardX.record_writer.RecordWriter
+    library: ClassVar[str] = "tensorboardX"
 
     def opened(self, run: Run) -> Scalars:
         """A new file beside those of the run before it was resumed, whose later steps it takes back."""
@@ -248,24 +239,19 @@ class Trackio(Tracker):
     """Logs the run to Trackio, on this machine unless told otherwise: trackio show --project toyexp."""
 
     name: ClassVar[str] = "trackio"
+    library: ClassVar[str] = "trackio"
 
     space: str | None = None  # the Space at Hugging Face to send to, USER/NAME; null: stay here
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._kept = False  # whether trackio has it, here
+    _kept = False  # whether trackio has it, here
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without trackio."""
-        super().check()
         if self.space is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.space):
             raise UserError(f"callbacks.trackio.space={self.space}: must be USER/NAME, a Space at Hugging Face")
-        with needed("trackio", "pip install 'toyexp[trackio]'"):
-            import trackio
+        super().check()
 
-            _ = trackio.init
-
-    def opened(self, run: Run) -> Record:
+    def opened(self, run: Run) -> Any:
         """The run in trackio's database; it is found again by its name."""
         import trackio
 
@@ -291,7 +277,12 @@ class Trackio(Tracker):
         for step, fields in points:
             record.log(fields, step=step)
         self._kept = getattr(record, "url", None) is None  # its own variables of the environment may send it away
-        return Quiet(record)
+        return record
+
+    def finish(self, record: Any) -> None:
+        """Wait until everything is kept."""
+        with quiet():
+            record.finish()
 
     def _before(self, run: Run) -> list[tuple[int, dict[str, Any]]]:
         """The points up to the checkpoint that the run goes on from; none where events.jsonl lacks some of them."""
@@ -310,24 +301,9 @@ class Trackio(Tracker):
         if self.space is not None:
             run.emit("note", text=f"trackio  look: https://huggingface.co/spaces/{self.space}")
         elif self._kept:
-            project = shlex.quote(self.project)
-            text = (
-                f"look: trackio show --project {project}; send: trackio sync --project {project} --space-id USER/NAME"
-            )
-            run.emit("note", text=f"trackio  {text}")
-
-
-class Quiet:
-    """A record of trackio's that says nothing when it is finished."""
-
-    def __init__(self, record: Any):
-        self._record = record
-        self.log = record.log
-
-    def finish(self) -> None:
-        """Waits until everything is kept."""
-        with quiet():
-            self._record.finish()
+            project = f"--project {shlex.quote(self.project)}"
+            text = f"trackio  look: trackio show {project}; send: trackio sync {project} --space-id USER/NAME"
+            run.emit("note", text=text)
 
 
 class Hushed:
@@ -377,28 +353,23 @@ class Wandb(Tracker):
     """Logs the run to Weights & Biases, offline unless told otherwise."""
 
     name: ClassVar[str] = "wandb"
+    library: ClassVar[str] = "wandb"
 
     mode: str = "offline"  # offline | online
     entity: str | None = None  # the team or user that the project is of; null: your default one
     tags: str | None = None  # words to find it by, between commas
     artifacts: bool = False  # send the files of exporters that stand before it in the list, too
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._offline: Path | None = None  # where wandb keeps an offline run
+    _offline = ""  # where wandb keeps an offline run
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without wandb."""
         require_words("callbacks.wandb", self, mode=MODES)
-        super().check()
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
-        with needed("wandb", "pip install 'toyexp[wandb]'"):
-            import wandb
+        super().check()
 
-            _ = wandb.init, wandb.Settings  # what is left of a package that was removed has none
-
-    def opened(self, run: Run) -> Record:
+    def opened(self, run: Run) -> Any:
         """The W&B run."""
         import wandb
 
@@ -417,7 +388,7 @@ class Wandb(Tracker):
             settings=wandb.Settings(init_timeout=20, console="off", save_code=False, disable_git=True),
         )
         if self.mode == "offline" and (folder := getattr(record, "dir", None)):
-            self._offline = Path(folder).parent
+            self._offline = str(Path(folder).parent)
         return record
 
     @hookimpl
@@ -439,5 +410,5 @@ class Wandb(Tracker):
 
     def ended(self, run: Run) -> None:
         """Says where an offline run lies, and how to send it."""
-        if self._offline is not None:
-            run.emit("note", text=f"wandb   offline; send it: wandb sync {shlex.quote(str(self._offline))}")
+        if self._offline:
+            run.emit("note", text=f"wandb   offline; send it: wandb sync {shlex.quote(self._offline)}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Planned, Run, hookimpl
-from toyexp.base import drop_output, for_terminal, in_notebook, is_silent, require_within, say
+from toyexp.base import count, drop_output, duration, for_terminal, in_notebook, is_silent, require_within, say
 from toyexp_callbacks.events import Listener
 
 REDRAW_SECONDS = 0.1
@@ -91,11 +91,10 @@ class Progress(Listener):
     def _note(self, run: Run, step: int, now: float) -> dict[str, str]:
         """Speed of the last steps, and the time left at the pace since the first, evaluations and all."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
-        speed = f"{rate:.0f}" if rate < 1e3 else f"{rate / 1e3:.1f}k" if rate < 1e6 else f"{rate / 1e6:.1f}M"
-        speed += f" {run.plan.model.reads.units}/s"
+        speed = f"{count(rate)} {run.plan.model.reads.units}/s"
         taken = step - self._first
         pace = (now - self._began) / taken if taken else self._seconds
-        left = f"{duration((run.steps - step) * pace)} left" if step < run.steps else ""
+        left = f"{duration(max(round((run.steps - step) * pace), 1))} left" if step < run.steps else ""
         return {"speed": speed, "left": left}
 
     @hookimpl(trylast=True)  # behind who logs
@@ -144,16 +143,6 @@ class Progress(Listener):
         except OSError:
             self._bar = None
             drop_output()
-
-
-def duration(seconds: float) -> str:
-    """A time span as people say it: 8 s, 3 min 05 s, 2 h 07 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
 def _place(run: Run, step: int) -> str:

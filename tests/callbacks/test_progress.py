@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp.training import loop
-from toyexp_callbacks.progress import Bar, Progress, duration
+from toyexp_callbacks.progress import Bar, Progress
 
 NUMBER = r"\d+\.\d{4}"
 SPEED = r"[\d.]+[kM]? tokens/s"
@@ -145,21 +145,6 @@ def test_a_reader_that_goes_away_ends_the_lines_and_not_the_run(settings, spawn,
     process.stdout.close()
     assert process.wait(60) == 0
     assert trained(0).events[-1]["final_step"] == 400
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (185, "3 min 05 s"),
-        (3599.7, "1 h 00 min"),
-        (7620, "2 h 07 min"),
-    ],
-)
-def test_time_left_is_said_as_people_say_it(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_a_negative_interval_is_refused(train):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         require,
         require_folder,
     )
-    from toyexp.base.formatting import counted, parameters_of, smooth_loss
+    from toyexp.base.formatting import count, counted, duration, parameters_of, smooth_loss
     from toyexp.base.packages import broken, place
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks

@@ -87,7 +87,11 @@ class Board:
             left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
             counts.append(f"about {duration(left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())
-        rows = [_row(f"[{job.number}] {job.label}".rstrip(), line, width) for job, _, line in entries[:MOST]]
+        rows = []
+        for job, _, line in entries[:MOST]:
+            keep = max(width - len(line) - 2, width // 3)  # of long settings, which are cut
+            head = f"[{job.number}] {job.label}".rstrip()
+            rows.append(f"{head if len(head) <= keep else head[: keep - 3] + '...'}  {line}")
         rows += [f"... and {len(entries) - MOST} more"] if len(entries) > MOST else []
         return [" · ".join(counts), *([self._best] if self._best else []), *rows]
 
@@ -118,12 +122,6 @@ class Board:
     def _up(self) -> str:
         """Return what moves the cursor to the first line of the board, and erases from there on."""
         return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
-
-
-def _row(job: str, line: str, width: int) -> str:
-    """Return a line of a job and its progress. Long settings are cut, but keep a third of the line."""
-    keep = max(width - len(line) - 2, width // 3)
-    return f"{job if len(job) <= keep else job[: keep - 3] + '...'}  {line}"
 
 
 @dataclass

@@ -396,7 +396,7 @@ def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done
     Path("s/b/notes").write_text("mine")
     assert main([*retry, "sweep.fail_fast=false"]) == 2
     told = capsys.readouterr().err
-    assert "job 0: s/a: is where this job runs, and is no directory; move that away" in told
+    assert "job 0: s/a: is where this job runs, and is no empty directory; move that away" in told
     assert Path("s/a").read_text() == "mine" and "hydra.run.dir" not in told
     Path("s/a").unlink()
     assert main([*retry, "sweep.fail_fast=false"]) == 0

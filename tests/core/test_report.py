@@ -4,7 +4,6 @@ import base64
 import gzip
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -200,27 +199,6 @@ def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_n
     now[0] += FIRST
     report(tmp_path / "s", False)
     assert len(data_of(page)["runs"]) == 2 and read == ["0", "1"] and not capsys.readouterr().out
-
-
-def test_what_ended_runs_tell_is_read_as_they_end(tmp_path, monkeypatch):
-    """At the end there is only the page to be made."""
-    read = []
-    monkeypatch.setattr(History, "of", classmethod(lambda cls, run, old=History.of: read.append(run.name) or old(run)))
-    report, count = SweepReport(), 100  # of which a curve has fewer points
-    for number in range(count):
-        made(tmp_path / f"s/{number}", steps=5, seed=number)
-        if number != 1:
-            report.read(tmp_path / f"s/{number}", count)
-    report.read(tmp_path / "s/none", count)
-    assert len(read) == count - 1
-    shutil.rmtree(tmp_path / "s/3")
-    made(tmp_path / "s/3", steps=9, seed=3)  # which went on
-    report(tmp_path / "s", True)
-    assert sorted(read[count - 1 :]) == ["1", "3"]
-    told = data_of(tmp_path / "s/report.html")
-    SweepReport()(tmp_path / "s", True)
-    whole = data_of(tmp_path / "s/report.html")
-    assert told | {"written": ""} == whole | {"written": ""}
 
 
 def test_of_very_many_runs_the_best_are_shown(tmp_path, monkeypatch):

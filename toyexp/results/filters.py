@@ -40,8 +40,6 @@ class Filter:
             return None
         key, sign, value = found[1], "=" if found[2] == "==" else found[2], found[3]
         name = ALSO.get(key, key)
-        if sign in ORDER and not value:
-            raise UserError(f"{word}: {sign} takes a value to compare with, such as '{key}{sign}3'")
         if sign in ORDER and name == "when":
             _moment(word, value)
         elif sign in ORDER and name in COLUMNS and name not in NUMBERS:
@@ -108,17 +106,14 @@ def ordered(runs: Iterable[Run], key: str) -> list[Run]:
         each = [settings(run.path) for run in runs]
         values = [one.get(name) for one in each]
         if all(value is None for value in values):
-            raise UserError(
-                f"--sort {key}: no run here has {name}; {_nearest(name, {*COLUMNS, *(k for s in each for k in s)})}"
-            )
+            near = _nearest(name, {*COLUMNS, *(key for one in each for key in one)})
+            raise UserError(f"--sort {key}: no run here has {name}; {near}")
     there = [(_rank(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
     there.sort(key=lambda pair: pair[0], reverse=falling)
     return [run for _, run in there] + [run for value, run in zip(values, runs, strict=True) if _is_none(value)]
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    if key == "whose":
-        return "it is a column of compare's table alone; name the directory of a person's runs"
     near = choose(key, known)
     return near if near.startswith("did you") else "its keys: toyexp runs --json, and those of its config.yaml"
 

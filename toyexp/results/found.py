@@ -7,7 +7,6 @@ import glob
 import json
 import math
 import os
-import platform
 import re
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,7 +23,7 @@ from toyexp.base.files import absent, cause, open_file
 from toyexp.base.formatting import UNZIPPED, counted, shown, smooth_loss, typed
 from toyexp.base.ownership import LOCK, SWEEP, Owned, require_left
 from toyexp.results.ranking import METRIC
-from toyexp.training.checkpoint import Damaged, conforms, read_json, result_of
+from toyexp.training.checkpoint import conforms, read_if_whole, result_of
 from toyexp.training.rundir import settings_in
 
 HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
@@ -191,10 +191,7 @@ def metric_of(places: Sequence[Path]) -> str:
 
 def words_of(sweep: Path, key: str) -> list[str]:
     """Return what was typed of a sweep: its own settings (`sweep`), or the space of a search (`space`)."""
-    try:
-        words: Any = read_json(sweep / SWEEP).get(key)
-    except Damaged:
-        return []
+    words: Any = read_if_whole(sweep / SWEEP).get(key)
     return list(words) if conforms(words, list[str]) else []
 
 
@@ -204,8 +201,7 @@ def look(path: Path) -> Run:
     head = _start(path / "config.yaml", unread)
     unread += [] if head or unread else ["config.yaml is missing or empty"]
     chosen = dict(_CHOICE.findall(head))
-    settings = dict(_SETTING.findall(head))
-    result = result_of(path)
+    settings, result = dict(_SETTING.findall(head)), result_of(path)
     first = _start(path / "events.jsonl", unread)
     started = _STARTED.search(first)
     if chosen.get("engine") == "auto" and (taken := _ENGINE.search(first)):
@@ -267,8 +263,12 @@ def _last_events(path: Path) -> list[dict[str, Any]]:
 
 def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
     """How a run stands, and why, where it did not simply come to its end."""
-    if is_written(path):
+    try:
+        require_left(path)
+    except Owned:
         return "running", ""
+    except (OSError, UserError):  # a file system that knows no locks
+        pass
     why = " ".join(str(result.get("error") or result.get("why") or "").split())
     match result.get("reason"):
         case "interrupted":
@@ -282,37 +282,8 @@ def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
     return "failed", why
 
 
-def is_written(path: Path) -> bool:
-    """Whether a process writes a run now.
-
-    Only where the process is there that the lock names, or is of another machine, is the lock itself asked: for that
-    moment nobody else could take it.
-    """
-    try:
-        with open_file(path / LOCK) as file:
-            number, _, node = file.read(100).decode(errors="replace").strip().partition(" on ")
-            if node == platform.node() and os.name == "posix" and not _is_there(number):
-                return False
-        require_left(path)
-    except Owned:
-        return True
-    except (OSError, UserError):  # there is no lock, or a file system that knows none
-        return False
-    return False
-
-
-def _is_there(number: str) -> bool:
-    try:
-        os.kill(int(number), 0)
-    except (ValueError, ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # it is another user's
-        return True
-    return int(number) > 0
-
-
 def _start(path: Path, unread: list[str]) -> str:
-    """Return the first HEAD bytes of a file; add to `unread` why a file that exists cannot be read."""
+    """Return how a file begins; add to `unread` why one that exists cannot be read."""
     try:
         with open_file(path) as file:
             return file.read(HEAD).decode(errors="replace")
@@ -323,9 +294,6 @@ def _start(path: Path, unread: list[str]) -> str:
 
 
 def _when(path: Path) -> str:
-    """When a run without events was begun, by its configuration's time."""
-    from datetime import UTC, datetime
-
     try:
         return datetime.fromtimestamp((path / "config.yaml").stat().st_mtime, UTC).isoformat(timespec="milliseconds")
     except OSError:
@@ -333,7 +301,6 @@ def _when(path: Path) -> str:
 
 
 def _text(scalar: str) -> str:
-    """A word of YAML, without its quotes."""
     if scalar[:1] == "'":
         return scalar[1:-1].replace("''", "'")
     if scalar[:1] == '"':
@@ -354,13 +321,11 @@ def _number(text: str | None) -> float | None:
 
 
 def _finite(value: Any) -> float | None:
-    """A number of JSON's, where it is one."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and abs(value) <= sys.float_info.max else None  # an int may be larger, which is none
 
 
 # -- the settings of runs under their whole names, as they are typed: optim.beta1 -------------------------------------
-
 
 # What says nothing of a run's numbers, and differs between any two: what Hydra composes, and where it went on from.
 LEFT_OUT = ("defaults", "resume", "hydra", "sweep")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 import statistics
 from collections.abc import Mapping, Sequence, Set
@@ -15,7 +15,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import counted, last_words, typed
 from toyexp.interfaces.model import lower_is_better
 from toyexp.results.found import words_of
-from toyexp.training.checkpoint import Damaged, conforms, read_json
+from toyexp.training.checkpoint import conforms, read_if_whole
 
 FILE = "search.json"
 PANELS = 6  # settings that are shown: those that matter most
@@ -43,31 +43,30 @@ class Search:
     repeats: int
     trials: Sequence[Trial]
     importances: Mapping[str, float]
-    no_importances: str = ""  # why there are none
-    notes: Sequence[str] = ()  # why scores do not compare
-    by_magnitude: Set[str] = frozenset()  # settings that were drawn so, as lr=tag(log, interval(1e-4, 1e-1))
+    no_importances: str  # why there are none
+    notes: Sequence[str]  # why scores do not compare
+    by_magnitude: Set[str]  # settings that were drawn so, as lr=tag(log, interval(1e-4, 1e-1))
 
     @classmethod
     def of(cls, place: Path) -> Search | None:
         """What is kept in the directory of a search that has ended; None of any other."""
-        try:
-            told = read_json(place / FILE)
-        except Damaged:
-            return None
-        hints = {"search": str, "metric": str, "repeats": int, "importances": Mapping[str, float]}
+        told = {"notes": [], "no_importances": "", "trials": [], **read_if_whole(place / FILE)}
+        hints = {"search": str, "metric": str, "repeats": int, "importances": Mapping[str, float], "notes": list[str],
+                 "no_importances": str, "trials": list[Mapping[str, Any]]}  # fmt: skip
+        of_each = {"trial": int, "values": Mapping[str, Any], "state": str, "score": float | int | None}
         if not all(conforms(told.get(name), hint) for name, hint in hints.items()):
             return None
-        trials = []
-        for one in told["trials"] if conforms(told.get("trials"), list[dict[str, Any]]) else []:
-            number, values, score = one.get("trial"), one.get("values"), one.get("score")
-            if not conforms(number, int) or not conforms(values, dict[str, Any]):
-                return None
-            known = float(score) if conforms(score, float | int) and math.isfinite(score) else None
-            trials.append(Trial(number, values, one.get("state") == "complete", known))
-        whole = {name: told[name] for name in ("metric", "repeats", "importances")}
-        whole["notes"] = told["notes"] if conforms(told.get("notes"), list[str]) else []
-        why = str(told.get("no_importances", ""))
-        return cls(told["search"], trials=trials, no_importances=why, by_magnitude=_by_magnitude(place), **whole)
+        if not all(conforms(one.get(name), hint) for one in told["trials"] for name, hint in of_each.items()):
+            return None
+        trials = [
+            Trial(one["trial"], one["values"], one["state"] == "complete", one["score"]) for one in told["trials"]
+        ]
+        parted = [line.partition("=") for line in words_of(place, "space")]
+        by_magnitude = {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
+        return cls(
+            told["search"], told["metric"], told["repeats"], trials, told["importances"], told["no_importances"],
+            told["notes"], by_magnitude,
+        )  # fmt: skip
 
     @property
     def keys(self) -> list[str]:
@@ -79,12 +78,6 @@ class Search:
     def falls(self) -> bool:
         """Whether a lower score is better."""
         return lower_is_better(self.metric)
-
-
-def _by_magnitude(place: Path) -> Set[str]:
-    """The settings whose intervals go by orders of magnitude, as they were typed."""
-    parted = [line.partition("=") for line in words_of(place, "space")]
-    return {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
 
 
 def drawn(search: Search, place: str) -> Sheet:
@@ -164,10 +157,7 @@ def _over_trials(
     axes.margins(x=0.02)
     _points(axes, [trial.number for trial in search.trials], search.trials, limits)
     better = min if search.falls else max
-    so_far: list[float] = []
-    for trial in done:
-        score = trial.score if trial.score is not None else math.nan
-        so_far.append(better(so_far[-1], score) if so_far else score)
+    so_far = [*itertools.accumulate((trial.score for trial in done if trial.score is not None), better)]
     numbers = [trial.number for trial in done]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
@@ -178,11 +168,10 @@ def _over_trials(
     # Below the best so far, or above it where scores rise, no point is: there is room for words.
     axes.text(0.01, 0.04 if down else 0.96, cut(f"best {best.score:.5g}, trial {best.number}: {words}", 96),
               transform=axes.transAxes, va="bottom" if down else "top", fontsize=SMALL, color=VERMILLION)  # fmt: skip
-    beyond = [trial for trial in done if trial.score is not None and not low <= trial.score <= high]
+    beyond = [trial.score for trial in done if trial.score is not None and not low <= trial.score <= high]
     if beyond:
-        text = f"{len(beyond)} at the edge are beyond it, up to {max(t.score or 0.0 for t in beyond):.4g}"
-        if not search.falls:
-            text = f"{len(beyond)} at the edge are beyond it, down to {min(t.score or 0.0 for t in beyond):.4g}"
+        far = f"up to {max(beyond):.4g}" if down else f"down to {min(beyond):.4g}"
+        text = f"{len(beyond)} at the edge are beyond it, {far}"
         axes.text(0.99, 0.97 if down else 0.03, text, transform=axes.transAxes, ha="right",
                   va="top" if down else "bottom", fontsize=SMALL, color=GREY)  # fmt: skip
     axes.set_xlabel("trial")

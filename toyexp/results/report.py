@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import gzip
 import logging
 import math
@@ -39,16 +38,19 @@ ALL_POINTS = 400_000  # of the losses of all runs together
 MOST_BYTES = 5_000_000
 MOST_RUNS = 500
 Importance = tuple[Mapping[str, float], str]  # of settings; and where there is none, why
-SOON_READ = 4 << 20  # bytes of events, which take a tenth of a second
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "charts.js", "choices.js", "table.js", "page.js")
+NAME = "report.html"
+SHARE = 0.02  # of a sweep's time that may go into its report before the end
+FIRST = 30.0  # seconds before it is written for the first time
 MADE_BY = '<meta name="generator" content="toyexp">'
-REMEDY = "pip install 'toyexp[report]'"
+
+log = logging.getLogger("toyexp")
 
 
 def require() -> None:
     """Raises Unavailable without what draws."""
-    with needed("plotly", REMEDY):
+    with needed("plotly", "pip install 'toyexp[report]'"):
         import plotly  # noqa: F401 - what packed_library() reads
 
 
@@ -96,15 +98,6 @@ class Report:
         with required(path), in_one_piece(path) as place:
             place.write_bytes(page)
         return len(page)
-
-    def read(self, run: Path, count: int) -> None:
-        """Keeps what a run tells that has ended, for a page of so many; what takes long is left for when it is written.
-
-        Raises OSError where there are no events, Unavailable without plotly.
-        """
-        if count <= MOST_RUNS and (run / "events.jsonl").stat().st_size <= SOON_READ:
-            packed_library()
-            self._told(run, _points(count))
 
     def _page(self, comparison: Comparison, most: int) -> bytes:
         told = packed(dump_json(self._data(comparison, most)))
@@ -168,7 +161,7 @@ class Report:
             mark: tuple[float, ...] = (most, status.st_mtime, status.st_size)
         except OSError:
             mark = (most,)
-        if path not in self._kept or self._kept[path][0] != mark:
+        if self._kept.get(path, (None,))[0] != mark:
             self._kept[path] = (mark, _shown(History.of(path), most))
         return self._kept[path][1]
 
@@ -182,7 +175,6 @@ def _points(count: int) -> int:
 
 
 def _shown(history: History, most: int) -> dict[str, Any]:
-    """The events of a run as the page has them."""
     fewer = max(most // 8, 60)
     return {
         "curves": {
@@ -242,7 +234,6 @@ def _short(values: Iterable[float]) -> list[float]:
 
 
 def _environment(entry: Entry) -> dict[str, str]:
-    """Where a run was done, and with what."""
     facts = entry.facts
     host, git, backend, model = (facts.get(name) or {} for name in ("host", "git", "backend", "model"))
     names = [str(backend[key]) for key in ("kind", "framework", "device") if backend.get(key)]
@@ -260,7 +251,6 @@ def _environment(entry: Entry) -> dict[str, str]:
 
 
 def _unit(entries: Iterable[Entry]) -> str:
-    """What their steps count."""
     images = {"train_images" in (entry.facts.get("data") or {}) for entry in entries}
     return "tokens or images" if len(images) > 1 else "images" if images == {True} else "tokens"
 
@@ -274,14 +264,6 @@ def importance_of(search: Path) -> Importance | None:
 # -- what lies beside the runs of a sweep -----------------------------------------------------------------------------
 
 
-log = logging.getLogger("toyexp")
-
-NAME = "report.html"
-PLOTS = "plots"
-SHARE = 0.02  # of a sweep's time that may go into its report before the end
-FIRST = 30.0  # seconds before it is written for the first time
-
-
 def draw_sweep(sweep: Path) -> None:
     """plots/sweep.png and .svg of a sweep that has ended and whose runs have the callback `plots`.
 
@@ -293,9 +275,8 @@ def draw_sweep(sweep: Path) -> None:
             return
         comparison = Comparison.of([look(run) for run in below(sweep)], metric_of([sweep]))
         picture = sheet(comparison, short(sweep), sweep)
-        make_folder(sweep / PLOTS)
-        for suffix in (".png", ".svg"):
-            path = sweep / PLOTS / f"sweep{suffix}"
+        folder = make_folder(sweep / "plots")
+        for path in (folder / "sweep.png", folder / "sweep.svg"):
             picture.write(path)
             say(f"plot    {short(path)}")
     except Exception as error:
@@ -311,17 +292,11 @@ class SweepReport:
         self._next = time.monotonic() + FIRST
         self._failed = False
 
-    def read(self, run: Path, count: int) -> None:
-        """Reads what a run tells that has ended, one of so many: at the end somebody waits for the page."""
-        with contextlib.suppress(Exception):  # which is told when it is to be written
-            self._report.read(run, count)
-
     def __call__(self, sweep: Path, last: bool) -> None:
         """Writes it, if it is time or this is the `last` call, which says where it is, or why there is none."""
         if self._failed or not (last or time.monotonic() >= self._next):
             return
-        began = time.monotonic()
-        path = sweep / NAME
+        began, path = time.monotonic(), sweep / NAME
         try:
             runs = [look(run) for run in below(sweep)]
             if not runs:
@@ -332,15 +307,14 @@ class SweepReport:
             self._report.importance = importance_of(sweep)
             self._report.write(Comparison.of(runs, metric_of([sweep])), path)
         except Unavailable as error:
+            self._next = math.inf
             if last:
                 say(f"report  none: {error}, or leave it out: sweep.report=false")
-            self._next = float("inf")
         except Exception as error:  # a full disk, or a run that somebody is taking away
             self._failed = True
             log.warning("%s: not written (%s)", path, error)
             say(f"report  none: {path.name} was not written ({error})")
         else:
-            took = time.monotonic() - began
-            self._next = time.monotonic() + max(FIRST, took / SHARE)
+            self._next = time.monotonic() + max(FIRST, (time.monotonic() - began) / SHARE)
             if last:
                 say(f"report  {short(path)}")

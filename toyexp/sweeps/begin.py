@@ -151,7 +151,7 @@ def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]])
     if trials != list(range(len(trials))):
         raise UserError(f"{folder.path / SWEEP}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
     keys = space(settings.search, parse(folder.asked["space"]), types)
-    return Search(settings, keys, folder.jobs, folder.shared_words)
+    return Search(settings, keys, folder.jobs, shared_words(folder.asked))
 
 
 def _is_own(override: Any) -> bool:

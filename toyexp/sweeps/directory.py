@@ -146,23 +146,21 @@ class Order:
         """Return the command line of its process; UserError if its directory holds anything but its own run."""
         if self.several:
             return self.first
-        place, retry = self.directory, "move that away, then go on with sweep.retry=true"
-        if os.path.lexists(place) and not place.is_dir():
-            raise UserError(f"{short(place)}: is where this job runs, and is no directory; {retry}")
-        if self.goes_on and is_begun(place):
+        if self.goes_on and is_begun(self.directory):
             return self.again
         try:
-            require_empty(place, "hydra.sweep.dir")
+            require_empty(self.directory, "hydra.sweep.dir")
         except Owned:
             raise
         except UserError:
-            raise UserError(f"{short(place)}: is where this job runs, and is not empty; {retry}") from None
+            what = f"{short(self.directory)}: is where this job runs, and is no empty directory"
+            raise UserError(f"{what}; move that away, then go on with sweep.retry=true") from None
         return self.first
 
 
 def is_begun(directory: Path) -> bool:
     """Return whether a directory has a checkpoint to resume. A run without one is moved aside."""
-    if not directory.exists():
+    if not directory.is_dir():
         return False
     if checkpoint.steps(directory / "checkpoints"):
         return True
@@ -185,7 +183,7 @@ class SweepDir:
         self._known = len(jobs)  # of the first so many the files hold something
         self._journal, self._whole = Journal(path), Seldom(self._write)
         self._later: threading.Timer | None = None
-        self._lock = _locked(path) if locked is None else locked
+        self._lock = _lock(path) if locked is None else locked
 
     @classmethod
     def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
@@ -194,13 +192,9 @@ class SweepDir:
         folder = cls(path, jobs, asked)
         try:
             require_empty(path, "hydra.sweep.dir")  # another process may have been faster
-        except UserError:
-            folder.close()
-            raise
-        try:
             status("writing down the jobs")
             folder.save()
-        except BaseException:  # interrupted while many jobs are written down
+        except BaseException:  # also interrupted while many jobs are written down
             folder.close()
             if not (path / SWEEP).exists():
                 with contextlib.suppress(OSError):
@@ -218,7 +212,7 @@ class SweepDir:
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()
         require_inside(path)
-        locked = _locked(path)  # what is read holds as long as nobody else writes
+        locked = _lock(path)  # what is read holds as long as nobody else writes
         try:
             jobs, asked = remembered(path)
             for directory in {job.directory for job in jobs if job.directory and os.sep in job.directory}:
@@ -243,20 +237,13 @@ class SweepDir:
         """What a job's processes printed."""
         return self.path / "logs" / f"{job.number}.log"
 
-    @property
-    def shared_words(self) -> list[str]:
-        """The words of all jobs."""
-        return shared_words(self.asked)
-
     def order(self, job: Job) -> Order:
         """Return what starts a job, or resumes one that was begun before."""
         directory = self.run(job)
         where = [setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
         plugins = [word for word in self.asked["settings"] if word.startswith("plugins=")]
-        return Order(
-            directory, self.log(job), [*self.shared_words, *job.overrides, *where], [f"resume={directory}", *plugins],
-            job.attempts > (job.status == Status.RUNNING),
-        )  # fmt: skip
+        first, again = [*shared_words(self.asked), *job.overrides, *where], [f"resume={directory}", *plugins]
+        return Order(directory, self.log(job), first, again, job.attempts > (job.status == Status.RUNNING))
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Note that jobs begin."""
@@ -318,7 +305,7 @@ class SweepDir:
 
     @contextlib.contextmanager
     def _telling(self, name: str = SWEEP) -> Iterator[None]:
-        """Tells of a file that cannot be written, and why, once for each reason."""
+        """Warn of a file that cannot be written, once for each reason."""
         try:
             yield
         except (OSError, UserError) as error:
@@ -339,8 +326,7 @@ def _dumped(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
     return dump_json(asked, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
 
 
-def _locked(path: Path) -> int:
-    """Makes this process the only one that writes there; UserError where another one does, or none can."""
+def _lock(path: Path) -> int:
     try:
         path.mkdir(parents=True, exist_ok=True)
         return lock(path)
@@ -364,7 +350,7 @@ def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:
-    """The jobs in a sweep.json, which may come from a stranger; raises KeyError, TypeError, ValueError or Damaged."""
+    """Return the jobs in a sweep.json; raise KeyError, TypeError, ValueError or Damaged."""
     if state["format"] != FORMAT:
         what = f"{SWEEP}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
         raise Damaged(f"{what}; if a newer toyexp wrote it, update toyexp")
@@ -377,10 +363,8 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
     for job in jobs:
         if any(text.lstrip("+").startswith("plugins=") for text in job.overrides):
             raise ValueError(f"job {job.number} names plugins, which the command line alone does")
-    if any(
-        text.startswith("-")
-        for text in (*state["settings"], *state["space"], *(o for job in jobs for o in job.overrides))
-    ):
+    words = (*state["settings"], *state["space"], *(word for job in jobs for word in job.overrides))
+    if any(word.startswith("-") for word in words):
         raise ValueError("a setting looks like a flag")
     return jobs
 
@@ -427,18 +411,15 @@ def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
     except UserError as error:
         log.warning("%s; its summary is left as it was", error)
         return
-    try:
-        for job in folder.jobs:
-            if job.directory == str(run.relative_to(path)):
-                if other := job.difference(before):
-                    say(f"sweep   {short(path)}: its summary stays as it is: job {job.number} was another run: {other}")
-                    return
-                job.attempts += 1
-                job.end(ended, run)
-                folder.save()
-                say(f"sweep   {short(path)}: its summary is up to date")
-    finally:
-        folder.close()
+    with contextlib.closing(folder):
+        for job in [job for job in folder.jobs if job.directory == str(run.relative_to(path))]:
+            if other := job.difference(before):
+                say(f"sweep   {short(path)}: its summary stays as it is: job {job.number} was another run: {other}")
+                return
+            job.attempts += 1
+            job.end(ended, run)
+            folder.save()
+            say(f"sweep   {short(path)}: its summary is up to date")
 
 
 # -- the summary ----------------------------------------------------------------------------------------------------
@@ -491,7 +472,6 @@ def _key(word: str) -> str:
 
 
 def _summary(table: Sequence[Sequence[str]], ranking: Ranking[Job]) -> str:
-    """The jobs, and before them what several seeds came to, where there are several."""
     over_seeds = f"{SPREAD}\n\n{_markdown(ranking.table())}\n" if ranking.seeds or ranking.apart else ""
     return "".join(f"Note: {note}.\n\n" for note in ranking.notes()) + over_seeds + _markdown(table)
 

@@ -92,7 +92,7 @@ class Runner:
             code = self._summarise()
             if folder:
                 self.source.summarise(folder)
-            self._update_report()
+            self._update_report(last=True)
             if folder and len(self.source.jobs) > 1 and not self._stop.number:
                 draw_sweep(folder.path)
             return code
@@ -153,7 +153,7 @@ class Runner:
         gone = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
         if not gone:
             return
-        place, words = folder.run(gone[0]), [*folder.shared_words, *gone[0].overrides]
+        place, words = folder.run(gone[0]), [*shared_words(folder.asked), *gone[0].overrides]
         again = shlex.join(["toyexp", *words, setting("hydra.run.dir", short(place))])
         more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
         move = "move that file away, and " if os.path.lexists(place) else ""
@@ -231,7 +231,7 @@ class Runner:
         self.source.told(job)
         if self.folder:
             self.folder.note([job])
-        self._update_report(job)
+        self._update_report(last=False)
         self._watch.ended(job)
         if job.status in FAILURES:
             first = self._refused.setdefault(str(job.error), job.number) if job.status == Status.REFUSED else job.number
@@ -257,13 +257,11 @@ class Runner:
     def _ranking(self) -> Ranking[Job]:
         return self.folder.ranking() if self.folder else ranked(self.source.jobs)
 
-    def _update_report(self, job: Job | None = None) -> None:
-        """Write report.html, now that a job has ended or all have; none of a run that is alone."""
-        count = len(self.source.jobs)
-        if self.folder and self.asked.settings.report and count > 1 and not self._stop.number:
-            if job and job.directory:
-                self._report_page.read(self.folder.run(job), count)
-            self._report_page(self.folder.path, job is None)
+    def _update_report(self, last: bool) -> None:
+        """Write report.html, now that a job has ended or, at `last`, all have; none of a run that is alone."""
+        several = len(self.source.jobs) > 1
+        if self.folder and self.asked.settings.report and several and not self._stop.number:
+            self._report_page(self.folder.path, last)
 
     def _summarise(self) -> int:
         """Print the table, and how to go on; return the exit code."""

@@ -15,7 +15,7 @@ from typing import IO, Any
 from toyexp.base.threads import available_cores
 from toyexp.config.top_level import PARTS
 from toyexp.sweeps.combinations import STACK
-from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.directory import Ended, Job, shared_words
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import stacks_of, visible
 from toyexp.sweeps.launchers.job_process import run_process
@@ -113,7 +113,7 @@ class Stacks(Processes):
             json.dump({"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}, file)
             file.flush()
             file.seek(0)
-            words = watch.folder.shared_words
+            words = shared_words(watch.folder.asked)
             log = first.log.with_name(f"stack-{min(given.jobs)}.log")
             files = (file.fileno(), reports.writing)
             order = replace(

@@ -216,16 +216,6 @@ def test_an_error_while_drawing_is_a_warning_and_the_run_counts(train, monkeypat
     assert not any("curves" in path for path in run.result["artifacts"])
 
 
-def test_a_backend_that_matplotlib_does_not_have_is_named(train, monkeypatch):
-    """matplotlib reads MPLBACKEND as it is imported, and raises this."""
-    said = "ValueError: Key backend: 'nonsense' is not a valid value for backend; supported values are agg, ..."
-    monkeypatch.setattr("toyexp.base.packages._broken", {"matplotlib": said})
-    monkeypatch.setenv("MPLBACKEND", "nonsense")
-    run = train("callbacks=[default,plots]", engine="noop")
-    assert run.code == 2 and "MPLBACKEND=nonsense" in run.err and "unset MPLBACKEND" in run.err
-    assert "install" not in run.err and not run.dir.exists()
-
-
 def test_a_run_without_the_callback_never_imports_matplotlib(settings, spawn):
     words = settings(engine="noop")
     program = f"import sys, toyexp.cli.main as c; c.main({words!r}); print('matplotlib' in sys.modules)"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import Broken, UserError, printable
+from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
 from toyexp.base.packages import needed
 from toyexp.base.writing import in_one_piece, require_place, required
@@ -52,17 +52,11 @@ _drawing = threading.RLock()
 
 
 def require_drawing() -> None:
-    """Raise Unavailable without matplotlib, UserError for an MPLBACKEND with which it cannot be imported."""
-    try:
-        with needed("matplotlib", "pip install 'toyexp[plots]'"):
-            import matplotlib.backends.backend_agg
-            import matplotlib.backends.backend_svg
-            import matplotlib.figure  # noqa: F401 - what a Sheet will use
-    except Broken as error:
-        backend = os.environ.get("MPLBACKEND", "")
-        if not backend or repr(backend) not in str(error):
-            raise
-        raise UserError(f"MPLBACKEND={printable(backend)}: matplotlib has no such backend; unset MPLBACKEND") from None
+    """Raise Unavailable without matplotlib."""
+    with needed("matplotlib", "pip install 'toyexp[plots]'"):
+        import matplotlib.backends.backend_agg
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401 - what a Sheet will use
 
 
 @contextlib.contextmanager
@@ -97,7 +91,6 @@ def picture_at(option: str, typed: str) -> Path:
 
 
 def _require_ours(path: Path) -> None:
-    """Raises UserError where something is that toyexp did not draw."""
     if os.path.lexists(path) and not is_drawn(path):
         raise UserError(f"{path}: is there already, and is no picture of toyexp's; choose another name")
 

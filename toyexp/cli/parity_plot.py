@@ -46,13 +46,10 @@ def _worst(engines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _losses(axes: Any, report: Mapping[str, Any]) -> None:
-    """The loss of each engine, step by step."""
     steps = range(1, len(report["losses"]) + 1)
     axes.plot(steps, report["losses"], color=INK, linewidth=3, alpha=0.35, label=_named(report["reference"], report))
     for number, engine in enumerate(report["engines"]):
-        colour, mark = _look(number)
-        axes.plot(steps, engine["losses"], color=colour, linewidth=1, marker=mark, markersize=3.5,
-                  markevery=(number % 3, max(len(steps) // 12, 1)), label=_named(engine["engine"], engine))  # fmt: skip
+        _line(axes, number, engine["losses"], label=_named(engine["engine"], engine))
     axes.set_ylabel("loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelbottom=False)
@@ -65,7 +62,6 @@ def _named(engine: str, of: Mapping[str, Any]) -> str:
 
 def _differences(axes: Any, report: Mapping[str, Any]) -> None:
     """How far each loss is from the first engine's, which is what the tolerance is of."""
-    steps = range(1, len(report["losses"]) + 1)
     each = [
         [abs(ours - theirs) for ours, theirs in zip(engine["losses"], report["losses"], strict=True)]
         for engine in report["engines"]
@@ -73,10 +69,7 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
     tolerances = {engine["rounds_to"]: engine["tolerances"]["loss"] for engine in report["engines"]}
     floor = _logarithmic(axes, "y", [value for values in each for value in values], tolerances.values())
     for number, values in enumerate(each):
-        colour, mark = _look(number)
-        shown = [max(value, floor) for value in values]
-        axes.plot(steps, shown, color=colour, linewidth=1, marker=mark, markersize=3.5, clip_on=False,
-                  markevery=(number % 3, max(len(steps) // 12, 1)))  # fmt: skip
+        _line(axes, number, [max(value, floor) for value in values], clip_on=False)
     for name, tolerance in tolerances.items():
         at = max(tolerance, floor)
         axes.axhline(at, color=RED, linewidth=1, linestyle="--")
@@ -102,10 +95,10 @@ def _errors(
     floor = _logarithmic(axes, "x", [of[name] for of in each for name in tensors], tolerances.values())
     highest = axes.get_xlim()[1]
     for number, of in enumerate(each):
-        colour, mark = _look(number)
         places = [min(max(of[name], floor), highest) for name in tensors]
-        axes.plot(places, range(len(tensors)), color=colour, marker=mark, markersize=4, linestyle="none", alpha=0.85,
-                  clip_on=False)  # fmt: skip
+        axes.plot(
+            places, range(len(tensors)), markersize=4, linestyle="none", alpha=0.85, clip_on=False, **_look(number)
+        )
     for tolerance in set(tolerances.values()):
         axes.axvline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
     axes.set_ylim(len(tensors) - 0.5, -0.5)
@@ -117,14 +110,16 @@ def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Ite
     """Makes an axis logarithmic, with room for errors and tolerances; returns its lower end, where 0 is drawn."""
     known = [value for value in (*values, *tolerances) if 0 < value < math.inf] or [1.0]
     low, high = min(known) / 4, max(known) * 4
-    if which == "y":
-        axes.set_yscale("log")
-        axes.set_ylim(low, high)
-    else:
-        axes.set_xscale("log")
-        axes.set_xlim(low, high)
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
     return low
 
 
-def _look(number: int) -> tuple[str, str]:
-    return COLOURS[number % len(COLOURS)], MARKS[number % len(MARKS)]
+def _line(axes: Any, number: int, values: Sequence[float], **how: Any) -> None:
+    """Draw the values of one engine, step by step from 1."""
+    every = max(len(values) // 12, 1)
+    axes.plot(range(1, len(values) + 1), values, linewidth=1, markersize=3.5, markevery=(number % 3, every),
+              **_look(number), **how)  # fmt: skip
+
+
+def _look(number: int) -> dict[str, str]:
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)]}

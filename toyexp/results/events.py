@@ -28,7 +28,7 @@ SAMPLES, WARNINGS = 3, 20  # of a run that are kept: the last, and the first
 TEXT = 2000  # characters of either
 NAMES = ("loss", "lr", "grad_norm", "tokens", "seconds", "speed")  # of the arrays, beside `step`
 RECORDED = ("loss", "lr", "grad_norm", "tokens", "t", "wall_us")  # the fields that they are made from
-OF_A_STEP = ("kind", "phase", "step", "batch", *RECORDED)
+OF_A_STEP = {"kind", "phase", "step", "batch", *RECORDED}
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 
@@ -72,11 +72,13 @@ class History(Mapping[str, np.ndarray]):
             kind, step = event.get("kind"), event.get("step")
             step = step if type(step) is int and 0 <= step < 1 << 53 else None
             if kind == "step" and step is not None:
-                rows.extend(_number(event.get(name)) for name in RECORDED)
-                _note(logged, len(steps), {k: v for k, v in event.items() if k not in OF_A_STEP})
+                rows.extend(map(_number, map(event.get, RECORDED)))
+                for name in itertools.filterfalse(OF_A_STEP.__contains__, event):
+                    logged.setdefault(name, {})[len(steps)] = _number(event[name])
                 steps.append(step)
             elif kind == "eval" and step is not None:
-                _note(scores, len(evals), {k: v for k, v in event.items() if k == "loss" or k not in OF_AN_EVAL})
+                for name in ("loss", *(name for name in event if name not in OF_AN_EVAL)):
+                    scores.setdefault(name, {})[len(evals)] = _number(event.get(name))
                 evals.append(step)
             elif kind == "sample":
                 samples.append({"step": step, **{key: str(event.get(key, ""))[:TEXT] for key in ("prompt", "text")}})
@@ -141,11 +143,6 @@ class History(Mapping[str, np.ndarray]):
 def _number(value: Any) -> float:
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if known else np.nan
-
-
-def _note(found: dict[str, dict[int, float]], place: int, fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        found.setdefault(name, {})[place] = _number(value)
 
 
 def _arrays(found: Mapping[str, Mapping[int, float]], count: int) -> dict[str, np.ndarray]:

@@ -153,7 +153,6 @@ def _points(axes: Any, places: Sequence[float], trials: Sequence[Trial], limits:
 def _over_trials(
     axes: Any, search: Search, done: Sequence[Trial], best: Trial, limits: tuple[float, float]
 ) -> None:  # fmt: skip
-    """The score of each trial, and the best so far."""
     axes.margins(x=0.02)
     _points(axes, [trial.number for trial in search.trials], search.trials, limits)
     better = min if search.falls else max
@@ -182,7 +181,6 @@ def _over_trials(
 def _against(
     axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float], first: bool
 ) -> None:  # fmt: skip
-    """The scores against the values of one setting."""
     trials = [trial for trial in search.trials if key in trial.values]
     values = [trial.values[key] for trial in trials]
     if all(conforms(value, float | int) for value in values):

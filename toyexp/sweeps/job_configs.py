@@ -278,7 +278,6 @@ def _one_changed(jobs: Sequence[Job]) -> Iterator[Job]:
 
 
 def _differing(first: Job, job: Job) -> tuple[bool, ...]:
-    """Of each value, whether it differs."""
     return tuple(map(operator.ne, first.overrides, job.overrides))
 
 

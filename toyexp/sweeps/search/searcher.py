@@ -92,7 +92,6 @@ class Search(JobSource):
         return counted(self._points, "point") + no_more + (f" of {counted(repeats, 'run')}" if repeats > 1 else "")
 
     def _check_metric(self, configs: JobConfigs) -> None:
-        """Raises UserError where a run would have no such score, or none to be stopped by."""
         settings = self._settings
         asked = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
         lengths = []
@@ -186,7 +185,6 @@ class Search(JobSource):
             self._study.tell(job.trial, statistics.fmean(self._scores(jobs)))
 
     def _score(self, job: Job) -> float | None:
-        """The metric, as the run ended."""
         metric, loss = self._settings.metric, job.result.get("eval_loss")
         found = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
         if found is None or not math.isfinite(found):
@@ -220,25 +218,23 @@ class Search(JobSource):
     def summarise(self, folder: SweepDir) -> None:
         """Print the best point, what matters and what to type, and keep it with all points in search.json."""
         assert self._study is not None
-        study = self._study
-        settings = self._settings
-        kept: dict[str, Any] = {
-            "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
-            "best": None, "trials": list(study.outcomes()),
-            "notes": (ranking := folder.ranking()).notes(),
-        }  # fmt: skip
+        study, settings, ranking = self._study, self._settings, folder.ranking()
+        shares, why = ({}, "the scores do not compare") if ranking.other_data else study.importances()
+        best = None
         if ranking.other_data:
             say("best    none: the scores of these points do not compare")
-        elif (best := study.best()) is None:
+        elif (trial := study.best()) is None:
             say(f"best    none: no point has a held-out {settings.metric}")
         else:
-            kept["best"] = self._best(best)
-        known = ({}, "the scores do not compare") if ranking.other_data else study.importances()
-        kept["importances"], kept["no_importances"] = shares, why = known
-        told = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
-        if kept["best"]:
+            best = self._best(trial)
+            told = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
             say(f"keys    what matters: {told}" if shares else f"keys    what matters is unknown: {why}")
-            say(f"again   {kept['best']['command']}")
+            say(f"again   {best['command']}")
+        kept = {
+            "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
+            "best": best, "trials": list(study.outcomes()), "notes": ranking.notes(), "importances": shares,
+            "no_importances": why,
+        }  # fmt: skip
         say(f"study   optuna-dashboard {shlex.quote(short(study.path))}")
         try:
             with in_one_piece(folder.path / "search.json") as place:
@@ -251,16 +247,13 @@ class Search(JobSource):
         jobs = self._by_trial()[trial]
         scores = self._scores(jobs)
         words = [word for word in jobs[0].overrides if self._settings.repeats == 1 or not word.startswith("seed=")]
+        own = {word.partition("=")[0] for word in jobs[0].overrides}  # as the seed of a repeat
+        shared = [word for word in self._shared if not word.startswith("hydra.sweep.")]
+        shared = [word for word in shared if word.partition("=")[0] not in own]
         mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
         over = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
         say(f"best    {' '.join(words)}: held-out {self._settings.metric} {mean:.4f}{over}")
         return {
             "trial": trial, "settings": words, "score": mean, "deviation": spread,
-            "command": shlex.join(self._command(jobs[0])), "jobs": [job.number for job in jobs],
+            "command": shlex.join(["toyexp", *shared, *jobs[0].overrides]), "jobs": [job.number for job in jobs],
         }  # fmt: skip
-
-    def _command(self, job: Job) -> list[str]:
-        """What is typed for the same run alone."""
-        own = {word.partition("=")[0] for word in job.overrides}  # as the seed of a repeat
-        there = [word for word in self._shared if not word.startswith("hydra.sweep.")]
-        return ["toyexp", *(word for word in there if word.partition("=")[0] not in own), *job.overrides]

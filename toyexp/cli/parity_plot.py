@@ -96,9 +96,8 @@ def _errors(
     highest = axes.get_xlim()[1]
     for number, of in enumerate(each):
         places = [min(max(of[name], floor), highest) for name in tensors]
-        axes.plot(
-            places, range(len(tensors)), markersize=4, linestyle="none", alpha=0.85, clip_on=False, **_look(number)
-        )
+        look = {"markersize": 4, "linestyle": "none", "alpha": 0.85, **_look(number)}
+        axes.plot(places, range(len(tensors)), clip_on=False, **look)
     for tolerance in set(tolerances.values()):
         axes.axvline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
     axes.set_ylim(len(tensors) - 0.5, -0.5)

@@ -21,7 +21,8 @@ def main() -> int:
 def _forks() -> int:
     """As the process that a sweep's jobs are forked from, and in each of these as one that was started by its words."""
     gc.disable()  # all that is loaded stays: to look for what does not takes a quarter of the time
-    from toyexp.cli.forkserver import end, serve
+    import toyexp.cli.main  # noqa: F401 - what a job begins with
+    from toyexp.sweeps.launchers.forkserver import end, serve
 
     if serve():
         status("starting")

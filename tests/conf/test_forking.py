@@ -62,7 +62,7 @@ class Trace(Callback):
             "nice": os.nice(0), "core": resource.getrlimit(resource.RLIMIT_CORE), "tty": sys.stdout.isatty(),
         }
         own = {"python": random.random(), "numpy": float(np.random.rand())}
-        own["forked"] = "toyexp.cli.forkserver" in sys.modules
+        own["forked"] = "toyexp.sweeps.launchers.forkserver" in sys.modules
         (run.dir / "seen.json").write_text(json.dumps([seen, own]))
         os.environ["LEFT"] = os.environ.pop("GIVEN", "")
         self.held.append(run.seed)
@@ -271,7 +271,7 @@ def test_jobs_are_spawned_when_the_fork_server_was_killed_before_it_loaded(serve
     server._process.wait()
     server.start(["seed=1"], {}, False)
     server.close()
-    assert spawned == [(["seed=1"], {}, False, ())]
+    assert spawned == [(["seed=1"], {}, False)]
 
 
 # -- what is composed beforehand --------------------------------------------------------------------------------------

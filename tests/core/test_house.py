@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "testing": BELOW | {"training", "testing"},
     "cli": BELOW | {"training", "config", "results", "runner", "inference", "sweeps", "testing", "cli"},
     "api": BELOW | {"training", "config", "results", "runner", "inference", "sweeps", "api"},
-    "__main__": BASE | {"cli"},
+    "__main__": BASE | {"cli", "sweeps"},
 }
 GRAPH = module_graph()
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
 TRIAL = "TOYEXP_TRIAL"  # and of one that a search may stop
-STACK = "TOYEXP_STACK"  # and of the one that has several jobs to train together
+STACK = "TOYEXP_STACK"  # and of the one that has several jobs to train together: a folder
+ORDERS, REPORTS = "jobs.json", "reports"  # in that folder: the jobs, and the pipe that hears of them
 
 
 def own_sweep(request: Request) -> list[Override]:

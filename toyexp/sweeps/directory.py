@@ -139,7 +139,6 @@ class Order:
     cores: int = 0  # its share of the machine; 0: all
     gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
     environment: Mapping[str, str] = field(default_factory=dict)  # of its process alone
-    files: Sequence[int] = ()  # open ones that its process is handed: see FILES
     several: bool = False  # its process trains a stack, whose jobs check their own directories
 
     def words(self) -> Sequence[str]:

@@ -21,28 +21,20 @@ from typing import Any, TypeAlias
 
 from toyexp.base.ranks import FORKS
 
-FILES = "TOYEXP_FILES"  # in the environment of a process that was handed open files: their numbers there
 POLL = 0.1  # seconds between looks at whether the sweep is to stop
 PLATFORMS = ("linux",)  # elsewhere libraries of the system are not fork-safe: jobs are spawned
 
-# Of words, environment, whether before a terminal, and open files that it is handed: see FILES.
 Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
-Start = Callable[[Sequence[str], Mapping[str, str], bool, Sequence[int]], Process]
+Start = Callable[[Sequence[str], Mapping[str, str], bool], Process]  # of words, environment, whether on a terminal
 
 
-def spawned(words: Sequence[str], environment: Mapping[str, str], terminal: bool, files: Sequence[int] = ()) -> Process:
+def spawned(words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
     """Start the process of a job, which loads everything by itself."""
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *words],
         stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**environment, **with_files(files)}, pass_fds=files,
-        process_group=0,  # a Ctrl-C reaches it through us, once
+        env=environment, process_group=0,  # a Ctrl-C reaches it through us, once
     )  # fmt: skip
-
-
-def with_files(numbers: Sequence[int]) -> dict[str, str]:
-    """Return the variable that tells a process of the files that it was handed."""
-    return {FILES: ",".join(map(str, numbers))} if numbers else {}
 
 
 class Forks:
@@ -74,14 +66,12 @@ class Forks:
         with contextlib.suppress(OSError):  # it has been killed; jobs are spawned then
             self._control.send({"words": list(words), "stacks": stacks})
 
-    def start(
-        self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, files: Sequence[int] = ()
-    ) -> Process:
+    def start(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
         """Start the process of a job; raises OSError if there can be none."""
         with self._lock:
-            if self._is_ready() and (process := self._forked(words, environment, terminal, files)) is not None:
+            if self._is_ready() and (process := self._forked(words, environment, terminal)) is not None:
                 return process
-        return spawned(words, environment, terminal, files)
+        return spawned(words, environment, terminal)
 
     def wait(self) -> None:
         """Wait until the fork server has loaded what jobs need."""
@@ -107,9 +97,7 @@ class Forks:
                 self._ready = False
         return self._ready
 
-    def _forked(
-        self, words: Sequence[str], environment: Mapping[str, str], terminal: bool, handed: Sequence[int]
-    ) -> Process | None:
+    def _forked(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process | None:
         """Return the process; None if the fork server has been killed."""
         with contextlib.ExitStack() as theirs:
             ours: list[int] = []
@@ -120,7 +108,7 @@ class Forks:
             process = Forked(channel, ours[0], None if terminal else ours[1], ours[-1])
             try:
                 order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
-                tell(self._control, order, [*files, end.fileno(), *handed])
+                tell(self._control, order, [*files, end.fileno()])
                 theirs.close()
                 process.begin()
             except (ConnectionError, EOFError):

@@ -107,7 +107,7 @@ def run_process(
         make_folder(order.log.parent)
         with (
             open(open_for_writing(order.log, os.O_APPEND), "ab", buffering=0) as log,
-            start(words, environment, terminal, order.files) as process,
+            start(words, environment, terminal) as process,
             stop.watching(process),
         ):
             for line, to_stderr in _lines(process, log, poll):

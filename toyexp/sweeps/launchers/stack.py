@@ -25,10 +25,9 @@ from toyexp.base.terminal import say
 from toyexp.interfaces.data import opened_once
 from toyexp.interfaces.stack import Stack, unlike
 from toyexp.runner.one_run import PreparedRun, prepare_run
-from toyexp.sweeps.combinations import STACK
+from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
 from toyexp.sweeps.directory import Ended, Job, is_begun
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.forking import FILES
 from toyexp.sweeps.launchers.stack_size import Size, size_of
 from toyexp.sweeps.process_state import contained
 from toyexp.sweeps.search.pruning import taken
@@ -72,18 +71,15 @@ class Member:
 
 
 def train_stack(request: Request) -> int:
-    """Trains the jobs that stand in the file which this process was handed; what becomes of each goes into the other.
+    """Train the jobs that ORDERS of this process's folder lists, and write what becomes of each into REPORTS there.
 
     Returns the exit code, which is 0 also where jobs failed.
     """
-    del os.environ[STACK]
-    orders, reports = (int(number) for number in os.environ.pop(FILES).split(","))
-    with open(orders, encoding="utf-8") as file:
-        asked = json.load(file)
-    os.set_inheritable(reports, False)
+    folder = Path(os.environ.pop(STACK))
+    asked = json.loads((folder / ORDERS).read_text(encoding="utf-8"))
     signals = CommonSignals()
     with (
-        open(reports, "w", encoding="utf-8", buffering=1) as pipe,
+        open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,
         stop_signals(signals),
         opened_once(),
         contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),

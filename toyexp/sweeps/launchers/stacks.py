@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -10,11 +9,12 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO, Any
 
 from toyexp.base.threads import available_cores
 from toyexp.config.top_level import PARTS
-from toyexp.sweeps.combinations import STACK
+from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
 from toyexp.sweeps.directory import Ended, Job, shared_words
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import stacks_of, visible
@@ -109,21 +109,22 @@ class Stacks(Processes):
              "goes_on": order.goes_on, "environment": dict(order.environment)}
             for job, order in orders
         ]  # fmt: skip
-        with tempfile.TemporaryFile("w+") as file, _Reports() as reports:
-            json.dump({"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}, file)
-            file.flush()
-            file.seek(0)
+        asked = {"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}
+        with tempfile.TemporaryDirectory() as folder, _pipe(Path(folder, REPORTS)) as reports:
+            Path(folder, ORDERS).write_text(json.dumps(asked))
             words = shared_words(watch.folder.asked)
             log = first.log.with_name(f"stack-{min(given.jobs)}.log")
-            files = (file.fileno(), reports.writing)
             order = replace(
-                first, log=log, first=words, again=words, goes_on=False, several=True, gpus=gpus, files=files,
-                cores=self.share.cores, environment={STACK: "1"},
+                first, log=log, first=words, again=words, goes_on=False, several=True, gpus=gpus,
+                cores=self.share.cores, environment={STACK: folder},
             )  # fmt: skip
+            rest = b""
 
             def poll() -> None:
-                for report in reports.new():
-                    self._hear(report, given, watch, hand_on)
+                nonlocal rest
+                *whole, rest = (rest + (reports.read() or b"")).split(b"\n")
+                for report in whole:
+                    self._hear(json.loads(report), given, watch, hand_on)
 
             def show(line: str, stream: IO[str]) -> None:
                 poll()
@@ -148,29 +149,10 @@ class Stacks(Processes):
                 hand_on((given.jobs.pop(number), Ended(code, error)))
 
 
-class _Reports:
-    """A pipe through which a process tells what becomes of its jobs, a line of JSON each."""
-
-    def __init__(self) -> None:
-        self._reading, self.writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        self._rest = b""
-
-    def __enter__(self) -> _Reports:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._reading)
-        os.close(self.writing)
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """What came since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._reading, 1 << 16):
-                self._rest += chunk
-        *whole, self._rest = self._rest.split(b"\n")
-        for line in whole:
-            yield json.loads(line)
+def _pipe(place: Path) -> IO[bytes]:
+    """Make a pipe of this name, whose reader waits for nobody."""
+    os.mkfifo(place)
+    return open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
 
 
 def dealt(jobs: Sequence[Job], processes: int) -> list[list[Job]]:

@@ -19,7 +19,6 @@ import numpy.ma  # which numpy imports where it is first used, as the next one
 import numpy.random
 
 import toyexp.batching.tokens
-import toyexp.cli.main  # what a job begins with, and what it comes to
 import toyexp.formats.gguf.write
 import toyexp.training.experiment
 import toyexp.training.resume  # noqa: F401
@@ -33,10 +32,9 @@ from toyexp.config.schema import AUTO, Source
 from toyexp.interfaces.engine import Engine
 from toyexp.plugins.discovery import keep as keep_plugins
 from toyexp.sweeps.begin import FLAGS
-from toyexp.sweeps.launchers.forking import hear, with_files
+from toyexp.sweeps.launchers.forking import hear
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-STREAMS = 3  # files of a job: standard ones, then the channel that hears how it ended, then those that it is handed
 DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers open once they are in use
 
 
@@ -118,7 +116,7 @@ def _forked(control: Connection, files: Sequence[int]) -> bool:
             return True
     except OSError as error:
         job = -(error.errno or 1)
-    channel = Connection(os.dup(files[STREAMS]))
+    channel = Connection(os.dup(files[-1]))
     with contextlib.suppress(OSError):
         channel.send(job)
     if not control.closed:
@@ -138,23 +136,19 @@ def _forked(control: Connection, files: Sequence[int]) -> bool:
 def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     """Make this process what a job's is that was started by its words."""
     os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
-    own, handed = files[: STREAMS + 1], files[STREAMS + 1 :]
-    for number, file in enumerate(own[:-1]):
+    for number, file in enumerate(files[:-1]):
         os.dup2(file, number)
-    for file in own:
+    for file in files:
         os.close(file)
     os.environ.clear()
-    os.environ.update({**order["environment"], **with_files(handed)})
+    os.environ.update(order["environment"])
     os.chdir(order["directory"])
     sys.argv[1:] = order["words"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        before, raw = getattr(sys, name), io.FileIO(number, "w" if number else "r", closefd=False)
-        at_once = bool(number) and before.write_through  # PYTHONUNBUFFERED
-        whole = raw if at_once else io.BufferedWriter(raw) if number else io.BufferedReader(raw)
-        lines = number == 2 or os.isatty(number)
-        stream = io.TextIOWrapper(
-            cast("Any", whole), before.encoding, before.errors, line_buffering=lines, write_through=at_once
-        )
+        before = getattr(sys, name)
+        buffering = 1 if number == 2 or before.write_through else -1  # that is set by PYTHONUNBUFFERED
+        mode = "w" if number else "r"
+        stream = os.fdopen(number, mode, buffering, before.encoding, before.errors, closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     np.random.seed()  # as Python has done with its own random numbers

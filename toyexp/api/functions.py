@@ -136,14 +136,14 @@ def sweep(
     if not typed and resume is None:
         raise UserError("toyexp.sweep: says nothing of what to run: toyexp.sweep(seed=[0, 1]); one run is toyexp.run()")
     with aside("toyexp.sweep", quiet):
-        from toyexp.sweeps.begin import prepared
+        from toyexp.sweeps.begin import prepare_sweep
 
         flags, asked = split(at_home(typed))
         flags.pop("--multirun", None)
         asked += _directory("hydra.sweep.dir", "toyexp.sweep directory", directory)
         asked += _directory("sweep.resume", "toyexp.sweep resume", resume)
         request = _request("toyexp.sweep", flags, asked)
-        runner = prepared(flags, request)
+        runner = prepare_sweep(flags, request)
         code = runner.run()
         if code > 128:
             interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")

@@ -1,38 +1,58 @@
-"""What a run would be, said before it is one: --dry-run takes a few steps to tell the time, and leaves nothing."""
+"""--dry-run: what a run, or the jobs of a sweep, would take, from a few steps of each; nothing is left behind."""
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import json
+import re
+import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
 from toyexp.base.attribution import given
-from toyexp.base.errors import UserError
-from toyexp.base.formatting import count, counted, duration, in_bytes, short
-from toyexp.base.memory import available_bytes
+from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.formatting import columns, count, counted, duration, in_bytes, short
+from toyexp.base.memory import available_bytes, running_out
+from toyexp.base.ownership import require_empty
+from toyexp.base.terminal import complain, say, status
+from toyexp.base.writing import dump_json
 from toyexp.cli.bench import step_flops
 from toyexp.cli.bench_stepper import EngineStepper, memory_bytes
+from toyexp.config.compose import Composed
+from toyexp.config.request import Request
 from toyexp.config.top_level import GROUPS
+from toyexp.config.words import setting
 from toyexp.formats.gguf.open_model import in_place
-from toyexp.interfaces.command import Answer
+from toyexp.interfaces.command import Answer, Arguments
 from toyexp.interfaces.model import scores_of
+from toyexp.runner.one_run import locate, prepare_run
+from toyexp.sweeps.directory import Job, Order, shared_words
+from toyexp.sweeps.launchers.gpus import visible
+from toyexp.sweeps.launchers.job_process import Stop, run_process
+from toyexp.sweeps.runner import Runner
+from toyexp.training import checkpoint
 from toyexp.training.memory import check_snapshot, least, snapshot_bytes
 from toyexp.training.resume import Resumed
 from toyexp.training.run_config import Prepared, introduction
 from toyexp.training.rundir import require_writable
 from toyexp.training.settings import Interval, evaluations
 
-if TYPE_CHECKING:
-    from toyexp.config.compose import Composed
-    from toyexp.config.request import Request
-
 WARM_UP_STEPS, WARM_UP = 3, 0.1  # that do not count: so many, and so many seconds of them
 STEPS, SLICE = 3, 0.5  # that count
 PATIENCE = 5.0  # seconds of either after which one step is enough
+NOTHING = "nothing was trained, and nothing written but what data keep in their cache"
+TRIED = 8  # shapes of which a job is tried; what the others take is then the mean of these
+SAME = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep",
+        "checkpoint_best", "nonfinite")  # fmt: skip
+FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,7 @@ class DryRun(Answer):
         steps = f"{counted(self.steps, 'step')} of {duration(tried.step)}{evals}"
         told = [
             *([f"settings {' '.join(self.settings)}"] if self.settings else []),
-            *(f"{line.split(' ', 1)[0]:<8} {line.split(' ', 1)[1].lstrip()}" for line in self.about),
+            *map(_aligned, self.about),
             f"trains   {count(self.trainable)} parameters; the model, as exported, has {count(self.parameters)}",
             f"steps    {self.steps}{behind}, each of {count(per_step)} {self.units}: {in_all} in all{again}",
             f"memory   at least {in_bytes(sum(parts.values()))}{of}: "
@@ -116,15 +136,32 @@ class DryRun(Answer):
             f"         {counted(tried.steps, 'step')} were tried; callbacks, checkpoints and exports come on top",
             f"writes   {short(self.directory)}",
             *(f"warning  {line}" for line in self.warnings),
-            "nothing was trained, and nothing written but what data keep in their cache",
+            NOTHING,
         ]
         return [line.rstrip() for line in told]
 
 
-def foresee(
+def _aligned(line: str) -> str:
+    """Return a line of a run's introduction with its text in the column of the others."""
+    name, _, rest = line.partition(" ")
+    return f"{name:<8} {rest.lstrip()}"
+
+
+def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
+    """Say what a run would be; return the exit code. Errors are those of the run."""
+    request, composed, found = locate(request, resume)
+    prepared, directory, resumed = prepare_run(composed, resume=found)
+    status("taking a few steps")
+    with running_out():
+        answer = _foresee(request, composed, prepared, directory, resumed)
+    status("")
+    return answer.show(Arguments(json=as_json))
+
+
+def _foresee(
     request: Request, composed: Composed, prepared: Prepared, directory: Path, resumed: Resumed | None
 ) -> DryRun:
-    """Takes a few steps of a run that is ready, on its own engine and data; UserError for what it would be refused."""
+    """Take a few steps of a run that is ready, on its own engine and data; UserError for what it would be refused."""
     config, plan = prepared.config, prepared.plan
     saves = bool(Interval.parse(config.settings.checkpoint_every, "checkpoint_every"))
     if saves:
@@ -133,20 +170,17 @@ def foresee(
     about = introduction(prepared) + (resumed.lines() if resumed else [])
     begins = resumed.checkpoint.step if resumed else 0
     steps = config.settings.steps - begins
-    tried = try_steps(prepared, begins)
-    ended = time.perf_counter()
-    settings, flops = differing(request, composed), step_flops(plan)
-    tried = replace(tried, seconds=tried.seconds + time.perf_counter() - ended)
+    tried = _try_steps(prepared, begins)
     units = prepared.model.reads.units
     known = given(Mapping, prepared.dataset.describe).get(f"train_{units}")
     batch, weights = least(plan, config.engine)
     return DryRun(
-        settings=settings, about=about, directory=directory, begins=begins, steps=steps,
+        settings=_differing(request, composed), about=about, directory=directory, begins=begins, steps=steps,
         parameters=prepared.model.parameters(), trainable=sum(t.size for t in plan.trainable),
         units=units, units_per_step=tried.learned, epochs=steps * tried.learned / known if known else None,
         batch_bytes=batch, weights_bytes=weights, frozen_bytes=_frozen_bytes(prepared),
         checkpoint_bytes=snapshot_bytes(plan) if saves else 0,
-        free_bytes=available_bytes(), flops_per_step=flops, tried=tried, warnings=list(prepared.warnings),
+        free_bytes=available_bytes(), flops_per_step=step_flops(plan), tried=tried, warnings=list(prepared.warnings),
     )  # fmt: skip
 
 
@@ -161,7 +195,7 @@ def _frozen_bytes(prepared: Prepared) -> int:
     return size
 
 
-def differing(request: Request, composed: Composed) -> list[str]:
+def _differing(request: Request, composed: Composed) -> list[str]:
     """The choices that were typed, and each setting that is not the default of what was chosen."""
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
@@ -171,49 +205,40 @@ def differing(request: Request, composed: Composed) -> list[str]:
     return [*(str(o.input_line) for o in chosen), *composed.unlike(usual)]
 
 
-def try_steps(prepared: Prepared, begins: int) -> Tried:
-    """A few steps and held-out batches, as the run would take them, on weights that are dropped afterwards."""
+def _try_steps(prepared: Prepared, begins: int) -> Tried:
+    """Take a few steps and held-out batches, as the run would, on weights that are dropped afterwards."""
     settings, began = prepared.config.settings, time.perf_counter()
-    stepper = EngineStepper(prepared)
-    try:
-        taken = learned = 0
+    learned: list[int] = []
+    with contextlib.closing(EngineStepper(prepared)) as stepper:
 
-        def step() -> None:
-            nonlocal taken, learned
-            batch = prepared.batches.batch(begins + taken)
-            stepper.step(batch)
-            taken += 1
-            learned += int(np.count_nonzero(batch["weights"]))
+        def seconds_of_a_step(least: int, slice_full: float) -> float:
+            """Take so many steps at least, for so many seconds at least, or as PATIENCE allows."""
+            began, before = time.perf_counter(), len(learned)
+            while True:
+                batch = prepared.batches.batch(begins + len(learned))
+                stepper.step(batch)
+                learned.append(int(np.count_nonzero(batch["weights"])))
+                taken, seconds = len(learned) - before, time.perf_counter() - began
+                if seconds > PATIENCE or (taken >= least and seconds >= slice_full):
+                    stepper.wait()
+                    return (time.perf_counter() - began) / taken
 
-        step()
-        stepper.wait()
-        ready = warm = time.perf_counter()
-        while not _enough(taken, time.perf_counter() - warm, WARM_UP_STEPS, WARM_UP):
-            step()
-            stepper.wait()
-        before, counting = taken, time.perf_counter()
-        while not _enough(taken - before, time.perf_counter() - counting, STEPS, SLICE):
-            step()
-        stepper.wait()
-        seconds = (time.perf_counter() - counting) / (taken - before)
+        seconds_of_a_step(1, 0)
+        ready = time.perf_counter()
+        seconds_of_a_step(WARM_UP_STEPS, WARM_UP)
+        step = seconds_of_a_step(STEPS, SLICE)
         evals = evaluations(begins, settings.steps, settings.eval_every)
         return Tried(
             ready=ready - began,
-            step=seconds,
+            step=step,
             evaluation=_evaluation(prepared, stepper) if evals else 0.0,
             evaluations=evals,
-            steps=taken,
-            learned=learned / taken,
+            steps=len(learned),
+            learned=sum(learned) / len(learned),
             seconds=time.perf_counter() - ready,
             device_bytes=stepper.device_bytes(),
             process_bytes=memory_bytes()[1],
         )
-    finally:
-        stepper.close()
-
-
-def _enough(steps: int, seconds: float, least_steps: int, least_seconds: float) -> bool:
-    return steps > 0 and (seconds > PATIENCE or (steps >= least_steps and seconds >= least_seconds))
 
 
 def _evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
@@ -232,3 +257,200 @@ def _evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
     seconds(first)  # which may build something
     some = [held_out[k] for k in range(min(len(held_out), max(1, int(SLICE / max(seconds(first), 1e-6)))))]
     return seconds(some) / len(some) * len(held_out)
+
+
+# -- a sweep ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shape:
+    """Jobs of which each step takes the same, as far as their settings tell."""
+
+    own: list[str]  # the settings that make it
+    jobs: list[Job]
+    start: float = 0.0  # seconds of a job's process until the first of its steps
+    found: Mapping[str, Any] | None = None  # what --dry-run --json says of the first one; None: it was not tried
+
+
+@dataclass(frozen=True)
+class SweepDryRun(Answer):
+    """All that is said of a sweep, as plain data, and its launcher's words."""
+
+    told: Mapping[str, Any]
+    how: str
+    notes: Sequence[str]
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return dict(self.told)
+
+    def lines(self) -> list[str]:
+        """Return it for a person."""
+        told, shapes = self.told, self.told["shapes"]
+        jobs, left = counted(told["jobs"], "job"), told["not_tried"]
+        lines = [f"sweep    {short(Path(told['directory']))}, {jobs}, {self.how} ({told['launcher']})"]
+        lines += [f"settings {' '.join(told['settings'])}"] if told["settings"] else []
+        lines += [f"search   {told['search']}"] if told["search"] else []
+        for key, values in told["varied"].items() if not told["search"] else ():
+            more = f",... ({len(values)} values)" if len(values) > 12 else ""
+            lines.append(f"varies   {key}={','.join(values[:12])}{more}")
+        lines += map(_aligned, shapes[0]["about"])
+        head = ["jobs", "parameters", "train", "memory", "held", "step", "eval", "GFLOP a step", "start", "settings"]
+        lines += ["", *columns([head, *map(_row, shapes)], right=range(9)), ""]
+        if left:
+            mean = f"the mean of the {len(shapes)} that were tried"
+            lines.append(f"guessed  {counted(len(left), 'job')} of other shapes, which were not tried, count as {mean}")
+        one = told["seconds_of_jobs"].values()
+        each = duration(min(one)) if max(one) < 1.05 * min(one) else f"{duration(min(one))} to {duration(max(one))}"
+        return [
+            *lines,
+            f"compute  {told['flops'] / 1e9:.3g} GFLOP in all",
+            f"time     about {duration(told['seconds'])}: {jobs}, {each} each, {self.how}",
+            *(f"         {note}" for note in self.notes if note),
+            "         callbacks, checkpoints and exports come on top",
+            NOTHING,
+        ]
+
+
+def _row(shape: Mapping[str, Any]) -> list[str]:
+    tried = shape["tried"]
+    least = sum(shape[f"{part}_bytes"] for part in ("batch", "weights", "frozen", "checkpoint"))
+    return [
+        str(len(shape["jobs"])), count(shape["parameters"]), count(shape["trainable"]), in_bytes(least),
+        in_bytes(tried["device_bytes"] or tried["process_bytes"]), duration(tried["step"]),
+        duration(tried["evaluation"]) if tried["evaluations"] else "-", f"{shape['flops_per_step'] / 1e9:.3g}",
+        duration(shape["start"]), " ".join(shape["own"]) or "(all alike)",
+    ]  # fmt: skip
+
+
+def dry_run_sweep(runner: Runner, as_json: bool) -> int:
+    """Say what the jobs of a sweep would be; return 2 if one that is tried is refused, and 1 if one fails."""
+    try:
+        codes = [2 * runner.prepare()]
+        shapes = _shapes(runner.source.foreseen())
+        if not shapes:
+            say(dump_json({"jobs": 0}) if as_json else "no job would run")
+            return max(codes)
+        root = _root(runner, [shape.jobs[0] for shape in shapes])
+        for shape in shapes[:TRIED]:
+            status(f"taking a few steps of job {shape.jobs[0].number}")
+            try:
+                _try(shape, runner, root)
+            except (UserError, RunFailed) as error:
+                complain(f"error in job {shape.jobs[0].number}: {error}")
+                codes.append(error.exit_code)
+        status("")
+        if any(shape.found for shape in shapes):
+            _sum(shapes, runner, root).show(Arguments(json=as_json))
+        return 1 if 1 in codes else max(codes)
+    finally:
+        runner.close()
+
+
+def _shapes(jobs: Sequence[Job]) -> Sequence[Shape]:
+    found: dict[tuple[str, ...], Shape] = {}
+    for job in jobs:
+        own = [word for word in job.overrides if not _costs_the_same(word)]
+        found.setdefault(tuple(own), Shape(own, [])).jobs.append(job)
+    return list(found.values())
+
+
+def _costs_the_same(word: str) -> bool:
+    """Return whether a setting leaves what a step computes as it is: a seed, a rate, a number with a fraction."""
+    key, _, value = word.partition("=")
+    kind = key.split(".")[0]
+    return key in SAME or (kind in ("optim", "callbacks") and key != kind and FRACTION.fullmatch(value) is not None)
+
+
+def _root(runner: Runner, jobs: Sequence[Job]) -> Path:
+    """Return the sweep's directory, as the first job names it that can; UserError where it would be refused."""
+    if runner.folder:
+        return runner.folder.path
+    for job in jobs:
+        try:
+            root = runner.configs.directory(job, None)[0]
+        except UserError:  # which is told when the job is tried
+            continue
+        require_empty(root, "hydra.sweep.dir")
+        require_writable(root, "hydra.sweep.dir")
+        return root
+    return Path.cwd()
+
+
+def _try(shape: Shape, runner: Runner, root: Path) -> None:
+    """Have a process say what a run of the first job would be; raises UserError and RunFailed."""
+    launcher, out = runner.launcher, list[str]()
+    of_machine = launcher.is_forked and not launcher.is_stacked
+    words = [*_words(shape.jobs[0], runner, root), "--dry-run", "--json"]
+    gpus = visible()[: launcher.share.gpus] if of_machine else ()
+    launcher.wait()
+
+    def take(line: str, to: IO[str]) -> None:
+        if to is sys.stdout:
+            out.append(line)
+
+    with tempfile.TemporaryDirectory() as aside:
+        order = Order(root, Path(aside, "log"), words, [], False, launcher.share.cores * of_machine, gpus, several=True)
+        began = time.perf_counter()
+        ended = run_process(order, Stop(), take, start=launcher.start)
+        seconds = time.perf_counter() - began
+    if ended.code:
+        raise UserError(ended.error) if ended.code == 2 else RunFailed(str(ended))
+    shape.found = json.loads("\n".join(out))
+    shape.start = seconds - shape.found["tried"]["seconds"]
+
+
+def _words(job: Job, runner: Runner, root: Path) -> list[str]:
+    """Return the command line that tries a job."""
+    asked = runner.asked.memory
+    if job.directory and checkpoint.steps(root / job.directory / "checkpoints"):
+        return [f"resume={root / job.directory}", *(word for word in asked["settings"] if word.startswith("plugins="))]
+    where = root / job.directory if job.directory else runner.configs.directory(job, root)[1]
+    place = [] if where.exists() else [setting("hydra.run.dir", where)]
+    return [*shared_words(asked), *job.overrides, *place, f"hydra.job.num={job.number}"]
+
+
+def _sum(shapes: Sequence[Shape], runner: Runner, root: Path) -> SweepDryRun:
+    """Add up what was found; jobs of shapes that were not tried count as the mean."""
+    launcher, asked, search = runner.launcher, runner.asked, runner.source.description
+    seconds, flops = dict[int, float](), dict[int, float]()
+    left, entries = list[int](), list[dict[str, Any]]()
+    for shape in shapes:
+        if not (found := shape.found):
+            left += [job.number for job in shape.jobs]
+            continue
+        tried, every = found["tried"], int(runner.configs.config(shape.jobs[0]).cfg.eval_every)
+        for job in shape.jobs:
+            begins, end = 0, found["begins"] + found["steps"]
+            if job.directory:
+                begins = next(iter(checkpoint.steps(root / job.directory / "checkpoints")), 0)
+            if any(word.startswith("steps=") for word in job.overrides):
+                end = int(runner.configs.config(job).cfg.steps)
+            is_first = (asked.settings.isolate and not launcher.is_stacked) or not seconds  # in its process
+            seconds[job.number] = (
+                (shape.start if is_first else tried["ready"])
+                + (end - begins) * tried["step"]
+                + evaluations(begins, end, every) * tried["evaluation"]
+            )
+            flops[job.number] = (end - begins) * found["flops_per_step"]
+        entries.append({"jobs": [j.number for j in shape.jobs], "own": shape.own, "start": shape.start, **found})
+    seconds |= dict.fromkeys(left, statistics.mean(seconds.values()))
+    flops |= dict.fromkeys(left, statistics.mean(flops.values()))
+    at_once = max(min(launcher.limit(), len(seconds)), 1)
+    free = [0.0] * at_once
+    for number in sorted(seconds):  # each begins when one before it ends
+        heapq.heapreplace(free, free[0] + seconds[number])
+    varied: dict[str, dict[str, None]] = {}  # of each key its values, in their order
+    for job in sorted((job for shape in shapes for job in shape.jobs), key=lambda job: job.number):
+        for key, _, value in (word.partition("=") for word in job.overrides):
+            varied.setdefault(key, {})[value] = None
+    told = {
+        "directory": str(root), "settings": asked.memory["settings"],
+        "varied": {key: list(values) for key, values in varied.items()}, "search": search, "jobs": len(seconds),
+        "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": entries,
+        "not_tried": left, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
+    }  # fmt: skip
+    points = "its points are yet to be chosen: these are runs at the ends of intervals, and at each value"
+    prunes = f"without what sweep.prune={asked.settings.prune} saves"
+    notes = [launcher.caveat(at_once), points if search else "", prunes if asked.settings.prune else ""]
+    return SweepDryRun(told, launcher.describe(at_once), notes)

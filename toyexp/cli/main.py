@@ -113,13 +113,15 @@ def run(words: Sequence[str]) -> int:
         what = "-m: a sweep starts its own processes" if several else "--dry-run: is done by one process"
         raise UserError(f"{what}; torchrun starts the ranks of one run")
     if several:
-        from toyexp.sweeps.begin import sweep
-
-        return sweep(flags, request)
+        return _sweep(flags, request)
     from toyexp.training.resume import AUTO, Complete
 
     try:
-        return _dry_run(flags, request, resume) if "--dry-run" in flags else _train(request, resume, not words)
+        if "--dry-run" not in flags:
+            return _train(request, resume, not words)
+        from toyexp.cli.dry_run import dry_run
+
+        return dry_run(request, resume, "--json" in flags)
     except Complete as error:
         if resume != AUTO:
             raise
@@ -155,16 +157,18 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
     return 0
 
 
-def _dry_run(flags: Mapping[str, str], request: Request, resume: str | None) -> int:
-    """Say what a run would be; its errors are the run's."""
-    from toyexp.base.memory import running_out
-    from toyexp.cli.dry_run import foresee
-    from toyexp.runner.one_run import locate, prepare_run
+def _sweep(flags: Mapping[str, str], request: Request) -> int:
+    """Run every combination of the values, or go on with a sweep; return the exit code."""
+    from toyexp.config.schema import BEGUN
+    from toyexp.sweeps.begin import prepare_sweep
 
-    request, composed, found = locate(request, resume)
-    prepared, where, resumed = prepare_run(composed, resume=found)
-    status("taking a few steps")
-    with running_out():
-        answer = foresee(request, composed, prepared, where, resumed)
-    status("")
-    return answer.show(Arguments(json="--json" in flags))
+    try:
+        runner = prepare_sweep(flags, request)
+        if "--dry-run" not in flags:
+            return runner.run()
+        from toyexp.cli.dry_run import dry_run_sweep
+
+        return dry_run_sweep(runner, "--json" in flags)
+    finally:
+        os.environ.pop(BEGUN, None)
+

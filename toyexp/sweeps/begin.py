@@ -34,18 +34,7 @@ FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job i
 LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Processes, Stacks, OnSubmitit, OnRay)}
 
 
-def sweep(flags: Mapping[str, str], request: Request) -> int:
-    """Run every combination of the values, or go on with a sweep; return the exit code."""
-    from toyexp.config.schema import BEGUN
-
-    try:
-        runner = prepared(flags, request)
-        return runner.foresee() if "--dry-run" in flags else runner.run()
-    finally:
-        os.environ.pop(BEGUN, None)
-
-
-def prepared(flags: Mapping[str, str], request: Request) -> Runner:
+def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     """Return what runs the jobs of a sweep, new or resumed."""
     from toyexp.config.keys import Keys
     from toyexp.config.mistakes import check_blanks, check_listed, check_settings

@@ -76,8 +76,7 @@ class Runner:
     def run(self) -> int:
         """Run the jobs; return the exit code of the sweep."""
         try:
-            self.launcher.preload(shared_words(self.asked.memory), self._stop)
-            self._check()
+            self.prepare()
             if self.source.peek() or self.source.probe:
                 self.launcher.connect()
             folder = self._open()
@@ -97,21 +96,10 @@ class Runner:
                 draw_sweep(folder.path)
             return code
         finally:
-            self._close()
+            self.close()
 
-    def foresee(self) -> int:
-        """Say what the jobs would be; return the exit code, which is not 0 if one of them cannot be."""
-        from toyexp.sweeps.dry_run import Foresight
-
-        try:
-            self.launcher.preload(shared_words(self.asked.memory), self._stop)
-            wrong = self._check()
-            how = Foresight(self.configs, self.launcher, self.asked.memory, self.folder, self.source.description)
-            return how.show(self.source.foreseen(), self._is_quiet) or (2 if wrong else 0)
-        finally:
-            self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let others have the sweep's directory, and end what its jobs start from."""
         self._watch.close()
         self.launcher.close()
         if self.folder:
@@ -159,8 +147,9 @@ class Runner:
         move = "move that file away, and " if os.path.lexists(place) else ""
         say(f"[{gone[0].number}] is completed, but its run {short(place)} is not there{more}; {move}train it: {again}")
 
-    def _check(self) -> bool:
+    def prepare(self) -> bool:
         """Check each value before the first job starts; return whether a job cannot be, which has ended."""
+        self.launcher.preload(shared_words(self.asked.memory), self._stop)
         wrong = self.source.check(self.configs, self.folder is None, self._is_quiet)
         for job in [job for job in self.source.jobs if job.number in wrong]:
             self._end(job, Ended.of(wrong[job.number]))

@@ -223,7 +223,6 @@ def test_a_cluster_that_is_not_there_is_told_before_anything_is_written(
     monkeypatch.setenv("RAY_ADDRESS", variable)
     assert main(["-m", *QUICK, "seed=0,1", "sweep.launcher=ray", *words]) == 2
     assert told in capsys.readouterr().err and not Path("s").exists()
-    assert "RAY_USAGE_STATS_ENABLED" not in os.environ
 
 
 @LINUX
@@ -233,9 +232,7 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
              "callbacks.mishap.slow=40", "callbacks.mishap.told=true"]  # fmt: skip
     process = start("-m", *words, "sweep.launcher=ray", TOYEXP_NOTED="yes", CUDA_VISIBLE_DEVICES="")
     wait_for(lambda: has_checkpoint(0), process)
-    worker = parent(writer(0))
-    assert os.getpriority(os.PRIO_PROCESS, worker) == os.getpriority(os.PRIO_PROCESS, 0)  # Ray's own is 15
-    kill(worker)
+    kill(parent(writer(0)))
     out, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
     assert statuses() == "cccfcckcc"

@@ -395,10 +395,6 @@ def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
     assert costs(of_1=1.0, of_4=1.6, of_6=3.0).jobs == 4
     slow = costs(of_1=1.0, of_4=4.1, of_6=6.5)
     assert slow.jobs == 1 and "they train one after another" in slow.words
-    monkeypatch.setattr(TorchCPU, "on_gpu", True)  # where the most are tried first
-    assert costs(of_1=1.0, of_6=2.9).jobs == 6
-    assert costs(of_1=1.0, of_4=2.4, of_6=4.2).jobs == 4
-    assert costs(of_1=1.0, of_4=3.6, of_6=6.5).jobs == 4
 
 
 def test_the_steps_that_are_tried_are_those_of_the_jobs(ready):

@@ -23,6 +23,7 @@ import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
 from toyexp.api.calls import worded
 from toyexp.base.lazy import lazy
+from toyexp.base.process_state import plain_torch
 from toyexp.cli.main import main
 from toyexp.config import compose_cache as beforehand
 from toyexp.config import schema
@@ -30,7 +31,6 @@ from toyexp.config.paths import CONF
 from toyexp.config.words import parse
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.results.events import History
-from toyexp.sweeps.process_state import plain_torch
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data.text import Text
 from toyexp_ggml.engines import GGMLCPU

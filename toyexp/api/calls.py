@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,8 +32,8 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
     PyTorch's settings, where modules are looked for, and what Hydra knows. UserError under torchrun, which starts the
     ranks of a command.
     """
+    from toyexp.base.process_state import contained
     from toyexp.config.compose_cache import own_hydra
-    from toyexp.sweeps.process_state import contained
 
     if not isinstance(quiet, bool):
         raise UserError(f"{call} quiet: is True or False, and is {printable(repr(quiet))}")
@@ -42,7 +41,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
         raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
     available_cores()  # which refuses a TOYEXP_CORES that cannot be
     working_directory()  # which says so when it is gone
-    with _turn, contained(), own_hydra(), silent(quiet), path_as_it_was(), possible_names(), of_a_part():
+    with _turn, contained(), own_hydra(), silent(quiet), possible_names(), of_a_part():
         try:
             yield
         except UserError as error:
@@ -57,17 +56,6 @@ def for_python(text: str) -> str:
     """Return an error's words with keywords in place of options, and calls in place of commands."""
     text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda found: found[1].replace("-", "_"), text)
     return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(CALLS)})\b", lambda found: CALLS[found[1]], text)
-
-
-@contextlib.contextmanager
-def path_as_it_was() -> Iterator[None]:
-    """Modules are afterwards looked for where they were, and no more where local plugins stand."""
-    path = list(sys.path)
-    try:
-        yield
-    finally:
-        for place in [place for place in sys.path if place not in path]:
-            sys.path.remove(place)
 
 
 @contextlib.contextmanager

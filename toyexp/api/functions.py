@@ -10,7 +10,7 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from toyexp.api.calls import aside, path_as_it_was, place, texts, what_is_left, worded
+from toyexp.api.calls import aside, place, texts, what_is_left, worded
 from toyexp.api.notebook import of_table
 from toyexp.api.result import Result, require_run
 from toyexp.base.errors import UserError
@@ -285,7 +285,9 @@ def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | 
 
     Raises UserError for a directory that holds neither, and for a sweep whose files are damaged.
     """
-    with path_as_it_was():
+    from toyexp.base.process_state import contained
+
+    with contained():
         directory, registry = place("toyexp.open", path), load(plugins)
     if (directory / SWEEP).is_file():
         return SweepResult(directory, registry)

@@ -21,7 +21,7 @@ from toyexp.base.user_paths import at_home
 from toyexp.base.writing import possible_names
 from toyexp.cli.commands import COMMANDS, find
 from toyexp.config.flags import SHOWING, read, request_of
-from toyexp.interfaces.command import Arguments, Command, modules_in
+from toyexp.interfaces.command import Command, modules_in
 from toyexp.sweeps.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from io import FileIO
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from toyexp.base.ranks import FORKS
 
@@ -69,8 +69,11 @@ class Forks:
     def start(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
         """Start the process of a job; raises OSError if there can be none."""
         with self._lock:
-            if self._is_ready() and (process := self._forked(words, environment, terminal)) is not None:
-                return process
+            if self._is_ready():
+                try:
+                    return Forked(self._control, words, environment, terminal)
+                except (ConnectionError, EOFError):  # it has been killed
+                    self._ready = False
         return spawned(words, environment, terminal)
 
     def wait(self) -> None:
@@ -97,78 +100,46 @@ class Forks:
                 self._ready = False
         return self._ready
 
-    def _forked(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process | None:
-        """Return the process; None if the fork server has been killed."""
-        with contextlib.ExitStack() as theirs:
-            ours: list[int] = []
-            files = [_pipe(ours, theirs, 1), sys.stdout.fileno() if terminal else _pipe(ours, theirs, 0),
-                     _pipe(ours, theirs, 0)]  # fmt: skip
-            channel, end = Pipe()
-            theirs.enter_context(end)
-            process = Forked(channel, ours[0], None if terminal else ours[1], ours[-1])
-            try:
-                order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
-                tell(self._control, order, [*files, end.fileno()])
-                theirs.close()
-                process.begin()
-            except (ConnectionError, EOFError):
-                self._ready = False
-                process.release()
-                return None
-            except BaseException:
-                process.release()
-                raise
-            return process
-
-
-def _pipe(ours: list[int], theirs: contextlib.ExitStack, kept: int) -> int:
-    """Return the other end of a pipe of which we keep this one."""
-    ends = os.pipe()
-    ours.append(ends[kept])
-    theirs.callback(os.close, ends[1 - kept])
-    return ends[1 - kept]
-
 
 class Forked:
     """A process that is no child of this one, with Popen's methods: its parent sends its exit code."""
 
-    def __init__(self, channel: Connection, stdin: int, stdout: int | None, stderr: int):
-        self._channel, self._lock = channel, threading.RLock()
-        self.stdin, self.stderr = FileIO(stdin, "w"), FileIO(stderr)
-        self.stdout = None if stdout is None else FileIO(stdout)
-        self.pid = 0
-        self.returncode: int | None = None
-
-    def begin(self) -> None:
-        """Hear of the process; raises OSError if it could not be made."""
-        self.pid = self._channel.recv()
-        if self.pid < 0:
-            raise OSError(-self.pid, os.strerror(-self.pid))
+    def __init__(self, control: Connection, words: Sequence[str], environment: Mapping[str, str], terminal: bool):
+        """Have the fork server begin it; raises OSError if it cannot, EOFError if that is gone."""
+        self._lock = threading.RLock()
+        self.pid, self.returncode = 0, cast("int | None", None)
+        self.stdout: FileIO | None = None
+        (its_input, self.stdin), (self.stderr, its_errors), (self._channel, end) = _pipe(), _pipe(), Pipe()
+        with its_input, its_errors, end, contextlib.ExitStack() as stack:
+            its_output: Any = sys.stdout
+            if not terminal:
+                self.stdout, its_output = _pipe()
+                stack.enter_context(its_output)
+            order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
+            with contextlib.suppress(ConnectionError):  # nobody answers then
+                tell(control, order, [file.fileno() for file in (its_input, its_output, its_errors, end)])
+        try:
+            self.pid = self._channel.recv()
+            if self.pid < 0:
+                raise OSError(-self.pid, os.strerror(-self.pid))
+        except BaseException:
+            self._close()
+            raise
 
     def poll(self) -> int | None:
         """Return how it ended; None while it runs."""
         with self._lock:  # a signal to the sweep may come meanwhile, and be handed on
-            if self.returncode is None and self._has_ended(0):
+            if self.returncode is None and self._channel.poll():
                 try:
-                    code = self._channel.recv()
+                    self.returncode = self._channel.recv()
                 except EOFError:  # its parent was killed; then it ends as its standard input does
-                    code = -signal.SIGKILL
-                except OSError:  # a signal came between, and its handler has heard the end
-                    return self.returncode
-                self.returncode = code
-                self._channel.close()  # from now on its number may be another process's
+                    self.returncode = -signal.SIGKILL
         return self.returncode
-
-    def _has_ended(self, timeout: float | None) -> bool:
-        try:
-            return self._channel.poll(timeout)
-        except OSError:  # closed by a signal's handler, which has heard the end
-            return True
 
     def wait(self, timeout: float | None = None) -> int:
         """Return how it ended, once it has; raises subprocess.TimeoutExpired."""
         if self.returncode is None:
-            self._has_ended(timeout)
+            self._channel.poll(timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired("toyexp", timeout or 0.0)
         return code
@@ -183,20 +154,25 @@ class Forked:
         """End it at once."""
         self.send_signal(signal.SIGKILL)
 
-    def release(self) -> None:
-        """Close the pipes to it: it ends, if it has not."""
-        for file in (self.stdin, self.stdout, self.stderr):
-            if file:
-                file.close()
-        if self.returncode is None and not self.pid > 0:
-            self._channel.close()
-
     def __enter__(self) -> Forked:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.release()
-        self.wait()
+        self._close()
+
+    def _close(self) -> None:
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file:
+                file.close()  # it ends, if it has not
+        if self.pid > 0:
+            self.wait()
+        self._channel.close()  # from now on its number may be another process's
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """Return the ends of a new pipe that are read from and written to."""
+    reading, writing = os.pipe()
+    return FileIO(reading), FileIO(writing, "w")
 
 
 # -- what is said between the two -------------------------------------------------------------------------------------

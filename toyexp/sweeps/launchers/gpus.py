@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-FULL = 32  # jobs whose steps together keep a GPU as busy as their process keeps a core, for small models
-STACKS = 4  # that share a GPU at most, unless told
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # CUDA's own word for those that a process sees
 
 
@@ -18,12 +16,6 @@ def visible() -> list[str]:
     if (told := os.environ.get(VISIBLE)) is not None:
         return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-
-
-def stacks_of(jobs: int, gpus: int, cores: int) -> int:
-    """How many stacks share each GPU, where nothing was said of it: more where there are cores for them."""
-    there = gpus or 1
-    return max(min(STACKS, jobs // there // FULL, cores // there // 2), 1)
 
 
 class Gpus:

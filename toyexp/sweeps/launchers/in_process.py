@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import UserError
+from toyexp.base.process_state import contained
 from toyexp.base.terminal import silent
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
 from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.launcher import Launcher
-from toyexp.sweeps.process_state import contained
 from toyexp.sweeps.search.pruning import taken
 from toyexp.sweeps.watch import Watch
 from toyexp.training.verdict import print_result

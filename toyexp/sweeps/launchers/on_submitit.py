@@ -34,10 +34,6 @@ class OnSubmitit(Cluster):
         here = self.on_this_machine(share)
         return here._replace(jobs=self.total) if self.settings.search and not self.settings.jobs else here
 
-    def caveat(self, at_once: int) -> str:
-        """See Launcher."""
-        return "where the cluster starts so many at once, on machines like this one" if at_once > 1 else ""
-
     def connect(self) -> None:
         """See Launcher."""
         self._own_executor(Path(tempfile.gettempdir()))

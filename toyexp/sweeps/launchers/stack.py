@@ -20,6 +20,7 @@ from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import RunFailed
 from toyexp.base.formatting import counted
 from toyexp.base.memory import running_out
+from toyexp.base.process_state import contained
 from toyexp.base.signals import CommonSignals, Interrupted, stop_signals
 from toyexp.base.terminal import say
 from toyexp.interfaces.data import opened_once
@@ -29,7 +30,6 @@ from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
 from toyexp.sweeps.directory import Ended, Job, is_begun
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.stack_size import Size, size_of
-from toyexp.sweeps.process_state import contained
 from toyexp.sweeps.search.pruning import taken
 from toyexp.training.driver import Asks, Realize, drive, interrupting, started
 from toyexp.training.experiment import run

@@ -24,7 +24,6 @@ SHORT = 5.0  # seconds of all steps one after another, for which nothing is trie
 SIZES = (4, 16, 64)  # that are tried, and the most that fit
 WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # steps not measured; steps and seconds that are at least; at most
 GAIN, LOSS = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
-MUCH = 0.5  # of the share alone: a GPU on which the most have less is seldom faster with fewer, and they are not tried
 
 
 @dataclass(frozen=True)
@@ -60,31 +59,26 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
 
 
 def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> Size:
-    """The size whose jobs have the least share of a step each, or on a GPU the most if that is much less than alone."""
-    blank, on_gpu = [_blank(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
+    """Return the size whose jobs have the least share of a step each."""
+    blank = [_blank(prepared) for prepared in alike[:most]]
     alone = _seconds(blank[:1])
     if alone * steps < SHORT:
         return Size(most, words)
     best, share = 1, alone
-    sizes = [*(size for size in SIZES if size < most), most]
-    for size in sizes[::-1] if on_gpu else sizes:
+    for size in (*(size for size in SIZES if size < most), most):
         try:
             with running_out():
                 now = _seconds(blank[:size]) / size
         except RunFailed:  # that many do not fit
-            if on_gpu:
-                continue
             break
         if now < GAIN * share:
             best, share = size, now
-        elif now > LOSS * share and (on_gpu or size > SIZES[0]):
-            break
-        if on_gpu and best == most and share < MUCH * alone:
+        elif now > LOSS * share and size > SIZES[0]:
             break
     if best == 1:
         return Size(1, f"{words}; together they are no faster here than alone: they train one after another")
-    took = f"a step of {best} takes {_shown(best * share)}, of one {_shown(alone)}: {alone / share:.1f} times as fast"
-    return Size(best, f"{words}; {took}")
+    took = f"a step of {best} takes {best * share * 1e3:.3g} ms, of one {alone * 1e3:.3g} ms"
+    return Size(best, f"{words}; {took}: {alone / share:.1f} times as fast")
 
 
 def _blank(prepared: Prepared) -> Prepared:
@@ -117,7 +111,3 @@ def _seconds(some: Sequence[Prepared]) -> float:
     finally:
         for session in stack.sessions:
             session.close()
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

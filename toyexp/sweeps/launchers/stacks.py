@@ -17,13 +17,15 @@ from toyexp.config.top_level import PARTS
 from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
 from toyexp.sweeps.directory import Ended, Job, shared_words
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.gpus import stacks_of, visible
+from toyexp.sweeps.launchers.gpus import visible
 from toyexp.sweeps.launchers.job_process import run_process
 from toyexp.sweeps.launchers.launcher import Resources, of_each_engine
 from toyexp.sweeps.launchers.processes import Processes, side_by_side
 from toyexp.sweeps.watch import Watch
 
 SAME = ("optim", "recipe", "callbacks", "data")  # parts whose settings, other than their names, are often numbers alone
+FULL = 32  # jobs whose steps together keep a GPU as busy as their process keeps a core, for small models
+STACKS = 4  # that share a GPU at most, unless told
 WORTH_IT = 4  # jobs of one program that are worth training together
 OF_A_STEP = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
 Ends = Callable[[tuple[Job, Ended]], None]  # hears how a job ended
@@ -54,7 +56,8 @@ class Stacks(Processes):
         share, cores = self.demand(jobs, len(visible())), available_cores()
         stacks = self.per_gpu(share)
         if share.gpus == 1 and not (self.settings.per_gpu or self.settings.jobs):
-            stacks = stacks_of(self.total, self.gpus.at_once(1), cores)
+            there = self.gpus.at_once(1) or 1
+            stacks = max(min(STACKS, self.total // there // FULL, cores // there // 2), 1)
         at_once = self.gpus.at_once(share.gpus, stacks)
         if not at_once:  # a process for each core, or one for a GPU that is not counted
             asked = [self.configs.cores(job) for job in of_each_engine(jobs)]

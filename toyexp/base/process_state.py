@@ -1,4 +1,4 @@
-"""A job in the process of its sweep leaves nothing behind there."""
+"""Process-wide state that a call of the Python API, and a job in the process of its sweep, puts back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """What a job leaves changed in this process is put back: random state, environment, directory, logging."""
+    """Put back random state, environment, working directory, logging, and where modules are looked for."""
     torch: Any = sys.modules.get("torch")  # where a plugin has loaded it; this never does
     seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
-    environment, here = dict(os.environ), Path.cwd()
+    environment, here, path = dict(os.environ), Path.cwd(), list(sys.path)
     loggers = [
         (logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), logging.getLogger("toyexp"))
     ]
@@ -37,6 +37,8 @@ def contained() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         os.chdir(here)
+        for place in [place for place in sys.path if place not in path]:
+            sys.path.remove(place)
         for logger, handlers, level in loggers:
             logger.setLevel(level)
             for handler in [h for h in logger.handlers if h not in handlers]:

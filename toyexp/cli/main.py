@@ -171,4 +171,3 @@ def _sweep(flags: Mapping[str, str], request: Request) -> int:
         return dry_run_sweep(runner, "--json" in flags)
     finally:
         os.environ.pop(BEGUN, None)
-

@@ -291,7 +291,6 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["runs", "recipe.init>3"], ["recipe.init>3", "is text (default)"]),
         (["runs", ""], ["runs ''", "a variable that is not set?"]),
         (["compare", ""], ["compare ''", "a variable that is not set?"]),
-        (["compare", "outputs", "--csv", "r.csv"], ["--csv r.csv", "--csv > r.csv"]),
         (["compare", "outputs", "--html", "report.pdf"], ["--html report.pdf", "--html report.html", "help compare"]),
         (["compare", "outputs", "--html", "p.svg"], ["--html p.svg", "a file that ends in .html"]),
         (["compare", "outputs", "--html", "-"], ["--html -", "--html report.html"]),

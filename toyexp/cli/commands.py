@@ -194,7 +194,8 @@ OWN = (
         _switch("--pool", "count equal runs of different directories or names as one point; see below"),
         _switch("--csv", "a row for each run"), _switch("--json", "the points, their runs, and what differs"),
         _value("--html", "report.html", "everything in one file, without a network (pip install 'toyexp[report]')"),
-        _value("--plot", "curves.svg", "a picture to print, .svg, .png or .pdf (pip install 'toyexp[plots]')")),
+        _value("--plot", "curves.svg", "a picture to print, .svg, .png or .pdf (pip install 'toyexp[plots]')"),
+        module="runs"),
     _shipped("completion", "What makes a shell complete command lines.", "shells"),
     _shipped("help", "How to use the command line, and the pages of the documentation.", "topics", module="pages"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What runs are here: `toyexp runs`."""
+"""What runs are here, and runs side by side: `toyexp runs` and `toyexp compare`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from toyexp.base.drawing import picture_at
 from toyexp.base.errors import UserError, in_a_cell
-from toyexp.base.formatting import as_csv, columns, counted, score, short, shown
+from toyexp.base.formatting import as_csv, columns, counted, in_bytes, score, short, shown
 from toyexp.base.tables import aligned, fits, room, without, wrapped
-from toyexp.base.terminal import tell_aside
+from toyexp.base.terminal import say, tell_aside
+from toyexp.base.writing import require_place
 from toyexp.interfaces.command import Answer, Arguments
-from toyexp.results.filters import Filter, divided, filtered, ordered
+from toyexp.results.filters import divided, filtered, ordered
 from toyexp.results.found import COLUMNS, Run, below, look, unzipped
+from toyexp.results.plot import sheet
+from toyexp.results.report import Report, importance_of, is_a_page, require, title
+from toyexp.sweeps.compare import compared
 
 HELP = """\
 usage: toyexp runs [DIR ...] [FILTER ...] [options]
@@ -62,68 +67,58 @@ class Runs(Answer):
 
     def lines(self) -> list[str]:
         """A table, and what it adds up to."""
-        where = ", ".join(self.where)
+        where, notes = ", ".join(self.where), [f"note: {in_a_cell(note)}" for note in self.told()]
         if not self.runs:
             none = f"none of {counted(self.seen, 'run')} below {where} is asked for by these filters"
             empty = f"no runs below {where}; begin one: toyexp, or look elsewhere: toyexp runs DIR"
-            return [none if self.seen else empty, *(f"note: {in_a_cell(note)}" for note in self.notes)]
-        scores = list(dict.fromkeys(name for run in self.runs for name in run.scores))
+            return [none if self.seen else empty, *notes]
+        scores = self._scores
         heads = [*HEADS[:-2], *scores, *HEADS[-2:]]
         rows = [[in_a_cell(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
         states = [run.state for run in self.runs]
         total = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(sorted(states)))
         of = "" if len(self.runs) == self.seen else f" of {self.seen}"
         rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
-        table, notes = fitted(rows)
-        notes += [f"note: {in_a_cell(note)}" for note in self.told()]
-        notes.append(f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}")
-        return [*aligned(table, {*RIGHT, *scores}), "", *wrapped(notes)]
+        table, missing = fitted(rows)
+        count = f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}"
+        return [*aligned(table, {*RIGHT, *scores}), "", *wrapped([*missing, *notes, count])]
 
     def csv(self) -> str:
         """The same as a table of every column."""
-        scores = list(dict.fromkeys(name for run in self.runs for name in run.scores))
-        table = [["path", *COLUMNS, *scores]]
+        scores = self._scores
         rows = [[shown(r.path), *(getattr(r, c) for c in COLUMNS), *map(r.scores.get, scores)] for r in self.runs]
-        table += [["" if cell is None else str(cell) for cell in row] for row in rows]
-        return as_csv(table)
+        cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+        return as_csv([["path", *COLUMNS, *scores], *cells])
+
+    @property
+    def _scores(self) -> list[str]:
+        return list(dict.fromkeys(name for run in self.runs for name in run.scores))
 
 
 def run(arguments: Arguments) -> int:
-    """Looks for runs, and lists them."""
+    """Look for runs, and list them."""
     one_form(arguments)
     places, filters = divided(arguments.rest)
     for word in places:
-        if not word:
-            raise UserError("runs '': is empty (a variable that is not set?); leave it out, or name a directory")
         if not Path(word).is_dir() and not (word.lower().endswith(".zip") and Path(word).is_file()):
             raise UserError(f"runs {word}: is no directory and no filter (key=value); see toyexp runs --help")
-    with unzipped(places or ["outputs"]) as where:
-        return _list(arguments, places or ["outputs"], where, filters)
-
-
-def _list(arguments: Arguments, named: Sequence[str], where: Sequence[str], filters: Sequence[Filter]) -> int:
-    """Print the runs below `where`, which the user `named`."""
-    notes: list[str] = []
-    runs = [look(path) for path in dict.fromkeys(path for word in where for path in below(Path(word), notes))]
-    chosen = ordered(filtered(runs, filters, notes), arguments.sort or "when")
-    if arguments.last:
-        chosen = chosen[-arguments.last :]
-    answer = Runs(chosen, len(runs), named, notes)
-    if arguments.csv:
-        print(answer.csv(), end="")
-        for note in answer.told():
-            tell_aside(f"note: {note}")
-        return 0
-    return answer.show(arguments)
+    named, notes = places or ["outputs"], list[str]()
+    with unzipped(named) as where:
+        runs = [look(path) for path in dict.fromkeys(path for word in where for path in below(Path(word), notes))]
+        chosen = ordered(filtered(runs, filters, notes), arguments.sort or "when")
+    answer = Runs(chosen[-arguments.last :] if arguments.last else chosen, len(runs), named, notes)
+    if not arguments.csv:
+        return answer.show(arguments)
+    print(answer.csv(), end="")
+    for note in answer.told():
+        tell_aside(f"note: {note}")
+    return 0
 
 
 def one_form(arguments: Arguments) -> None:
-    """Raises UserError where two forms of the answer are asked for at once."""
+    """Raise UserError if two forms of the answer are asked for at once."""
     if arguments.json and arguments.csv:
         raise UserError("--json --csv: are two forms of the same; leave one of them out")
-    form = "json" if arguments.json else "csv" if arguments.csv else None
-    if word := next((w for w in arguments.rest if form and w.endswith(f".{form}") and not os.path.lexists(w)), ""):
-        raise UserError(f"--{form} {word}: --{form} prints, and takes no file; into one: --{form} > {word}")
 
 
 def row(run: Run, scores: Sequence[str]) -> list[str]:
@@ -164,3 +159,66 @@ def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
     cut = [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in table]
     return cut, notes
+
+
+# -- side by side -----------------------------------------------------------------------------------------------------
+
+
+HELP_COMPARE = """\
+usage: toyexp compare WHAT ... [FILTER ...] [options]
+
+Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory or a zip
+archive that holds runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm
+'lr>1e-3').
+
+Runs that differ in their seed alone are one point, with the mean and the standard deviation (over n-1) of those that
+came to their end. The best point comes first. What tells points apart in the same way as another setting (the sizes of
+a preset) stands below the table. Runs that read different data or different base models are different points, even if
+their settings are equal; the column `data digest` or `base digest` tells them apart.
+
+options
+--pool is for the runs of a class; without it the column `whose` tells them apart. --html holds curves, table, settings
+against score, samples, and how to repeat each, and opens anywhere. --plot draws held-out curves, the mean over seeds in
+its band, and where each point ended; of a search its scores by trial and setting."""
+
+
+def run_compare(arguments: Arguments) -> int:
+    """Compare the named runs."""
+    one_form(arguments)
+    page, plot, metric = arguments.html, arguments.plot, arguments.metric
+    if (page or plot) and (arguments.json or arguments.csv):
+        asked, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
+        raise UserError(f"{asked} {other}: are two answers; ask for them one after the other")
+    if page:
+        check_page(page)
+    picture = picture_at("--plot", plot) if plot else None
+    named, filters = divided(arguments.rest)
+    if not named:
+        raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
+    with unzipped(named) as places:
+        answer = compared(places, filters, metric, arguments.pool)
+        comparison, alone = answer.comparison, Path(places[0]) if len(places) == 1 else None
+        if page:
+            size = Report(title(places), importance_of(alone) if alone else None).write(comparison, Path(page))
+            say(f"report  {page}, {in_bytes(size)}")
+        if picture:
+            whole = alone if not filters and not metric else None
+            say(f"plot    {plot}, {in_bytes(sheet(comparison, title(places), whole).write(picture))}")
+        if not page and not picture:
+            if not arguments.csv:
+                return answer.show(arguments)
+            print(answer.csv(), end="")
+        for note in comparison.notes():
+            tell_aside(f"note: {note}")
+    return 0
+
+
+def check_page(page: str) -> None:
+    """Raise UserError before anything is read if the page cannot be written."""
+    path = Path(page)
+    if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html {page}: takes the name of a file that ends in .html, such as --html report.html")
+    require_place(f"--html {page}", path)
+    if os.path.lexists(path) and not is_a_page(path):
+        raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")
+    require()

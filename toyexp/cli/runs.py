@@ -10,7 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import picture_at
 from toyexp.base.errors import UserError, in_a_cell
 from toyexp.base.formatting import as_csv, columns, counted, in_bytes, score, short, shown
 from toyexp.base.tables import aligned, fits, room, without, wrapped
@@ -19,9 +18,6 @@ from toyexp.base.writing import require_place
 from toyexp.interfaces.command import Answer, Arguments
 from toyexp.results.filters import divided, filtered, ordered
 from toyexp.results.found import COLUMNS, Run, below, look, unzipped
-from toyexp.results.plot import sheet
-from toyexp.results.report import Report, importance_of, is_a_page, require, title
-from toyexp.sweeps.compare import compared
 
 HELP = """\
 usage: toyexp runs [DIR ...] [FILTER ...] [options]
@@ -184,6 +180,11 @@ its band, and where each point ended; of a search its scores by trial and settin
 
 def run_compare(arguments: Arguments) -> int:
     """Compare the named runs."""
+    from toyexp.base.drawing import picture_at
+    from toyexp.results.plot import sheet
+    from toyexp.results.report import Report, importance_of, title
+    from toyexp.sweeps.compare import compared
+
     one_form(arguments)
     page, plot, metric = arguments.html, arguments.plot, arguments.metric
     if (page or plot) and (arguments.json or arguments.csv):
@@ -215,6 +216,8 @@ def run_compare(arguments: Arguments) -> int:
 
 def check_page(page: str) -> None:
     """Raise UserError before anything is read if the page cannot be written."""
+    from toyexp.results.report import is_a_page, require
+
     path = Path(page)
     if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--html {page}: takes the name of a file that ends in .html, such as --html report.html")

@@ -57,9 +57,6 @@ def offered(tmp_path, monkeypatch):
         ("toyexp engine=cpu engine.dtype=b", ["engine.dtype=bfloat16"]),
         ("toyexp engine.compile=", ["engine.compile=false", "engine.compile=true"]),
         ("toyexp optim.mode=", [f"optim.mode={mode}" for mode in sorted({"auto", *MODES})]),
-        ("toyexp callbacks.linear.scales=b", [f"callbacks.linear.scales=beta{i}" for i in (1, 2)]),
-        ("toyexp optim=sgd callbacks.linear.scales=", [f"callbacks.linear.scales={n}" for n in
-                                                       ("lr", "momentum", "weight_decay")]),
         ("toyexp sweep.l", ["sweep.launcher="]),
         ("toyexp sweep.submitit.cp", ["sweep.submitit.cpus="]),
         ("toyexp hydra.run", ["hydra.run.dir="]),
@@ -75,7 +72,6 @@ def offered(tmp_path, monkeypatch):
         ("toyexp --cfg ", ["all", "hydra", "job"]),
         ("toyexp --cfg=j", ["--cfg=job"]),
         ("toyexp -cd o", ["outputs/", "own/"]),
-        ("toyexp --config-name ", ["config"]),
         # files
         ("toyexp recipe.base=t", ["recipe.base=texts/", "recipe.base=tiny.gguf"]),
         ("toyexp data.path=b", ["data.path=book.txt"]),

@@ -13,7 +13,6 @@ import shlex
 from argparse import Action
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,13 +27,10 @@ from toyexp.config.paths import CONF
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.interfaces.command import Arguments, Command
-from toyexp.interfaces.optimiser import LORA, scalable
 from toyexp.plugins.discovery import load
-from toyexp.plugins.registry import Registry
 from toyexp.plugins.settings import Setting, settings_of
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
-DEFAULT_OPTIMISER = "adamw"  # as conf/config.yaml has it
 RUNS = 20  # the newest of them are offered
 SHELLS = ("bash", "fish", "zsh")
 
@@ -64,12 +60,7 @@ class Line:
     """The words before the cursor, and the one at it."""
 
     def __init__(self, before: Sequence[str], word: str):
-        self.before, self.word = before, word
-
-    @cached_property
-    def registry(self) -> Registry:
-        """All plugins that are installed."""
-        return load()
+        self.before, self.word, self.registry = before, word, load()
 
     # -- which kind of word ------------------------------------------------------------------------------------------
 
@@ -124,10 +115,6 @@ class Line:
                 yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
             case "--type":
                 yield from map(Candidate, self.registry.types())
-            case "--config-name":
-                yield from (Candidate(p.stem) for d in self._config_dirs() for p in d.glob("*.yaml"))
-            case "--package":
-                yield from map(Candidate, (*self._top_level(), *GROUPS))
             case "--config-dir" | "--config-path":
                 yield from paths(word, ("/",))
             case _ if option.choices:
@@ -164,18 +151,10 @@ class Line:
         for setting in [setting for known, setting in self._settings(key) if known == key]:
             choices, suffixes = values_of(setting)
             yield from map(Candidate, choices)
-            if key.startswith("callbacks.") and key.endswith(".scales"):
-                yield from map(Candidate, self._scaled())
             if "run's directory" in setting.comment:
                 yield from runs()
             if suffixes is not None:
                 yield from paths(value, suffixes)
-
-    def _scaled(self) -> set[str]:
-        """The numbers that a schedule can scale, of the optimiser of this line."""
-        chosen = next((w.partition("=")[2] for w in self.before if w.startswith("optim=")), DEFAULT_OPTIMISER)
-        offer = self.registry.offers["optim"].get(chosen)
-        return {"lr"}.union(*map(scalable, offer.cls().settled(LORA).rules())) if offer else {"lr"}
 
     def _named(self, kind: str, value: str) -> Iterator[Candidate]:
         """Names of a group: alone, in a list, or between the commas of a sweep."""
@@ -192,25 +171,19 @@ class Line:
 
     # -- the tables --------------------------------------------------------------------------------------------------
 
-    def _config_dirs(self) -> list[Path]:
-        pairs = zip(self.before, self.before[1:], strict=False)
-        given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
-        return [*map(Path, given), CONF]
-
     def _choices(self, kind: str) -> list[Candidate]:
         """What a group may be: plugins, and the presets of the config directories."""
-        roots = [d / kind for d in self._config_dirs()]
+        pairs = zip(self.before, self.before[1:], strict=False)
+        given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
+        roots = [Path(d) / kind for d in (*given, CONF)]
         found = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
         found += [Candidate("auto", "The best engine that works here.")] if kind == "engine" else []
         return list({c.text: c for c in (*found, *self._offered(kind))}.values())
 
-    def _top_level(self) -> dict[str, Setting]:
-        """The keys that are no part's, and where Hydra has runs and sweeps go."""
-        return {**dict(top_level()), **{key: Setting("dir", "str", "", "") for key in HYDRA_KEYS[:3]}}
-
     def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
         """The top-level keys, and those of the key's group: of what is chosen on this line, or of all that could be."""
-        yield from self._top_level().items()
+        yield from top_level()
+        yield from ((key, Setting("dir", "str", "", "")) for key in HYDRA_KEYS[:3])
         kind = key.partition(".")[0]
         offers = self.registry.offers.get(kind, {}) if "." in key else {}
         chosen = next((w.partition("=")[2] for w in self.before if w.startswith(f"{kind}=")), "")

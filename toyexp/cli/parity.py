@@ -30,6 +30,7 @@ from toyexp.sweeps.combinations import combinations, own_sweep
 from toyexp.training.run_config import Prepared, introduction
 
 STEPS = 20  # unless the user says how many
+LIMITS = ("loss", "gradient", "weights")  # what has a tolerance
 SHOWN = 3  # tensors listed for each engine without --all
 # A gradient below this share of the whole gradient is compared with that.
 SMALL = 1e-6
@@ -116,7 +117,6 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
     if len(runs) < 2:
         raise UserError(f"engine={','.join(runs)}: parity takes two or more: engine=cpu,ggml")
     notes = {label: run.config.engine_note.removeprefix(f"{label.partition(':')[0]}: ") for label, run in runs.items()}
-    plans = {label: [(t.name, t.shape, t.trainable) for t in run.plan.tensors] for label, run in runs.items()}
     rounds = {label: precision(run.config.engine) for label, run in runs.items()}
     (first, prepared), *others = runs.items()
     for line in [f"engine  {first}: {notes[first]}", *introduction(prepared)[1:]]:  # whose notes are of that engine
@@ -126,8 +126,6 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
         watch(f"engine  {label}: {notes[label]}")
         for line in sentences(run.config.engine.advice):
             watch(f"note    {line}")
-        if plans[label] != plans[first]:
-            raise RunFailed(f"{label}: its plan has other tensors than that of {first}")
         measured = measure(run, prepared.batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
@@ -135,7 +133,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
         judged_by = coarser(rounds[first], rounds[label])
         tolerances = replace(TOLERANCES[judged_by], **limits)
-        tensors.sort(key=partial(_remoteness, tolerances), reverse=True)
+        tensors.sort(key=partial(_times_off, tolerances), reverse=True)
         exceeded = list(_exceeded(loss, tensors, tolerances))
         engines.append(
             EngineReport(label, notes[label], measured.losses, loss, tensors, judged_by, tolerances, exceeded)
@@ -145,10 +143,10 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
 
 def measure(prepared: Prepared, batches: Batches) -> Measured:
     """One run without evaluation: the first batch's gradients, then training with the run's own schedule."""
-    plan, settings = prepared.plan, prepared.config.settings
-    with start(prepared.config.recipe, prepared.config.engine, plan) as session:
-        run = Run(settings.name, Path(), settings.seed, settings.steps, settings.lr, prepared.config.plain,
-                  prepared.config.engine.name, plan, session, prepared.dataset)  # fmt: skip
+    plan, config, settings = prepared.plan, prepared.config, prepared.config.settings
+    with start(config.recipe, config.engine, plan) as session:
+        run = Run(settings.name, Path(), settings.seed, settings.steps, settings.lr, config.plain,
+                  config.engine.name, plan, session, prepared.dataset)  # fmt: skip
         began = {t.name: session.download(t.name) for t in plan.tensors}
         gradients = session.gradients(batches.batch(0))
         losses = []
@@ -195,8 +193,7 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     return differences
 
 
-def _remoteness(limits: Tolerances, tensor: TensorDifference) -> float:
-    """How many times its tolerance a tensor's gradient, or its weights, are off."""
+def _times_off(limits: Tolerances, tensor: TensorDifference) -> float:
     return max(_ratio(tensor.gradient, limits.gradient), _ratio(tensor.weights, limits.weights))
 
 
@@ -228,10 +225,9 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def _cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
     norms = _norm(ours), _norm(theirs)
-    if norms == (0, 0):
-        return 1.0
-    dot = float(np.vdot(ours.astype(np.float64), theirs.astype(np.float64)))
-    return dot / norms[0] / norms[1] if all(norms) else 0.0
+    if not all(norms):
+        return float(norms == (0, 0))
+    return float(np.vdot(ours.astype(np.float64), theirs.astype(np.float64))) / norms[0] / norms[1]
 
 
 def _ratio(difference: float, scale: float) -> float:
@@ -249,7 +245,7 @@ def run(arguments: Arguments) -> int:
     """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
     plot, as_json = arguments.plot, arguments.json
     picture = picture_at("--plot", plot) if plot else None
-    typed = {name: getattr(arguments, name) for name in ("loss", "gradient", "weights")}
+    typed = {name: getattr(arguments, name) for name in LIMITS}
     limits = {name: limit for name, limit in typed.items() if limit is not None}
     request, labels = on_engines("parity", arguments, ALONE)
     _require_schedules(request)
@@ -259,9 +255,8 @@ def run(arguments: Arguments) -> int:
     watch: Callable[[str], None] = (lambda line: None) if as_json else tell
     reports: dict[str, Report] = {}
     if picture and (several := [o.key_or_group for o in own if o.is_sweep_override()]):
-        raise UserError(
-            f"--plot {plot}: draws one experiment, and this one sweeps over {', '.join(several)}; leave it out"
-        )
+        what = f"draws one experiment, and this one sweeps over {', '.join(several)}"
+        raise UserError(f"--plot {plot}: {what}; leave it out")
     for varied in combinations(own):
         label = " ".join(varied)
         if varied:
@@ -293,14 +288,8 @@ def _require_schedules(request: Request) -> None:
             raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
 
 
-_TABLE = "\n".join(
-    f"  {row}"
-    for row in columns(
-        [("products in", "loss", "gradient", "weights")]
-        + [(name, f"{t.loss:g}", f"{t.gradient:g}", f"{t.weights:g}") for name, t in TOLERANCES.items()],
-        right=range(1, 4),
-    )
-)
+_ROWS = [(name, *(f"{getattr(limits, what):g}" for what in LIMITS)) for name, limits in TOLERANCES.items()]
+_TABLE = "\n".join(f"  {row}" for row in columns([("products in", *LIMITS), *_ROWS], right=range(1, 4)))
 HELP = f"""\
 usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
 
@@ -328,7 +317,7 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
         worst = [max((getattr(t, w) for t in engine.tensors), default=0.0) for w in ("gradient", "weights", "of_norm")]
         rows.append((engine.engine, *(f"{n:.1e}" for n in (*astuple(engine.loss), *worst))))
     for rounds_to, limits in {engine.rounds_to: engine.tolerances for engine in report.engines}.items():
-        loss, gradient, weights = (f"{n:.1e}" for n in (limits.loss, limits.gradient, limits.weights))
+        loss, gradient, weights = (f"{getattr(limits, what):.1e}" for what in LIMITS)
         rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
     lines = ["", *columns(rows, right=range(1, 8))]
     for engine in report.engines:

@@ -49,32 +49,24 @@ SECONDS, *BYTES = FIGURES  # of one alone
 HELP = """\
 usage: toyexp bench [key=value ...] [options]
 
-Engines side by side on this machine; ratio is the speed of each over the
-first one's. A key behind a name is of that engine alone. All take turns in one
-process; what a library is told once in a process, such as vulkan:half=true
-beside vulkan, needs two commands with the same first engine.
+Times training steps of several engines on this machine, in turns in one process. A key behind a name is of that engine
+alone. Settings that a library takes once in a process (vulkan:half=true beside vulkan) need two commands.
   toyexp bench                                    cpu and ggml, the default model
   toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
   toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
-  toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens;
-                                                  also bench_100k and bench_6m
+  toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens; also bench_100k and bench_6m
 
 options
---baseline: one loop in nanoGPT's manner for model=gpt2, eager and compiled,
-and of a llama on the CPU PyTorch's, likewise, and ggml's own autodiff (on
-engine.threads); on a GPU PEFT's for recipe=lora (in engine.dtype).
-ms/step is the median of the rounds, quartiles are between which their middle
-half lies. GFLOP/s counts 6 N + 12 L d T operations for each of the T positions
-of a row (PaLM, appendix B), N being the parameters in matrix products, and 4
-of a frozen one. of peak is their share of what the same engine reaches in large
-matrix products alone, measured before in the same process, in the type that its
-products have.
-first step is counted from the start of a process; toyexp's reading of the
-settings is in it for the baselines too, and a compiler may find its work on
-disk. on device is the most memory that PyTorch had of a GPU, and of ggml its
-own buffers, whatever the device, of several devices the first one's; peak is
-the most memory that the process held, with those that compute beside it, beyond
-import how much of the first one's came after all was imported."""
+--baseline: nanoGPT's loop for model=gpt2, eager and compiled; on the CPU also PyTorch's loop for a llama, eager and
+compiled, and ggml's autodiff; on a GPU also PEFT's for recipe=lora. They take engine.threads and engine.dtype.
+
+ms/step        median of the rounds; quartiles: their interquartile range; ratio: speed over the first engine's
+GFLOP/s        6 N + 12 L d T operations per position (PaLM, appendix B); N: parameters in matrix products, frozen ones
+               count 4 instead of 6
+of peak        GFLOP/s over those of large matrix products on the same engine, in the type of its products
+first step     seconds from the start of a process, with reading the settings and imports
+on device      most memory that PyTorch took of a GPU, or ggml's buffers; of several devices the first one's
+peak           most memory of the process and of those that compute with it; beyond import: of the first, after imports"""
 
 
 def run(arguments: Arguments) -> int:

@@ -36,10 +36,9 @@ WHAT is a file, the first part of a split one, the directory of a run, or a chec
   toyexp describe outputs/warm-llama/2026-11-21_050553_073724
 
 options
-A command that is shown works, as far as the file is concerned: the rules of those who run it were asked, the tokenizer
-was read, and the numbers of a file of up to 256 MB were looked at.
+A command that is shown works with this file: its tokenizer and, up to 256 MB, its numbers were checked.
 In the forward pass B is sequences (or images) and T their tokens; operations are the multiplications and additions of
-matrix products and attention for one token (or image), with attention looking at all T positions."""
+matrix products and attention for one token (or image), with attention over all T positions."""
 
 
 def run_describe(arguments: Arguments) -> int:
@@ -93,11 +92,10 @@ MODEL is a GGUF file, the directory of a run that left a model.gguf, or a checkp
                                                           file adapter.gguf; or a directory of PEFT's
 
 options
-A run says in its config.yaml which data, window and batch_size it had; what is typed takes their place. --data takes
-text, .jsonl, packed ids (.bin, .npy), or a folder of text or of images. All of that is held out, or val/ of images in
-train/ and val/; without it a share is. A few batches of that are taken (data.eval_batches=1000000 takes all,
-as of images data.eval_images=0 does). Sizes and tokenizer come from the model's file. model.context=N takes windows of
-N tokens, batch_size=N so many at a time; beside these go data.*, engine, engine.* and plugins=[...]."""
+Data, window and batch_size default to those of the run's config.yaml. --data takes text, .jsonl, packed ids (.bin,
+.npy), or a folder of text or of images, and evaluates on all of it, or on its val/; without --data, on the held-out
+share. It takes a few batches (all: data.eval_batches=1000000, of images data.eval_images=0). Settings are
+model.context=N (tokens of a window), batch_size=N, data.*, engine, engine.* and plugins=[...]."""
 
 
 def run_eval(arguments: Arguments) -> int:
@@ -125,12 +123,11 @@ GIF, WebP, TIFF, PPM), or a folder, whose images are all taken, and those of the
   toyexp predict outputs/vit_tiny-vit/2026-11-21_050553_073724 cat.jpg --top 3
   toyexp predict model.gguf photos --csv photos.csv
 
-An image becomes what the model was trained on: its centred square, scaled, grey where those were, its pixels by their
-mean and deviation. With data.resize=false in the run's config.yaml one of another size is an error.
+Each image is prepared as in training: its centred square, scaled, grey if those were, normalised by their mean and
+deviation. With data.resize=false in the run's config.yaml an image of another size is an error.
 
 options
-An image that cannot be read is told on standard error, and the exit code is then 1; where none can be, nothing is
-written, and it is 2. Of an animation the first picture counts."""
+If an image cannot be read, the exit code is 1; if none can be read, nothing is written and it is 2."""
 
 
 def run_predict(arguments: Arguments) -> int:
@@ -219,9 +216,8 @@ adapter.gguf, or a directory of PEFT's.
   toyexp export mine.gguf --type q8_0 --requantize        the whole of it in another type
 
 options
-All other tensors, and all keys but those that say where the base comes from, stay as they are, in their types. A chat
-template that the adapter was trained with takes the place of the base's. general.description, base_model.0.* and
-adapter_digest say what was merged."""
+Other tensors and keys are kept. A chat template that the adapter was trained with replaces the base's.
+general.description, base_model.0.* and adapter_digest record what was merged."""
 
 
 def run_merge(arguments: Arguments) -> int:

@@ -55,12 +55,10 @@ left a model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp generate base.gguf --adapter adapter.gguf --prompt 'def ' --engine ggml:threads=1
 
 options
---chat writes the prompt as a user's message by the file's chat template, or by the adapter's own. In a conversation
-each line is a message: /quit ends it, Ctrl-C stops an answer. llama.cpp is reached through the Python package
-xllamacpp or llama-cpp-python.
-It ends at an end token or after --tokens. Where the model's context is full, it goes on from the later half of the
-text, and says so once; llama.cpp ends there. The same seed draws by the same numbers on every engine; llama.cpp has its
-own. seconds count from reading the prompt, with the model in memory."""
+--chat writes the prompt as a user's message by the adapter's or the file's chat template. In a conversation each line
+is a message: /quit ends it, Ctrl-C stops an answer. llama.cpp needs the package xllamacpp or llama-cpp-python.
+Text ends at an end token or after --tokens. If the context is full, it goes on from the later half of the text;
+llama.cpp ends there. A seed draws the same numbers on every engine but llama.cpp."""
 
 
 def run(arguments: Arguments) -> int:

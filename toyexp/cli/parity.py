@@ -299,8 +299,8 @@ engine=cuda,cuda:capture=false.
 All other settings are those of a run; steps={STEPS} unless given. Nothing is evaluated or written: refused are
 {", ".join(sorted(ALONE))}.
 An experiment that sweeps, such as parity_all, is compared job by job.
-An optimiser that goes by signs, such as optim=lion, makes a whole step of a gradient that is nothing but rounding: its
-weights differ where gradients are near 0, and only gradient tells whether the engines agree; --weights X allows for it.
+Optimisers that go by signs (optim=lion) make whole steps of rounding errors: weights differ where gradients are near 0;
+--weights X allows for it.
 
 options
 The tolerances, by the coarser of what the two engines' products round to:

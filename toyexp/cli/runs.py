@@ -22,19 +22,18 @@ from toyexp.results.found import COLUMNS, Run, below, look, unzipped
 HELP = """\
 usage: toyexp runs [DIR ...] [FILTER ...] [options]
 
-The runs below these directories (outputs/ unless others are named), the newest at the end.
+Lists the runs below these directories or zip archives (by default outputs/), the newest last.
 
-FILTER is key=value, !=, <, <=, > or >=; several must all hold. In quotes, for < and > mean something to a shell:
+FILTER is key=value, !=, <, <=, > or >= (quote < and > for the shell); all must hold:
   toyexp runs recipe=warm,lora 'loss<4.5' state=completed
   toyexp runs 'name=gpt2*' 'when>2026-11-20' optim.weight_decay=0.1
 A key is a column (name, when, sweep, recipe, model, data, engine, seed, lr, batch_size, steps, loss, train_loss,
 seconds, speed, state), a held-out score such as accuracy, or any setting of config.yaml. < and > compare numbers, and
-when with a date, a time, today or yesterday. DIR may be a zip archive of runs.
+when with a date, a time, today or yesterday.
 
 options
-steps are those taken, of those asked for where it was not all; held-out is the loss. state: completed; diverged, if the
-loss ended above where it began; stopped, by a callback; pruned, by a search; interrupted, failed or killed; running;
-unreadable. Of two of them: toyexp compare."""
+held-out is the loss. state: completed; diverged (the loss ended above where it began); stopped, by a callback; pruned,
+by a search; interrupted, failed or killed; running; unreadable."""
 
 HEADS = ("when", "name", "sweep", "recipe", "data", "engine", "seed", "lr", "steps", "held-out", "state", "run")
 RIGHT = ("seed", "lr", "steps", "held-out")
@@ -167,15 +166,14 @@ Runs side by side: what differs in their settings, and how well they did. WHAT i
 archive that holds runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm
 'lr>1e-3').
 
-Runs that differ in their seed alone are one point, with the mean and the standard deviation (over n-1) of those that
-came to their end. The best point comes first. What tells points apart in the same way as another setting (the sizes of
-a preset) stands below the table. Runs that read different data or different base models are different points, even if
-their settings are equal; the column `data digest` or `base digest` tells them apart.
+Runs that differ only in their seed are one point, with the mean and standard deviation (over n-1) of the completed
+ones; the best point comes first. Settings that vary with another one (the sizes of a preset) stand below the table.
+Runs of different data or base models are different points, told apart by the column `data digest` or `base digest`.
 
 options
---pool is for the runs of a class; without it the column `whose` tells them apart. --html holds curves, table, settings
-against score, samples, and how to repeat each, and opens anywhere. --plot draws held-out curves, the mean over seeds in
-its band, and where each point ended; of a search its scores by trial and setting."""
+--pool is for the runs of a class, which the column `whose` tells apart otherwise. --html writes curves, table, settings
+against score, samples, and how to repeat each. --plot draws held-out curves with a band over seeds and where each point
+ended, and of a search its scores by trial and setting."""
 
 
 def run_compare(arguments: Arguments) -> int:

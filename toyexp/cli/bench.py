@@ -66,7 +66,7 @@ GFLOP/s        6 N + 12 L d T operations per position (PaLM, appendix B); N: par
 of peak        GFLOP/s over those of large matrix products on the same engine, in the type of its products
 first step     seconds from the start of a process, with reading the settings and imports
 on device      most memory that PyTorch took of a GPU, or ggml's buffers; of several devices the first one's
-peak           most memory of the process and of those that compute with it; beyond import: of the first, after imports"""
+peak           most memory of all its processes; beyond import: of the first one, after its imports"""
 
 
 def run(arguments: Arguments) -> int:

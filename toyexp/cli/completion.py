@@ -175,7 +175,7 @@ class Line:
         """What a group may be: plugins, and the presets of the config directories."""
         pairs = zip(self.before, self.before[1:], strict=False)
         given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
-        roots = [Path(d) / kind for d in (*given, CONF)]
+        roots = [d / kind for d in (*map(Path, given), CONF)]
         found = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
         found += [Candidate("auto", "The best engine that works here.")] if kind == "engine" else []
         return list({c.text: c for c in (*found, *self._offered(kind))}.values())

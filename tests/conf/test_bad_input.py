@@ -151,9 +151,9 @@ KEYS = [
     ("steps.x=5", "steps holds one value"),
     ("model.name=gpt2", "choose by name: model=gpt2"),
     ("hydra.run.dri=x", "unknown key hydra.run.dri", "hydra.run.dir"),
-    ("+model._target_=os.system", "_target_ names code"),
-    ("+_target_=os.system", "_target_ names code"),
-    ("+callbacks.cosine._target_=os.system", "_target_ names code"),
+    ("+model._target_=os.system", "unknown key model._target_"),
+    ("+_target_=os.system", "unknown key _target_"),
+    ("+callbacks.cosine._target_=os.system", "unknown key callbacks.cosine._target_"),
 ]
 
 VALUES = [

@@ -19,7 +19,6 @@ from toyexp.base.formatting import typed
 from toyexp.config.compose_cache import composed
 from toyexp.config.keys import Keys, choices, names_in
 from toyexp.config.paths import CONF
-from toyexp.config.safe_yaml import check_typed
 from toyexp.config.schema import Source, load_yaml, read_config
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, in_our_words, top_level
 from toyexp.plugins.registry import Registry
@@ -34,7 +33,6 @@ LISTED = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*
 
 def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
     """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
-    check_typed(given)
     for override in given:
         types = keys.types(override.key_or_group)
         choice = override.key_or_group in GROUPS and not override.is_delete()

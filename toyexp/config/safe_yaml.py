@@ -10,10 +10,8 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Override
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import check_nodes
@@ -117,22 +115,3 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
                 raise UserError(f"{place}: of hydra.sweeper only params is taken from a file")
             if name.value == "searchpath" and "pkg:" in str(inner.value):
                 raise UserError(f"{place}: hydra.searchpath loads a Python package (pkg://), which is not taken")
-
-
-def check_typed(given: Sequence[Override]) -> None:
-    """Raises UserError for a setting of the command line by which something would be called."""
-    for override in given:
-        if code := _names_code(dict.fromkeys(re.split("[./]", override.key_or_group), override.value())):
-            raise UserError(f"{override.input_line}: {code} {CODE}")
-
-
-def _names_code(value: Any) -> str | None:
-    """The first key in plain data by which something would be called."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            found = key if key in NAMES_CODE else _names_code(item)
-            if found:
-                return str(found)
-    if isinstance(value, list):
-        return next(filter(None, map(_names_code, value)), None)
-    return None

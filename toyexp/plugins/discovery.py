@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
@@ -25,7 +25,6 @@ OWN_COMMANDS = EntryPoint("commands", "toyexp.cli.commands", GROUP)  # without a
 
 _kept: Registry | None = None
 _latest: Registry | None = None
-_there: tuple[list[tuple[str, int]], list[tuple[EntryPoint, str]]] | None = None  # the path then, and what lay on it
 
 
 def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]] | None = None) -> Registry:
@@ -53,7 +52,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
             for name in modules:
                 if name.endswith(".py"):
                     raise UserError(f"plugins=[{name}]: takes the module's name: plugins=[{name.removesuffix('.py')}]")
-                local = Candidate(name, LOCAL, partial(importlib.import_module, name))
+                local = Candidate(name, LOCAL, functools.partial(importlib.import_module, name))
                 _take_in(registry, local)
                 if local.reason is not None:
                     raise UserError(f"plugins=[{name}]: {local.reason}{_elsewhere(name, local.reason)}")
@@ -96,15 +95,8 @@ def keep(registry: Registry) -> None:
 
 
 def _installed() -> list[tuple[EntryPoint, str]]:
-    """The entry points, toyexp's own first, then by name; the same one found twice on the path counts once.
-
-    Files of every package are read for it: once, until the path or a directory on it changes.
-    """
-    global _there
-    path = [(place, _changed(place)) for place in sys.path]
-    if _there is None or _there[0] != path:
-        _there = path, _looked_up()
-    return _there[1]
+    """The entry points, looked up once until the path or a directory on it changes: files of every package are read."""
+    return _looked_up(tuple((place, _changed(place)) for place in sys.path))
 
 
 def _changed(place: str) -> int:
@@ -115,7 +107,9 @@ def _changed(place: str) -> int:
         return 0
 
 
-def _looked_up() -> list[tuple[EntryPoint, str]]:
+@functools.lru_cache(maxsize=1)
+def _looked_up(_: tuple[tuple[str, int], ...]) -> list[tuple[EntryPoint, str]]:
+    """toyexp's own first, then by name; the same one found twice on the path counts once."""
     found: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
     packages: dict[int, str] = {}  # a distribution reads its metadata anew whenever it is asked
     for entry in entry_points(group=GROUP):

@@ -18,7 +18,6 @@ class FromBase(Recipe):
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
     optim_mode: ClassVar[str] = LORA
     starts_from: ClassVar[str] = "base"
-    other_classes: ClassVar[str] = "a new output layer for them: recipe=full recipe.new_head=true"
 
     base: str | None = None  # what to start from: a GGUF or another format that is read, a run, or a checkpoint
 

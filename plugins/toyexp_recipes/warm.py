@@ -32,10 +32,6 @@ PROJECTION = "lens.proj.weight"
 LENSES = ("auto", "pca", "random", "none")
 
 
-class DonorError(UserError):
-    """A donor that cannot warm this model, with its path, what was expected and what it has."""
-
-
 @dataclass
 class Warm(Recipe):
     """Embeddings from a donor GGUF, the rest from random values."""
@@ -55,7 +51,7 @@ class Warm(Recipe):
         return DONOR if self.donor is None else toyexp.file_of(Path(self.donor))
 
     def check(self) -> None:
-        """Raises UserError for an unknown lens or initialiser, and DonorError when the donor is not there."""
+        """Raises UserError for an unknown lens or initialiser, and for a donor that is not there."""
         require_words("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
             raise UserError("recipe.donor='': names no file; leave it out, or null, for toyexp's own small donor")
@@ -87,7 +83,7 @@ class Warm(Recipe):
             if width != d_model:
                 key, fit = _width_key(model, d_model), "pca" if d_model <= width else "random"
                 ways = [f"use recipe.lens={fit}"] * ("output.weight" in specs) + [f"{key}={width}"] * bool(key)
-                raise DonorError(
+                raise UserError(
                     f"{self.path}: width mismatch: expected {d_model}{f' ({key})' if key else ''}, the donor has "
                     f"{width}; {', or '.join(ways) or 'name a donor of that width'}"
                 )
@@ -127,10 +123,7 @@ class Warm(Recipe):
         """Uploads the donor's first rows and the lens over what was drawn; the seed's realize_warm."""
         vocab, width = session.plan.tensor(TABLE).shape
         file = _with_rows(self.path, vocab, width)
-        try:
-            rows = file.weights(TABLE, rows=vocab)
-        except toyexp.formats.GGUFError as error:
-            raise DonorError(f"{error} (wanted the first {vocab} of its rows)") from None
+        rows = file.weights(TABLE, rows=vocab)
         if self.init == "toy":
             from toyexp_recipes import original
 
@@ -153,14 +146,14 @@ def _width_key(model: Model, width: int) -> str:
 
 
 def donor_embed_width(path: Path) -> int:
-    """The donor's embedding width, from `<architecture>.embedding_length`; DonorError for a file with no embedding."""
+    """The donor's embedding width, from `<architecture>.embedding_length`; UserError for a file with no embedding."""
     file = _open(path)
     key = f"{file.architecture}.embedding_length"
     width = file.metadata.get(key)
     if not isinstance(width, int) or width <= 0:
-        raise _unfit(file, f"the donor has no {printable(key)}")
+        raise file.error(f"the donor has no {printable(key)}")
     if TABLE not in file.tensors:  # as in a model of images
-        raise _unfit(file, f"the donor has no {TABLE}; its architecture is {printable(file.architecture)}")
+        raise file.error(f"the donor has no {TABLE}; its architecture is {printable(file.architecture)}")
     return width
 
 
@@ -181,25 +174,18 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 
 def _open(path: Path) -> GGUFFile:
-    try:
-        file = toyexp.formats.opened(str(path))
-        if TABLE not in file.tensors:  # what has the rows is a donor, whatever else it is
-            toyexp.formats.require_model(file)
-        return file
-    except toyexp.formats.GGUFError as error:
-        raise DonorError(f"donor {error}") from None
-
-
-def _unfit(file: GGUFFile, cause: str) -> DonorError:
-    return DonorError(str(file.error(cause)))
+    file = toyexp.formats.opened(str(path))
+    if TABLE not in file.tensors:  # what has the rows is a donor, whatever else it is
+        toyexp.formats.require_model(file)
+    return file
 
 
 def _with_rows(path: Path, vocab: int, width: int) -> GGUFFile:
-    """The donor; raises DonorError unless its table has `vocab` rows of `width`."""
+    """The donor; UserError unless its table has `vocab` rows of `width`."""
     file = _open(path)
     shape = file.tensors[TABLE].shape
     if len(shape) != 2 or shape[1] != width:
-        raise _unfit(file, f"{TABLE} has the shape {list(shape)}, expected rows of {width}")
+        raise file.error(f"{TABLE} has the shape {list(shape)}, expected rows of {width}")
     if shape[0] < vocab:
-        raise _unfit(file, f"{TABLE} has too few rows: expected at least {vocab}, it has {shape[0]}")
+        raise file.error(f"{TABLE} has too few rows: expected at least {vocab}, it has {shape[0]}")
     return file

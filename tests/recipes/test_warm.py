@@ -13,7 +13,7 @@ from toyexp.interfaces.plan import export_tensors
 from toyexp.interfaces.recipe import start
 from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
-from toyexp_recipes.warm import PROJECTION, TABLE, DonorError, Warm, donor_embed_width, pca
+from toyexp_recipes.warm import PROJECTION, TABLE, Warm, donor_embed_width, pca
 from toyexp_torch.engines import TorchCPU
 
 VOCAB, WIDTH = 40, 48
@@ -164,7 +164,7 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
 
     assert "the donor has no llama.embedding_length" in error(donor=bare("nokey.gguf"))
     images = bare("images.gguf", "toyexp-vit", embedding_length=48)
-    with pytest.raises(DonorError, match=r"no token_embd\.weight; its architecture is toyexp-vit"):
+    with pytest.raises(UserError, match=r"no token_embd\.weight; its architecture is toyexp-vit"):
         Warm(donor=images).check()  # before the data is opened, which would ask for its tokenizer
     assert "holds no model (general.type is adapter)" in error(donor=bare("adapter.gguf", kind="adapter"))
 
@@ -175,7 +175,7 @@ def test_a_donor_that_changed_under_the_run_is_refused(tmp_path, donor):
     recipe = Warm(donor=str(path))
     plan = planned(recipe)
     make_donor(path, width=64)
-    with TorchCPU().realize(plan) as session, pytest.raises(DonorError, match=r"\[50, 64\], expected rows of 48"):
+    with TorchCPU().realize(plan) as session, pytest.raises(UserError, match=r"\[50, 64\], expected rows of 48"):
         recipe.warm(session)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.random import stream
-from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec, OtherClasses
+from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec
 
 AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
 NORMALISATIONS = ("train", "fixed")
@@ -96,7 +96,10 @@ class ImageDataset(Dataset):
             return  # a list of labels, which counts the classes as the model does
         if unknown:
             names = printable(", ".join(known))
-            raise OtherClasses(f"the data has the class {printable(unknown[0])}, and the model knows {names}")
+            raise UserError(
+                f"the data has the class {printable(unknown[0])}, and the model knows {names}; "
+                "to train a new output layer for them: recipe=full recipe.new_head=true"
+            )
         numbers = np.array([known.index(name) for name in self.classes], np.int32)
         self.train, self.held_out = ((images, numbers[labels]) for images, labels in (self.train, self.held_out))
         self.classes, self.vocab = tuple(known), len(known)

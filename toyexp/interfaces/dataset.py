@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from toyexp.base.errors import UserError
-
 if TYPE_CHECKING:
     import numpy as np
 
@@ -30,10 +28,6 @@ class InputSpec:
     dtype: str
     below: int | None = None  # what integers must stay below, from 0; None: unchecked
     optional: bool = False  # a batch without it means zeros
-
-
-class OtherClasses(UserError):
-    """The data has a class that a model's file does not name."""
 
 
 class Dataset(ABC):

@@ -142,11 +142,6 @@ class Plan:
             raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, its source has {list(array.shape)}")
         return array
 
-    def check_values(self) -> None:
-        """Raises UserError unless what comes from files is there and holds finite numbers alone."""
-        for values in (t.values for t in self.tensors):
-            values.check_finite()
-
     @property
     def drops(self) -> tuple[LoraAdapter, ...]:
         """The adapters with dropout."""

@@ -55,8 +55,6 @@ class Recipe(ABC):
     hint: ClassVar[str] = ""  # what a first try with a file adds, such as lr=1e-4
     needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
 
-    other_classes: ClassVar[str] = ""  # what begins with data of classes that its base does not know, as it is typed
-
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The tensors of `model`, where their values come from, and which of them train: `setup.plan(model, tensors)`.

@@ -17,7 +17,7 @@ from toyexp.batching.tokens import Dropout
 from toyexp.formats.file_plan import see_as
 from toyexp.interfaces.callback import Schedule
 from toyexp.interfaces.data import shared_data
-from toyexp.interfaces.dataset import Batches, Dataset, OtherClasses
+from toyexp.interfaces.dataset import Batches, Dataset
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.plan import Plan, optimised
@@ -84,10 +84,7 @@ def _opened(config: Config) -> Dataset:
         what = f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens"
         raise UserError(f"{what}; leave data.tokenizer out")
     if config.base is not None and (path := config.recipe.base_file()):
-        try:
-            see_as(dataset, config.base, path)
-        except OtherClasses as error:
-            raise UserError("; ".join(filter(None, (str(error), config.recipe.other_classes)))) from None
+        see_as(dataset, config.base, path)
     return dataset
 
 
@@ -144,7 +141,8 @@ def _check(config: Config, plan: Plan) -> None:
         callback.check_plan(plan)
     check_plan(plan, config.engine)
     config.engine.check_plan(plan)
-    plan.check_values()
+    for tensor in plan.tensors:
+        tensor.values.check_finite()
 
 
 def execute(

@@ -56,9 +56,6 @@ class Layout:
     conversion: Conversion = field(default_factory=Conversion)  # what llama.cpp's converter makes of it
 
 
-Form = Callable[[Any, Mapping[str, Any]], Layout]  # of a model and what its data adds to a GGUF's keys: `forms["hf"]`
-
-
 def layout_of(model: Model, data: Mapping[str, Any]) -> Layout:
     """What the model is in transformers; UserError for one that they do not have."""
     if "hf" not in model.forms:

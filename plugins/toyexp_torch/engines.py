@@ -173,6 +173,7 @@ class TorchEngine(Engine):
     def unstackable(self, plans: Sequence[Plan]) -> str:
         """See Engine: settings that compute one run in their own way, and what plans differ in."""
         asked = {
+            "engine.compile=true": self.compile,
             "engine.recompute=true": self.recompute,
             "engine.packed=true": self.packed,
             f"engine.devices={self.devices}": self.count() > 1,

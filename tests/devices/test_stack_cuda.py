@@ -130,8 +130,7 @@ def test_runs_that_leave_change_nothing_for_the_others(name):
     assert_same(plans_of(name), lengths=(3, 8, 5))
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # of the compiler
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"tf32": True}, {"compile": True}])
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"tf32": True}])
 def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
     assert_same(plans_of(), **settings)
 

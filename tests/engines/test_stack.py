@@ -3,11 +3,9 @@
 import dataclasses
 import re
 import traceback
-from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from stacks import (
     ADAMW,
     ENGINE,
@@ -160,18 +158,6 @@ def test_a_bfloat16_stack_follows_each_run_alone():
             theirs, _ = alone(job, 10, engine)
             np.testing.assert_allclose(ours[:, 0], theirs[:, 0], rtol=5e-3)
             assert (ours[:, 0] != alone(job, 10)[0][:, 0]).all()
-
-
-def test_a_compiled_stack_computes_what_it_computes_uncompiled(monkeypatch):
-    """As the compiler sees the program; what it makes of it, which takes a while, is torch's."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    jobs = jobs_of("llama", ADAMW[:2])
-    found, kept = together(jobs, 3, dataclasses.replace(EXACT, compile=True))
-    expected, theirs = together(jobs, 3, EXACT)
-    np.testing.assert_allclose(found, expected, rtol=1e-11)
-    for ours, others in zip(kept, theirs, strict=True):
-        for name, values in ours.items():
-            np.testing.assert_allclose(values, others[name], atol=1e-11, err_msg=name)
 
 
 def test_bases_that_differ_are_held_once_too(tmp_path):
@@ -420,7 +406,7 @@ def test_plans_of_two_programs_are_refused_with_what_they_differ_in(first, secon
         ENGINE.realize_stack([first, second])
 
 
-@pytest.mark.parametrize("setting", [{"recompute": True}, {"packed": True}])
+@pytest.mark.parametrize("setting", [{"compile": True}, {"recompute": True}, {"packed": True}])
 def test_engines_that_compute_one_run_in_their_own_way_are_refused(setting):
     engine = dataclasses.replace(ENGINE, **setting)
     with pytest.raises(UserError, match=f"engine.{next(iter(setting))}="):

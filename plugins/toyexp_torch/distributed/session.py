@@ -170,23 +170,20 @@ class RankSession(TorchSession):
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
         """Do as on one device, but send each gradient as soon as the last pass has it."""
         losses = []
+        self._grad.zero_()
         for number, micro in enumerate(micros, 1):
             loss = self._loss_of(micro)
-            self._first, self._last, self._had = number == 1, number == len(micros), set[str]()
+            self._last = number == len(micros)
             if self._last:
                 self._sums.begin()
             torch.autograd.grad(loss, self._leaves, allow_unused=True)
-            if self._first:
-                for name, gradient in zip(self._order, self._grads, strict=True):
-                    gradient.zero_() if name not in self._had else None
             losses.append(loss.detach())
         self._sums.finish(total := torch.stack(losses).sum().reshape(1))
         return total[0]
 
     def _take(self, name: str, place: Tensor, found: Tensor) -> None:
         """Add the whole gradient of a tensor, which the backward pass has found, to its place."""
-        self._had.add(name)
-        (place.copy_ if self._first else place.add_)(found)
+        place.add_(found)
         if self._last:
             self._sums.has(name)
 
@@ -196,12 +193,11 @@ class RankSession(TorchSession):
         return float(total)
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        own = torch.from_numpy(super().do_logits(micro, rows)).to(self._device)
-        parts = [torch.empty_like(own) for _ in range(self._place.count)]
-        parts[self._place.rank] = own
-        for rank, part in enumerate(parts):
-            self._group.broadcast(part, rank)()
-        return torch.cat(parts).cpu().numpy()
+        own = super().do_logits(micro, rows)
+        found = torch.zeros((self._place.count, *own.shape), device=self._device)
+        found[self._place.rank] = torch.from_numpy(own)
+        self._group.sum(found)()
+        return found.flatten(0, 1).cpu().numpy()
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         if not isinstance(self._update, SharedUpdate):

@@ -10,8 +10,6 @@ minimum rounds. A compiler may fuse the two as it likes: the numbers stay the sa
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -27,7 +25,6 @@ from toyexp.formats import GGUF_TYPES, in_place, opened
 CHUNK = 1 << 18  # numbers that the CPU makes at a time
 WHOLE = {"F16": torch.float16, "BF16": torch.bfloat16}  # types without blocks
 SIZES = {name: (per_block, block_bytes) for name, per_block, block_bytes in GGUF_TYPES.values()}
-log = logging.getLogger("toyexp")
 
 
 def unpacked(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
@@ -43,7 +40,7 @@ def unpacked(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
         # A kernel of its own in any case. A compiled step that looks into it takes five times as long to make.
         return as_one_op(raw, kind, dtype)
     if raw.is_cuda:
-        of_blocks = _in_one_kernel(kind, dtype, raw.device)
+        of_blocks = _for_gpus()
     elif raw.device.type == "cpu" and kind != "Q8_0" and not compiling:  # its codes are bytes: nothing large is between
         of_blocks = _in_chunks
     return of_blocks(raw.reshape(-1), kind, dtype).view(raw.shape[0], -1)
@@ -78,17 +75,13 @@ def _in_chunks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _in_one_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor, str, torch.dtype], Tensor]:
-    """Return the Triton kernel, tried on a few zeros, or `_unpacked` where Triton is missing or fails."""
+def _for_gpus() -> Callable[[Tensor, str, torch.dtype], Tensor]:
+    """Return the kernels in Triton, or the ops where there is no Triton."""
     try:
-        if device.type == "cuda" and importlib.util.find_spec("triton"):
-            from toyexp_torch.kernels import unpack  # deferred: it needs Triton
-
-            unpack.unpacked(torch.zeros(4 * SIZES[kind][1], dtype=torch.uint8, device=device), kind, dtype)
-            return unpack.unpacked
-    except Exception as error:  # of no one kind: no Triton that works here, a driver that it does not know
-        log.info("%s is unpacked op by op, which is slower: %s", kind, str(error).strip().partition("\n")[0])
-    return _unpacked
+        from toyexp_torch.kernels import unpack
+    except ImportError:
+        return _unpacked
+    return unpack.unpacked
 
 
 # -- parts of the layouts ---------------------------------------------------------------------------------------------

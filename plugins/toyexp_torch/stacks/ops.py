@@ -16,10 +16,7 @@ from toyexp_torch.ops import TorchOps
 
 
 class StackedOps(TorchOps):
-    """Kernels that know no stack see one longer batch, and a product has a matrix for each run.
-
-    torch's compiler sees through neither, and makes kernels of its own: under it the ops are those of one run.
-    """
+    """Kernels that know no stack see one longer batch, and a product has a matrix for each run."""
 
     def __init__(self, rounds: torch.dtype | None = None, activations: torch.dtype | None = None) -> None:
         super().__init__(activations=activations)
@@ -27,21 +24,16 @@ class StackedOps(TorchOps):
         self._turns: dict[Any, Tensor] = {}  # rope's tables as complex numbers
 
     def matmul(self, x: Tensor, w: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
-        if torch.compiler.is_compiling():
-            return super().matmul(x, w, bias)
         product: Tensor = _Product.apply(x.flatten(0, -2), w, self._rounds)
         y = product.unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias.to(y.dtype)
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        if torch.compiler.is_compiling():
-            return super().rms_norm(x, w, eps)
         return _by_rows(partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=eps), x.to(w.dtype)) * w
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         """See Ops; neighbours are a complex number, which one product turns."""
-        plain = x.dtype == torch.float32 and x.device.type != "mps" and not torch.compiler.is_compiling()
-        if rotary.halves or not plain:
+        if rotary.halves or x.dtype != torch.float32 or x.device.type == "mps":
             return super().rope(x, rotary)
         key = (*x.shape[1:], rotary)
         if key not in self._turns:
@@ -50,26 +42,10 @@ class StackedOps(TorchOps):
         return _by_rows(partial(_turned, by=self._turns[key]), x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        if torch.compiler.is_compiling():
-            return plainly_attended(q, k, v, causal)
         return _by_rows(partial(super().attention, causal=causal), q, k, v)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return super().cross_entropy(logits, targets, weights)
         return (_by_rows(_losses, logits, targets) * weights).sum()
-
-
-def plainly_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Ops' attention by its formula, in products of matrices."""
-    heads, length, size = q.shape[2], q.shape[1], q.shape[3]
-    k, v = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
-    scores = (q * size**-0.5) @ k.transpose(-1, -2)
-    if causal:
-        later = torch.ones((length, length), dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
 
 
 def _turned(x: Tensor, by: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from toyexp import Batch, HeldOut, Plan, PlanTensor, Stack, State, StepInput, StepMetrics
 from toyexp_torch.session import Switches, TorchSession, Wanted, places_of
-from toyexp_torch.stacks.step import How, StackedResident, StackedStep, StackedUpdate
+from toyexp_torch.stacks.step import StackedResident, StackedStep, StackedUpdate
 
 CROWDED = 0.75  # the share of a graph's runs that still train, below which a graph of those alone takes its place
 AT_ONCE, BYTES = 8, 1 << 25  # steps that a GPU is given at once, and what they may read
@@ -32,7 +32,7 @@ class TorchStack(Stack):
     def __init__(self, plans: Sequence[Plan], wanted: Wanted):
         self._plans, self._device, self._settings = plans, torch.device(wanted.device), Switches(wanted)
         self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
-        self._how, self._capture = How(wanted.dtype, wanted.compile), wanted.capture
+        self._rounding, self._capture = wanted.dtype, wanted.capture
         places, length = places_of(plans[0])
         self.flat, self.grad = (
             torch.zeros((len(plans), length), dtype=self._dtype, device=self._device) for _ in range(2)
@@ -164,7 +164,7 @@ class TorchStack(Stack):
             self._resident.close()
         self._step = self._resident = None  # their memory is free before there is another
         plans, frozen = [self._plans[row] for row in rows], self._frozen(rows)
-        step = StackedStep(plans, rows, self.flat, self.grad, self._where, self.update, frozen, self._how)
+        step = StackedStep(plans, rows, self.flat, self.grad, self._where, self.update, frozen, self._rounding)
         if on_gpu:
             sizes = self.update.sizes()
             self._resident = StackedResident(step, plans[0], sizes, len(rows), self._dtype, self._capture, self.depth)

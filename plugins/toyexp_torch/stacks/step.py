@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,20 +90,6 @@ class StackedUpdate(Update):
                 there.index_copy_(0, self.rows, values)
 
 
-@dataclass(frozen=True)
-class How:
-    """What a stack's engine asks of its computing."""
-
-    dtype: str = "float32"  # float32 | bfloat16 | float64
-    compile: bool = False
-
-    def rounding(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """In which its products round."""
-        if self.dtype != "bfloat16":
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, torch.bfloat16)
-
-
 class StackedStep:
     """Steps and losses of the runs in some rows of `flat` [K, N], and of the state that `update` holds.
 
@@ -112,25 +98,22 @@ class StackedStep:
 
     def __init__(
         self, plans: Sequence[Plan], rows: Sequence[int], flat: Tensor, grad: Tensor, places: Mapping[str, slice],
-        update: StackedUpdate, frozen: Mapping[str, tuple[Tensor, bool]], how: How = How(),
+        update: StackedUpdate, frozen: Mapping[str, tuple[Tensor, bool]], dtype: str = "float32",
     ):  # fmt: skip
-        self._plan, self._flat, self._update, self._places, self._how = plans[0], flat, update, places, how
+        self._plan, self._flat, self._update, self._places = plans[0], flat, update, places
         self._rows = None if [*rows] == [*range(len(flat))] else torch.tensor(rows, device=flat.device)
         self._grad = grad[: len(rows)]
         self._shapes = {t.name: t.shape for t in self._plan.trainable}
         self._grads = [part_of(self._grad, here, self._shapes[name]) for name, here in places.items()]
         self._frozen = {name: values for name, (values, _) in frozen.items()}
         axes = {name: 0 if own else None for name, (_, own) in frozen.items()}
-        rounds = torch.bfloat16 if how.dtype == "bfloat16" else None
+        rounds = torch.bfloat16 if dtype == "bfloat16" else None  # what products round to
+        self._autocast = partial(torch.autocast, flat.device.type, torch.bfloat16) if rounds else contextlib.nullcontext
         self._ops = StackedOps(rounds, rounds if flat.device.type == "cuda" else None)
         clips, skips = [p.grad_clip for p in plans], [p.skip_nonfinite for p in plans]
         self._clip = flat.new_tensor(clips) if any(clips) else None
         self._skips = flat.new_tensor(skips) if any(skips) else None
         self._in_dims = (dict.fromkeys(places, 0), axes, 0)
-        self._each: Callable[..., Tensor] = self._losses
-        if how.compile:
-            self.losses(self._blank(len(rows)))  # fills the tables that ops keep: the compiler finds them as constants
-            self._each = torch.compile(self._losses, dynamic=False)
 
     def __call__(self, micros: Sequence[Micro], numbers: Sequence[Tensor], idle: Tensor | None = None) -> Tensor:
         """Takes it; numbers [k, names] of each group. Each run's loss and its gradient's norm, [2, k].
@@ -153,16 +136,8 @@ class StackedStep:
 
     def losses(self, micro: Micro) -> Tensor:
         """Of one micro-batch each, without training: [k]."""
-        with torch.no_grad(), self._how.rounding(self._flat.device):
-            found: Tensor = self._each(self._weights(), self._frozen, micro)
-        return found
-
-    def _blank(self, count: int) -> Micro:
-        """Zeros in place of a micro-batch of so many runs."""
-        shapes = {name: (count, self._plan.rows, *spec.shape) for name, spec in self._plan.inputs.items()}
-        kinds = {name: getattr(torch, spec.dtype) for name, spec in self._plan.inputs.items()}
-        exact = {name: self._flat.dtype if kind.is_floating_point else kind for name, kind in kinds.items()}
-        return {name: self._flat.new_zeros(shape, dtype=exact[name]) for name, shape in shapes.items()}
+        with torch.no_grad(), self._autocast():
+            return self._losses(self._weights(), self._frozen, micro)
 
     def _weights(self) -> dict[str, Tensor]:
         """What trains, [k, ...] each."""
@@ -174,8 +149,8 @@ class StackedStep:
         leaves = {name: values.detach().requires_grad_() for name, values in self._weights().items()}
         losses: list[Tensor] = []
         for micro in micros:
-            with self._how.rounding(self._flat.device):
-                found = self._each(leaves, self._frozen, micro)
+            with self._autocast():
+                found = self._losses(leaves, self._frozen, micro)
             gradients = torch.autograd.grad(found.sum(), [*leaves.values()], allow_unused=True, materialize_grads=True)
             add = torch._foreach_add_ if losses else torch._foreach_copy_
             add(self._grads, gradients)

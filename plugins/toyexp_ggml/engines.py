@@ -45,14 +45,6 @@ def rebuild(flags: str) -> str:
     )
 
 
-def slow_copies() -> str:
-    """Why transposed copies take longer than they could; empty where they do not."""
-    from toyexp_ggml.native import missing
-
-    reason = missing()
-    return f"transposed copies are slower than they could be: {reason}" if reason else ""
-
-
 @dataclass
 class GGMLEngine(Engine):
     """What the ggml devices share."""
@@ -128,8 +120,11 @@ class GGMLCPU(GGMLEngine):
 
     def advice(self) -> list[str]:
         """Whether as many threads as were asked for have to share their cores, and what this build of ggml lacks."""
+        from toyexp_ggml.native import missing
+
         slow = "" if has_all(with_blas=can_build_blas()) else "this build of ggml-python is slow; see `toyexp doctor`"
-        return [line for line in (self.threads and crowding(self.threads), slow, slow_copies()) if line]
+        copies = f"transposed copies are slower than they could be: {why}" if (why := missing()) else ""
+        return [line for line in (self.threads and crowding(self.threads), slow, copies) if line]
 
     def remedies(self) -> list[str]:
         """The same, with the one command that mends a slow build, also where a package has to come first."""

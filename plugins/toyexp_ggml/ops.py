@@ -172,20 +172,10 @@ class GGMLOps(Products):
         return y if y is parts[0] else self._note(y, tuple(parts), rule)
 
     def prepend(self, x: Node, token: Node) -> Node:
-        """With each sequence laid out as one row [T d], the token is d more columns on its left."""
-        g = self.g
         self._one_a_feature("prepend", x, token)
-        n, length, d = x.shape
-        first = g.add(self._inputs.zeros(n, d), token)
-        y = g.reshape(self._concat([first, g.reshape(x, n, length * d)], axis=1), n, length + 1, d)
-
-        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
-            return (
-                lambda: g.part(dy, 1, 1, length + 1),
-                lambda: self._sum_rows(g.reshape(g.part(dy, 1, 0, 1), n, d)),
-            )
-
-        return self._note(y, (x, token), rule)
+        n, _, d = x.shape
+        first = self.add(self._inputs.zeros(n, d), token)
+        return self.concat([self.reshape(first, (n, 1, d)), x], axis=1)
 
     # -- norms --------------------------------------------------------------------------------------------------
 

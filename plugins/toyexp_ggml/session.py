@@ -66,7 +66,6 @@ class GGMLSession(Session):
         self._profile, self._recompute = profile, recompute
         self._pool = ThreadPoolExecutor(min(SHARES, threads))  # of the shares
         self._graphs: dict[str, Graph] = {}
-        self._outputs: dict[str, dict[str, Node]] = {}
         self._parts = ExitStack()  # what is to be closed, the last one first
 
     def do_open(self) -> None:
@@ -210,8 +209,9 @@ class GGMLSession(Session):
         """The loss of a share of a micro-batch, whose gradients go to its sums."""
         share = self._shares[i]
         share.inputs.load({name: array[share.rows] for name, array in micro.items()})
-        self._graphs[f"accumulate {i}"].compute()
-        return _number(self._outputs[f"accumulate {i}"]["loss"])
+        graph = self._graphs[f"accumulate {i}"]
+        graph.compute()
+        return _number(graph.outputs["loss"])
 
     def do_loss(self, micro: Batch) -> float:
         return _number(self._computed("loss", micro)["loss"])
@@ -252,7 +252,7 @@ class GGMLSession(Session):
         if micro is not None:
             self._inputs.load(micro)
         graph.compute()
-        return self._outputs[name]
+        return graph.outputs
 
     def _graph(self, name: str) -> Graph:
         """The graph of that name, built when first asked for; its outputs stay readable."""
@@ -262,7 +262,7 @@ class GGMLSession(Session):
             backend = share[0].backend if share else self._backend
             graph = Graph(backend, capacity=4096 + 256 * len(self.plan.tensors))
             try:
-                outputs = getattr(self, f"_build_{kind}")(graph, *share)
+                graph.outputs = getattr(self, f"_build_{kind}")(graph, *share)
                 missing = graph.stuck() or {op for op in graph.ops() if not self._profile.has(op)}
                 if missing:
                     raise GraphError(f"{self._profile.label} does not compute {', '.join(sorted(missing))}")
@@ -270,7 +270,7 @@ class GGMLSession(Session):
             except BaseException:
                 graph.close()
                 raise
-            self._graphs[name], self._outputs[name] = graph, outputs
+            self._graphs[name] = graph
         return self._graphs[name]
 
     def _forward(self, graph: Graph, inputs: Inputs) -> tuple[GGMLOps, Node]:

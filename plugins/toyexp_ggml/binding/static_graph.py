@@ -35,6 +35,7 @@ class StaticGraph:
         self._allocator: Any = None  # with one device
         self._scheduler: Any = None  # with BLAS beside the CPU
         self._made = 0
+        self.outputs: dict[str, Node] = {}  # what stays readable
 
     def want(self, node: Node, keep: bool = False) -> None:
         """Makes the graph compute a node, after all that was wanted before; `keep` leaves it readable afterwards."""

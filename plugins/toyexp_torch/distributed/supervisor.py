@@ -250,7 +250,6 @@ class Supervisor:
 def start_here(count: int) -> Supervisor:
     """Start ranks 1 to `count` - 1 on this machine, each a process that ends with this one."""
     ranks: list[Rank] = []
-    seconds = patience()
     try:
         for number in range(1, count):
             ours, theirs = socket.socketpair()
@@ -267,4 +266,4 @@ def start_here(count: int) -> Supervisor:
         for rank in ranks:
             rank.kill()
         raise
-    return Supervisor(ranks, _patience=seconds)
+    return Supervisor(ranks)

@@ -63,7 +63,7 @@ def _meet_torchruns() -> Supervisor:
                 connection, _ = server.accept()
                 with suppress(ValueError, EOFError, OSError):  # of a stranger
                     ranks.append(_accept(connection, token, {rank.rank for rank in ranks}, count))
-    return Supervisor(sorted(ranks, key=lambda rank: rank.rank), stays=True, _patience=patience())
+    return Supervisor(sorted(ranks, key=lambda rank: rank.rank), stays=True)
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -50,7 +50,7 @@ def built(engine, the_plan):
     return session
 
 
-def assert_twenty_steps(name, engine, rtol=1e-5):
+def assert_ten_steps(name, engine, rtol=1e-5):
     """On a llama and a gpt2, whose norms and biases do not decay, fed with the engine's own gradients."""
     optimiser, make = OPTIMISERS[name]
     optimiser.weight_decay = 0.1
@@ -59,7 +59,7 @@ def assert_twenty_steps(name, engine, rtol=1e-5):
         expected = {t.name: the_plan.initial(t) for t in the_plan.tensors}
         references = {n: make(n, w, 0.1 if w.ndim > 1 else 0.0) for n, w in expected.items()}
         with built(engine, the_plan) as session:
-            for step in range(20):
+            for step in range(10):
                 batch, lr = weighted(batches().batch(step), step), LR / (1 + step)
                 gradients = session.gradients(batch)
                 session.step(batch, the_plan.numbers(step, lr))
@@ -75,20 +75,20 @@ def assert_twenty_steps(name, engine, rtol=1e-5):
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml", "metal"])
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_twenty_steps_are_those_of_float64(name, engine):
-    assert_twenty_steps(name, engine)
+def test_ten_steps_are_those_of_float64(name, engine):
+    assert_ten_steps(name, engine)
 
 
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=pytest.mark.device(name)) for name in ("cuda", "ggml_cuda", "vulkan")]
 )
-def test_twenty_steps_on_a_gpu_are_those_of_float64(engine):
+def test_ten_steps_on_a_gpu_are_those_of_float64(engine):
     try:
         GPUS[engine].check()
     except Unavailable as reason:
         pytest.skip(str(reason))
     for name in OPTIMISERS:
-        assert_twenty_steps(name, engine)
+        assert_ten_steps(name, engine)
 
 
 def assert_steps_of_a_rule(rule, reference, w, lr):
@@ -412,7 +412,6 @@ WORDS = [
     "data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "model.d_ff=24",
     "batch_size=4", "eval_every=0", "engine.threads=1", "lr=0.01", "optim.weight_decay=0.1", "optim.grad_clip=1",
 ]  # fmt: skip
-CHOICES = ["adamw", "sgd", "lion", "adafactor", "muon"]
 
 
 def weights_of(directory):
@@ -420,8 +419,10 @@ def weights_of(directory):
         return {name: file.read(name) for name in file.tensors}
 
 
-@pytest.mark.parametrize("engine", ["cpu", "ggml"])
-@pytest.mark.parametrize("optim", CHOICES)
+RESUMED = [("adamw", "cpu"), ("adafactor", "cpu"), ("muon", "cpu"), ("adamw", "ggml"), ("sgd", "ggml"), ("lion", "ggml")]
+
+
+@pytest.mark.parametrize(("optim", "engine"), RESUMED)
 def test_a_run_that_is_resumed_is_the_run_that_was_not(tmp_path, monkeypatch, capsys, optim, engine):
     """To the last bit, with any optimiser's state in the checkpoint."""
     monkeypatch.chdir(tmp_path)

@@ -52,11 +52,11 @@ def together(jobs, steps, engine=ENGINE):
 
 
 def assert_as_alone(jobs):
-    """In float32 by losses over 30 steps; in float64, where a sum's order is next to nothing, by all there is."""
-    found, _ = together(jobs, 30)
+    """In float32 by losses over 12 steps; in float64, where a sum's order is next to nothing, by all there is."""
+    found, _ = together(jobs, 12)
     exact, kept = together(jobs, 4, EXACT)
     for job, ours, theirs, weights in zip(jobs, found, exact, kept, strict=True):
-        np.testing.assert_allclose(ours[:, 0], alone(job, 30)[0][:, 0], rtol=1e-5)
+        np.testing.assert_allclose(ours[:, 0], alone(job, 12)[0][:, 0], rtol=1e-5)
         losses, expected = alone(job, 4, EXACT)
         np.testing.assert_allclose(theirs, losses, rtol=1e-11)
         for name, values in expected.items():
@@ -131,8 +131,7 @@ def test_vits_are_those_of_each_run_alone(block):
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("bases", [(0, 0), (0, 1)], ids=["of one base", "of two bases"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("bases", "dropout"), [((0, 0), 0.0), ((0, 1), 0.2)], ids=["of one base", "of two bases"])
 def test_adapters_are_those_of_each_run_alone(tmp_path, bases, dropout):
     assert_as_alone(lora_jobs(tmp_path, bases, dropout))
 
@@ -152,7 +151,7 @@ def test_a_bfloat16_stack_follows_each_run_alone():
     """Products round to 8 bits, of sums in another order."""
     engine = dataclasses.replace(ENGINE, dtype="bfloat16")
     for model in ("llama", "gpt2"):
-        jobs = jobs_of(model, ADAMW)
+        jobs = jobs_of(model, ADAMW[:2])
         found, _ = together(jobs, 10, engine)
         for job, ours in zip(jobs, found, strict=True):
             theirs, _ = alone(job, 10, engine)

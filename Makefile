@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Two processes: more do not fit into the memory of small machines, and the tests of one use more than one core at times.
-PYTEST ?= --numprocesses=2 --dist=loadgroup --durations=15 --durations-min=3
+PYTEST ?= --numprocesses=2 --durations=15 --durations-min=3
 # ggml-python's own defaults leave out llamafile's matrix products, which are 1.5 times faster, and Metal.
 GGML_FLAGS := -DGGML_LLAMAFILE=ON $(if $(filter Darwin,$(shell uname -s)),-DGGML_METAL=ON)
 # OpenBLAS must share ggml's OpenMP threads: on Debian, apt install libopenblas-openmp-dev.

@@ -26,7 +26,13 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """What is imported and collected stays to the end: no collection of garbage need go through it again."""
+    """What is imported and collected stays to the end: no collection of garbage need go through it again.
+
+    A process of tests chooses more names than a user's, again and again: all of their compositions are kept.
+    """
+    from toyexp.config import compose_cache
+
+    compose_cache.AGAIN = 1000
     gc.freeze()
 
 
@@ -39,8 +45,17 @@ def pytest_runtest_protocol():
     return result
 
 
-def pytest_collection_modifyitems(items):
-    """Under xdist the tests that ask llama.cpp share a process: several servers at a time get in one another's way."""
-    for item in items:
-        if item.get_closest_marker("judge"):
-            item.add_marker(pytest.mark.xdist_group("judge"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep the tests of a file in one process, which makes what they share once, and so all that ask llama.cpp.
+
+    Several servers of llama.cpp at a time get in one another's way.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "judge" if "judge/" in file else file
+
+    return ByFile(config, log)

@@ -39,7 +39,6 @@ def left(tmp_path_factory):
     return root
 
 
-@pytest.mark.xdist_group("left")
 @pytest.mark.parametrize(("folder", "title"), [("run", "## A run"), ("sweep", "## A sweep"), ("cache", "## The cache")])
 def test_every_file_that_is_left_is_in_the_table(left, folder, title):
     known = [re.sub(r"<[^>]*>", "*", name) for name in rows("written.md", title)]
@@ -52,7 +51,6 @@ def test_every_file_that_is_left_is_in_the_table(left, folder, title):
         assert below or inside or any(fnmatch(name, k) for k in known), name
 
 
-@pytest.mark.xdist_group("left")
 def test_what_the_table_names_of_a_run_and_a_search_is_there(left):
     for name in ("config.yaml", "events.jsonl", "log.txt", "result.json", "model.gguf", "model-4.gguf", "model-hf",
                  "model.safetensors", "plots", "run.lock", "written.json",
@@ -62,7 +60,6 @@ def test_what_the_table_names_of_a_run_and_a_search_is_there(left):
         assert (left / "sweep" / name).exists(), name
 
 
-@pytest.mark.xdist_group("left")
 def test_every_event_of_a_run_and_each_of_its_fields_is_in_the_table(left):
     told = rows("events.md")
     seen = set()
@@ -76,7 +73,6 @@ def test_every_event_of_a_run_and_each_of_its_fields_is_in_the_table(left):
     assert seen >= {"run_start", "step", "eval", "checkpoint", "export", "sample", "resume", "run_end"}
 
 
-@pytest.mark.xdist_group("left")
 def test_the_fields_that_the_table_has_of_the_commonest_events_are_there(left):
     told = rows("events.md")
     events = {}

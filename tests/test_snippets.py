@@ -157,7 +157,6 @@ def folder(shelf, tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.xdist_group("snippets")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("start/")])
 def test_a_quick_start_runs_from_its_first_command_to_its_last(name, folder, shelf, capsys):
     run_page(name, shelf, slow=False)
@@ -165,7 +164,6 @@ def test_a_quick_start_runs_from_its_first_command_to_its_last(name, folder, she
 
 @pytest.mark.docs
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("snippets")
 @pytest.mark.parametrize("name", ["README.md", *NAMES])
 def test_all_that_a_page_shows_runs(name, folder, shelf, capsys):
     run_page(name, shelf, slow=True)

@@ -21,8 +21,6 @@ from toyexp.config.schema import Source, compose_raw
 from toyexp.sweeps.launchers import forking, launcher
 from toyexp.sweeps.launchers.forking import Forks
 
-pytestmark = pytest.mark.xdist_group("forking")  # its jobs are run once for many tests
-
 # What a job has is written down, and then all of it changed; how it ends depends on its seed.
 TRACE = """
 import atexit, ctypes, json, os, random, resource, signal, subprocess, sys, threading, time

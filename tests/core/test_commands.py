@@ -1,13 +1,16 @@
 """Sub-commands of strangers: one like any other where it is right, and harmless where it is not."""
 
+import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from toyexp import Arguments, Command, UserError
 from toyexp.cli.commands import COMMANDS
+from toyexp.cli.main import main
 from toyexp.plugins.discovery import load
 
 COMMAND = """
@@ -36,29 +39,40 @@ HELLO = "print('hello', *arguments.rest, end='!' * arguments.loud * arguments.ti
 
 
 @pytest.fixture
-def toyexp(tmp_path):
-    """Runs toyexp beside an installed plugin with a sub-command."""
+def toyexp(tmp_path, monkeypatch, capsys):
+    """Runs toyexp beside an installed plugin with a sub-command; `alone`: in a process of its own."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the plugin changes between two calls
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def run(words, name="greet", body=HELLO, more=""):
+    def run(words, name="greet", body=HELLO, more="", alone=False):
         (tmp_path / "strange.py").write_text(COMMAND.format(name=name, body=body) + more)
         info = tmp_path / "strange-1.2.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.2\n")
         (info / "entry_points.txt").write_text("[toyexp]\nstranger = strange\n")
+        if not alone:
+            importlib.invalidate_caches()
+            for module in ("strange", "here"):
+                sys.modules.pop(module, None)
+            capsys.readouterr()
+            code = main(words)
+            return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "toyexp", *words], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path,
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
+        return SimpleNamespace(returncode=done.returncode, out=done.stdout, err=done.stderr)
 
     return run
 
 
 def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
-    done = toyexp(["greet", "--loud", "you"])
-    assert (done.stdout, done.stderr, done.returncode) == ("hello you!", "", 3)
-    assert toyexp(["greet", "--times", "3", "you", "--loud"]).stdout == "hello you!!!"
-    told = toyexp(["greet", "--help"]).stdout
+    done = toyexp(["greet", "--loud", "you"], alone=True)
+    assert (done.out, done.err, done.returncode) == ("hello you!", "", 3)
+    assert toyexp(["greet", "--times", "3", "you", "--loud"]).out == "hello you!!!"
+    told = toyexp(["greet", "--help"]).out
     assert told.startswith("usage: toyexp greet [options] ...\n\nSays hello.") and "how often" in told
 
 
@@ -74,8 +88,8 @@ def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
 )
 def test_a_wrong_word_behind_it_is_refused(toyexp, words, told):
     done = toyexp(["greet", *words])
-    assert (done.stdout, done.returncode) == ("", 2)
-    assert done.stderr.startswith(f"toyexp: error: {told}") and len(done.stderr.splitlines()) == 1
+    assert (done.out, done.returncode) == ("", 2)
+    assert done.err.startswith(f"toyexp: error: {told}") and len(done.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -88,45 +102,45 @@ def test_a_wrong_word_behind_it_is_refused(toyexp, words, told):
 )
 def test_what_it_raises_by_mistake_is_one_line_that_names_it(toyexp, body, told):
     done = toyexp(["greet"], body=body)
-    assert done.returncode == 1 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and done.out == ""
+    (line,) = done.err.splitlines()
     assert told in line
 
 
 def test_one_that_cannot_say_how_it_is_used_is_told_in_one_line(toyexp):
     done = toyexp(["greet", "--help"], more="\nGreet.usage = lambda self: 'anyhow'\n")
-    assert done.returncode == 1 and done.stderr.startswith("toyexp: error: command.greet failed while it ran: TypeErr")
+    assert done.returncode == 1 and done.err.startswith("toyexp: error: command.greet failed while it ran: TypeErr")
     done = toyexp(["greet"], more="\nGreet.configure = lambda self, parser: parser.add_argument(1)\n")
-    assert done.returncode == 1 and done.stderr.startswith("toyexp: error: command.greet failed while it ran: ")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 1 and done.err.startswith("toyexp: error: command.greet failed while it ran: ")
+    assert len(done.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["two words", "Loud"])
 def test_a_name_that_cannot_be_typed_is_told_where_plugins_are(toyexp, name):
     listed = toyexp(["plugins"], name=name)
-    assert f"broken: stranger (strange 1.2): Greet.name is '{name}'; it must be lower-case letters" in listed.stdout
+    assert f"broken: stranger (strange 1.2): Greet.name is '{name}'; it must be lower-case letters" in listed.out
     assert listed.returncode == 0 and toyexp([name], name=name).returncode == 2
 
 
 def test_a_shipped_name_cannot_be_taken_over(toyexp):
     done = toyexp(["bench", "--help"], name="bench")
-    assert done.stdout.startswith("usage: toyexp bench [key=value ...]") and done.returncode == 0
-    listed = toyexp(["plugins"], name="bench").stdout
+    assert done.out.startswith("usage: toyexp bench [key=value ...]") and done.returncode == 0
+    listed = toyexp(["plugins"], name="bench").out
     assert "broken: stranger (strange 1.2): command=bench is already offered by commands (toyexp 0.1.0)" in listed
 
 
 def test_a_broken_one_breaks_no_help_and_says_why_it_is_not_there(toyexp):
     done = toyexp(["--help"], body="return 0\n\nraise RuntimeError('out of cheese')")
-    assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in COMMANDS)
-    assert "greet" not in done.stdout
+    assert done.returncode == 0 and all(f"\n  {name} " in done.out for name in COMMANDS)
+    assert "greet" not in done.out
     done = toyexp(["greet"], more="    register(int)\n")
-    assert done.returncode == 2 and "command=greet comes from plugin stranger, which is broken" in done.stderr
+    assert done.returncode == 2 and "command=greet comes from plugin stranger, which is broken" in done.err
 
 
 def test_a_module_in_the_current_directory_has_one_too(toyexp, tmp_path):
     toyexp(["--version"])
     (tmp_path / "here.py").write_text(COMMAND.format(name="here", body=HELLO))
-    assert toyexp(["here", "plugins=[here]", "you"]).stdout == "hello you"
+    assert toyexp(["here", "plugins=[here]", "you"]).out == "hello you"
 
 
 def test_help_imports_nothing_heavy_for_it(toyexp):

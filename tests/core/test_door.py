@@ -37,7 +37,6 @@ from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 
-pytestmark = pytest.mark.xdist_group("door")
 MODEL = {"name": "llama", "d_model": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_ff": 24, "context": 16}
 SETTINGS = {"steps": 8, "batch_size": 2, "eval_every": 4, "checkpoint_every": "4", "lr": 0.01}
 

@@ -21,7 +21,6 @@ from toyexp.interfaces.run import Run
 from toyexp.plugins.discovery import load_beside
 from toyexp.plugins.rules import KINDS as REGISTERED
 
-pytestmark = pytest.mark.xdist_group("new")
 SMALL = ["steps=2", "eval_every=1", "data.max_mb=0.1", "model.context=16", "model.d_model=16", "model.d_ff=16"]
 OWN_SIZES = {"model": [*SMALL[:3], "model.context=16"], "data": [SMALL[0], SMALL[1], *SMALL[3:]]}
 

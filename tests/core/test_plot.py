@@ -219,7 +219,6 @@ def test_a_picture_that_toyexp_drew_is_drawn_anew(grid, capsys):
         assert is_drawn(Path(name))
 
 
-@pytest.mark.xdist_group("swept_pictures")
 def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_path, capsys):
     assert main([*SWEEP, "callbacks=[events,plots]", "hydra.sweep.dir=s"]) == 0
     out = capsys.readouterr().out
@@ -232,7 +231,6 @@ def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_p
     assert "plot    none: " in capsys.readouterr().out and (tmp_path / "s/plots/sweep.png").read_bytes() == b"theirs"
 
 
-@pytest.mark.xdist_group("swept_pictures")
 def test_a_sweep_without_plots_leaves_none_and_never_loads_matplotlib(tmp_path):
     words = [*SWEEP, "callbacks=[events]", "hydra.sweep.dir=s"]
     program = f"import sys, toyexp.cli.main as c; c.main({words!r}); print('matplotlib' in sys.modules)"

@@ -16,7 +16,7 @@ from toyexp.results.found import below, look
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
-pytestmark = [pytest.mark.release, pytest.mark.xdist_group("report_page")]  # one browser and one page for all of them
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
 ENGINES = {
     "ggml": GGMLCPU(threads=1),
-    "ggml_without_blas": GGMLCPU(threads=1, blas=False),
     "metal": GGMLMetal(threads=1, emulate=True),
 }
 ROWS, LENGTH, VOCAB, WIDTH = 2, 3, 5, 8

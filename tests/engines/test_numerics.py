@@ -23,8 +23,6 @@ from toyexp_torch.engines import TorchCPU
 CHECKS = len(CASES) + 4  # adapters and steps beside the ops
 ALL = f"{CHECKS} of {CHECKS}"
 
-pytestmark = pytest.mark.xdist_group("numerics")  # the references take longer than the tests
-
 
 def every(kind):
     return [check for check in references() if isinstance(check, kind)]

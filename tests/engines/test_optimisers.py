@@ -419,7 +419,14 @@ def weights_of(directory):
         return {name: file.read(name) for name in file.tensors}
 
 
-RESUMED = [("adamw", "cpu"), ("adafactor", "cpu"), ("muon", "cpu"), ("adamw", "ggml"), ("sgd", "ggml"), ("lion", "ggml")]
+RESUMED = [
+    ("adamw", "cpu"),
+    ("adafactor", "cpu"),
+    ("muon", "cpu"),
+    ("adamw", "ggml"),
+    ("sgd", "ggml"),
+    ("lion", "ggml"),
+]
 
 
 @pytest.mark.parametrize(("optim", "engine"), RESUMED)

@@ -20,7 +20,6 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.hooks import Registration, RunHooks
 from toyexp.tokenizers.byte_level import Bytes
 
-pytestmark = pytest.mark.release
 ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT / "docs" / "pages")): path.read_text() for path in ROOT.glob("docs/pages/*/*.md")}
 README = (ROOT / "README.md").read_text()
@@ -61,6 +60,7 @@ def run(environment, *words):
     return environments.run(python, *words, cwd=root / "elsewhere")
 
 
+@pytest.mark.release
 def test_the_plugin_is_listed_and_works_here(environment):
     listed = run(environment, "-m", "toyexp", "plugins")
     assert re.search(r"autograd +numpy in float64, gradients by autograd\.  \[demo, toyexp-demo 0\.1\]", listed.stdout)
@@ -69,6 +69,7 @@ def test_the_plugin_is_listed_and_works_here(environment):
     assert re.search(r"autograd +PASS", run(environment, "-m", "toyexp", "doctor").stdout)
 
 
+@pytest.mark.release
 def test_the_plugin_runs_an_experiment(environment):
     done = run(
         environment, "-m", "toyexp", "engine=autograd", "recipe=head_only", "callbacks=[default,good_enough]",
@@ -80,6 +81,7 @@ def test_the_plugin_runs_an_experiment(environment):
     assert re.search(r"model\.gguf", done.stdout)
 
 
+@pytest.mark.release
 def test_the_plugins_sub_command_is_one_like_any_other(environment):
     root, _ = environment
     words = {name: run(environment, "-m", "toyexp", *line.split()) for name, line in {
@@ -115,15 +117,18 @@ def check_conformance(environment, module):
     return done.stdout
 
 
+@pytest.mark.release
 def test_the_plugin_passes_the_conformance_kit(environment):
     assert "skipped" not in check_conformance(environment, "toyexp_demo")
 
 
+@pytest.mark.release
 def test_data_and_a_kind_of_data_pass_the_conformance_kit(signals):
     told = check_conformance(signals, "toyexp_signals")
     assert re.search(r"SKIPPED \[1\].*may be alike", told) and told.count("SKIPPED") == 1
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_a_model_of_a_strangers_kind_of_data_learns_is_scored_and_shown(signals, engine):
     words = ["data=tones", "recipe=listen", "model=listener", f"engine={engine}"]
@@ -141,6 +146,7 @@ def test_a_model_of_a_strangers_kind_of_data_learns_is_scored_and_shown(signals,
     assert mute.returncode == 2 and "reads signals and writes no text" in mute.stderr
 
 
+@pytest.mark.release
 def test_what_does_not_go_with_a_strangers_kind_of_data_is_one_line_with_what_does(signals):
     for words, reason in [
         (
@@ -155,6 +161,7 @@ def test_what_does_not_go_with_a_strangers_kind_of_data_is_one_line_with_what_do
         assert done.returncode == 2 and reason in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.release
 def test_the_callback_that_logs_numbers_reports_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -168,6 +175,7 @@ def test_the_callback_that_logs_numbers_reports_them(tmp_path, monkeypatch):
     assert len(jumps) == 3 and calm == pytest.approx(-jumps.mean())
 
 
+@pytest.mark.release
 def test_the_dna_trains_and_is_known_by_its_files_name(signals):
     sizes = ["model.context=16", "model.d_model=16", "model.d_ff=32", "hydra.run.dir=outputs/dna", "engine=ggml"]
     done = run(signals, "-m", "toyexp", "data=dna", "data.path=genome.fa", "steps=30", "lr=0.01", *sizes)
@@ -178,6 +186,7 @@ def test_the_dna_trains_and_is_known_by_its_files_name(signals):
     assert scored["perplexity"] == pytest.approx(math.exp(scored["loss"]))
 
 
+@pytest.mark.release
 def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypatch, capsys):
     """The file as it stands there, as a local plugin, against SGD without momentum."""
     for name in ("plain_sgd.py", "test_plain_sgd.py"):
@@ -196,6 +205,7 @@ def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypa
     assert kit.returncode == 0 and "skipped" not in kit.stdout, kit.stdout[-3000:]
 
 
+@pytest.mark.release
 def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monkeypatch, capsys):
     """The file for Lion, and the same for Muon."""
     lion = re.search(r"```yaml\n(# @package _global_\n# mine/experiment/by_lion.*?)```", ALL, re.DOTALL)[1]
@@ -214,6 +224,7 @@ def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monke
     ]  # fmt: skip
 
 
+@pytest.mark.release
 def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeypatch, capsys):
     """The file as it stands there, as a local plugin; its test file, in a process of its own."""
     for name in ("toyexp_parallel.py", "test_toyexp_parallel.py"):
@@ -237,6 +248,7 @@ def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeyp
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.release
 def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path, monkeypatch, capsys):
     """The files as they stand there, in a directory of their own."""
     for name in ("npz_format.py", "test_npz_format.py"):

@@ -22,7 +22,7 @@ ENGINES = {
 }
 HERE = {name: engine for name, engine in ENGINES.items() if name != "blas" or engine.profile is CPU_BLAS}
 TOLERANCE = 1e-5  # of a whole tensor: |ours - float64| / |float64|
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
 class TorchOps(Ops):

@@ -1,4 +1,4 @@
-"""The matrix of what ships: every allowed cell trains alike on three engines, every other is refused with its line."""
+"""The matrix of what ships: every allowed cell trains alike on all engines, every other is refused with its line."""
 
 import json
 
@@ -64,20 +64,21 @@ def test_every_allowed_cell_trains_and_the_engines_agree(recipe, model, capsys):
     if recipe in ("lora", "full"):
         assert main([*words("scratch", model), "steps=1", "engine=ggml", "hydra.run.dir=base"]) == 0
         capsys.readouterr()
-    engines = [name + "".join(f":{s.removeprefix('engine.')}" for s in own) for name, own in ENGINES.items()]
+    others = recipe == "scratch" or not often(recipe, model)  # on what else a recipe computes, no profile differs
+    known = {name: own for name, own in ENGINES.items() if others or not own}
+    engines = [name + "".join(f":{s.removeprefix('engine.')}" for s in own) for name, own in known.items()]
     assert main(["parity", *line, f"engine={','.join(engines)}", "steps=8", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert len(report["engines"]) == 2
+    assert len(report["engines"]) == len(engines) - 1
     assert report["losses"][-1] < report["losses"][0] - 0.01
     for engine in report["engines"]:
         assert engine["loss"]["largest"] < 1e-4
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("recipe", "model"), sorted(CELLS.keys() - set(ALLOWED)))
-def test_every_forbidden_cell_is_refused_before_anything_is_built(recipe, model, engine, tmp_path, capsys):
+def test_every_forbidden_cell_is_refused_before_anything_is_built(recipe, model, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
-    assert main([*words(recipe, model), f"engine={engine}", *ENGINES[engine]]) == 2
+    assert main([*words(recipe, model), "engine=ggml"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"toyexp: error: {CELLS[recipe, model].refused}") and err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before

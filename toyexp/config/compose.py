@@ -20,12 +20,11 @@ from toyexp.base.formatting import typed as plain
 from toyexp.base.ranks import lonely_ranks, started_ranks
 from toyexp.config.build import located, made, parts_of, pick_engine, resolved, typed, without_hydra
 from toyexp.config.compose_cache import composed
-from toyexp.config.keys import Keys, in_braces
+from toyexp.config.keys import Keys, in_braces, value_of
 from toyexp.config.mistakes import check_files, check_keys, check_settings, explain, in_plain_words, placed
 from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import AUTO, Root, Source, default_callbacks
 from toyexp.config.top_level import OF_LAUNCHERS, Sweep
-from toyexp.config.words import as_typed, is_number
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in, opened
 from toyexp.interfaces.callback import Callback, answers_lr
@@ -54,8 +53,9 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
     found = Composed(cfg, given, keys, modules, source)
     with open_dict(cfg):
         for override in given:  # data.path=2024_01 is no number, though Hydra has read one
-            if is_number(override) and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
-                OmegaConf.update(cfg, override.key_or_group, as_typed(override))
+            is_number = isinstance(value_of(override), bool | int | float)
+            if is_number and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
+                OmegaConf.update(cfg, override.key_or_group, str(override.input_line).partition("=")[2].strip())
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
         for override in in_braces(given):  # what is typed stands before what files say: the first that fits counts
             node = OmegaConf.select(cfg, override.key_or_group)

@@ -47,16 +47,6 @@ def lines(parsed: Sequence[Override]) -> list[str]:
     return [str(override.input_line) for override in parsed]
 
 
-def is_number(override: Override) -> bool:
-    """Whether Hydra has read a number, or true or false, which for a setting that is a text is another text."""
-    return not override.is_sweep_override() and isinstance(override.value(), bool | int | float)
-
-
-def as_typed(override: Override) -> str:
-    """The value of a setting, letter by letter."""
-    return str(override.input_line).partition("=")[2].strip()
-
-
 def setting(key: str, value: object) -> str:
     """Return `key=value` as it is read back; UserError for a value that is no text, number, list, mapping or null."""
     return f"{key}={_worded(key, value)}"

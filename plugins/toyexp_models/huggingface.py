@@ -37,10 +37,8 @@ Data = Mapping[str, Any]  # what the data adds to a GGUF's keys
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
     """LlamaForCausalLM; UserError for heads that it does not take."""
     if model.d_model % model.n_heads:
-        raise UserError(
-            f"transformers' llama takes a number of heads that divides d_model; {model.n_heads} do not divide "
-            f"{model.d_model}"
-        )
+        heads = f"{model.n_heads} do not divide {model.d_model}"
+        raise UserError(f"transformers' llama takes a number of heads that divides d_model; {heads}")
     return replace(_rotary(model), conversion=Conversion(prefix=None))
 
 

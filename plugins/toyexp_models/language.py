@@ -36,10 +36,8 @@ class LanguageModel(Model):
     def fit(self, dataset: Dataset) -> Model:
         """Takes the vocabulary from the data when none was given."""
         if self.vocab and self.vocab < dataset.vocab:
-            raise UserError(
-                f"model.vocab={self.vocab} is smaller than the data's token ids (0..{dataset.vocab - 1}); "
-                f"leave it at 0 or give at least {dataset.vocab}"
-            )
+            last = dataset.vocab - 1
+            raise UserError(f"model.vocab={self.vocab} is smaller than the data's token ids (0..{last}); leave it out")
         return replace(self, vocab=self.vocab or dataset.vocab)
 
 
@@ -58,7 +56,4 @@ def norm_specs(name: str, size: int, biased: bool = True) -> list[TensorSpec]:
 def require_shared_heads(model: Any) -> None:
     """Raise UserError unless the heads divide d_model among themselves."""
     if model.d_model % model.n_heads:
-        raise UserError(
-            f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}: "
-            f"a head would have {model.d_model / model.n_heads:g} features"
-        )
+        raise UserError(f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}")

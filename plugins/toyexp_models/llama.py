@@ -33,10 +33,8 @@ class Llama(RotaryModel):
         """Raises UserError for sizes that cannot work."""
         super().check()
         if len(self.rope_factors) not in (0, self.head_size // 2):
-            raise UserError(
-                f"model.rope_factors holds {len(self.rope_factors)} numbers: heads of {self.head_size} features have "
-                f"{self.head_size // 2} pairs, each with its own"
-            )
+            held, pairs = len(self.rope_factors), self.head_size // 2
+            raise UserError(f"model.rope_factors holds {held} numbers; heads of {self.head_size} features take {pairs}")
         for factor in self.rope_factors:
             require_positive("model.rope_factors", factor)
         self._check_turns(self.rope_factors)
@@ -67,10 +65,8 @@ class Qwen2(RotaryModel):
         """Raises UserError for sizes that cannot work."""
         super().check()
         if self.head_size * self.n_heads != self.d_model:
-            raise UserError(
-                f"model.head_dim={self.head_dim}: in llama.cpp's qwen2 heads have d_model / n_heads features; "
-                "leave it at 0, or use model=qwen3"
-            )
+            what = "in llama.cpp's qwen2 heads have d_model / n_heads features"
+            raise UserError(f"model.head_dim={self.head_dim}: {what}; leave it at 0, or use model=qwen3")
 
 
 @dataclass

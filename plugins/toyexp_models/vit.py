@@ -167,10 +167,7 @@ class ViT(Model):
                 what = f"model.{name}={own}: the data has {value}"
                 raise UserError(f"{what}; type {fit} for data=images, or for a new model leave model.{name} out")
         if 0 < self.classes < dataset.vocab:
-            raise UserError(
-                f"model.classes={self.classes} is smaller than the data's classes (0..{dataset.vocab - 1}); "
-                f"leave it at 0 or give at least {dataset.vocab}"
-            )
+            raise UserError(f"model.classes={self.classes} is smaller than the data's classes (0..{dataset.vocab - 1})")
         fitted = replace(self, image_size=height, channels=channels, classes=self.classes or dataset.vocab)
         fitted.check()
         return fitted

@@ -114,10 +114,8 @@ class Lora(FromBase):
         for adapter in adapters:
             outputs, inputs = specs[adapter.target].shape
             if rank > min(outputs, inputs):
-                raise UserError(
-                    f"recipe.rank={rank}: {adapter.target} is {outputs} x {inputs}; "
-                    f"use recipe.rank={min(outputs, inputs)} or less"
-                )
+                fits = f"use recipe.rank={min(outputs, inputs)} or less"
+                raise UserError(f"recipe.rank={rank}: {adapter.target} is {outputs} x {inputs}; {fits}")
             a, b = lora_names(adapter.target)
             pairs += [
                 PlanTensor(a, (rank, inputs), Normal(self.init_scale)),

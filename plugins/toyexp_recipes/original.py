@@ -108,16 +108,12 @@ ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2
 def check_model(model: Model) -> None:
     """Raises UserError for a model that the original does not have, or not in this form."""
     if model.name not in ORIGINALS:
-        raise UserError(
-            f"recipe.init=toy knows how the original draws {' and '.join(ORIGINALS)}, not model={model.name}; "
-            "use recipe.init=default"
-        )
+        known = " and ".join(ORIGINALS)
+        raise UserError(f"recipe.init=toy draws {known} as the original does; for model={model.name} leave it out")
     if model.name == "gpt2" and not model.settings()["tied"]:
         raise UserError("recipe.init=toy: the original's gpt2 has no output layer of its own; use model.tied=true")
     if model.settings().get("head_dim"):
-        raise UserError(
-            "recipe.init=toy: the original's heads have d_model / n_heads features; leave model.head_dim out"
-        )
+        raise UserError("recipe.init=toy: the original's heads have no size of their own; leave model.head_dim out")
 
 
 def upload(session: Session) -> None:

@@ -99,11 +99,8 @@ class Warm(Recipe):
                 + (f"add {' or '.join(ways)}" if ways else f"model={model.name} has none; take another model")
             )
         if self._lens(d_model, width) == "pca" and d_model > width:
-            raise UserError(
-                f"recipe.lens=pca keeps at most the donor's {width} directions, "
-                f"{_width_key(model, d_model) or 'the width'}={d_model} wants more; "
-                "use recipe.lens=random"
-            )
+            wanted = f"{_width_key(model, d_model) or 'the width'}={d_model} is more than"
+            raise UserError(f"recipe.lens=pca: {wanted} the donor's {width} directions; use recipe.lens=random")
         self._check_rows(vocab, width)
         tensors[TABLE] = PlanTensor(TABLE, (vocab, width), Normal(0.02), trainable)
         lens = PlanTensor(PROJECTION, (d_model, width), Normal(1 / math.sqrt(width)))

@@ -422,7 +422,7 @@ def test_options_are_read_in_both_forms():
         (["engine=ggml,ggml"], "names one twice"),
         (["engine=ggml:blas"], "an engine's own settings are written ggml:key=value"),
         (["engine=gmgl"], "did you mean ggml?"),
-        (["engine=cpu,,ggml,"], "engine=cpu,,ggml,: an engine's name is missing; did you mean engine=cpu,ggml?"),
+        (["engine=cpu,,ggml,"], "engine=cpu,,ggml,: a name is missing; did you mean engine=cpu,ggml?"),
         (["data=random", "data.vocab=0"], "data.vocab=0: must be at least 1"),
         (["model.d_modle=32"], "did you mean model.d_model?"),
     ],

@@ -211,7 +211,7 @@ def test_what_cannot_be_fed_is_refused_and_leaves_the_decoder_as_it_was(engine):
         decoder, other = session.decoder(), session.decoder()
         decoder.feed(IDS[:3])
         for wrong, words in (
-            (IDS, "12 ids after 3 are more than the context of 12"),
+            (IDS, "12 ids after 3 exceed the context of 12"),
             ([], "expected token ids"),
             ([0.5], "expected token ids"),
             ([[1]], "expected token ids"),

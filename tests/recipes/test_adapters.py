@@ -151,7 +151,7 @@ def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
     ({}, {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": np.ones((3, 32), np.float32)},
      "its tensor base_model.model.model.layers.9.self_attn.q_proj"),
     ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.ones((3, 31), np.float32)},
-     "blk.0.attn_q.weight is 32 x 32; its lora_a has the shape [3, 31]"),
+     "blk.0.attn_q.weight is 32 x 32; its lora_a is [3, 31]"),
     ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.full((3, 32), np.nan, np.float32)},
      "holds numbers that are NaN"),
 ])  # fmt: skip

@@ -341,7 +341,7 @@ def test_what_our_model_cannot_represent_is_named(model, header, said):
         (replace(GEMMA, tied=False), "gemma has no output layer but its embedding"),
         (
             replace(LLAMA, rope_factors=[1.0] * 3),
-            "model.rope_factors holds 3 numbers: heads of 16 features have 8 pairs",
+            "model.rope_factors holds 3 numbers; heads of 16 features take 8",
         ),
         (replace(LLAMA, rope_factors=[1.0] * 7 + [-1.0]), "model.rope_factors=-1.0: must be above 0"),
     ],

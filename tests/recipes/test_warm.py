@@ -146,7 +146,7 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
     assert "too few rows: expected at least 40, it has 7" in error(donor=str(small))
     assert "did you mean pca?" in error(donor=str(path), lens="pcaa")
     narrow, _ = make_donor(tmp_path / "narrow.gguf", width=16)
-    assert "at most the donor's 16 directions" in error(donor=str(narrow), lens="pca")
+    assert "is more than the donor's 16 directions" in error(donor=str(narrow), lens="pca")
 
     from gguf import GGUFWriter
 

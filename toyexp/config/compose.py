@@ -256,10 +256,8 @@ def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Recor
     if model.context:
         settings["context"] = context = cfg.model.get("context", model.context)
         if isinstance(context, int) and context > model.context:
-            raise UserError(
-                f"model.context={context}: {origin(path)} holds a model for up to {model.context} positions; "
-                f"use model.context={model.context} or less"
-            )
+            held = f"holds a model for up to {model.context} positions; use model.context={model.context} or less"
+            raise UserError(f"model.context={context}: {origin(path)} {held}")
     return Base(model, settings)
 
 

@@ -60,9 +60,7 @@ def check_blanks(override: Override, keys: Keys) -> None:
     values = LISTED.findall(line.partition("=")[2])
     kept = [v if _keeps(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
     if kept != values:
-        raise UserError(
-            f'{line!r}: blanks at the ends are lost; keep them with quotes inside: "{key}={",".join(kept)}"'
-        )
+        raise UserError(f'{line!r}: blanks at the ends are lost; keep them in quotes: "{key}={",".join(kept)}"')
 
 
 def _keeps(text: str) -> bool:
@@ -148,9 +146,7 @@ def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
         return f"{line}: takes a name; {choose('', known)}"
     strangers = [name for name in strangers if name not in known]
     if kind == "model" and strangers and re.search(r"[/.]", strangers[0]):
-        return (
-            f"{line}: names an architecture, no trained model; to train one further: recipe=full recipe.base=FILE.gguf"
-        )
+        return f"{line}: names an architecture; to train a model further: recipe=full recipe.base=FILE.gguf"
     return keys.registry.missing(kind, strangers[0], known) if strangers else None
 
 

@@ -90,9 +90,7 @@ def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[st
         raise UserError(f"engine={asked[1]}: the engines stand in one list: engine={','.join(asked)}")
     labels = [label for text in asked or filter(None, [default]) for label in text.strip("[]").split(",")]
     if named := [label for label in labels if label] if "" in labels else []:
-        raise UserError(
-            f"engine={','.join(labels)}: an engine's name is missing; did you mean engine={','.join(named)}?"
-        )
+        raise UserError(f"engine={','.join(labels)}: a name is missing; did you mean engine={','.join(named)}?")
     if len(set(labels)) < len(labels):
         raise UserError(f"engine={','.join(labels)}: names one twice; give each its own settings: ggml:threads=1")
     return labels, [word for word in words if not word.startswith("engine=")]

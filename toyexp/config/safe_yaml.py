@@ -103,13 +103,12 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
             place = f"{path}, line {name.start_mark.line + 1}"
             if preset and name.value in PLACES:
                 raise UserError(
-                    f"{place}: hydra.{name.value} is not taken from such a file, which may not choose where something "
-                    f"is written; give it on the command line: hydra.{name.value}.dir=..."
+                    f"{place}: hydra.{name.value} is not taken from a preset; type hydra.{name.value}.dir=..."
                 )
             if name.value not in HYDRA_KEYS:
+                known = ", ".join(f"hydra.{key}" for key in HYDRA_KEYS)
                 raise UserError(
-                    f"{place}: hydra.{printable(name.value)} is not taken from a file; there may be "
-                    f"{', '.join(f'hydra.{k}' for k in HYDRA_KEYS)}"
+                    f"{place}: hydra.{printable(name.value)} is not taken from a file; there may be {known}"
                 )
             if name.value == "sweeper" and any(k.value != "params" for k, _ in inner.value):
                 raise UserError(f"{place}: of hydra.sweeper only params is taken from a file")

@@ -186,9 +186,7 @@ class Source:
             raise UserError(f"{file}: holds no keys with values")
         require_plugins(saved.get("plugins"), modules, str(file))
         if "hydra" in saved:
-            raise UserError(
-                f"{file}: its key hydra has no effect: resume={directory} goes on in that directory; take it out"
-            )
+            raise UserError(f"{file}: its key hydra has no effect: a run goes on in its own directory; take it out")
         for kind in ("model", "data", "recipe", "optim"):
             then, now = saved.get(kind), asked.get(kind)
             if not isinstance(then, dict) or now in (None, then.get("name")):

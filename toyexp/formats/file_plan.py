@@ -68,9 +68,7 @@ def _rank(file: GGUFFile, linear: TensorSpec) -> int:
     a, b = (file.tensors[name].shape if name in file.tensors else () for name in lora_names(linear.name))
     (outputs, inputs), rank = linear.shape, a[0] if a else 0
     if (a, b) != ((rank, inputs), (outputs, rank)):
-        raise file.error(
-            f"{linear.name} is {outputs} x {inputs}; its lora_a has the shape {list(a)}, its lora_b {list(b)}"
-        )
+        raise file.error(f"{linear.name} is {outputs} x {inputs}; its lora_a is {list(a)}, its lora_b {list(b)}")
     return rank
 
 

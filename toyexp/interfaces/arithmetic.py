@@ -122,9 +122,7 @@ class Shapes(Arithmetic):
 
     def _pair(self, a: Shaped, b: Shaped) -> Shaped:
         if not isinstance(a, Shaped) or not isinstance(b, Shaped):
-            raise UserError(
-                "its update adds, subtracts, multiplies or divides a number; ops.scale and ops.shift take one"
-            )
+            raise UserError("its update adds or multiplies a number, which ops.shift and ops.scale take")
         front = len(a.shape) - len(b.shape)
         if front < 0 or any(y not in (1, x) for x, y in zip(a.shape[front:], b.shape, strict=True)):
             raise UserError(f"its update repeats {list(b.shape)} over {list(a.shape)}, which does not fit")

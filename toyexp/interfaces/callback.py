@@ -110,11 +110,9 @@ class Schedule(Callback):
         Its last value counts, which `floor` names, though a run ends one step before. It is asked before `check_plan`.
         """
         known = {"lr"}.union(*(group.scalable for group in plan.updates))
+        key = f"callbacks.{self.name}.scales={printable(self.scales)}"
         if self.scales not in known:
-            raise UserError(
-                f"callbacks.{self.name}.scales={printable(self.scales)}: is no number of this optimiser; "
-                f"{choose(self.scales, known)}"
-            )
+            raise UserError(f"{key}: is no number of this optimiser; {choose(self.scales, known)}")
         if self.scales == "lr":
             return
         asked = {*range(0, steps, max(1, steps // LOOKED_AT)), steps - 1, steps}
@@ -126,7 +124,6 @@ class Schedule(Callback):
             except UserError as error:
                 own = {f.name: typed(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "scales"}
                 of = ", ".join(f"{name}={value}" for name, value in own.items())
-                key = f"callbacks.{self.name}.scales={self.scales}"
                 raise UserError(f"{key}: its factor {factor:g}{of and f' ({of})'} cannot be: {error}") from error
 
     def warnings(self, planned: Planned) -> Iterable[str]:

@@ -56,9 +56,7 @@ class Decoder(ABC):
         if len(wrong):
             raise SessionError(f"feed(): {wrong[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
         if self.position + len(given) > self.context:
-            raise SessionError(
-                f"feed(): {len(given)} ids after {self.position} are more than the context of {self.context}"
-            )
+            raise SessionError(f"feed(): {len(given)} ids after {self.position} exceed the context of {self.context}")
         logits = self.do_feed(given.astype(np.int32))
         self.position += len(given)
         return logits

@@ -100,10 +100,8 @@ class Group:
         found = rule.numbers(step, lr * self.lr_scale, decay)
         if found.keys() != set(self._names):
             name = getattr(self.rule, "name", type(self.rule).__name__)
-            raise RunFailed(
-                f"optim.{name}: its numbers at step {step + 1} are "
-                f"{', '.join(map(str, found))}, and were {', '.join(self._names)}; they must have the same names"
-            )
+            now, before = ", ".join(map(str, found)), ", ".join(self._names)
+            raise RunFailed(f"optim.{name}: its numbers at step {step + 1} are {now}, and were {before}")
         import numpy as np
 
         return np.array([found[name] for name in self._names], np.float64)

@@ -89,9 +89,7 @@ class Plan:
                 if name not in names:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is not listed")
             if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
-                raise UserError(
-                    f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is not listed"
-                )
+                raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is not there")
         require_within("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         for name, kind in (("targets", "int"), ("weights", "float")):
             dtype = self.inputs[name].dtype if name in self.inputs else "missing"
@@ -197,14 +195,13 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     names = [t.name for t in plan.trainable]
     for pattern in optimiser.groups:
         if names and not any(fnmatchcase(name, pattern) for name in names):
+            key = f"optim.groups: {printable(pattern)}"
             fixed = [t.name for t in plan.tensors if not t.trainable and fnmatchcase(t.name, pattern)]
             if fixed:
                 also = f", and {len(fixed) - 1} more" if len(fixed) > 1 else ""
-                raise UserError(
-                    f"optim.groups: {printable(pattern)}: the recipe freezes {fixed[0]}{also}; leave the pattern out"
-                )
+                raise UserError(f"{key}: the recipe freezes {fixed[0]}{also}; leave it out")
             hint = choose(pattern, names) if len(names) < 20 else f"one that trains is {names[0]}"
-            raise UserError(f"optim.groups: {printable(pattern)} is no tensor that trains; {hint}")
+            raise UserError(f"{key} is no tensor that trains; {hint}")
     frozen = {name for name in names if optimiser.group_of(name)[1].get("frozen")}
     if names and frozen.issuperset(names):
         raise UserError("optim.groups: freezes every tensor, and nothing is left to train")

@@ -102,15 +102,14 @@ class Session(ABC):
     @final
     def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
         """Replaces a tensor's values with `array` (its exact shape); only while the warm window is open."""
+        what = f"upload of {name} from {source}"
         if self.state is State.NEW:
-            self._require(State.REALIZED, f"upload of {name} from {source}")
+            self._require(State.REALIZED, what)
         if self.state is not State.REALIZED:
-            raise SessionError(f"upload of {name} from {source}: the warm window closed at build(); upload before it")
+            raise SessionError(f"{what}: the warm window closed at build(); upload before it")
         tensor = self._tensor(name, f"upload from {source}")
         if tuple(array.shape) != tensor.shape:
-            raise SessionError(
-                f"upload of {name} from {source}: expected shape {list(tensor.shape)}, got {list(array.shape)}"
-            )
+            raise SessionError(f"{what}: expected shape {list(tensor.shape)}, got {list(array.shape)}")
         self.do_upload(tensor, np.ascontiguousarray(array, np.float32))
 
     @final
@@ -143,9 +142,8 @@ class Session(ABC):
         else:
             micros = micro_batches(self.plan, batch)
         if len(micros) != self.plan.accumulate:
-            raise BadBatch(
-                f"step(): a batch of {len(batch['targets'])} rows, expected {self.plan.accumulate * self.plan.rows}"
-            )
+            wanted = self.plan.accumulate * self.plan.rows
+            raise BadBatch(f"step(): a batch of {len(batch['targets'])} rows, expected {wanted}")
         return StepInput(micros, numbers)
 
     @final
@@ -246,9 +244,8 @@ class Session(ABC):
     def opened(self) -> Self:
         """Itself; raises SessionError for one that `Engine.realize` made and did not open."""
         if self.state is State.NEW:
-            raise SessionError(
-                f"realize() gave a {type(self).__name__} that is not open; it returns Session(plan).open()"
-            )
+            name = type(self).__name__
+            raise SessionError(f"realize() gave a {name} that is not open; it returns Session(plan).open()")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -33,10 +33,7 @@ def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
         tensor = name.partition(SLOT)[0]
         if tensor != name and tensor in wanted and tensor in arrays:
             kept, found = (_slots(names, tensor) for names in (wanted, arrays))
-            return (
-                f"of {printable(tensor)} the optimiser keeps {kept}, the snapshot has {found}; go on with the version "
-                "of the optimiser that wrote it, or begin a new run"
-            )
+            return f"of {printable(tensor)} the optimiser keeps {kept}, the snapshot has {found}; begin a new run"
         there = "lacks" if name in wanted else "has"
         return f"the snapshot {there} {printable(name)}, unlike the plan"
     for name, shape in wanted.items():

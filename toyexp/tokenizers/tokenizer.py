@@ -343,10 +343,8 @@ def _check_memory(size: int) -> None:
     """Raises UserError for a piece that takes more memory than there is; one that takes much is announced."""
     left = available_bytes() if size >= LARGE else None
     if left is not None and size * EACH > left:
-        raise UserError(
-            f"{size / 1e6:.0f} million characters in a row have no place where this tokenizer lets them be cut, and in "
-            f"one piece take {size * EACH / 1e9:.3g} GB, of {left / 1e9:.3g} GB: give another data.tokenizer"
-        )
+        taken = f"{size / 1e6:.0f} million characters in a row cannot be cut, and take {size * EACH / 1e9:.3g} GB"
+        raise UserError(f"{taken}, of {left / 1e9:.3g} GB: give another data.tokenizer")
     if size == LARGE:
         complain("this tokenizer finds no place to cut the text: it is tokenized in one piece, which takes memory")
 

@@ -39,10 +39,8 @@ def quantiser(asked: str) -> list[str]:
     reason = why_not_apart("llama_cpp")
     if reason is None:
         return [sys.executable, "-P", "-c", CHILD]
-    raise Unavailable(
-        f"{asked} is written by llama.cpp, which is not here: put its llama-quantize on the PATH, "
-        f"or pip install llama-cpp-python (llama_cpp {reason})"
-    )
+    remedy = f"put its llama-quantize on the PATH, or pip install llama-cpp-python (llama_cpp {reason})"
+    raise Unavailable(f"{asked} is written by llama.cpp, which is not here: {remedy}")
 
 
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:

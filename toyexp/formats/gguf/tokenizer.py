@@ -79,11 +79,9 @@ def check_kind(file: GGUFFile) -> None:
     if not model:
         raise file.error(f"has no tokenizer; {IDS_ALONE}")
     if model != "llama" and not (model == "gpt2" and pre in PRE_TOKENIZERS):
-        raise file.error(
-            f"its tokenizer ({printable(model)}, pre-tokenizer {printable(pre)}) is not supported; "
-            f"supported: llama, and gpt2 with {', '.join(sorted(PRE_TOKENIZERS))}. "
-            "Choose another one: data.tokenizer=bpe"
-        )
+        own, known = f"({printable(model)}, pre-tokenizer {printable(pre)})", ", ".join(sorted(PRE_TOKENIZERS))
+        hint = "Choose another one: data.tokenizer=bpe"
+        raise file.error(f"its tokenizer {own} is not supported; supported: llama, and gpt2 with {known}. {hint}")
 
 
 def _kind(file: GGUFFile) -> tuple[str, str]:
@@ -149,9 +147,7 @@ class _Reader:
             if not isinstance(self.keys.get(name, False), bool):
                 raise self.file.error(f"its tokenizer has {name}={printable(str(self.keys[name]))}: not true or false")
         if self.keys["add_bos_token"] and "bos_token_id" not in self.keys:
-            raise self.file.error(
-                "its tokenizer puts a token before every text (add_bos_token), but has no bos_token_id"
-            )
+            raise self.file.error("its tokenizer has add_bos_token, and no bos_token_id")
 
     def _read_tokens(self) -> None:
         """`pieces` without padding at their end, `types` as llama.cpp has them, and `unreachable` from text."""
@@ -174,9 +170,8 @@ class _Reader:
         """The numbers of a key, one for each token."""
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
-            raise self.file.error(
-                f"its tokenizer's {name} is no list of 32-bit {'numbers' if 'f' in kinds else 'integers'}"
-            )
+            what = "numbers" if "f" in kinds else "integers"
+            raise self.file.error(f"its tokenizer's {name} is no list of 32-bit {what}")
         if len(values) != count:
             raise self.file.error(f"its tokenizer has {count} tokens, and {name} for {len(values)}")
         return values
@@ -196,9 +191,7 @@ class _Reader:
 
     def _byte_level(self, pre: str) -> Tokenizer:
         if self._of_types(BYTE):
-            raise self.file.error(
-                "its tokenizer is byte-level BPE, and has byte tokens (token_type 6) as SentencePiece has"
-            )
+            raise self.file.error("its byte-level BPE has byte tokens (token_type 6), as SentencePiece has")
         pairs, known = self._pairs(), set(self.pieces)
         real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
         if pre == "gpt-2" and len(real) < len(pairs) and (own := self._untrained(real)):

@@ -275,10 +275,8 @@ def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, e
     again = [t for t in file.tensors.values() if t.type not in PLAIN and is_rounded(t)]
     if again and not requantize:
         kinds = ", ".join(sorted({t.type for t in again}))
-        raise file.error(
-            f"is quantised already ({len(again)} of {len(file.tensors)} tensors: {kinds}); rounding twice "
-            "loses more than rounding the original once. Export that, or take --type f32, or add --requantize"
-        )
+        again_of = f"({len(again)} of {len(file.tensors)} tensors: {kinds})"
+        raise file.error(f"is quantised already {again_of}; export the original, or add --type f32 or --requantize")
 
 
 def _written(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:

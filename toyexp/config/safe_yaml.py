@@ -102,14 +102,10 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
         for name, inner in value.value:
             place = f"{path}, line {name.start_mark.line + 1}"
             if preset and name.value in PLACES:
-                raise UserError(
-                    f"{place}: hydra.{name.value} is not taken from a preset; type hydra.{name.value}.dir=..."
-                )
+                raise UserError(f"{place}: no preset sets hydra.{name.value}; type hydra.{name.value}.dir=...")
             if name.value not in HYDRA_KEYS:
                 known = ", ".join(f"hydra.{key}" for key in HYDRA_KEYS)
-                raise UserError(
-                    f"{place}: hydra.{printable(name.value)} is not taken from a file; there may be {known}"
-                )
+                raise UserError(f"{place}: hydra.{printable(name.value)} is not taken from a file; there is {known}")
             if name.value == "sweeper" and any(k.value != "params" for k, _ in inner.value):
                 raise UserError(f"{place}: of hydra.sweeper only params is taken from a file")
             if name.value == "searchpath" and "pkg:" in str(inner.value):

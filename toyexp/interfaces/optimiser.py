@@ -143,11 +143,9 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
     wanted = {"the tensor": shape, **{f"slot {slot}": x.shape for slot, x in state.items()}}
     given = {"the tensor": found[0], **{f"slot {slot}": x for slot, x in found[1].items()}}
     for name in wanted | given:
-        there = list(x.shape) if isinstance(x := given.get(name), Shaped) else "no tensor"
-        if (expected := wanted.get(name, ())) != tuple(there):
-            raise UserError(
-                f"its update of {list(shape)} gives {there} for {name}, expected {list(expected) or 'none'}"
-            )
+        got = list(x.shape) if isinstance(x := given.get(name), Shaped) else "no tensor"
+        if (expected := wanted.get(name, ())) != tuple(got):
+            raise UserError(f"its update of {list(shape)} gives {got} for {name}, expected {list(expected) or 'none'}")
 
 
 def scalable(rule: Rule) -> set[str]:

@@ -52,10 +52,8 @@ class RotaryModel(LanguageModel):
         fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
         if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MOST):
-            raise UserError(
-                f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}: position {self.context} would "
-                f"turn by more than {MOST} radians; a rope_base above 1, a rope_scale and factors of about 1 do not"
-            )
+            given = f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}"
+            raise UserError(f"{given}: position {self.context} would turn by more than {MOST} radians")
 
     def tensors(self) -> list[TensorSpec]:
         """Embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0 (the seed's initialiser)."""

@@ -62,9 +62,9 @@ def require_plugins(asked: object, loaded: Sequence[str], what: str) -> None:
     """Raises UserError where a configuration asks for local plugins that are not `loaded`: code comes with no file."""
     names = [str(name) for name in asked] if isinstance(asked, Iterable) and not isinstance(asked, str) else []
     if missing := [name for name in names if name not in loaded]:
+        add = f"'plugins=[{printable(','.join(names), 200)}]'"
         raise UserError(
-            f"{what} asks for the local plugin {printable(missing[0])}; code is only loaded from the command line: "
-            f"add 'plugins=[{printable(','.join(names), 200)}]'"
+            f"{what} asks for the plugin {printable(missing[0])}; only the command line loads code: add {add}"
         )
 
 

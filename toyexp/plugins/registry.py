@@ -143,19 +143,12 @@ class Registry:
         return f"{kind}={name}: there is none of that name{note}; {choose(name, known)}{own}"
 
     def _gpu(self, name: str) -> str | None:
-        """What to type where a GPU was asked for by a word, or one of several by its number, or a library."""
+        """What to type where a GPU was asked for by a word, or one of several by its number."""
         engine, _, number = name.partition(":")
         known: dict[str, type[Engine]] = self.classes("engine")
         if name.lower() in ("gpu", "nvidia", "amd", "apple"):
             names = ", ".join(sorted(n for n, cls in known.items() if cls.on_gpu))
             return f"there is none of that name; those on a GPU are {names}: `toyexp doctor` says which work here"
-        family = name.lower().removeprefix("py")  # pytorch
-        of_it = sorted(n for n, offer in self.offers["engine"].items() if family in offer.plugin.split("_")[1:])
-        if name not in known and of_it:
-            return f"there is none of that name; those that compute with it are {', '.join(of_it)}"
-        if engine not in known or not number.isdecimal():
-            return None
-        shown = known[engine].shows
-        if not shown:
-            return f"{engine} has no numbers: engine={engine}"
-        return f"which GPUs it sees is set before the command: {shown}={number} toyexp engine={engine}"
+        if engine in known and number.isdecimal() and (shown := known[engine].shows):
+            return f"which GPUs it sees is set before the command: {shown}={number} toyexp engine={engine}"
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import read_file
 from toyexp.formats.layout import Place, layout_of
-from toyexp.formats.safetensors import TensorsFile
+from toyexp.formats.safetensors import TensorsFile, json_object
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import lora_names
 
@@ -61,12 +60,7 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(read_file(path, CONFIG_LIMIT))
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: is no JSON object")
+    config = json_object(read_file(path, CONFIG_LIMIT), f"{path}:")
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise UserError(f"{path}: is an adapter of PEFT's type {printable(str(kind))}; toyexp knows LORA")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import printable
+from toyexp.base.errors import UserError, printable
 from toyexp.base.files import open_file
 from toyexp.formats.gguf.ggml_types import dequantise, encoded, pieces_of
 from toyexp.formats.gguf.header import HEADER_LIMIT, check_places, how_to_convert
@@ -22,6 +22,17 @@ from toyexp.interfaces.format import ModelFile, TensorInfo
 KEYS = "gguf"
 TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # that are read: ggml's number, and bytes of one
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
+
+
+def json_object(text: Any, what: str) -> dict[str, Any]:
+    """The object that a text in JSON holds; UserError about `what` where it is none."""
+    try:
+        found = json.loads(text) if isinstance(text, str | bytes) else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{what} is no JSON object")
+    return found
 
 
 class TensorsFile(ModelFile):
@@ -34,7 +45,7 @@ class TensorsFile(ModelFile):
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
             raise self.error(f"is no whole safetensors file: a header of {length} bytes in a file of {size}")
-        header = self._json(self._file.read(length), "header")
+        header = json_object(self._file.read(length), f"{path}: its header")
         metadata = header.pop("__metadata__", None)
         self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})
         self.tensors: Mapping[str, TensorInfo] = {n: self._info(n, entry, 8 + length) for n, entry in header.items()}
@@ -51,15 +62,6 @@ class TensorsFile(ModelFile):
         self._file.seek(info.offset)
         raw = self._file.read(math.prod(shape) * TYPES[info.type][1])
         return dequantise(np.frombuffer(raw, np.uint8), info.type_id).reshape(shape)
-
-    def _json(self, text: object, what: str) -> dict[str, Any]:
-        try:
-            found = json.loads(text) if isinstance(text, str | bytes) else None
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise self.error(f"its {what} is no JSON object")
-        return found
 
     def _info(self, name: str, entry: Any, start: int) -> TensorInfo:
         label = f"tensor {printable(name)}"
@@ -85,7 +87,7 @@ class SafetensorsFile(TensorsFile):
         if KEYS not in metadata:
             hint = how_to_convert(self.path.parent)
             raise self.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
-        return self._json(metadata[KEYS], f"metadata {KEYS}")
+        return json_object(metadata[KEYS], f"{self.path}: its metadata {KEYS}")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import READING, misfit
+from toyexp.base.files import READING, absent, misfit
 from toyexp.base.formatting import short
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, UNSUPPORTED
 from toyexp.interfaces.format import TensorInfo
@@ -80,8 +80,10 @@ class Part:
         self.path, self.spent = path, spent
         try:
             self._fd = os.open(path, READING)
+        except FileNotFoundError:
+            raise self.error(absent(path)) from None
         except OSError as error:
-            raise self.error(_os_cause(error, path)) from None
+            raise self.error(f"cannot be opened: {error.strerror}") from None
         self.close = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
         try:
             self._parse()
@@ -309,11 +311,3 @@ class _Cursor:
         dtype = np.dtype(SCALARS[item])
         self.spend(count * dtype.itemsize, array)
         return np.frombuffer(self.take(count * dtype.itemsize, array), dtype)
-
-
-def _os_cause(error: OSError, path: Path) -> str:
-    if not isinstance(error, FileNotFoundError):
-        return f"cannot be opened: {error.strerror}"
-    return (
-        f"is a link to {printable(str(path.readlink()), 200)}, which is not there" if path.is_symlink() else "not found"
-    )

@@ -41,13 +41,7 @@ MOST_OWN = 6  # panels of numbers that callbacks log
 NOTE = 44  # characters of a line of what is written beside a mark
 UNDRAWN = {"ppl", "tokens", "wall_us"}
 
-
-Points = tuple[list[int], list[float]]
-
-
-def points() -> Points:
-    """No points yet: steps, and a value for each."""
-    return [], []
+Points = tuple[list[int], list[float]]  # steps, and a value for each
 
 
 @dataclass
@@ -57,7 +51,7 @@ class Curves:
     title: str = ""
     below: str = ""  # the second line of the title
     per: str = "token"  # what a loss is the mean over
-    steps: dict[str, Points] = field(default_factory=lambda: {name: points() for name in ("loss", "grad_norm", "lr")})
+    steps: dict[str, Points] = field(default_factory=lambda: {name: ([], []) for name in ("loss", "grad_norm", "lr")})
     held_out: dict[str, Points] = field(default_factory=dict)  # loss, and accuracy of images
     warned: list[int] = field(default_factory=list)
     best: int | None = None  # the step whose weights were kept
@@ -115,8 +109,7 @@ class Plots(Listener):
 
     def _step(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            scheduled = name.endswith("_factor") or f"{name}_factor" in metrics
-            if not scheduled:
+            if not name.endswith("_factor") and f"{name}_factor" not in metrics:  # which schedules add
                 self._add(self._curves.steps, name, step, value)
 
     def _eval(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -127,7 +120,7 @@ class Plots(Listener):
 
     def _add(self, curves: dict[str, Points], name: str, step: int, value: Any) -> None:
         if name not in UNDRAWN and isinstance(value, int | float):
-            steps, values = curves.setdefault(name, points())
+            steps, values = curves.setdefault(name, ([], []))
             if step not in steps[-1:]:  # an eval of a resumed run may be told twice
                 steps.append(step)
                 values.append(value)
@@ -253,7 +246,7 @@ def _loss(axes: Any, curves: Curves) -> None:
         for step, value in zip(steps, values, strict=True):
             last = smooth_loss(last, value, step)
         ends.append((smooth[-1], "training" if last is None else f"training {last:.4g}", BLUE))
-    at, held_out = curves.held_out.get("loss", points())
+    at, held_out = curves.held_out.get("loss", ([], []))
     if at:
         _held_out(axes, at, held_out)
         ends.append((held_out[-1], f"held-out {held_out[-1]:.4g}", VERMILLION))

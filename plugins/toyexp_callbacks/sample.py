@@ -81,16 +81,13 @@ class Sample(Callback):
         tokenizer = run.dataset.tokenizer
         assert tokenizer is not None
         prompt = tokenizer.decode(self._prompt) if self.prompt is None else self.prompt
-        run.emit("sample", step=self._step, prompt=prompt, text=self._write(run, self._step, tokenizer))
-
-    def _write(self, run: Run, step: int, tokenizer: toyexp.Tokenizer) -> str:
         sampling = toyexp.Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-        words, last = stream(run.seed, "sample", step), tokenizer.ends
+        words, last, began = stream(run.seed, "sample", self._step), tokenizer.ends, time.monotonic()
         drawn = toyexp.endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
-        began = time.monotonic()
 
         def goes_on(token: int) -> bool:
             return token not in last and not (run.stops() and time.monotonic() - began > PATIENCE)
 
         ids = takewhile(goes_on, islice(drawn, self.tokens))
-        return b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")
+        text = b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")
+        run.emit("sample", step=self._step, prompt=prompt, text=text)

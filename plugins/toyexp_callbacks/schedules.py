@@ -14,16 +14,6 @@ from toyexp.base import counted, require_within
 SHARES = ("decay", "floor")  # settings from 0 to 1
 
 
-def cosine(step: int, steps: int, high: float, low: float, warmup: int) -> float:
-    """The original's ToyLR.cosine: linear warm-up to `high`, then half a cosine down to `low`; `step` from 0."""
-    if step < warmup:
-        return high * (step + 1) / warmup
-    if steps <= warmup:
-        return low
-    progress = min((step - warmup) / (steps - warmup), 1)
-    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * progress))
-
-
 @dataclass(eq=False)
 class WarmupSchedule(Schedule):
     """What the schedules share: a straight line up to the base value, and then `after`."""
@@ -50,6 +40,11 @@ class WarmupSchedule(Schedule):
     def after(self, step: int, steps: int) -> float:
         """The same, once it is warm."""
         raise NotImplementedError
+
+    def progress(self, step: int, steps: int) -> float:
+        """Return the share of the steps after the warmup that are over; 1 if there are none."""
+        warmup = self.rising(steps)
+        return min((step - warmup) / (steps - warmup), 1) if steps > warmup else 1
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the run ends in its warm-up, beside what any schedule warns of."""
@@ -82,8 +77,7 @@ class Linear(WarmupSchedule):
 
     def after(self, step: int, steps: int) -> float:
         """From 1 to `floor` at the end."""
-        warmup = self.rising(steps)
-        return 1 - (1 - self.floor) * min((step - warmup) / (steps - warmup), 1) if steps > warmup else self.floor
+        return 1 - (1 - self.floor) * self.progress(step, steps)
 
 
 @dataclass(eq=False)
@@ -97,7 +91,7 @@ class Cosine(WarmupSchedule):
 
     def after(self, step: int, steps: int) -> float:
         """The cosine between 1 and `floor`."""
-        return cosine(step, steps, 1.0, self.floor, self.rising(steps))
+        return self.floor + 0.5 * (1 - self.floor) * (1 + math.cos(math.pi * self.progress(step, steps)))
 
 
 @dataclass(eq=False)

@@ -11,8 +11,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from toyexp.api.calls import aside, place, texts, what_is_left, worded
-from toyexp.api.notebook import of_table
-from toyexp.api.result import Result, require_run
+from toyexp.api.result import Result, of_table, require_run
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import columns, counted, short
 from toyexp.base.ownership import SWEEP

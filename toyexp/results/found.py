@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -85,8 +85,7 @@ class Run:
         return {"path": shown(self.path), **{key: getattr(self, key) for key in COLUMNS}, "scores": dict(self.scores)}
 
 
-COLUMNS = ("name", "when", "sweep", "recipe", "model", "data", "engine", "seed", "lr", "batch_size", "steps", "of",
-           "loss", "train_loss", "seconds", "speed", "state", "why", "unread")  # fmt: skip
+COLUMNS = tuple(one.name for one in fields(Run) if one.name not in ("path", "scores"))
 
 
 def below(root: Path, notes: list[str] | None = None) -> Iterator[Path]:

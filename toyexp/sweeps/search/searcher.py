@@ -6,7 +6,7 @@ import itertools
 import math
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
@@ -94,8 +94,11 @@ class Search(JobSource):
     def _check_metric(self, configs: JobConfigs) -> None:
         settings = self._settings
         asked = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
-        lengths = []
-        for probe in self._of_each_length():
+        lengths, first = [], {*self.samples[0].overrides}
+        for probe in self.samples:
+            changed = {word.partition("=")[0] for word in {*probe.overrides} - first}
+            if changed and not changed & {"steps", "eval_every", "model", "experiment"}:
+                continue
             cfg = configs.config(probe).cfg
             if not cfg.eval_every:
                 raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
@@ -112,14 +115,6 @@ class Search(JobSource):
         self._first_asked = first_asked(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
             raise UserError(f"sweep.repeats={settings.repeats}: gives each point seeds of its own; leave out seed=...")
-
-    def _of_each_length(self) -> Iterator[Job]:
-        """The first of the probes, and those whose evals, length or model are not the first one's."""
-        first = self.samples[0].overrides
-        for probe in self.samples:
-            changed = {word.partition("=")[0] for word, old in zip(probe.overrides, first, strict=True) if word != old}
-            if probe is self.samples[0] or changed & {"steps", "eval_every", "model", "experiment"}:
-                yield probe
 
     # -- which job is next --
 

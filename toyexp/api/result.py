@@ -178,15 +178,13 @@ class Result:
         from toyexp.interfaces.sampling import Sampling
 
         loaded = self._loaded
-        options = {"--tokens": tokens, "--temperature": temperature, "--top-k": top_k, "--top-p": top_p,
-                   "--min-p": min_p, "--seed": seed}  # fmt: skip
-        for name, value in options.items():
-            least, most = TEXT_LIMITS[name]
-            fits = int if isinstance(least, int) else (int, float, np.floating)
+        numbers = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+                   "seed": seed}  # fmt: skip
+        for key, value in numbers.items():
+            least, most = TEXT_LIMITS["--" + key.replace("_", "-")]
+            fits, kind = (int, "whole number") if isinstance(least, int) else ((int, float, np.floating), "number")
             if not isinstance(value, fits) or isinstance(value, bool) or not least <= value <= most:
-                kind = "a whole number" if isinstance(least, int) else "a number"
-                key = name.removeprefix("--").replace("-", "_")
-                raise UserError(f"generate {key}={printable(repr(value))}: must be {kind} from {least} to {most}")
+                raise UserError(f"generate {key}={printable(repr(value))}: must be a {kind} from {least} to {most}")
         if not isinstance(engine, str):
             raise UserError(f"generate engine={printable(repr(engine))}: takes a name, such as 'ggml:threads=1'")
         if chat and not isinstance(prompt, str):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
@@ -281,34 +281,19 @@ def _differing(first: Job, job: Job) -> tuple[bool, ...]:
     return tuple(map(operator.ne, first.overrides, job.overrides))
 
 
-# -- the directory of each job ----------------------------------------------------------------------------------------
-
-
 class Places:
     """The job that each directory of a sweep belongs to."""
 
     def __init__(self, jobs: Iterable[Job]):
-        self._owners: dict[PurePath, Job] = {}
-        self._within: dict[PurePath, Job] = {}  # of a directory that is none of a job's, one of those below it
-        for job in jobs:
-            self._take(job)
+        self._owners = {job.directory: job for job in jobs if job.directory is not None}
 
     def give(self, job: Job, root: Path, directory: Path) -> None:
         """Lets a job have a directory of a sweep; UserError where that is another's, or not the sweep's to give."""
         if not directory.is_relative_to(root) or ".." in directory.relative_to(root).parts or directory == root:
             raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
         require_below(root, directory)
-        name = directory.relative_to(root)
+        name = str(directory.relative_to(root))
         if owner := self._owners.get(name):
             raise UserError(f"hydra.sweep.subdir gives jobs {owner.number} and {job.number} one directory, {name}")
-        for other in (self._within.get(name), *map(self._owners.get, name.parents)):
-            if other:
-                raise UserError(f"hydra.sweep.subdir puts jobs {other.number} and {job.number} one into the other")
-        job.directory = str(name)
-        self._take(job)
-
-    def _take(self, job: Job) -> None:
-        if job.directory is not None:
-            name = PurePath(job.directory)
-            self._owners[name] = job
-            self._within.update(dict.fromkeys(name.parents, job))
+        job.directory = name
+        self._owners[name] = job

@@ -18,7 +18,7 @@ from toyexp.results.ranking import sources_of
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
 from toyexp.sweeps.search.pruning import first_asked, ordered
-from toyexp.sweeps.search.space import Key, grid, probes, size
+from toyexp.sweeps.search.space import Key, probes, size
 from toyexp.sweeps.search.study import Study, require
 from toyexp.sweeps.sources import JobSource
 
@@ -42,11 +42,10 @@ class Search(JobSource):
         self.samples = probes(keys)
         self.probe = self.samples[0]
         self._study: Study | None = None  # in the sweep's directory, once there is one
-        there_are = grid(keys) if settings.search == "grid" else size(keys)
+        there_are = size(keys)
         self._points = int(min(there_are, settings.trials or there_are))
         if self.total > MOST_JOBS:
-            each = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
-            raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MOST_JOBS} jobs")
+            raise UserError(f"sweep.search={settings.search}: {self._how_many()}; a sweep has at most {MOST_JOBS} jobs")
         self._first_asked = 0  # the step from which on a run may be stopped
         self.description = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
         self._data: set[str] = set()  # digests of the data of the runs that ended

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import typed
-from toyexp.config.top_level import MOST_JOBS
 from toyexp.sweeps.combinations import swept
 from toyexp.sweeps.directory import Job
 
@@ -129,13 +128,6 @@ def probes(keys: Sequence[Key]) -> list[Job]:
 def size(keys: Sequence[Key]) -> float:
     """How many points there are; infinity where a number may be any of an interval."""
     return math.prod(key.count() for key in keys)
-
-
-def grid(keys: Sequence[Key]) -> int:
-    """How many combinations lists have; UserError for more than a sweep may have jobs."""
-    if (count := int(size(keys))) > MOST_JOBS:
-        raise UserError(f"{count} combinations of values: a sweep has at most {MOST_JOBS} jobs")
-    return count
 
 
 def point(keys: Sequence[Key], number: int) -> dict[str, Any]:

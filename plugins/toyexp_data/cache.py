@@ -1,7 +1,4 @@
-"""What the second run need not do again: token ids, packed in files that are mapped, and what is known of a text.
-
-A cache that cannot be read or written is only slower: it never fails a run.
-"""
+"""A cache of token ids, in files that are mapped, and of what is known of a text; it never fails a run."""
 
 from __future__ import annotations
 
@@ -127,7 +124,6 @@ def _mapped(file: IO[bytes]) -> memoryview:
 
 
 def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) -> None:
-    """Writes a header, the ids one after another, and the checksums of their blocks."""
     import numpy as np
 
     digest, counts = hashlib.sha256(), []

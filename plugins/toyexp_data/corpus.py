@@ -106,7 +106,6 @@ class Corpus:
 
     @cached_property
     def _survey(self) -> tuple[Facts, list[tuple[Path, int]]]:
-        """The facts, and every document with the number of its characters that are taken."""
         status("reading the text")
         digest, room = hashlib.sha256(), self._limit or NO_LIMIT
         documents: list[tuple[Path, int]] = []

@@ -142,7 +142,6 @@ class Images(SplitData):
         return listed, names
 
     def _split(self) -> tuple[Path, Path | None]:
-        """Return the folder of classes to train on and the one that is held out, if their names say so."""
         whole = Path(self.path)
         names = {f.name.lower(): f for f in _folders_in(whole)}
         train, held = names.get("train"), next((names[name] for name in HELD_OUT if name in names), None)

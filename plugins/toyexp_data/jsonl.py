@@ -119,7 +119,6 @@ class Jsonl(TokenizedData):
         return dataset
 
     def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
-        """The tokenizer for the examples; one that learns merges learns them from those that are not held out."""
         texts = ["".join(part.text for row in made.rows for part in row) for made in examples]
         if self.tokenizer == "char":
             return toyexp.tokenizers.Characters.of(texts)
@@ -186,7 +185,6 @@ class Jsonl(TokenizedData):
 
 
 def _other_format(path: Path, raw: bytes) -> str:
-    """Return what makes JSON lines of a file that holds something else, or nothing."""
     if raw.lstrip().startswith(b"["):
         return f"it is a JSON array: jq -c '.[]' {path} > {path.stem}.jsonl"
     if path.suffix.lower() in (".csv", ".tsv") and not raw.lstrip().startswith(b"{"):
@@ -260,7 +258,6 @@ def _text(value: Any, what: str) -> str:
 
 
 def _whole(text: str, what: str) -> str:
-    """The text; BadExample for one that no UTF-8 can hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

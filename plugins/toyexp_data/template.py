@@ -1,8 +1,7 @@
 """Conversations as a GGUF's own chat template writes them, cut into what is learned and what is only read.
 
-An answer is learned behind the very text with which the model is asked for it. Templates change earlier turns once
-others follow: they drop what was thought before an answer, or move the system's words to the last question. Then no one
-text holds all answers as they are asked for, and a conversation makes several rows.
+An answer is learned behind the very text that asks for it. A template that changes earlier turns once others follow,
+as by dropping thoughts, makes several rows of a conversation.
 """
 
 from __future__ import annotations
@@ -199,13 +198,11 @@ def _thought(message: Message) -> str:
 
 
 def _called(calls: Any) -> list[str]:
-    """The names of the tools in a message's `tool_calls`."""
     found = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return [str(function.get("name", "")) for function in found if isinstance(function, dict)]
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2

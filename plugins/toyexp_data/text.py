@@ -119,7 +119,6 @@ class TextData(TokenizedData):
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
-        """That the tokenizer of another file has no token for a character, and which file of the text holds it."""
         corpus.check_unchanged()  # a tokenizer made from this text has them all
         file = corpus.first_with(character) or "its text"  # where a tokenizer writes it otherwise, as a blank
         return UserError(
@@ -143,7 +142,6 @@ class TextData(TokenizedData):
         return toyexp.tokenizers.BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
 
     def _learned_bpe(self, corpus: Corpus) -> dict[str, Any]:
-        """The pieces and merges of a BPE, and what of the text it did not learn from."""
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
         cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.cut_up
         pieces: Iterator[str] = (part.text for document in corpus.train() for part in cut_up(document, cuts))

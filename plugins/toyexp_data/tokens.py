@@ -99,7 +99,6 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
 
 
 def _packed(path: Path, dtype: str) -> Held:
-    """The int32 ids of a file with the original's header, or none."""
     import numpy as np
 
     raw = read_file(path)
@@ -125,7 +124,6 @@ def _packed(path: Path, dtype: str) -> Held:
 
 
 def _numpy(path: Path, dtype: str) -> Held:
-    """The same of numpy's format, whose header names the type of its integers and not how many ids there are."""
     import numpy as np
 
     with open_file(path) as file:

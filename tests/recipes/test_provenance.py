@@ -17,7 +17,7 @@ from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
 from toyexp.inference.evaluate import Trained
 from toyexp.tokenizers.byte_level import Bytes
-from toyexp.training.provenance import MOVED, Record, data_sources, record_in, recorded
+from toyexp.training.provenance import MOVED, Record, data_sources, record_in
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
 QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
@@ -113,13 +113,6 @@ def test_a_record_finds_paths_from_where_the_run_was_begun(here):
 def test_a_record_has_a_directory_if_it_is_absolute():
     assert record_in({"cwd": "/home"}).cwd == Path("/home")
     assert record_in({"cwd": "outputs"}).cwd is record_in({}).cwd is None  # relative: from where nobody knows
-
-
-def test_a_checkpoint_of_an_older_version_is_known_by_its_identity(here):
-    identity = {"data": {"path": "book.txt", "text_sha256": 32 * "ab"}, "files": {"base": "cd"}}
-    Path("state.json").write_text(json.dumps({"cwd": "/home", "identity": identity}))
-    found = recorded(here)
-    assert (found.cwd, found.sources["text"], found.sources["base"]) == (Path("/home"), 8 * "ab", "cd")
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -246,7 +246,6 @@ class SweepResult(Sequence[Result]):
         return len(self.runs)
 
     def _cells(self) -> tuple[list[str], list[list[str]], str]:
-        """Heads, rows and a line below them, as text."""
         left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.seeds)}
         heads = [name for name in dict.fromkeys(key for row in self.table for key in row) if name not in left_out]
         rows = [[_text(row.get(name)) for name in heads] for row in self.table[:SHOWN]]

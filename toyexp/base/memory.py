@@ -47,7 +47,6 @@ def _left_by_groups() -> Iterator[int]:
 
 
 def _read(path: Path) -> int | None:
-    """The number in a file; None for one that is not there or says `max`."""
     text = path.read_text().strip() if path.is_file() else "max"
     return None if text == "max" else int(text)
 

@@ -238,7 +238,6 @@ def _head(path: Path, as_in: str = "") -> str:
 
 
 def _digest(path: Path) -> str:
-    """Tells contents apart, of a file or of all files of a directory."""
     if not path.is_dir():
         return fingerprint(path)
     files = sorted(p for p in path.rglob("*") if not p.is_dir())

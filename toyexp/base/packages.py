@@ -1,8 +1,4 @@
-"""Packages that may be missing or broken: whoever imports one says in one line why it cannot.
-
-with needed("PIL", "pip install 'toyexp[data]'", "Pillow"):
-    from PIL import Image
-"""
+"""Import packages that may be missing or broken, and say in one line why one cannot be used."""
 
 from __future__ import annotations
 

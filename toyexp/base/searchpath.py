@@ -1,7 +1,6 @@
 """Where modules are looked for: `python -m toyexp` does as the command `toyexp`, and not in the working directory.
 
-There a person's torch.py, random.py or yaml.py would be taken for the library of that name. This stands first in
-toyexp/__init__.py, before anything else is imported.
+There a person's random.py would be taken for the library. toyexp/__init__.py imports this first.
 """
 
 from __future__ import annotations

@@ -177,7 +177,6 @@ def whole_imports() -> Iterator[None]:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether a module is being loaded in the middle of what this frame belongs to."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None

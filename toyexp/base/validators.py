@@ -48,7 +48,6 @@ def require_within(place: str, part: object, **bounds: str) -> None:
 
 @functools.cache
 def _interval(bound: str) -> tuple[Callable[[float], bool], str]:
-    """Whether a number is inside, and what it must be in words."""
     low, high = bound[1:-1].split(",")
     least, most = float(low), float(high)
     above, below = gt if bound[0] == "(" else ge, lt if bound[-1] == ")" else le

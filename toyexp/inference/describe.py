@@ -405,7 +405,6 @@ class Offers:
         return f"toyexp recipe={recipe.name} {file}{self._data}{context} {recipe.hint}".rstrip()
 
     def _training(self) -> list[Use]:
-        """Return the recipes that train it, or why the first of them does not."""
         found = []
         for recipe in self._starting_from("base"):
             own, usual = self.model.context if self.model else 0, self._default(recipe)

@@ -125,7 +125,6 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
 
 
 def _check_taken(request: Request) -> list[str]:
-    """The keys that were typed; UserError for one that changes nothing here."""
     typed = [o.key_or_group for o in request.settings]
     for key in typed:
         if key.split(".")[0] not in TAKEN and key != "model.context":
@@ -156,7 +155,6 @@ def _data(
 
 
 def _opened(built: Config, loaded: LoadedModel) -> Dataset:
-    """Open the data; raise UserError for what the file's model cannot read."""
     reads = loaded.model.reads
     if reason := unread(loaded.name, reads, built.data):
         raise UserError(reason)

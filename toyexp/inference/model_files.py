@@ -1,8 +1,4 @@
-"""A checkpoint as a model: what training changed, put together with what it started from, as a GGUF file.
-
-The same of a file in another format that is read here, and of a LoRA adapter by whatever names it: a GGUF file, the
-directory of a run, its checkpoint, or one of PEFT's.
-"""
+"""Find or make the GGUF file of a model or LoRA adapter, from a run, a checkpoint or a file in another format."""
 
 from __future__ import annotations
 

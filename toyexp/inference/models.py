@@ -1,7 +1,4 @@
-"""The GGUF files that other programs have already fetched, and those of runs: where each program keeps its own.
-
-It only ever looks: directories are listed, up to a limit, and headers are read.
-"""
+"""Find the GGUF files of other programs and of runs: list directories, up to a limit, and read headers."""
 
 from __future__ import annotations
 
@@ -190,7 +187,6 @@ def _below(place: Place) -> Iterator[tuple[str, Path]]:
 
 
 def _named(place: Place) -> Iterator[tuple[str, Path]]:
-    """A directory that a user names: files, or a store of Ollama's."""
     of_ollama = os.path.lexists(place.root / "manifests")
     yield from (_ollama if of_ollama else _below)(place)
 
@@ -278,7 +274,6 @@ def _whole(files: Iterator[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """All parts of a split file; a file that is none is its only part."""
     found = SPLIT_NAME.fullmatch(path.name)
     if not found or not 1 < int(found[3]) <= 1000:
         return [path]
@@ -286,5 +281,4 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _shown(text: str, limit: int = 400) -> str:
-    """A path or name; one with control characters, or very long, as `printable` has it."""
     return text if text.isprintable() and len(text) <= limit else printable(text, limit)

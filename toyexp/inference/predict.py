@@ -211,7 +211,6 @@ class Seen:
 
 
 def _numbers(value: object) -> np.ndarray:
-    """What a key holds as numbers; none where it holds something else."""
     try:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError):

@@ -17,7 +17,7 @@ from toyexp.config.request import Request
 from toyexp.interfaces.callback import Callback
 from toyexp.training.experiment import execute, prepare
 from toyexp.training.provenance import MOVED, Record, recorded, sources_of
-from toyexp.training.resume import AUTO, OtherExperiment, Resumed, find_newest, load, recall, require_run
+from toyexp.training.resume import AUTO, Resumed, find_newest, load, recall, require_run
 from toyexp.training.run_config import Config, Prepared, Result
 
 
@@ -38,15 +38,11 @@ def prepare_request(
 ) -> PreparedRun:
     """Prepare the run of a request: new, or resumed from a directory or with `auto` from the newest of its name."""
     request, composed, found = locate(request, resume)
-    if resume != AUTO:
-        return prepare_run(composed, resume=found, callbacks=callbacks)
-    parent, name = _place(composed)
-    nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
-    say(f"resume  {short(found) if found else nothing}")
-    try:
-        return prepare_run(composed, resume=found, callbacks=callbacks)
-    except OtherExperiment as error:
-        raise UserError(f"{error}; a new run takes a name=... of its own, or no resume=auto") from None
+    if resume == AUTO:
+        parent, name = _place(composed)
+        nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
+        say(f"resume  {short(found) if found else nothing}")
+    return prepare_run(composed, resume=found, callbacks=callbacks)
 
 
 def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Path | None]:
@@ -116,7 +112,6 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
 
 
 def _compared(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
-    """Return the run with a warning if it repeats another one whose data or files were others, and none was typed."""
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
         return prepared
     told = [f"{short(repeated)}: this run repeats it, but {change}" for change in begun.differing(sources_of(prepared))]

@@ -223,7 +223,6 @@ class Bus:
 
 
 def _taking(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Return the function as one that takes more arguments and passes on those in these places."""
     return lambda *given: function(*[given[place] for place in places])
 
 
@@ -248,6 +247,5 @@ def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
 
 
 def _scales(answer: Any) -> bool:
-    """Whether a schedule's answer is a finite number from 0."""
     number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)
     return bool(number and math.isfinite(answer) and answer >= 0)

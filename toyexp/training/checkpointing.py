@@ -109,7 +109,6 @@ class Keeper:
         return Best(step, str(self.metric), scores[step], arrays, self.evals.get(step, {}))
 
     def _best_of(self, scores: Mapping[int, float]) -> int:
-        """The step with the best of `scores`, the first of several."""
         sign = 1 if lower_is_better(str(self.metric)) else -1
         return min(sorted(scores), key=lambda step: sign * scores[step])
 

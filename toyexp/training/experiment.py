@@ -73,7 +73,6 @@ def prepare(config: Config) -> Prepared:
 
 
 def _opened(config: Config) -> Dataset:
-    """The data in the recipe's vocabulary; the settings that it fills in stand in the configuration from now on."""
     config.data, dataset = shared_data(config.data, config.recipe.vocabulary())
     for key in config.data.fills:
         config.plain["data"][key] = getattr(config.data, key)
@@ -89,7 +88,6 @@ def _opened(config: Config) -> Dataset:
 
 
 def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
-    """The model that trains, fitted to the data unless it is a file's, and the data's batches."""
     settings = config.settings
     who = f"model.{config.model.name}"
     fitted = given(Model, config.model.fit, dataset, who=who)
@@ -311,7 +309,6 @@ class RunSaver(Saver):
         self._tell()
 
     def _sync(self) -> None:
-        """What the callbacks' states speak of."""
         for callback in self._prepared.config.callbacks.values():
             callback.sync()
 

@@ -97,7 +97,6 @@ class Training:
                 yield from self._launch(behind)
 
     def _looked_at(self, step: int) -> bool:
-        """Return True if someone needs the run as it stands after `step`."""
         ends = step == self.run.steps or self.stopped()
         return ends or self._eval_is_due(step) or self.saver.wants(step) or self.bus.looks(step)
 
@@ -144,7 +143,6 @@ class Training:
         return told, step.batch
 
     def _check_numbers(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        """Raise RunFailed for bad numbers, unless they are to be skipped."""
         run, outcome, loss, norm = self.run, self.outcome, metrics["loss"], metrics["grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):
             self._bad_in_a_row = 0
@@ -181,7 +179,6 @@ class Training:
         return bool(self._held_out) and (step % self.eval_every == 0 or step == self.run.steps)
 
     def _evaluate_if_due(self) -> Asks[None]:
-        """Evaluate the run if it is time; a signal makes it an interrupted one."""
         if self.stopped():
             self.outcome.reason = "interrupted"
         elif self._eval_is_due(self.outcome.steps):
@@ -220,7 +217,6 @@ class Training:
             yield batch
 
     def _save_anyway(self) -> None:
-        """Save what was trained before a plugin failed, as far as that can be saved."""
         try:
             while self._under_way:
                 self._check_numbers(*self._take_step())

@@ -75,7 +75,7 @@ def record(prepared: Prepared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Record:
-    """What a run or a checkpoint says of its origin; runs of older versions have no `cwd`."""
+    """What a run or a checkpoint says of its origin."""
 
     cwd: Path | None = None  # where the run was begun
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
@@ -112,21 +112,14 @@ class Record:
 def recorded(path: Path) -> Record:
     """Return what the checkpoint or run in the directory `path` says of its origin, as far as it can be read."""
     told = read_if_whole(path / STATE) if (path / STATE).is_file() else result_of(path)
-    return record_in(told if told.get("identity") or told.get("sources") else first_event(path))
+    return record_in(told if told.get("sources") else first_event(path))
 
 
 def record_in(told: Mapping[str, Any]) -> Record:
-    """Return what a checkpoint's state, a result or the event run_start says of the origin of a run.
-
-    Older versions wrote `identity`, or only facts of the data, in place of `sources`.
-    """
-    parts = [told, told.get("identity"), told.get("sources")]
-    state, same, sources = (part if isinstance(part, Mapping) else {} for part in parts)
-    data, named = (found if isinstance(found := (same or state).get(key), Mapping) else {} for key in ("data", "files"))
-    sources = sources or {**(data_sources(data) if data else {}), **named}
-    cwd = Path(state["cwd"]) if isinstance(state.get("cwd"), str) else None
-    known = {role: digest for role, digest in sources.items() if isinstance(digest, str)}
-    return Record(cwd if cwd and cwd.is_absolute() else None, known)
+    """Return what a checkpoint's state, a result or the event run_start says of the origin of a run."""
+    sources, cwd = told.get("sources"), told.get("cwd")
+    digests = {k: v for k, v in sources.items() if isinstance(v, str)} if isinstance(sources, Mapping) else {}
+    return Record(Path(cwd) if isinstance(cwd, str) and Path(cwd).is_absolute() else None, digests)
 
 
 def first_event(run: Path) -> dict[str, Any]:

@@ -82,10 +82,6 @@ class Complete(UserError):
         super().__init__(text)
 
 
-class OtherExperiment(UserError):
-    """The run is of other settings, data or files, which are named."""
-
-
 def find_newest(parent: Path, name: str) -> Path | None:
     """The run directory below `parent` that was begun last, of the runs of that name that have a checkpoint."""
     found = [d for d in parent.iterdir() if checkpoint.steps(d / "checkpoints")] if parent.is_dir() else []
@@ -156,7 +152,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     if told := told or then.differing(sources_of(prepared)):
         more = f", and {len(told) - 3} more" if len(told) > 3 else ""
         what = f"that run is another experiment: {'; '.join(told[:3])}{more}"
-        raise OtherExperiment(f"resume={short(directory)}: {what}")
+        raise UserError(f"resume={short(directory)}: {what}; a new run takes a name=... of its own")
     if found.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
     ended = checkpoint.result_of(directory)
@@ -185,7 +181,7 @@ def _require_own(directory: Path, prepared: Prepared) -> None:
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
     try:
-        outcome = checkpoint.rebuilt(Outcome, {"first_train_loss": None, **found.state["outcome"]})
+        outcome = checkpoint.rebuilt(Outcome, found.state["outcome"])
     except ValueError as error:
         raise UserError(f"{found.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != found.step:
@@ -198,7 +194,6 @@ def _outcome(found: checkpoint.Checkpoint) -> Outcome:
 
 
 def _hand_back(found: checkpoint.Checkpoint, callbacks: Mapping[str, Callback]) -> None:
-    """Gives each callback the state it had; UserError for one that it cannot take, and for one that came too late."""
     began = found.state["config"].get("callbacks")
     for name, callback in callbacks.items():
         if not isinstance(began, dict) or name not in began:

@@ -188,7 +188,6 @@ def introduction(prepared: Prepared) -> list[str]:
 
 
 def _groups(prepared: Prepared) -> Iterator[str]:
-    """What each pattern of `optim.groups` gives its tensors."""
     optim = prepared.optim
     for pattern, own in optim.groups.items():
         tensors = [t for t in prepared.plan.tensors if optim.group_of(t.name)[0] == pattern]

@@ -85,7 +85,6 @@ class RunDir:
             keep_aside(changed[0])
 
     def _write(self, name: str, text: str) -> None:
-        """Writes a file in one piece in place of an earlier one of this run; raises OSError."""
         with self.ledger.output(self.path / name) as place:
             write_synced(place, text.encode(errors="backslashreplace"))
 

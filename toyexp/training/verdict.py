@@ -134,7 +134,6 @@ def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> 
 
 
 def _how_to_go_on(prepared: Prepared, run_dir: RunDir) -> str:
-    """What is saved, and what to type; nothing where nothing is, and in a sweep, which says how itself."""
     saved = next(iter(steps(run_dir.path / "checkpoints")), None)
     if not saved or (run_dir.path.parent / SWEEP).exists():
         return ""

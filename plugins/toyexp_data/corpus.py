@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toyexp import UserError
-from toyexp.base import START, cause, made_up, misfit, not_text, open_file, require, status
+from toyexp.base import START, cause, misfit, not_text, open_file, require, status
 from toyexp_data.cache import recall, remember
 
 CHUNK = 1 << 20  # bytes that are read at once
@@ -32,7 +32,7 @@ def chunks(path: Path) -> Iterator[str]:
     with open_file(path) as file:
         # What is written to it meanwhile is not read, and nothing of a file of /proc, some of which have no end.
         size, done, start = os.fstat(file.fileno()).st_size, 0, b""
-        if made_up(path, size):
+        if not size and path.resolve().is_relative_to("/proc"):
             raise UserError(f"{path}: the system makes it up as it is read (/proc); it is no text file on a disk")
         while done < size:
             try:

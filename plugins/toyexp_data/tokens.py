@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
@@ -71,12 +71,8 @@ class Tokens(SplitData):
         return toyexp.TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
 
 
-class Held(NamedTuple):
-    """A file's ids, how many its header says there are (0: it says nothing), and whether it names their type."""
-
-    ids: np.ndarray
-    declared: int = 0
-    typed: bool = True
+# A file's ids, how many its header says there are (0: it says nothing), and whether it names their type.
+Held: TypeAlias = "tuple[np.ndarray, int, bool]"
 
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
@@ -120,7 +116,7 @@ def _packed(path: Path, dtype: str) -> Held:
         raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MOST_IDS:
         raise UserError(f"{path}: its header says {declared} ids; at most {MOST_IDS} make sense")
-    return Held(np.frombuffer(body, kind).astype(np.int32), declared, typed)
+    return np.frombuffer(body, kind).astype(np.int32), declared, typed
 
 
 def _numpy(path: Path, dtype: str) -> Held:
@@ -140,7 +136,7 @@ def _numpy(path: Path, dtype: str) -> Held:
         raise UserError(f"{path}: is an archive of arrays; token ids are one array")
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}; token ids are one list of integers")
-    return Held(np.array(ids))
+    return np.array(ids), 0, True
 
 
 @dataclass

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         NOT_TEXT,
         START,
         cause,
-        made_up,
         misfit,
         not_text,
         open_file,

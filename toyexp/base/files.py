@@ -94,11 +94,6 @@ def require(path: str | Path, asked: str, *wanted: int) -> Path:
     return Path(path)
 
 
-def made_up(path: Path, size: int) -> bool:
-    """Whether a file lies on no disk: the system makes it up (/proc) when it is read, and says that it is empty."""
-    return not size and path.resolve().is_relative_to("/proc")
-
-
 def require_folder(path: str | Path, asked: str) -> Path:
     """The path, if there is a folder; UserError that begins with what was `asked`."""
     return require(path, asked, stat.S_IFDIR)

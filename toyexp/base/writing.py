@@ -191,21 +191,7 @@ def _plain(value: object) -> Any:
     return _finite(value.tolist()) if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
-class _Lines(json.JSONEncoder):
-    """An encoder that is made once: for each line anew it takes as long as the line itself."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_nan=False, default=_plain, check_circular=False)
-        words = (json.encoder.encode_basestring_ascii, None, self.key_separator, self.item_separator)
-        make = getattr(json.encoder, "c_make_encoder", None)
-        self._parts = make and make(None, self.default, *words, self.sort_keys, self.skipkeys, self.allow_nan)
-
-    def encode(self, o: Any) -> str:
-        """See json."""
-        return "".join(self._parts(o, 0)) if self._parts else super().encode(o)
-
-
-LINE = _Lines()
+LINE = json.JSONEncoder(allow_nan=False, default=_plain, check_circular=False)
 
 
 def _finite(value: Any) -> Any:

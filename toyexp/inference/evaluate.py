@@ -192,11 +192,6 @@ class OfClass:
     right: int
     taken_for: dict[str, int]  # the other classes, the commonest first
 
-    @property
-    def wrong(self) -> int:
-        """Examples that were taken for others."""
-        return self.examples - self.right
-
 
 def by_class(
     logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
@@ -222,7 +217,7 @@ def by_class(
 def table(classes: Sequence[OfClass]) -> list[str]:
     """A line for each class that there are examples of; of many those that it is wrong about most often."""
     there = [one for one in classes if one.examples]
-    shown = there if len(there) <= SHOWN else sorted(there, key=lambda one: -one.wrong)[:SHOWN]
+    shown = there if len(there) <= SHOWN else sorted(there, key=lambda one: one.right - one.examples)[:SHOWN]
     rows = [["class", "examples", "right", "taken for"], *map(_row, shown)]
     lines = columns(rows, right=(1, 2))
     if len(shown) < len(there):

@@ -37,11 +37,6 @@ class Place:
     found: int = 0
     notes: list[str] = field(default_factory=list)  # what could not be looked at
 
-    @property
-    def there(self) -> bool:
-        """True if the directory is there."""
-        return os.path.isdir(self.root)  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
-
 
 @dataclass(frozen=True)
 class Found:
@@ -93,7 +88,8 @@ class Models(Answer):
         if self.unreadable:
             blocks.append(["cannot be read:", *(f"  {_shown(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
-            places = [[p.name, _shown(str(p.root)) + ("" if p.there else " (not there)")] for p in self.places]
+            there = {p.root for p in self.places if os.path.isdir(p.root)}  # noqa: PTH112 - Path.is_dir() may raise
+            places = [[p.name, _shown(str(p.root)) + ("" if p.root in there else " (not there)")] for p in self.places]
             looked = [f"  {line}" for line in columns(places)]
             elsewhere = f"look elsewhere: toyexp models DIR{self.loading}"
             blocks.append(["no GGUF models found; looked in:", *looked, elsewhere])

@@ -30,8 +30,7 @@ log = logging.getLogger("toyexp")
 # Where each part of a saved config gets its types from when it is composed again.
 _DEFAULTS = ("model", "data", "recipe", "engine", "optim")
 CONFIG_LIMIT = 1 << 20  # bytes of a config.yaml that is read
-SHALLOW = 8 << 10  # characters of YAML that cannot nest deep enough to overflow libyaml's stack
-DEEPEST = 100  # levels of nesting that are read
+SHALLOW = 8 << 10  # characters of YAML that cannot nest deep enough to overflow libyaml's stack; yaml's own may
 GIT_SECONDS = 5.0  # in which the commit is asked for once
 # Nine times as fast, where libyaml is there.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -204,9 +203,7 @@ def settings_in(config: Path) -> dict[str, Any]:
     """Return the settings in a run's config.yaml; an empty dict if the file cannot be read or is too large."""
     try:
         text = read_text(config, CONFIG_LIMIT)
-        if len(text) > SHALLOW and _is_deep(text):
-            return {}
-        loader = _SafeLoader(text)
+        loader = (_SafeLoader if len(text) <= SHALLOW else yaml.SafeLoader)(text)
         node = loader.get_single_node()
         if node is None:
             return {}
@@ -215,13 +212,3 @@ def settings_in(config: Path) -> dict[str, Any]:
     except (UserError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return saved if isinstance(saved, dict) else {}
-
-
-def _is_deep(text: str) -> bool:
-    """Return True if YAML nests deeper than DEEPEST levels: libyaml builds its tree by recursion, and would crash."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            return True
-    return False

@@ -94,16 +94,12 @@ class Settings:
     lr: float = setting(0.003, "base learning rate, which the schedule scales", FREE)
     eval_every: int = setting(50, "steps between evals of the held-out data; 0: none", FREE, OF_A_RUN)
     checkpoint_every: str = setting(
-        "10min",
-        "steps or a time (30s, 10min, 2h) between checkpoints, and one at the end; 0 writes the best alone, if kept",
-        FREE, ASIDE, OF_A_RUN,
-    )  # fmt: skip
+        "10min", "steps or a time (30s, 10min, 2h) between checkpoints; 0: none but the best", FREE, ASIDE, OF_A_RUN
+    )
     checkpoint_keep: int = setting(2, "the last so many are kept", FREE, ASIDE, OF_A_RUN)
     checkpoint_best: str | None = setting(
-        None,
-        "and the one whose held-out score of this name is best, which is exported: loss, ppl, or accuracy",
-        FREE, ASIDE, OF_A_RUN,
-    )  # fmt: skip
+        None, "and the one with the best held-out loss, ppl or accuracy, which is exported", FREE, ASIDE, OF_A_RUN
+    )
     nonfinite: str = setting(
         "stop", "what a loss or gradient that is no finite number does: stop (the run) | skip (the step)", FREE
     )

@@ -16,7 +16,10 @@ from toyexp.base.errors import UserError, choose, printable
 from toyexp.base.memory import running_out
 from toyexp.base.signals import whole_imports
 from toyexp.base.terminal import status
+from toyexp.config.build import check_together, facts_of, pick_engine, typed
 from toyexp.config.paths import CONF
+from toyexp.config.schema import AUTO, default_callbacks
+from toyexp.formats.gguf.open_model import model_in, opened
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.engine import Engine
@@ -27,6 +30,9 @@ from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import LOCAL, Offer, Registry
 from toyexp.plugins.rules import check_hooks
+from toyexp.runner.one_run import prepare_parts
+from toyexp.sweeps.directory import update_summary
+from toyexp.training.resume import require_run
 from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
 
@@ -67,10 +73,6 @@ def train(
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
     with aside("toyexp.train", quiet):
-        from toyexp.runner.one_run import prepare_parts
-        from toyexp.sweeps.directory import update_summary
-        from toyexp.training.resume import require_run
-
         status("starting the engine")
         given = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
         with running_out():
@@ -112,11 +114,8 @@ def _built(
     given: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
 ) -> Config:
     """The parts of a run, checked, and the same as plain data; UserError for what cannot work."""
-    from toyexp.config.build import check_together, facts_of, pick_engine
-    from toyexp.config.schema import AUTO, default_callbacks
-
     parts = {kind: copy(_part(kind, given[kind], registry)) for kind in ("data", "recipe", "optim")}
-    watching = _callbacks(callbacks, registry, default_callbacks)
+    watching = _callbacks(callbacks, registry)
     base = _base(parts["recipe"], given["model"], registry)
     parts["model"] = base or _part("model", given["model"] or "llama", registry)
     if given["engine"] == AUTO:
@@ -154,9 +153,9 @@ def _part(kind: str, value: Any, registry: Registry) -> Any:
     return value
 
 
-def _callbacks(given: Sequence[Callback | str], registry: Registry, usual: Any) -> dict[str, Callback]:
+def _callbacks(given: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:
     """The callbacks by their names, where `default` stands for those that a run has unless told otherwise."""
-    each = [one for value in given for one in (usual() if value == "default" else [value])]
+    each = [one for value in given for one in (default_callbacks() if value == "default" else [value])]
     found: dict[str, Callback] = {}
     objects: dict[str, Callback] = {}
     for value in each:
@@ -170,8 +169,6 @@ def _callbacks(given: Sequence[Callback | str], registry: Registry, usual: Any) 
 
 
 def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
-    from toyexp.formats.gguf.open_model import model_in, opened
-
     recipe.check()
     path = recipe.base_file()
     if path is None:
@@ -182,8 +179,6 @@ def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:
-    from toyexp.config.build import typed
-
     if {"steps", "epochs"} <= given.keys():
         raise UserError(f"train epochs={given['epochs']}: sets the number of steps; leave steps={given['steps']} out")
     known = {f.name for f in fields(Settings)} - {"resume", "plugins"}
@@ -193,7 +188,5 @@ def _settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _plain(where: str, part: Any) -> dict[str, Any]:
-    from toyexp.config.build import typed
-
     node = {"name": part.name, **{f.name: getattr(part, f.name) for f in fields(part) if f.init}}
     return typed(type(part), node, where)

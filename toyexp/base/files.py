@@ -24,16 +24,12 @@ NODE_LIMIT = 20_000  # values in a YAML file; aliased values count each time the
 READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # never waits for a pipe's writer
 START = 512  # first bytes of a file, by which is told what it is instead of text
 # How files begin that are met in the place of text, and what makes text of them.
-NOT_TEXT = {
-    b"\x1f\x8b": "it is compressed: gunzip it first",
-    b"BZh": "it is compressed: bunzip2 it first",
-    b"\xfd7zXZ": "it is compressed: unxz it first",
-    b"\x28\xb5\x2f\xfd": "it is compressed: unzstd it first",
+NOT_TEXT: dict[bytes | tuple[bytes, ...], str] = {
+    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: unpack it first (gunzip, unxz, ...)",
     b"PK\x03\x04": "it is a zip archive: unzip it first",
     b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",
     b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
-    b"\xff\xfe": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
-    b"\xfe\xff": "it is UTF-16: iconv -f UTF-16 -t UTF-8",
+    (b"\xff\xfe", b"\xfe\xff"): "it is UTF-16: iconv -f UTF-16 -t UTF-8",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,8 +18,11 @@ from toyexp.base.errors import UserError, choose, in_a_cell
 from toyexp.base.formatting import columns
 from toyexp.base.validators import is_whole
 from toyexp.batching.images import ImageDataset
+from toyexp.config.build import located
 from toyexp.config.request import Request
 from toyexp.config.safe_yaml import require_plugins
+from toyexp.config.schema import class_of, load_yaml
+from toyexp.config.words import setting
 from toyexp.formats.file_plan import see_as
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.tokenizer import has_text
@@ -33,9 +36,7 @@ from toyexp.interfaces.model import Model, scores_of, sizes_of
 from toyexp.plugins.compatibility import of_kind, unread
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import Record, data_sources, recorded
-
-if TYPE_CHECKING:
-    from toyexp.training.run_config import Config
+from toyexp.training.run_config import Config
 
 SHARE = ("val_fraction", "eval_batches", "eval_images")
 TAKEN = ("data", "engine", "batch_size", "plugins")  # keys, with those below them
@@ -141,8 +142,6 @@ def _data(
         raise UserError(f"--data {data}: goes without data=..., which says the same")
     own = trained.settings(loaded.path, has_text(loaded.file), registry) if trained else []
     if data is not None:
-        from toyexp.config.words import setting
-
         name = kind_of(Path(data), model, registry)
         kind, given = f"data={name}", [setting("data.path", data)]
         cls = cast("type[Data]", registry.get("data", name))
@@ -251,10 +250,6 @@ class Trained:
 
     def settings(self, file: Path, has_text: bool, registry: Registry) -> list[str]:
         """The same as typed, for the model in `file`, whose own tokenizer is the one that the run made or took."""
-        from toyexp.config.build import located
-        from toyexp.config.schema import class_of
-        from toyexp.config.words import setting
-
         name = self.data["name"]
         settings = located(class_of("data", self.data, registry), self.data, self.record)
         own = {key: value for key, value in settings.items() if key != "name"}
@@ -297,8 +292,6 @@ class Trained:
 
 def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
     """Return what a run, or the run of a checkpoint, was trained on; None if the path is neither."""
-    from toyexp.config.schema import load_yaml
-
     path = (what.absolute().parents[1] if is_checkpoint(what) else what) / CONFIG
     if not os.path.lexists(path):
         return None

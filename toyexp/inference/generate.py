@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from toyexp.base.errors import UserError, choose
 from toyexp.base.memory import running_out
@@ -23,14 +25,10 @@ from toyexp.inference import llamacpp
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.inference.loaded_model import LoadedModel, engine_for
 from toyexp.interfaces.sampling import Sampling, endless
+from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
 from toyexp.tokenizers.chat_template import BadChat, Template
 from toyexp.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from toyexp.interfaces.session import Session
 
 LESS = "fewer --tokens take less"
 # Why it ends.

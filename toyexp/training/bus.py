@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
@@ -15,13 +15,10 @@ from toyexp.base.attribution import failure
 from toyexp.base.errors import PluginFailed, RunFailed, SessionError, UserError, choose, printable
 from toyexp.base.signals import hidden_interrupt
 from toyexp.interfaces.callback import Callback, Schedule, answers_lr, implements
+from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.hooks import RunHooks
-from toyexp.interfaces.run import Metrics, Run
-
-if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Batch
-    from toyexp.interfaces.plan import Plan
-    from toyexp.interfaces.run import Best
+from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.run import Best, Metrics, Run
 
 log = logging.getLogger("toyexp")
 

@@ -117,7 +117,9 @@ def recorded(path: Path) -> Record:
 
 def record_in(told: Mapping[str, Any]) -> Record:
     """Return what a checkpoint's state, a result or the event run_start says of the origin of a run."""
-    sources, cwd = told.get("sources"), told.get("cwd")
+    sources, data, cwd = (told.get(key) for key in ("sources", "data", "cwd"))
+    if not sources and isinstance(data, Mapping) and data:
+        sources = data_sources(data)
     digests = {k: v for k, v in sources.items() if isinstance(v, str)} if isinstance(sources, Mapping) else {}
     return Record(Path(cwd) if isinstance(cwd, str) and Path(cwd).is_absolute() else None, digests)
 

@@ -6,23 +6,21 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import absent, open_file
 from toyexp.base.formatting import short, typed
 from toyexp.base.ownership import SWEEP, Ledger, require_inside, require_left
 from toyexp.base.validators import is_whole
+from toyexp.interfaces.callback import Callback
+from toyexp.interfaces.data import Data
 from toyexp.interfaces.run_preview import defaults
 from toyexp.interfaces.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.provenance import MOVED, record_in, require_own_checkpoint, sources_of
 from toyexp.training.run_config import ASIDE_KEYS, FREE_KEYS, Config, Outcome, Prepared
 from toyexp.training.rundir import settings_in
-
-if TYPE_CHECKING:
-    from toyexp.interfaces.callback import Callback
-    from toyexp.interfaces.data import Data
 
 log = logging.getLogger("toyexp")
 

@@ -145,10 +145,8 @@ class Corpus:
 
     def first_with(self, character: str) -> Path | None:
         """The first file whose text, as far as it is taken, holds the character."""
-        for (path, _), text in zip(self._survey[1], self.texts(), strict=True):
-            if any(character in chunk for chunk in text):
-                return path
-        return None
+        texts = zip(self._survey[1], self.texts(), strict=True)
+        return next((path for (path, _), text in texts if any(character in chunk for chunk in text)), None)
 
     def train_size(self) -> int:
         """The characters of all first parts."""

@@ -189,10 +189,7 @@ class SweepResult(Sequence[Result]):
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """A row for each job, the best first: its number, its own settings, state, steps, scores, seconds, error.
-
-        `mean` and `deviation` (over n-1) are of the metric, over all jobs that differ from it in the seed alone.
-        """
+        """Rows of jobs, the best first; `mean` and `deviation` (n-1) are over jobs that differ in the seed alone."""
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._all for word in job.overrides))
         rows = []
         for job, point in self._ranking.jobs():

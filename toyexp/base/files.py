@@ -25,7 +25,7 @@ READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0
 START = 512  # first bytes of a file, by which is told what it is instead of text
 # How files begin that are met in the place of text, and what makes text of them.
 NOT_TEXT: dict[bytes | tuple[bytes, ...], str] = {
-    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: unpack it first (gunzip, unxz, ...)",
+    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: gunzip it (or unxz, ...) first",
     b"PK\x03\x04": "it is a zip archive: unzip it first",
     b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",
     b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",

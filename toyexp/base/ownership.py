@@ -138,10 +138,9 @@ def _is_nothing(entry: os.DirEntry[str]) -> bool:
 
 
 class Ledger:
-    """What a run wrote into its directory, by name, with a digest of the content; kept there as written.json.
+    """What a run wrote into its directory, with digests, as written.json.
 
-    It is written before the file it speaks of appears, so that a process may be killed at any moment: a name has two
-    digests then, of what stood there and of what was to come.
+    A name has two digests while a file is replaced, so that a process may be killed at any moment.
     """
 
     def __init__(self, root: Path, known: Mapping[str, list[str]] | None = None):

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -140,16 +140,13 @@ def broken_requirement(error: BaseException) -> Broken | None:
         frame, trace = trace.tb_frame, trace.tb_next
         if frame.f_code.co_name == "<module>":
             imported.append(str(frame.f_globals.get("__name__")).partition(".")[0])
-    found = _distribution(imported) if imported else None
+    found = None
+    if imported:
+        from importlib.metadata import entry_points, packages_distributions  # deferred: to look through all takes long
+
+        plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
+        known = packages_distributions()
+        found = next((known[name][0] for name in reversed(imported) if name in known and name not in plugins), None)
     if found is None and isinstance(error, ModuleNotFoundError) and error.name:
         return Broken(f"the Python package {error.name.partition('.')[0]} is not installed")
     return broken(found, why(error)) if found else None
-
-
-def _distribution(packages: Sequence[str]) -> str | None:
-    """Which one the last of these packages came with that no plugin is; it takes a moment to look through all."""
-    from importlib.metadata import entry_points, packages_distributions
-
-    plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
-    known = packages_distributions()
-    return next((known[name][0] for name in reversed(packages) if name in known and name not in plugins), None)

@@ -45,8 +45,7 @@ def end_with_the_sweep() -> None:
 class Signals:
     """The first signal that ends: raised as Interrupted, or once steps are taken, noted until the step is done.
 
-    One that comes in the middle of an import is raised when that is over: Python would lose it there and keep a lock
-    for ever, and native code that is being loaded end the process. A second one acts at once.
+    In the middle of an import, which it would break, it is raised after that. A second one acts at once.
     """
 
     def __init__(self) -> None:
@@ -228,10 +227,7 @@ def interruptible(work: Callable[[], T]) -> T:
 
 
 def end_process(code: int) -> int:
-    """The exit code; with an abandoned thread, ends the process here.
-
-    The interpreter would end that thread wherever it asks for the lock again, which aborts the process inside Rust.
-    """
+    """Return the exit code, or exit here if a thread was abandoned: to end it later aborts inside Rust."""
     if _abandoned:
         leave(code)
     return code

@@ -79,10 +79,7 @@ class TokenDataset(Dataset):
 
 
 class TokenBatches(Batches):
-    """Every epoch visits each window of `context` tokens once, in an order drawn from (seed, epoch).
-
-    Window boundaries move from epoch to epoch by a random offset, so that no target stays at an edge.
-    """
+    """Each epoch visits each window of `context` tokens once, from an offset and in an order drawn by (seed, epoch)."""
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
         self._train, self._held_out = train, held_out

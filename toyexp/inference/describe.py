@@ -317,11 +317,6 @@ class Use:
     command: str | None  # None if there is a reason against it
     reason: str | None = None
 
-    @classmethod
-    def of(cls, what: str, command: str, reason: str | None) -> Use:
-        """Return the command, or the reason in its place."""
-        return cls(what, None if reason else command, reason)
-
 
 class Offers:
     """What toyexp can do with an open file; files of up to `LOOKED_THROUGH` bytes are read to their end."""
@@ -365,17 +360,17 @@ class Offers:
         is_adapter = self._file.metadata.get("general.type") == "adapter"
         uses = self._on_a_base() if is_adapter else [*self._training(), *self._donating(), *self._looking()]
         word = self._registry.loading
-        return [replace(use, command=f"{use.command}{word}") if use.command else use for use in uses]
+        return [replace(use, command=None if use.reason else f"{use.command}{word}") for use in uses]
 
     def _looking(self) -> list[Use]:
         if self.model is None:
             return []
         path, broken = shell(str(self._path)), self._no_numbers
-        found = [Use.of("eval", f"toyexp eval {path}{self._data}", broken)]
+        found = [Use("eval", f"toyexp eval {path}{self._data}", broken)]
         if self.model.reads.sequence:
-            found.append(Use.of("generate", f"toyexp generate {path} {self._prompt(self.model)}", broken))
+            found.append(Use("generate", f"toyexp generate {path} {self._prompt(self.model)}", broken))
         if self.model.reads == IMAGES:
-            found.append(Use.of("predict", f"toyexp predict {path} IMAGE.png", broken or self._unseen(self.model)))
+            found.append(Use("predict", f"toyexp predict {path} IMAGE.png", broken or self._unseen(self.model)))
         return [*found, self._export()]
 
     @cached_property
@@ -410,8 +405,8 @@ class Offers:
             own, usual = self.model.context if self.model else 0, self._default(recipe)
             context = f" model.context={own}" if usual and 0 < own < usual.context else ""
             reason = self.refused if self.model is None else self._no_numbers or self._refusal(recipe, self.model)
-            found.append(Use.of("train on", self._command(recipe, context), reason))
-        return found if any(use.command for use in found) else found[:1]
+            found.append(Use("train on", self._command(recipe, context), reason))
+        return found if not all(use.reason for use in found) else found[:1]
 
     def _donating(self) -> list[Use]:
         tokenizer, table = self.tokenizer, self._file.tensors.get("token_embd.weight")
@@ -419,7 +414,7 @@ class Offers:
         if self._file.size > LOOKED_THROUGH and table is not None and rows <= table.shape[0]:
             rows = 1  # a run says what is wrong with the others
         recipes = filter(self._is_for, self._starting_from("donor"))
-        return [Use.of("donor", self._command(recipe), self._unfit_donor(recipe, rows)) for recipe in recipes]
+        return [Use("donor", self._command(recipe), self._unfit_donor(recipe, rows)) for recipe in recipes]
 
     def _unfit_donor(self, recipe: type[Recipe], rows: int = 1) -> str | None:
         """Why the recipe cannot take that many rows of the file for the default model; None where it can."""
@@ -495,7 +490,7 @@ class Offers:
             return [Use("generate", None, _reason(error, self._file))]
         unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"
         reason = unknown or self._no_numbers
-        return [Use.of(what, command, reason) for what, command in commands.items() if not reason or what == "generate"]
+        return [Use(what, command, reason) for what, command in commands.items() if not reason or what == "generate"]
 
 
 def _reason(error: UserError, file: GGUFFile) -> str:

@@ -142,11 +142,7 @@ def load_writer(asked: Options, registry: Registry) -> LoadedModel:
 
 
 class Author:
-    """A model that writes; it holds a session, and is closed with its `with`.
-
-    `step` is of how many positions its window grows at a time: an engine of static graphs computes all of it for every
-    token, so that one text has the positions that it takes and no more.
-    """
+    """A model that writes, in a session that `with` closes; its window grows by `step` positions at a time."""
 
     def __init__(self, loaded: LoadedModel, asked: Options, step: int = 1):
         self.loaded, self.asked, self._step = loaded, asked, step

@@ -47,7 +47,11 @@ def prepare_request(
 
 def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Path | None]:
     """Return the request of a run, with a resumed run's settings, its configuration, and the directory to resume."""
-    _require_one_run(request)
+    of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
+    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
+    for override in request.settings:
+        if f"{override.key_or_group}.".startswith(many):
+            raise UserError(f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR")
     if resume is None:
         return request, request.compose(), None
     if resume != AUTO:
@@ -64,14 +68,6 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Pat
 def _place(composed: Composed) -> tuple[Path, str]:
     composed.settle()
     return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
-
-
-def _require_one_run(request: Request) -> None:
-    of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
-    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
-    for override in request.settings:
-        if f"{override.key_or_group}.".startswith(many):
-            raise UserError(f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR")
 
 
 def follow(request: Request, resume: str | None = None) -> None:

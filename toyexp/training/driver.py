@@ -31,10 +31,7 @@ class Realize:
 
 @dataclass(frozen=True)
 class Step:
-    """A request for training steps; the answer has a function for each step that began, which waits for its metrics.
-
-    At least one step begins. The loop asks again for those that do not.
-    """
+    """A request for steps; the answer has, for each that began, at least one, a function that waits for its metrics."""
 
     inputs: Sequence[StepInput]
 

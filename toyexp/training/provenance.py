@@ -37,10 +37,7 @@ def files(recipe: Recipe) -> dict[str, Path]:
 
 
 def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests of the data by role: each that `facts` name, and `data`, of all that decides its batches.
-
-    Of text these are `text`, `tokenizer` and `tokens`. Data that names no digest is known by all its facts.
-    """
+    """Return digests of the data by role (`text`, `tokenizer`, ...), and as `data` of all that decides its batches."""
     digests = {DIGEST.sub("", key) or key: str(v)[:16] for key, v in facts.items() if DIGEST.search(key) and v}
     told = {role: digest for role, digest in digests.items() if role not in NAMES}
     told |= {key: value for key, value in facts.items() if key.startswith(("train_", "held_out_"))} if told else {

@@ -67,19 +67,16 @@ class GGMLEngine(Engine):
         return self.threads or min(available_cores(), MOST_THREADS)
 
     def check_plan(self, plan: Plan) -> None:
-        """Raises UserError for a plan with more tensors, or a larger batch, than ggml takes."""
         from toyexp_ggml.limits import beyond
 
         if reason := beyond(plan):
             raise UserError(f"engine={self.name}: {reason}")
 
     def preload(self) -> None:
-        """ggml's functions, which look for devices when they are first asked for one."""
         require_ggml()
         import toyexp_ggml.session  # noqa: F401
 
     def realize(self, plan: Plan) -> Session:
-        """A session on this device; raises Unavailable when the device is not here."""
         self.check()
         from toyexp_ggml.session import GGMLSession
 
@@ -98,13 +95,11 @@ class GGMLCPU(GGMLEngine):
 
     @property
     def profile(self) -> profiles.Profile:
-        """The CPU's, with or without BLAS."""
         from toyexp_ggml.binding import devices
 
         return profiles.CPU_BLAS if self.blas and "BLAS" in devices() else profiles.CPU
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That there is no BLAS to be left out."""
         from toyexp_ggml.binding import devices
 
         yield from super().warnings(planned)
@@ -112,14 +107,12 @@ class GGMLCPU(GGMLEngine):
             yield "engine.blas=false: this ggml-python is built without BLAS, so it changes nothing"
 
     def check(self) -> str:
-        """The number of threads, and whether BLAS is there."""
         check_threads(self.threads)
         require_ggml()
         with_blas = "with" if self.profile is profiles.CPU_BLAS else "without"
         return f"ggml on the CPU {with_blas} BLAS, {counted(self.thread_count())}"
 
     def advice(self) -> list[str]:
-        """Whether as many threads as were asked for have to share their cores, and what this build of ggml lacks."""
         from toyexp_ggml.native import missing
 
         slow = "" if has_all(with_blas=can_build_blas()) else "this build of ggml-python is slow; see `toyexp doctor`"
@@ -127,7 +120,6 @@ class GGMLCPU(GGMLEngine):
         return [line for line in (self.threads and crowding(self.threads), slow, copies) if line]
 
     def remedies(self) -> list[str]:
-        """The same, with the one command that mends a slow build, also where a package has to come first."""
         linux = platform.system() == "Linux"
         if has_all(with_blas=linux):
             return self.advice()
@@ -162,7 +154,6 @@ class GGMLGPU(GGMLEngine):
     emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """Yield that the CPU has no part in a step, or that no product is computed on the GPU."""
         yield from super().warnings(planned)
         if self.emulate and getattr(self, key := self.rounding, False):
             yield f"engine.{key}=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
@@ -170,7 +161,6 @@ class GGMLGPU(GGMLEngine):
             yield f"engine.threads={self.threads}: are the CPU's, which computes only what {self.name}'s GPU refuses"
 
     def rounds_to(self) -> str:
-        """The device's."""
         return "float32" if self.emulate else self.products
 
     @property
@@ -179,7 +169,6 @@ class GGMLGPU(GGMLEngine):
         return "CPU" if self.emulate else self.profile.device
 
     def check(self) -> str:
-        """The device."""
         check_threads(self.threads)
         name = self.profile.label
         if self.emulate:
@@ -244,7 +233,6 @@ class GGMLCUDA(GGMLGPU):
     _was_allowed: ClassVar[bool] = False
 
     def gpus(self) -> int | None:
-        """One, unless it is emulated."""
         return 0 if self.emulate else 1
 
     def check(self) -> str:
@@ -290,11 +278,9 @@ class GGMLVulkan(GGMLGPU):
         return profiles.VULKAN_HALF if self.half else profiles.VULKAN
 
     def rounds_to(self) -> str:
-        """What was asked for."""
         return "float16" if self.half and not self.emulate else "float32"
 
     def check(self) -> str:
-        """The device, whether it is software, and what its products round to."""
         note = super().check()
         if self.emulate:
             return note

@@ -23,7 +23,6 @@ class AdamWOptimiser(Optimiser):
     eps: float = 1e-8  # added to the root of the second moment
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
         super().check()
         require_words("optim", self, mode=(*MODES, "auto"))
         require_within("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
@@ -43,24 +42,19 @@ class AdamWOptimiser(Optimiser):
         return AdamW(beta1=self.beta1, beta2=beta2, eps=self.eps, weight_decay=self.weight_decay, mode=mode)
 
     def rules(self) -> Sequence[Rule]:
-        """AdamW."""
         return (self.adamw,)
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """AdamW's."""
         return self.adamw.slots(shape)
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """AdamW's."""
         return self.adamw.numbers(step, lr, weight_decay)
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """AdamW's."""
         return self.adamw.update(ops, w, g, state, n)
 
     @property
     def title(self) -> str:
-        """With its mode."""
         return f"AdamW mode {self.mode}"
 
     def describe(self, lr: float) -> dict[str, Any]:

@@ -32,7 +32,6 @@ class Muon(Optimiser):
     adamw_beta2: float = DEFAULT_BETA2[LORA]  # and of the second; with bias correction
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
         super().check()
         require_words("optim", self, scale=SCALES)
         require_within("optim", self, momentum="[0,1)", adamw_beta1="[0,1)", adamw_beta2="[0,1)")
@@ -100,7 +99,6 @@ class Adafactor(Optimiser):
     clip: float = 1.0  # largest root mean square of an update
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
         super().check()
         require_within("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
 

@@ -21,7 +21,6 @@ class SGD(Optimiser):
     nesterov: bool = False  # look ahead by the momentum (Sutskever et al. 2013, as in PyTorch)
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
         super().check()
         require_within("optim", self, momentum="[0,1)")
         if self.nesterov and not self.momentum:
@@ -29,7 +28,6 @@ class SGD(Optimiser):
 
     @property
     def title(self) -> str:
-        """With its momentum."""
         kind = "Nesterov momentum" if self.nesterov else "momentum"
         return f"SGD, {kind} {self.momentum:g}" if self.momentum else "SGD"
 
@@ -61,7 +59,6 @@ class Lion(Optimiser):
     beta2: float = 0.99  # share of the memory that is kept
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
         super().check()
         require_within("optim", self, beta1="[0,1)", beta2="[0,1)")
 

@@ -63,7 +63,6 @@ class TorchEngine(Engine):
     shard: bool = False  # each device keeps the optimiser's state of its own part of the weights alone
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """Say that no tensor of the run is kept packed, or of which types none is."""
         if self.packed:
             import_torch()
             from toyexp.formats import in_place
@@ -121,7 +120,6 @@ class TorchEngine(Engine):
         return count
 
     def check_rows(self, rows: int, accumulate: int) -> None:
-        """Raises UserError for rows that the devices cannot have equal shares of."""
         count, batch = self.count(), rows * accumulate
         if rows % count:
             whole = count * accumulate
@@ -133,16 +131,13 @@ class TorchEngine(Engine):
             )
 
     def check_plan(self, plan: Plan) -> None:
-        """Raises UserError for its rows."""
         self.check_rows(plan.rows, plan.accumulate)
 
     def preload(self) -> None:
-        """torch, and what is written over it."""
         import_torch()
         import toyexp_torch.session  # noqa: F401
 
     def preload_stack(self) -> None:
-        """Likewise, and what says of steps whether they are one program."""
         self.preload()
         import toyexp_torch.stacks.shapes
         import toyexp_torch.stacks.stack
@@ -150,15 +145,12 @@ class TorchEngine(Engine):
         toyexp_torch.stacks.shapes.preload()
 
     def of_one_row(self) -> Engine:
-        """Its first device, which is given all threads."""
         return self if self.count() == 1 else replace(self, devices="1", shard=False)
 
     def rounds_to(self) -> str:
-        """Its dtype."""
         return self.dtype
 
     def realize(self, plan: Plan) -> Session:
-        """A session on this device; raises Unavailable when the device is not here."""
         title = self.check()
         if (count := self.count()) == 1:
             from toyexp_torch.session import TorchSession
@@ -171,7 +163,6 @@ class TorchEngine(Engine):
         return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gather_ranks(count)).open()
 
     def unstackable(self, plans: Sequence[Plan]) -> str:
-        """See Engine: settings that compute one run in their own way, and what plans differ in."""
         asked = {
             "engine.compile=true": self.compile,
             "engine.recompute=true": self.recompute,
@@ -186,7 +177,6 @@ class TorchEngine(Engine):
         return self._try_step(plans[0])[0]
 
     def bytes_in_a_stack(self, plan: Plan) -> int:
-        """See Engine; found by a step on shapes alone."""
         return self._try_step(plan)[1]
 
     def _try_step(self, plan: Plan) -> tuple[str, int]:
@@ -196,7 +186,6 @@ class TorchEngine(Engine):
         return try_step(plan, torch.float64 if self.dtype == "float64" else torch.float32)
 
     def realize_stack(self, plans: Sequence[Plan]) -> Stack:
-        """See Engine."""
         title = self.check()
         if why := self.unstackable(plans):
             raise UserError(why)
@@ -205,7 +194,6 @@ class TorchEngine(Engine):
         return TorchStack(plans, self._wanted(title)).open()
 
     def follow(self) -> None:
-        """Take part in the run of rank 0, or on rank 0 wait for the ranks that `torchrun` has started."""
         if started_ranks().count > 1:
             self.check()
             from toyexp_torch.distributed.worker import follow, gather_ranks
@@ -229,7 +217,6 @@ class TorchCPU(TorchEngine):
     threads: int = 0  # cores to use, shared by its devices; 0: all that this process may use
 
     def check(self) -> str:
-        """The version and the number of cores."""
         require_words("engine", self, dtype=DTYPES)
         check_threads(self.threads)
         each = counted(self._share())
@@ -243,7 +230,6 @@ class TorchCPU(TorchEngine):
         return cores, f"{counted(cores, 'core')}{fewer}"
 
     def processes(self) -> int:
-        """As many as it has devices."""
         if self.devices == "all":
             return available_cores()
         return int(self.devices) if is_whole(self.devices, 1, MOST) else 1
@@ -288,17 +274,14 @@ class TorchCUDA(TorchEngine):
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
-        """That no product is in float32."""
         yield from super().warnings(planned)
         if self.tf32 and self.dtype == "float64":
             yield "engine.tf32=true: is of products in float32; with engine.dtype=float64 there are none"
 
     def rounds_to(self) -> str:
-        """Its dtype, or TF32."""
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     def check(self) -> str:
-        """The version and the GPU's name."""
         require_words("engine", self, dtype=DTYPES)
         torch = import_torch()
         if not torch.cuda.is_available():
@@ -324,16 +307,13 @@ class TorchCUDA(TorchEngine):
         return int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
 
     def gpus(self) -> int | None:
-        """As many as it has devices."""
         return int(self.devices) if is_whole(self.devices, 1, MOST) else None
 
     def there(self) -> tuple[int, str]:
-        """The GPUs that CUDA shows."""
         count = int(import_torch().cuda.device_count())
         return count, f"{count} NVIDIA GPU{'' if count == 1 else 's'}"
 
     def advice(self) -> list[str]:
-        """That there are more GPUs than it was told to take."""
         count, words = self.there()
         return [f"{words} are here; engine.devices=all computes on all of them"] if count > self.count() == 1 else []
 
@@ -355,7 +335,6 @@ class TorchMPS(TorchEngine):
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights)
 
     def check(self) -> str:
-        """The version and the machine."""
         require_words("engine", self, dtype=DTYPES)
         if self.dtype == "float64":
             raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
@@ -375,5 +354,4 @@ class TorchMPS(TorchEngine):
         return f"torch {torch.__version__}, {platform.machine()}"
 
     def there(self) -> tuple[int, str]:
-        """One."""
         return 1, "one GPU"

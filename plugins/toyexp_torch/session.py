@@ -72,7 +72,6 @@ class TorchSession(Session):
 
     def do_open(self) -> None:
         self._places, length = places_of(self.plan)
-        self._order = list(self._places)
         self._flat, self._grad = self._vectors(length)
         self._rounded = torch.zeros_like(self._flat, dtype=torch.bfloat16) if self._halved else None
         self._leaves: list[Tensor] = []  # what the model computes with
@@ -111,11 +110,10 @@ class TorchSession(Session):
         return "engine.dtype=float64" if self._resident is None else self._resident.refused
 
     def device_bytes(self) -> int | None:
-        """Of a GPU, and of the whole process: PyTorch counts no sessions."""
+        # PyTorch counts what the whole process has, and not its sessions.
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def notes(self) -> Iterable[str]:
-        """That its steps wait for their launches, where nobody asked for that."""
         if self._device.type == "cuda" and self._wanted.capture and self._uncaptured:
             yield f"its steps are launched kernel by kernel and not as one graph: {self._uncaptured}"
 
@@ -218,8 +216,6 @@ class TorchSession(Session):
         return lambda: StepMetrics(*wait())
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
-        if self._resident is not None:
-            return self.do_launch(micros, numbers)()
         with self._settings.applied():
             metrics = self._measured([self._upload_batch(micro) for micro in micros])
             if self.plan.skip_nonfinite and not all(map(math.isfinite, metrics.tolist())):
@@ -260,7 +256,7 @@ class TorchSession(Session):
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
         with self._settings.applied():
             self._backward([self._upload_batch(micro) for micro in micros])
-        return {name: _host(gradient) for name, gradient in zip(self._order, self._grads, strict=True)}
+        return {name: _host(gradient) for name, gradient in zip(self._places, self._grads, strict=True)}
 
     def do_loss(self, micro: Batch) -> float:
         with self._settings.applied():

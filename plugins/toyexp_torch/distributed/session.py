@@ -141,7 +141,7 @@ class RankSession(TorchSession):
         if isinstance(self._update, SharedUpdate):
             self._update.group = group
         self._sums = Sums(self.plan, self._grad, self._places, group)
-        for name, leaf, gradient in zip(self._order, self._leaves, self._grads, strict=True):
+        for name, leaf, gradient in zip(self._places, self._leaves, self._grads, strict=True):
             leaf.register_hook(partial(self._take, name, gradient))
         held = [self._tensors[name] for name in self._frozen_names()]
         for values in (*([self._flat] if self.plan.trainable else []), *held):
@@ -334,7 +334,6 @@ class LeadSession(RankSession):
                 super().do_close()
 
     def _rows_of(self, micros: Sequence[Batch], rank: int) -> list[dict[str, np.ndarray]]:
-        """Return the rows of one rank."""
         here = slice(rank * self._own.rows, (rank + 1) * self._own.rows)
         return [{name: micro[name][here] for name in self.plan.inputs} for micro in micros]
 

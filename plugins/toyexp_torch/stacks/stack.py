@@ -57,7 +57,6 @@ class TorchStack(Stack):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps are taken beside the host's work."""
         return self._device.type == "cuda"
 
     @property
@@ -85,7 +84,6 @@ class TorchStack(Stack):
                 torch.cuda.empty_cache()
 
     def do_step(self, asked: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
-        """See Stack."""
         asked = dict(sorted(asked.items()))
         with self._settings.applied():
             self._prepare([*asked])
@@ -104,7 +102,6 @@ class TorchStack(Stack):
         return {row: partial(metrics, place) for row, place in places.items()}
 
     def _taken(self, asked: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
-        """Take a step at once."""
         assert self._step is not None
         micros = [self._there([own.micros[i] for own in asked.values()]) for i in range(self._plans[0].accumulate)]
         exact = torch.float64 if self._device.type == "cpu" else self._dtype
@@ -222,7 +219,6 @@ class StackedSession(TorchSession):
         return SimpleNamespace(state={name: {s: x[self.row] for s, x in own.items()} for name, own in state.items()})
 
     def describe(self) -> dict[str, Any]:
-        """With how many runs its steps are computed."""
         return super().describe() | {"stacked": len(self.stack.sessions)}
 
     def frozen(self, name: str) -> Any:
@@ -254,17 +250,14 @@ class StackedSession(TorchSession):
 
     @property
     def depth(self) -> int:
-        """See Session."""
         return self.stack.depth
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
-        """See Session."""
         return self.stack.do_step({self.row: StepInput(micros, numbers)})[self.row]()
 
     def _give_back(self) -> None:
         """The others go on with it."""
 
     def do_close(self) -> None:
-        """See Session."""
         super().do_close()
         self.stack.leave()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,10 @@ def read(topic: str) -> str:
     """A page with the files that it shows, its links as what one types; UserError where there is none of that name."""
     known = topics()
     if topic not in known:
-        raise UserError(f"help {topic}: there is no such page; {_instead(topic, known)}")
+        own = topic.removesuffix(".md").rpartition("/")[2]  # of guides/data.md, its place in a folder: data
+        meant = nearest(topic, known) or (own if own in known else nearest(own, known)) or _OF_KEY.get(own)
+        hint = f"did you mean {meant}?" if meant else choose("", known)
+        raise UserError(f"help {topic}: there is no such page; {hint}")
     page, by_path = known[topic], {path: name for name, path in known.items()}
 
     def told(link: re.Match[str]) -> str:
@@ -59,24 +62,12 @@ def search(words: str) -> list[tuple[str, int, str]]:
     """
     found, begins = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
-        hits = [(_depth(line), n, line) for n, line in enumerate(read(topic).splitlines(), 1) if begins.search(line)]
+        lines = [(n, line) for n, line in enumerate(read(topic).splitlines(), 1) if begins.search(line)]
+        hits = [(len(line.partition(" ")[0]) if line[0] == "#" else 9, n, line) for n, line in lines]  # of a heading
         if hits:
             depth, number, line = min(hits)
             found.append((topic != _OF_KEY.get(words), depth, -len(hits), topic, number, line.strip("# ")))
     return [(topic, number, line) for *_, topic, number, line in sorted(found)]
-
-
-def _depth(line: str) -> int:
-    """Return the level of a heading, 9 for any other line."""
-    return len(line) - len(line.lstrip("#")) if re.match("#+ ", line) else 9
-
-
-def _instead(topic: str, known: Mapping[str, Path]) -> str:
-    """The page that may be meant: the nearest, or that of a setting; of guides/data.md, its place in a folder, data."""
-    own = topic.removesuffix(".md").rpartition("/")[2]
-    if meant := nearest(topic, known) or (own if own in known else nearest(own, known)) or _OF_KEY.get(own):
-        return f"did you mean {meant}?"
-    return choose("", known)
 
 
 def with_templates(page: str) -> str:
@@ -122,12 +113,11 @@ _OF_COMMAND = {
     "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
     "new": "plugins", "plugins": "plugins", "doctor": "engines",
 }  # fmt: skip
-_OF_THE_COMMAND = r"^--|the GGUF files on this machine"  # options and files: the command says what of
 
 
 def page_about(error: str, command: str = "") -> str:
-    """The topic that explains what an error of a command is about; nothing where none does."""
-    if command in _OF_COMMAND and re.search(_OF_THE_COMMAND, error):
+    """Return the topic that explains an error of a command; nothing if none does."""
+    if command in _OF_COMMAND and re.search(r"^--|the GGUF files on this machine", error):  # the command says what of
         return _OF_COMMAND[command]
     for pattern, topic in _ABOUT:
         if re.search(pattern, error):
@@ -140,7 +130,7 @@ def page_about(error: str, command: str = "") -> str:
 
 
 def with_page(error: str, command: str = "") -> str:
-    """An error, with the page that explains it behind it."""
+    """Return an error with the page that explains it behind it."""
     topic = page_about(error, command)
     return f"{error} (more: toyexp help {topic})" if topic else error
 
@@ -239,11 +229,10 @@ def after_the_doctor(engines: Sequence[str]) -> list[str]:
             ("pip install 'toyexp[torch]'", "the engines on PyTorch"),
             ("pip install 'toyexp[ggml]'", "those on ggml; it is built with the C compiler that is here"),
         ])  # fmt: skip
-    several = ",".join(engines[:2])
-    agree = ("toyexp parity engine=" + several, "do they agree, to which digit") if len(engines) > 1 else None
+    agree = (f"toyexp parity engine={','.join(engines[:2])}", "do they agree, to which digit")
     return _next([
         ("toyexp", f"a small run of seconds on {engines[0]}, which engine=auto takes"),
-        *([agree] if agree else []),
+        *([agree] if len(engines) > 1 else []),
         ("toyexp help engines", "how one is chosen, what each rounds to, and how to get those that are not here"),
     ])  # fmt: skip
 

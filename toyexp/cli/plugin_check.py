@@ -98,9 +98,10 @@ def check(path: str) -> Checked:
         return Checked(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])
     offers = [o for known in registry.offers.values() for o in known.values() if o.package == HERE]
     offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # which a format's own suite is about
-    tests = _tests(place)
+    beside = [place.with_name(f"test_{place.name}")] if place.is_file() else []
+    tests = [*beside, *sorted(file for folder in (place, place / "tests") for file in folder.glob("test_*.py"))]
     found = _Found(offers)
-    if tests:
+    if tests := [file for file in tests if file.is_file()]:
         _pytest(tests, found)
     return Checked(path, [*found.told(), *_with_defaults(offers, found, registry)])
 
@@ -133,18 +134,16 @@ def _modules(place: Path) -> tuple[dict[str, str], list[Path]]:
     return points, [whole, *(p for p in [whole / "src"] if p.is_dir())]
 
 
-def _tests(place: Path) -> list[Path]:
-    """The test files that lie with it."""
-    if place.is_file():
-        return [t for t in [place.with_name(f"test_{place.name}")] if t.is_file()]
-    return sorted(file for folder in (place, place / "tests") for file in folder.glob("test_*.py"))
-
-
 def _with_defaults(offers: Sequence[Offer], found: _Found, registry: Registry) -> list[Line]:
     """A line about each part that no test was about: what its suite says of its defaults, or why it cannot."""
     from toyexp.testing.defaults import SUITES, Beside, suite_for
 
-    engines = list(filter(None, (_here(registry, name) for name in RUN_ON)))
+    engines = []
+    for name in RUN_ON:
+        with contextlib.suppress(KeyError, Unavailable):  # it is not here
+            engine = registry.classes("engine")[name](threads=1)
+            engine.check()
+            engines.append(engine)
     beside = Beside(engines, registry.models(), [*registry.classes("data").values()])
     suites: dict[str, type] = {}
     told = []
@@ -176,18 +175,6 @@ def _with_defaults(offers: Sequence[Offer], found: _Found, registry: Registry) -
 
 
 MADE: dict[str, type] = {}  # the suites that the one file of tests above finds
-
-
-def _here(registry: Registry, name: str) -> Any:
-    """An engine of one thread, if it works here."""
-    cls = registry.classes("engine").get(name)
-    try:
-        engine = cls(threads=1) if cls else None
-        if engine:
-            engine.check()
-    except Unavailable:
-        return None
-    return engine
 
 
 def _label(offer: Offer) -> str:

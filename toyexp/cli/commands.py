@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, cast
 
@@ -83,8 +83,8 @@ class Shipped(Command):
 
 
 def _shipped(name: str, about: str, takes: str, *options: Option, module: str = "") -> type[Command]:
-    space = {"options": options, "takes": takes, "module": module, "__doc__": about, "__module__": __name__}
-    return cast("type[Command]", make_dataclass(name.title(), [], bases=(Shipped,), namespace={"name": name, **space}))
+    space = {"name": name, "options": options, "takes": takes, "module": module, "__doc__": about}
+    return dataclass(type(name.title(), (Shipped,), {**space, "__module__": __name__}))
 
 
 def _switch(flag: str, about: str) -> Option:

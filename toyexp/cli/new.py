@@ -42,13 +42,9 @@ def run(arguments: Arguments) -> int:
     if kind not in KINDS:
         raise UserError(f"new {kind}: there is no such kind; {choose(kind, KINDS)}")
     place = write(kind, words[1], Path(arguments.into or "."), arguments.modules)
-    readme = (place / "README.md").read_text()
-    commands = re.search(r"```\n(.*?)```", readme, re.DOTALL)
+    commands = re.findall(r"```\n(.*?)```", (place / "README.md").read_text(), re.DOTALL)[0].splitlines()
     print(f"{short(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")
-    print(f"  cd {short(place)}")
-    if find_spec("pytest") is None:
-        print("  pip install pytest")
-    for line in commands[1].splitlines() if commands else ():
+    for line in (f"cd {short(place)}", *([] if find_spec("pytest") else ["pip install pytest"]), *commands):
         print(f"  {line}")
     print(f"\nHow such a part is written: toyexp help plugins/{kind}")
     return 0

@@ -27,16 +27,20 @@ that none of them is about. It exits with 1 where one fails or cannot be run, an
 
 
 def run(arguments: Arguments) -> int:
-    """Lists all of them, shows what goes with what, or tells of one."""
-    names, matrix = arguments.rest, arguments.matrix
-    if arguments.check is not None:
-        return _check(arguments)
+    """List all plugins, show which go together, describe one, or check one."""
+    names, matrix, path = arguments.rest, arguments.matrix, arguments.check
+    if path is not None:
+        from toyexp.cli.plugin_check import check
+
+        if arguments.settings or matrix:
+            raise UserError(f"plugins --check {path}: takes one directory or file, and --json")
+        checked = check(path)
+        checked.show(arguments)
+        return 0 if checked.good else 1
     if arguments.json:
         raise UserError("plugins --json: goes with --check PATH")
-    if len(names) > 1:
-        raise UserError(f"plugins {' '.join(names)}: takes one name")
-    if matrix and names:
-        raise UserError(f"plugins --matrix {names[0]}: shows all of them, and takes no name")
+    if len(names) > (0 if matrix else 1):
+        raise UserError(f"plugins {' '.join(names)}: takes one name, or --matrix")
     registry = load(arguments.modules)
     if matrix:
         print("\n".join(table(registry)))
@@ -47,18 +51,6 @@ def run(arguments: Arguments) -> int:
     else:
         _list(registry)
     return 0
-
-
-def _check(arguments: Arguments) -> int:
-    """Holds a plugin against its suites."""
-    from toyexp.cli.plugin_check import check
-
-    path = arguments.check
-    if arguments.settings or arguments.matrix:
-        raise UserError(f"plugins --check {path}: takes one directory or file, and --json")
-    checked = check(path)
-    checked.show(arguments)
-    return 0 if checked.good else 1
 
 
 def _list(registry: Registry) -> None:

@@ -447,8 +447,8 @@ def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(ca
         monkeypatch.setattr(NullSession, "describe", lambda self, facts=facts: facts)
         own = iter([(900_000_000, 950_000_000), (980_000_000, 1_000_000_000)])  # after the imports, after the steps
         monkeypatch.setattr(stepper, "memory_bytes", lambda own=own: next(own))
-        stepper.main([json.dumps(asdict(entry))])
-        figures.append(json.loads(capsys.readouterr().out.removeprefix("first step\n")))
+        stepper.main([json.dumps(asdict(entry)), "0"])
+        figures.append(json.loads(capsys.readouterr().out))
     child.communicate(b"\n")
     one, two = figures
     if sys.platform == "linux":

@@ -14,7 +14,6 @@ import runpy
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -307,29 +306,19 @@ def alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[st
     where that is not counted; the most that the process held, with those that compute beside it, None where the system
     does not tell that; and those of its own that came after all was imported.
     """
-    command = [sys.executable, "-m", "toyexp.cli.bench_stepper", json.dumps(asdict(entry))]
-    with tempfile.TemporaryFile("w+") as errors:
-        began = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
-            assert process.stdout is not None
-            try:
-                process.stdout.readline()
-                seconds = time.perf_counter() - began
-                told = process.stdout.read()
-            except BaseException:  # interrupted: nobody waits for it any more
-                process.kill()
-                raise
-        if process.returncode:
-            errors.seek(0)
-            last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-            why = re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
-            raise RunFailed(f"{entry.name}: in a process of its own: {why}; --no-memory leaves this out")
-    return {FIGURES[0]: seconds, **json.loads(told)}
+    command = [sys.executable, "-m", "toyexp.cli.bench_stepper", json.dumps(asdict(entry)), str(time.monotonic())]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        why = re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
+        raise RunFailed(f"{entry.name}: in a process of its own: {why}; --no-memory leaves this out")
+    figures: dict[str, float | None] = json.loads(done.stdout)
+    return figures
 
 
 def main(words: Sequence[str]) -> None:
-    """Opens the one entry in `words`, writes a line after its first step, and its memory at the end."""
-    entry = Entry(**json.loads(words[0]))
+    """Open the entry in `words`, take a few steps, and write the seconds since the time in `words`, and its memory."""
+    entry, began = Entry(**json.loads(words[0])), float(words[1])
     prepared, open_stepper = entry.prepare()
     imported, before = memory_bytes()
     forget_peak()
@@ -338,12 +327,12 @@ def main(words: Sequence[str]) -> None:
         stepper.step(prepared.batches.batch(k))
         stepper.wait()
         if k == 0:
-            sys.stdout.write("first step\n")
-            sys.stdout.flush()
+            seconds = time.monotonic() - began
     _, peak = memory_bytes()
     others = [_of_linux(pid) for pid in stepper.pids]
     whole = max(peak, before) + sum(most for _, most in filter(None, others)) if all(others) else None
-    json.dump(dict(zip(FIGURES[1:], (stepper.device_bytes(), whole, peak - imported), strict=True)), sys.stdout)
+    found = seconds, stepper.device_bytes(), whole, peak - imported
+    json.dump(dict(zip(FIGURES, found, strict=True)), sys.stdout)
     stepper.close()
 
 

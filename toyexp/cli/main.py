@@ -131,7 +131,7 @@ def run(words: Sequence[str]) -> int:
 
 def _train(request: Request, resume: str | None, is_bare: bool) -> int:
     """Train one run; after the first run of a directory, if nothing was typed, print what to try next."""
-    from toyexp.cli.pages import after_a_run, nothing_yet
+    from toyexp.cli.pages import after_a_run
     from toyexp.runner.one_run import follow, prepare_request
     from toyexp.training.verdict import print_result
 
@@ -143,7 +143,7 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
         from toyexp.sweeps.search.pruning import taken  # by which the search that started this process may stop its run
 
         callbacks = taken()
-    first = is_bare and nothing_yet()
+    is_first = is_bare and not os.path.lexists("outputs")
     ready = prepare_request(request, resume, callbacks)
     with contextlib.ExitStack() as stack:
         if ready.resumed is not None and not is_a_job():
@@ -152,7 +152,7 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
             stack.enter_context(update_summary(ready.directory, resumed=True))
         result = ready.run()
     print_result(result)
-    if first:
+    if is_first:
         say("\n".join(after_a_run(result)))
     return 0
 

@@ -206,11 +206,6 @@ def _choices(registry: Registry) -> Iterator[str]:
 # -- what to try next -------------------------------------------------------------------------------------------------
 
 
-def nothing_yet() -> bool:
-    """Whether nothing was trained in this directory."""
-    return not Path("outputs").exists()
-
-
 def after_a_run(result: Result) -> list[str]:
     """Three things to try, behind the first run of a directory."""
     run = shlex.quote(short(result.dir))

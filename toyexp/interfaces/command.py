@@ -49,19 +49,19 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str = "", **more: Any):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(f"toyexp {command}", add_help=False, allow_abbrev=False, formatter_class=form, **more)
-        self.command, self.words = command, list[str]()
+        self.command = command
         self.register("action", None, Once)
 
     def split(self, words: Sequence[str], found: Arguments) -> list[str]:
         """Set what the options say in `found`, and return the other words in their order."""
-        self.words = []
+        joined: list[str] = []
         for word in words:
-            option = self.options.get(self.words[-1]) if self.words else None
+            option = self.options.get(joined[-1]) if joined else None
             if option and option.nargs != 0 and re.match("-[^-]", word) and word not in self.options:
-                self.words[-1] += f"={word}"  # a value that begins with a dash, which argparse takes for an option
+                joined[-1] += f"={word}"  # a value that begins with a dash, which argparse takes for an option
             else:
-                self.words.append(word)
-        return self.parse_known_args(self.words, found)[1]
+                joined.append(word)
+        return self.parse_known_args(joined, found)[1]
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
@@ -75,9 +75,6 @@ class Parser(argparse.ArgumentParser):
         if flag not in self.options:
             raise UserError(message)
         if what.startswith("expected"):
-            after = self.words[self.words.index(flag) + 1 :] if flag in self.words else []
-            if after and after[0].startswith("-") and after[0] not in self.options:
-                raise UserError(f"{flag} {after[0]}: a value that begins with a dash is written {flag}={after[0]}")
             raise UserError(f"{flag} needs a value{self._such(flag)}")
         raise UserError(f"{flag} takes no value" if what.startswith("ignored") else f"{flag}: {what}")
 

@@ -138,7 +138,7 @@ def test_an_answer_longer_than_the_context_goes_on(chat):
 
 @pytest.mark.parametrize(("lines", "words", "said"), [
     (b"\xff\n", [], "not UTF-8 text (byte 0 is 0xff)"),
-    (b"Hi\n", ["--engine", "llama.cpp"], "a chat that goes on needs another"),
+    (b"Hi\n", ["--engine", "llama.cpp"], "a conversation takes another engine"),
     (b"Hi\n", ["--ids", "1"], "takes its message from --prompt"),
     (b"Hi\n", ["--tokens", "0"], "--tokens 0: takes a whole number"),
 ])  # fmt: skip

@@ -135,10 +135,14 @@ def not_here(registry: Registry) -> Iterator[str]:
             yield f"{label}: its check failed ({why(error)})"
 
 
+def _check(cls: type) -> None:
+    cls().check()
+
+
 def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
     for kind, form in (("data", "data={}"), ("callbacks", "callbacks.{}")):
         for name, offer in sorted(registry.offers[kind].items()):
-            yield form.format(name), functools.partial(lambda cls: cls().check(), offer.cls)
+            yield form.format(name), functools.partial(_check, offer.cls)
     for launcher in LAUNCHERS.values():
         yield "", launcher.require
     yield "", lambda: study.require("cmaes")
@@ -304,11 +308,10 @@ def norm(*arrays: np.ndarray) -> float:
 
 def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
     """For a person."""
-    passed = sum(line.passed for line in lines)
     rows = [("op", "values", "at most", "gradients", "at most", "")]
     for line in lines:
         (values, gradients), verdict = line.tolerances, "PASS" if line.passed else f"FAIL  {line.failure}"
         figures = f"{line.values:.1e}", f"{values:.0e}", f"{line.gradients:.1e}", f"{gradients:.0e}"
         rows.append((line.name, *figures, verdict))
-    head = f"{label}: {passed} of {len(lines)} pass, products in {engine.rounds_to()}"
+    head = f"{label}: {sum(line.passed for line in lines)} of {len(lines)} pass, products in {engine.rounds_to()}"
     return [head, *(f"  {row}" for row in columns(rows, right=range(1, 5)))]

@@ -184,7 +184,7 @@ def chat(
     """
     loaded, left_out = load_writer(asked, registry), 0
     if asked.engine.partition(":")[0] == LLAMA_CPP:
-        raise UserError(f"--engine {asked.engine}: answers one --prompt at a time; a chat that goes on needs another")
+        raise UserError(f"--engine {asked.engine}: answers one --prompt at a time; a conversation takes another engine")
     with Author(loaded, asked, CHAT_STEP) as author:
         if author.tokenizer is None:
             raise UserError(f"{loaded.name}: has no tokenizer, and a chat is text; --ids 1,2,3 without --chat")

@@ -307,7 +307,7 @@ def test_names_that_are_chosen_again_are_composed_no_more_and_are_what_they_were
     schema.composed_before.clear()
     asked = []
     monkeypatch.setattr(beforehand, "compose_raw", lambda *given: asked.append(given) or compose_raw(*given))
-    for number in range(4):
+    for number in range(3):
         for words in WORDS:
             lines = [str(o.input_line) for o in Request.of(words).settings]
             found, whole = beforehand.composed(lines, Source.of()), compose_raw(lines, Source.of())

@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -168,24 +166,21 @@ def test_the_files_of_a_sweep_have_the_best_first(swept):
     assert "n-1" in text.splitlines()[0]
 
 
-def test_a_job_that_goes_on_alone_brings_the_summary_up_to_date(swept):
-    def toyexp(*words):
-        command = [sys.executable, "-m", "toyexp", *words]
-        return subprocess.run(command, cwd=swept, capture_output=True, text=True)
-
+def test_a_job_that_goes_on_alone_brings_the_summary_up_to_date(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
     files = [swept / "s" / name for name in ("sweep.json", "summary.csv", "summary.md")]
     before = [path.read_bytes() for path in files]
-    assert toyexp("resume=s/4-scratch-llama").returncode == 2  # it is complete
+    assert main(["resume=s/4-scratch-llama"]) == 2  # it is complete
     assert [path.read_bytes() for path in files] == before
     held = lock(swept / "s")  # as a sweep that runs has it
     try:
-        done = toyexp("resume=s/3-scratch-llama", "steps=6")
-        assert done.returncode == 0, done.stderr
+        assert main(["resume=s/3-scratch-llama", "steps=6"]) == 0
     finally:
         os.close(held)
     assert [path.read_bytes() for path in files] == before
-    done = toyexp("resume=s/4-scratch-llama", "steps=8")
-    assert done.returncode == 0 and "s: its summary is up to date" in done.stdout
+    capsys.readouterr()
+    assert main(["resume=s/4-scratch-llama", "steps=8"]) == 0
+    assert "s: its summary is up to date" in capsys.readouterr().out
     row = next(row for row in table(files[1]) if row["job"] == "4")
     result = json.loads((swept / "s/4-scratch-llama/result.json").read_text())
     assert row["steps taken"] == "8" and row["held-out loss"] == f"{result['eval_loss']:.4f}"

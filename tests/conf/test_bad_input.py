@@ -683,7 +683,7 @@ TOYC = struct.Struct("<4sIII")
         (b"", "data=text data.path=file", ["there is no text"]),
         (b"abc", "data=text data.path=file", ["model.context=64 is longer than", "4 tokens"]),
         (b"a" * 9000, "data=text data.path=file model.context=10000", ["model.context=10000 is longer than"]),
-        (b"a" * 9000, "data=text data.path=file model.vocab=9", ["model.vocab=9", "(0..256)", "(0..256)"]),
+        (b"a" * 9000, "data=text data.path=file model.vocab=9", ["model.vocab=9", "(0..256)"]),
         (None, "data.val_fraction=0", ["data.val_fraction=0.0", "above 0 and at most 1"]),
         (None, "data.val_fraction=1", ["data.val_fraction=1.0", "nothing to train on"]),
         (None, "data.max_mb=inf", ["data.max_mb=inf"]),

@@ -55,7 +55,9 @@ def keep(words: Sequence[str], source: Source) -> None:
     if len(composed_before) == AGAIN:
         composed_before.clear()
     if composed_before.get((source, names)) is None and all(map(_is_choice, names)):
-        composed_before[source, names] = _of_names(names, source)
+        cfg = compose_raw(names, source)
+        own = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+        composed_before[source, names] = None if OF_HYDRA.search(own) else cfg
 
 
 def _files() -> list[tuple[str, int, int]]:
@@ -73,13 +75,6 @@ def told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
         if key in GROUPS or not key.replace(".", "").isidentifier() or key[:6] == "hydra." or value[:1] == "{"
     )
     return names, [word for word in words if word not in names]
-
-
-def _of_names(names: Sequence[str], source: Source) -> DictConfig | None:
-    """What these choose; None where that depends on other words."""
-    cfg = compose_raw(names, source)
-    own = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
-    return None if OF_HYDRA.search(own) else cfg
 
 
 def _with_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:

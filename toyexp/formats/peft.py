@@ -101,9 +101,7 @@ def _tensors(folder: Path) -> TensorsFile:
 def _in_our_order(b: np.ndarray, place: Place) -> np.ndarray:
     """B with the rows of the GGUF's weight, from those of transformers'."""
     order = place.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
-    ours = np.empty_like(b)
-    ours[order] = b
-    return ours
+    return b[np.argsort(order)]
 
 
 def _of_one(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:

@@ -194,8 +194,7 @@ class OpShapes(Ops):
 
     def part(self, x: Shaped, axis: int, start: int, stop: int) -> Shaped:
         self._take("part", x)
-        fits = 0 <= axis < len(x.shape) and 0 <= start < stop <= x.shape[axis]
-        if not fits:
+        if not (0 <= axis < len(x.shape) and 0 <= start < stop <= x.shape[axis]):
             raise UserError(f"ops.part of {list(x.shape)} takes places {start} to {stop} of axis {axis}")
         return Shaped((*x.shape[:axis], stop - start, *x.shape[axis + 1 :]))
 
@@ -294,15 +293,8 @@ def _is_tensor(x: Any) -> TypeGuard[Shaped]:
 
 def _of(x: object) -> str:
     """What an op was given, in words."""
-    match x:
-        case Ids():
-            return f"integers {list(x.shape)}"
-        case Shaped():
-            return str(list(x.shape))
-        case Adapted():
-            return "a tensor with an adapter"
-        case str():
-            return f"'{printable(x)}'"
-        case None | bool() | int() | float():
-            return printable(repr(x))
-    return f"a {type(x).__name__}"
+    if isinstance(x, Shaped):
+        return f"{'integers ' if isinstance(x, Ids) else ''}{list(x.shape)}"
+    if isinstance(x, Adapted):
+        return "a tensor with an adapter"
+    return printable(repr(x)) if x is None or isinstance(x, bool | int | float | str) else f"a {type(x).__name__}"

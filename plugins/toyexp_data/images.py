@@ -126,7 +126,6 @@ class Images(SplitData):
         return told
 
     def _folders(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
-        """Every image below the class folders with its class, in path order, and the classes' names."""
         train, held = self._split()
         folders = _folders_in(train)
         if not folders:

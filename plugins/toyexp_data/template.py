@@ -112,7 +112,6 @@ class ChatTemplate:
         return Turn(read, answer, learned, as_asked, ended=True) if learned else None
 
     def _stop(self, answer: str, said: str) -> int:
-        """Where generation ends, or else behind the last control token; 0 without one."""
         at = answer.find(said)
         controls = list(self._control.finditer(answer, at + len(said) if at >= 0 else 0))
         ends = [found.end() for found in controls if found[0] in self._ends]

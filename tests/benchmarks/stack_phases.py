@@ -46,7 +46,7 @@ PHASES = [
     ("toyexp_torch.stacks.stack", "StackedStep", "program made"),
     ("toyexp_torch.stacks.stack", "TorchStack.do_step", "steps begun"),
     ("toyexp_torch.stacks.stack", "TorchStack.losses", "held-out losses begun"),
-    ("toyexp.training.loop", "BatchBlocks.batch", "batches"),
+    ("toyexp.training.loop", "NextSteps.batch", "batches"),
     ("toyexp.interfaces.session", "Session.step_input", "inputs checked"),
     ("toyexp.interfaces.plan", "Plan.numbers", "numbers of a step"),
     ("toyexp.training.bus", "Bus.lr", "callbacks: lr"),

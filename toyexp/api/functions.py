@@ -96,7 +96,6 @@ def _directory(key: str, what: str, path: str | os.PathLike[str] | None) -> list
 
 
 def _request(call: str, flags: Mapping[str, str], settings: Sequence[str]) -> Request:
-    """Return the request of flags and settings; UserError for a flag that shows something in place of training."""
     for flag in flags:
         if not flag.startswith("--config-"):
             command = "toyexp -m" if call == "toyexp.sweep" else "toyexp"

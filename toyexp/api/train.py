@@ -113,7 +113,6 @@ def _registry(parts: Sequence[Any]) -> Registry:
 def _built(
     given: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
 ) -> Config:
-    """The parts of a run, checked, and the same as plain data; UserError for what cannot work."""
     parts = {kind: copy(_part(kind, given[kind], registry)) for kind in ("data", "recipe", "optim")}
     watching = _callbacks(callbacks, registry)
     base = _base(parts["recipe"], given["model"], registry)

@@ -136,7 +136,6 @@ def _check_taken(request: Request) -> list[str]:
 def _data(
     loaded: LoadedModel, typed: Sequence[str], registry: Registry, trained: Trained | None, data: str | None
 ) -> list[str]:
-    """Return the settings that choose the data, as they would be typed."""
     model = loaded.model
     if data is not None and "data" in typed:
         raise UserError(f"--data {data}: goes without data=..., which says the same")

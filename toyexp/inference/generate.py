@@ -204,7 +204,6 @@ class Author:
         )  # fmt: skip
 
     def _opened(self, count: int) -> Session:
-        """Return the session with so many positions, or all that the model has."""
         window = min(self.context, -(-count // self._step) * self._step)
         if self._session is not None and self._window >= window:
             return self._session

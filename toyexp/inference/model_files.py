@@ -76,7 +76,6 @@ def made_once(files: Sequence[Path], made_of: Path, stem: str, write: Callable[[
 
 
 def _read_by(path: Path, registry: Registry) -> Format | None:
-    """Return the format other than GGUF that reads files, or directories, of that name."""
     named = [form for form in registry.classes("format").values() if path.name.endswith(form.suffix)]
     fits = [form for form in named if bool(form.contents) is os.path.isdir(path)]  # noqa: PTH112 - as below
     return next((form() for form in fits if form.suffix != ".gguf" and form.read is not Format.read), None)
@@ -134,7 +133,6 @@ def adapter_in(path: Path, target: Path, registry: Registry) -> None:
 
 
 def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan, Any, Any]:
-    """What a checkpoint holds, and the plan, the recipe and the data of its run."""
     found = checkpoint.read(path, with_state=False)
     plain, begun = found.state.get("config"), record_in(found.state)
     if not isinstance(plain, dict):

@@ -177,7 +177,6 @@ def usual_places(home: Path, environment: Mapping[str, str]) -> list[Place]:
 
 
 def _below(place: Place) -> Iterator[tuple[str, Path]]:
-    """Every .gguf file below a directory, a few levels deep; hidden directories are left out."""
     for path in _walk(place, place.root):
         yield path.stem, path
 
@@ -258,7 +257,6 @@ def _identity(path: Path) -> object:
 
 
 def _whole(files: Iterator[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
-    """The same with the parts of a split file as one, under its first part."""
     seen: set[Path] = set()
     for name, path in files:
         first, *others = _parts(path)

@@ -124,7 +124,8 @@ def predict(
     computes, note = engine_for(engine, registry, rows)
     found: list[Predicted] = []
     sizes: set[tuple[int, int]] = set()
-    with loaded.session(computes, seen.arrays(seen.blank(), rows)[1], rows) as session:
+    blank = np.zeros((1, seen.size, seen.size, seen.channels), np.uint8)
+    with loaded.session(computes, seen.arrays(blank, rows)[1], rows) as session:
         for first in range(0, len(files), ROWS):
             found += _part(files[first : first + ROWS], seen, resize, session, top, sizes)
     if all(image.error for image in found):
@@ -197,10 +198,6 @@ class Seen:
         count = int(sizes_of(model).get("classes") or len(names))
         classes = [*names[:count], *(f"class {i}" for i in range(len(names), count))]
         return cls(model, size, channels, classes, mean, std)
-
-    def blank(self) -> np.ndarray:
-        """One image of nothing."""
-        return np.zeros((1, self.size, self.size, self.channels), np.uint8)
 
     def arrays(self, images: np.ndarray, rows: int) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec]]:
         """Return 8-bit images [N, size, size, channels] as the model's inputs, and the specs of these by `rows`."""

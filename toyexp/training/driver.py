@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from toyexp.interfaces.dataset import Batch
@@ -102,8 +101,6 @@ def interrupting(loops: Iterable[Asks[Any]]) -> Iterator[None]:
 
 
 def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) -> Mapping[int, Answer]:
-    """Begin evaluations; return what waits for the loss and computes the scores of each."""
-
     def wait(row: int, loss: Callable[[], float]) -> tuple[float, Mapping[str, float]]:
         session = stack.sessions[row]
         return loss(), scores_of(session.plan.model, session.logits, evals[row]())
@@ -127,7 +124,6 @@ def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, 
 
 
 def _resume(loop: Asks[Any], answer: Answer) -> Request:
-    """Send a loop its answer, or raise in it what the answer raises."""
     go_on: GoOn
     try:
         go_on = partial(loop.send, answer())
@@ -138,8 +134,9 @@ def _resume(loop: Asks[Any], answer: Answer) -> Request:
 
 def _raising(error: Exception) -> Answer:
     """Return what raises an error in several loops, in each without the traceback of the others."""
-    return partial(_raise, error, error.__traceback__)
+    where = error.__traceback__
 
+    def answer() -> NoReturn:
+        raise error.with_traceback(where)
 
-def _raise(error: Exception, where: TracebackType | None) -> NoReturn:
-    raise error.with_traceback(where)
+    return answer

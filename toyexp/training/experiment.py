@@ -102,7 +102,6 @@ def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
 
 
 def _count_steps(config: Config, batches: Batches) -> None:
-    """Turn `epochs` into steps, which the configuration holds from now on; UserError for data of unknown length."""
     settings, rows = config.settings, batches.rows_per_epoch
     if settings.epochs is None:
         return

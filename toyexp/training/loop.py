@@ -17,7 +17,6 @@ import numpy as np
 from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.interfaces.dataset import Batch, Batches, batch_digest
 from toyexp.interfaces.micro_batches import readied
-from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.run import Metrics, Run
 from toyexp.interfaces.session import StepInput, StepMetrics
 from toyexp.interfaces.stack import Stack
@@ -88,7 +87,6 @@ class Training:
         return outcome
 
     def _launch_steps(self) -> Asks[None]:
-        """Launch the next steps, and those behind them too where the session can and nobody looks in between."""
         if not self._under_way:
             yield from self._launch(self.outcome.steps)
         if self.run.session.depth > 1 and len(self._under_way) == 1:
@@ -156,7 +154,6 @@ class Training:
         run.emit("skipped", step=outcome.steps, loss=loss, grad_norm=norm, batch=digest, skipped=outcome.skipped)
 
     def _end_if_asked(self, metrics: Mapping[str, float]) -> Asks[None]:
-        """End the run if a callback has a reason for that, after one more evaluation."""
         outcome, bus = self.outcome, self.bus
         if outcome.reason == "completed":  # no signal has
             outcome.why = bus.why = bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
@@ -256,12 +253,19 @@ class NextStep:
 
 
 class NextSteps:
-    """The next steps of a run, as far as they were made."""
+    """The next steps of a run, as far as they were made, from batches made several at a time if the data can.
+
+    Batch k is a function of k alone, so making it early changes nothing; a block takes little longer than a batch.
+    """
 
     def __init__(self, run: Run, bus: Bus, batches: Batches):
-        self._run, self._bus, self._batches = run, bus, BatchBlocks(batches, run.plan, run.steps)
+        self._run, self._bus, self._batches, plan = run, bus, batches, run.plan
         self._optim, self._data, self._engine = (boundary(run, bus, kind) for kind in ("optim", "data", "engine"))
         self.ready: list[NextStep] = []
+        row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
+        few = min(MOST, BYTES // max(row * plan.rows * plan.accumulate, 1))
+        self._count = few if _blocks_are_batches(batches) else 1
+        self._first, self._made = 0, list[Batch]()
 
     def make(self, step: int) -> None:
         """Make a step, which follows those that are ready, unless it was made."""
@@ -273,7 +277,7 @@ class NextSteps:
         with self._optim:
             numbers = run.plan.numbers(step, lr, factors)
         with self._data:
-            batch = self._batches.batch(step)
+            batch = self.batch(step)
         with self._engine:
             self.ready.append(NextStep(step, batch, lr, factors, run.session.step_input(batch, numbers)))
 
@@ -283,29 +287,18 @@ class NextSteps:
             self.make(step)
         return self.ready[-1].step >= step
 
-
-class BatchBlocks:
-    """Batches made several at a time if the data can: batch k is a function of k alone, and a block is faster."""
-
-    def __init__(self, batches: Batches, plan: Plan, steps: int):
-        self._batches, self._plan, self._steps = batches, plan, steps
-        row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
-        few = min(MOST, BYTES // max(row * plan.rows * plan.accumulate, 1))
-        self._count = few if _blocks_are_batches(batches) else 1
-        self._first, self._ready = 0, list[Batch]()
-
     def batch(self, k: int) -> Batch:
         """Return batch `k`, counted from 0."""
-        if not self._first <= k < self._first + len(self._ready):
-            self._first, self._ready = k, [*self._make(k)]
-        return self._ready[k - self._first]
+        if not self._first <= k < self._first + len(self._made):
+            self._first, self._made = k, [*self._block(k)]
+        return self._made[k - self._first]
 
-    def _make(self, k: int) -> Sequence[Batch]:
-        count = min(self._count, self._steps - k)
+    def _block(self, k: int) -> Sequence[Batch]:
+        count = min(self._count, self._run.steps - k)
         block = self._batches.block(k, count) if count > 1 else None
         if block is not None:
             try:
-                return readied(self._plan, block, count)
+                return readied(self._run.plan, block, count)
             except BadBatch:  # each is refused, or not, when its turn comes
                 self._count = 1
         return [self._batches.batch(k)]

@@ -100,10 +100,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
-    """Return the ids of parts, each tokenized alone as in a chat; learn `everything` or what is marked.
-
-    Raises UserError for text the tokenizer cannot take, BadExample if nothing is learned.
-    """
+    """Return the ids of parts, each tokenized alone as in a chat; BadExample if nothing of it is learned."""
     import numpy as np
 
     ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []

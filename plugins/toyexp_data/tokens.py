@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
@@ -71,10 +71,6 @@ class Tokens(SplitData):
         return toyexp.TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
 
 
-# A file's ids, how many its header says there are (0: it says nothing), and whether it names their type.
-Held: TypeAlias = "tuple[np.ndarray, int, bool]"
-
-
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
     ids, declared, typed = _numpy(path, dtype) if path.suffix in (".npy", ".npz") else _packed(path, dtype)
@@ -94,7 +90,8 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     return ids.astype("int32", copy=False), declared or top
 
 
-def _packed(path: Path, dtype: str) -> Held:
+def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
+    """Return the ids, how many ids the header says there are (0: nothing), and whether it names their type."""
     import numpy as np
 
     raw = read_file(path)
@@ -119,7 +116,7 @@ def _packed(path: Path, dtype: str) -> Held:
     return np.frombuffer(body, kind).astype(np.int32), declared, typed
 
 
-def _numpy(path: Path, dtype: str) -> Held:
+def _numpy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     import numpy as np
 
     with open_file(path) as file:

@@ -55,14 +55,12 @@ def run(
         result = toyexp.run("recipe=warm", steps=100, seed=1)
         result.history["loss"], result.held_out["loss"], result.generate("def ")
 
-    The run is written to `directory`, which must not hold anything, or below outputs/. `resume` goes on with the run in
-    a directory (or a Result), or with "auto" with the newest of the same name, also where that is complete already.
-    `quiet` prints nothing; in a notebook the progress is one line that renews.
+    The run is written to `directory`, which must be empty, or below outputs/. `resume` goes on with the run in a
+    directory (or a Result), or with "auto" with the newest of the same name. `quiet` prints nothing.
 
-    Raises UserError for bad input, with the words of the command line, before anything is written; RunFailed for a run
-    that could not go on. KeyboardInterrupt (Ctrl-C, the notebook's stop) saves first: a note on it says how to look at
-    what is left, and how to go on. Calls from several threads wait for one another; random state, environment, working
-    directory, logging and Hydra's own state are afterwards what they were.
+    Raises UserError for bad input, before anything is written, and RunFailed for a run that could not go on.
+    KeyboardInterrupt (Ctrl-C) saves first; a note on it says how to go on. Calls from several threads wait for one
+    another, and what they change in the process is put back.
     """
     typed = [*texts("toyexp.run", words), *worded(settings)]
     if resume is not None:
@@ -123,12 +121,11 @@ def sweep(
         swept = toyexp.sweep("recipe=scratch,warm", seed=[0, 1, 2], steps=100)
         swept.best.held_out["loss"], swept.frame()
 
-    It is written to `directory`, which must not hold anything, or below outputs/sweeps/. `resume` goes on with the
-    sweep in a directory (or a SweepResult). Each job is a process of its own, unless sweep.isolate=false.
+    It is written to `directory`, which must be empty, or below outputs/sweeps/. `resume` goes on with the sweep in a
+    directory (or a SweepResult). Each job is a process of its own, unless sweep.isolate=false.
 
-    Raises UserError for bad input, where nothing is said of what to run, and where no job could begin; a job that fails
-    ends no other, and stands in the result. KeyboardInterrupt lets the jobs that run save first; a note on it says how
-    to look, and how to go on.
+    Raises UserError for bad input, and if no job could begin; a job that fails ends no other, and stands in the result.
+    KeyboardInterrupt lets running jobs save first; a note on it says how to go on.
     """
     typed = [*texts("toyexp.sweep", words), *worded(settings, swept=True)]
     if not typed and resume is None:
@@ -271,13 +268,9 @@ def _text(value: Any) -> str:
 @possible_names()
 @whole_imports()
 def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
-    """Return the run in a directory, whatever became of it, or the sweep; of a job of a sweep, that run.
+    """Return the run or sweep in a directory, or the run of a checkpoint, with the model as it was then.
 
-    Of a checkpoint (`run/checkpoints/step-200`) it is its run, with the model as it was then.
-
-    `plugins` are the local modules that it takes to read its model: those of `plugins=[...]` when it was begun.
-
-    Raises UserError for a directory that holds neither, and for a sweep whose files are damaged.
+    `plugins` are the local modules that it was begun with. Raises UserError for a directory that holds neither.
     """
     from toyexp.base.process_state import contained
 

@@ -64,9 +64,8 @@ def train(
 
         result = toyexp.train(model=Llama(d_model=64), engine="cpu", steps=100, lr=1e-3)
 
-    The run is written to `directory`, which must not hold anything, or below outputs/; `resume` goes on with the run in
-    a directory, for which the same objects are given again. Errors, Ctrl-C and what is left alone are as with
-    `toyexp.run`.
+    The run is written to `directory`, which must be empty, or below outputs/; `resume` goes on with the run in a
+    directory, for which the same objects are given again. All else is as with `toyexp.run`.
     """
     if resume is not None and directory is not None:
         raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")

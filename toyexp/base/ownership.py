@@ -138,10 +138,7 @@ def _is_nothing(entry: os.DirEntry[str]) -> bool:
 
 
 class Ledger:
-    """What a run wrote into its directory, with digests, as written.json.
-
-    A name has two digests while a file is replaced, so that a process may be killed at any moment.
-    """
+    """Digests of what a run wrote into its directory (written.json): two of a file that is being replaced."""
 
     def __init__(self, root: Path, known: Mapping[str, list[str]] | None = None):
         self._root, self._known = root, dict(known or {})
@@ -181,10 +178,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
-        """Yield a place to write what then becomes `path` in one piece; known by its beginning if it `grows`.
-
-        Raises OSError, FileExistsError for what the run did not write. What else is left there goes along.
-        """
+        """Yield a place to write what becomes `path` in one piece; OSError, or FileExistsError for a foreign file."""
         if self.foreign([self._name(path)]):
             raise FileExistsError(errno.EEXIST, "it is there already, and this run did not write it", str(path))
         place = path.parent / f".tmp-{os.getpid()}"

@@ -24,10 +24,7 @@ _broken: dict[str, str] = {}
 
 @contextlib.contextmanager
 def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
-    """Import an optional package inside; raise Absent, with `how` to install it, or Broken, with the reason.
-
-    `distribution` is what pip calls the package, if not the same.
-    """
+    """Import a package inside, or raise Absent (`how` to install it) or Broken; pip's name is `distribution`."""
     title = distribution or package
     if package in _broken:
         raise broken(title, _broken[package])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection
 from operator import ge, gt, le, lt
 
@@ -21,8 +20,6 @@ def require_float32(key: str, value: float) -> None:
 
 def require_positive(key: str, value: float) -> None:
     """Raises UserError unless a number is above 0, and no more than float32 holds or 31 bits count."""
-    if not math.isfinite(value):
-        raise UserError(f"{key}={value}: must be a finite number")
     if value <= 0:
         raise UserError(f"{key}={value}: must be above 0")
     if isinstance(value, float):

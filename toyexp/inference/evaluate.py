@@ -257,10 +257,7 @@ class Trained:
         return [f"data={name}", *(setting(f"data.{key}", value) for key, value in own.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], taken: str = "") -> tuple[bool, str]:
-        """Return whether the data at the path `taken` is the run's own, and what to say if it is not, or not known.
-
-        Raise UserError for other data that no key of those `typed` names.
-        """
+        """Return whether the data is the run's own, or else what to say; UserError for other data nobody `typed`."""
         then, now = self.record, data_sources(dataset.describe())
         if then.sources.get("data") in (None, now["data"]):
             unknown = "" if typed else "; not compared with the run's own, of which it recorded no digest"

@@ -168,10 +168,7 @@ class Author:
         template: ChatTemplate | None, stopped: Callable[[], bool] = lambda: False,
         slid: Callable[[str], object] = lambda note: None,
     ) -> Generated:  # fmt: skip
-        """Continue `ids`, and beyond the context the later half of the text, which `slid` is told of once.
-
-        `stopped` is asked before each token; the numbers of `words` are drawn by.
-        """
+        """Continue `ids`; beyond the context read its later half anew, and tell `slid` once. `stopped` ends it."""
         beyond = [i for i in ids if i >= self.vocab]
         if beyond:
             raise UserError(f"{self.loaded.name}: the prompt's id {beyond[0]} is not one of its 0..{self.vocab - 1}")

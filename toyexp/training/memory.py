@@ -18,10 +18,7 @@ from toyexp.reference.forward import check_forward, numbers_kept
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
-    """Raise UserError if a step's batch and what trains, with gradients and the optimiser's state, exceed free memory.
-
-    Activations come on top.
-    """
+    """Raise UserError if a batch and what trains, without activations, take more memory than is free."""
     batch, weights = least(plan, engine)
     left = available_bytes()
     if left is not None and batch + weights > left:
@@ -57,10 +54,7 @@ def snapshot_bytes(plan: Plan) -> int:
 
 
 def bytes_in_a_stack(plan: Plan) -> int:
-    """Return about how much device memory a run takes beside others of its program, in float32.
-
-    Activations count twice, as each has a gradient; frozen tensors are shared.
-    """
+    """Return about how much device memory a run takes beside others; each activation has a gradient."""
     batch = plan.rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * numbers_kept(plan)
 

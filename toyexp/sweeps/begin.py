@@ -6,12 +6,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.ownership import SWEEP
 from toyexp.base.terminal import say
-from toyexp.config.top_level import COMPARED
+from toyexp.config.keys import Keys
+from toyexp.config.mistakes import check_blanks, check_listed, check_settings
+from toyexp.config.request import Request
+from toyexp.config.schema import BEGUN, Source
+from toyexp.config.top_level import COMPARED, Sweep
+from toyexp.config.words import lines, parse
 from toyexp.interfaces.command import modules_in
 from toyexp.sweeps.combinations import check_once, combinations, own_sweep, swept
 from toyexp.sweeps.directory import Job, SweepDir, shared_words
@@ -23,12 +28,9 @@ from toyexp.sweeps.launchers.on_submitit import OnSubmitit
 from toyexp.sweeps.launchers.processes import Processes, Serial
 from toyexp.sweeps.launchers.stacks import Stacks
 from toyexp.sweeps.runner import Asked, Runner
+from toyexp.sweeps.search.searcher import Search
 from toyexp.sweeps.search.space import space
 from toyexp.sweeps.sources import JobSource
-
-if TYPE_CHECKING:
-    from toyexp.config.request import Request
-    from toyexp.config.top_level import Sweep
 
 FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
 LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Processes, Stacks, OnSubmitit, OnRay)}
@@ -36,10 +38,6 @@ LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Proces
 
 def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     """Return what runs the jobs of a sweep, new or resumed."""
-    from toyexp.config.keys import Keys
-    from toyexp.config.mistakes import check_blanks, check_listed, check_settings
-    from toyexp.config.words import lines
-
     keys = Keys.of(request.registry)
     for override in request.settings:  # what is wrong in every job is told once, before the first
         if override.is_sweep_override() and _is_own(override):
@@ -66,8 +64,6 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     source: JobSource
     values: dict[str, Any] = {}
     if settings.search is not None:
-        from toyexp.sweeps.search.searcher import Search
-
         memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
         source = Search(settings, space(settings.search, parsed, keys.types), [], shared_words(memory))
     else:
@@ -85,10 +81,6 @@ def _launcher(settings: Sweep, source: JobSource, configs: JobConfigs) -> Launch
 
 
 def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
-    from toyexp.config.keys import Keys
-    from toyexp.config.schema import BEGUN, Source
-    from toyexp.config.words import lines, parse
-
     typed = request.settings
     others = lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
     for word in [*others, *(flag for flag in flags if flag in FLAGS)]:
@@ -130,12 +122,8 @@ def _launcher_class(settings: Sweep) -> type[Launcher]:
 
 def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]]) -> JobSource:
     """Return what goes on with the jobs of a directory."""
-    from toyexp.config.words import parse
-
     if settings.search is None:
         return JobSource(folder.jobs)
-    from toyexp.sweeps.search.searcher import Search
-
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
         raise UserError(f"{folder.path / SWEEP}: is damaged: its jobs are of trials {printable(str(trials), 60)}")

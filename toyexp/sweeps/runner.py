@@ -10,25 +10,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.formatting import short
 from toyexp.base.ownership import Owned, require_left
 from toyexp.base.signals import stop_signals
 from toyexp.base.terminal import in_notebook, say
+from toyexp.config.top_level import Sweep
+from toyexp.config.words import setting
 from toyexp.results.ranking import Ranking, ranked
 from toyexp.results.report import SweepReport, draw_sweep
 from toyexp.sweeps.board import board_for
-from toyexp.sweeps.directory import (
-    ANSWERED,
-    FAILURES,
-    UNFINISHED,
-    Ended,
-    Job,
-    Status,
-    SweepDir,
-    shared_words,
-)
+from toyexp.sweeps.directory import ANSWERED, FAILURES, UNFINISHED, Ended, Job, Status, SweepDir, shared_words
 from toyexp.sweeps.job_configs import JobConfigs, Places
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
 from toyexp.sweeps.launchers.launcher import Launcher
@@ -37,9 +30,6 @@ from toyexp.sweeps.sources import JobSource
 from toyexp.sweeps.summary_table import print_table
 from toyexp.sweeps.watch import Watch
 from toyexp.training.checkpoint import result_of
-
-if TYPE_CHECKING:
-    from toyexp.config.top_level import Sweep
 
 
 @dataclass(frozen=True)
@@ -132,8 +122,6 @@ class Runner:
 
     def _say_missing(self, folder: SweepDir) -> None:
         """Tell of jobs whose runs hold another result, or are missing, and how one is trained again."""
-        from toyexp.config.words import setting
-
         placed = [(job, folder.run(job)) for job in self.source.jobs if job.directory]
         for job, run in placed:
             if run.is_dir() and (other := job.difference(result_of(run))):
@@ -262,8 +250,6 @@ class Runner:
         command = ""
         retry = ["sweep.retry=true"] if any(job.hindered for job in jobs) else []
         if (left or retry) and folder:
-            from toyexp.config.words import setting
-
             plugins = [f"plugins=[{','.join(self.asked.modules)}]"] if self.asked.modules else []
             command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *retry, *plugins])
         if number := self._stop.number:

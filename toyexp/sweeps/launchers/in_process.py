@@ -6,21 +6,18 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import UserError
 from toyexp.base.process_state import contained
 from toyexp.base.terminal import silent
+from toyexp.config.top_level import Sweep
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
 from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.search.pruning import taken
 from toyexp.sweeps.watch import Watch
 from toyexp.training.verdict import print_result
-
-if TYPE_CHECKING:
-    from toyexp.config.top_level import Sweep
 
 log = logging.getLogger("toyexp")
 
@@ -33,18 +30,15 @@ class InProcess(Launcher):
 
     @classmethod
     def check(cls, settings: Sweep) -> None:
-        """See Launcher."""
         if settings.launcher != cls.name:
             what = f"runs one job after another in this process, without {settings.launcher}"
             raise UserError(f"sweep.isolate=false: {what}")
         super().check(settings)
 
     def describe(self, at_once: int) -> str:
-        """See Launcher."""
         return f"{super().describe(at_once)} in one process"
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
-        """See Launcher."""
         for job in jobs:
             watch.begin([job])
             ended = self._run(job, watch)

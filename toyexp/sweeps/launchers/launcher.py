@@ -7,21 +7,19 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import counted
 from toyexp.base.packages import needed, told_by
 from toyexp.base.threads import available_cores, of_cores
+from toyexp.config.top_level import Sweep
 from toyexp.sweeps.directory import Ended, Job
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.forking import PLATFORMS, Forks, Start, spawned
 from toyexp.sweeps.launchers.gpus import Gpus, visible
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.watch import Watch
-
-if TYPE_CHECKING:
-    from toyexp.config.top_level import Sweep
 
 AUTO = -1  # GPUs of a job whose engine is chosen when it begins
 

@@ -73,7 +73,6 @@ class OnRay(Cluster):
     _nodes: Sequence[Node] = ()  # of the cluster, once it was joined
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        """See Launcher."""
         self.retries = self.settings.ray.retries
         if self.settings.ray.cluster():
             return self.demand(jobs, 0)
@@ -104,35 +103,29 @@ class OnRay(Cluster):
         say(f"ray     {where}: {counted(limit, 'job')} at once, {each} each")
 
     def begin(self, folder: Path) -> None:
-        """Name what a worker runs."""
         import ray
 
         self._task = ray.remote(num_cpus=self._cores, num_gpus=self._gpus, max_retries=0, max_calls=0)(_at_node)
 
     def limit(self) -> int:
-        """As many as were asked for, or as there is room for now."""
         if self.settings.jobs or not self._nodes:
             return self.share.jobs
         return sum(node.fits(self._cores, self._gpus) for node in _look())
 
     def work(self, order: Order) -> OnNode:
-        """With its cores, and what of our environment goes with it."""
         ours = {k: v for k, v in os.environ.items() if k.startswith(TRAVELS) and k != CORES}
         return OnNode(replace(order, cores=self._cores, environment={**ours, **order.environment}))
 
     def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
-        """A task each."""
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]
 
     def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
-        """Those whose task is over."""
         import ray
 
         over: Sequence[Any] = ray.wait(list(handles), num_returns=1, timeout=POLL)[0] if handles else []
         return over
 
     def result(self, handle: Any) -> Ended | Lost:
-        """What the task returned; one whose worker or node is gone returned nothing."""
         import ray
         from ray import exceptions
 
@@ -154,7 +147,6 @@ class OnRay(Cluster):
             ray.cancel(handle, force=False)
 
     def close(self) -> None:
-        """Let go of the cluster; one that Ray started here ends."""
         import ray
 
         if self._nodes:

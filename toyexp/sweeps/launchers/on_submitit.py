@@ -27,7 +27,6 @@ class OnSubmitit(Cluster):
     takes_all = "are in the queue"
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        """See Launcher."""
         cluster, share = self.settings.submitit.cluster, self.demand(jobs, 0)
         if cluster == "slurm" or (cluster is None and shutil.which("srun")):
             return share
@@ -35,32 +34,25 @@ class OnSubmitit(Cluster):
         return here._replace(jobs=self.total) if self.settings.search and not self.settings.jobs else here
 
     def connect(self) -> None:
-        """See Launcher."""
-        self._own_executor(Path(tempfile.gettempdir()))
-
-    def _own_executor(self, folder: Path) -> Any:
-        return executor(folder, self.settings.submitit, self.share.gpus)
+        executor(Path(tempfile.gettempdir()), self.settings.submitit, self.share.gpus)
 
     def begin(self, folder: Path) -> None:
         """Its files go to a new folder below the sweep's: submitit unpickles results, and a stranger's is not one."""
         own = Path(
             tempfile.mkdtemp(dir=make_folder(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
         )
-        self._executor = self._own_executor(own)
+        self._executor = executor(own, self.settings.submitit, self.share.gpus)
         self._stop_file = own / "stop"
 
     def work(self, order: Order) -> OnNode:
-        """What goes on when its time is up."""
         return _Requeued(order, self._stop_file)
 
     def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
-        """One alone, or an array."""
         with self._executor.batch():
             jobs = [self._executor.submit(work) for work in works]
         return [(f" as {job.job_id}", job) for job in jobs]
 
     def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
-        """Those that submitit says are done."""
         over = [handle for handle in handles if handle.done()]
         time.sleep(0 if over else POLL)
         return over

@@ -31,15 +31,12 @@ class Processes(Launcher):
     shares_gpus = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        """See Launcher."""
         share = self.on_this_machine(self.demand(jobs, len(visible())))
         if share.jobs > AT_ONCE:
             say(f"sweep.jobs={self.settings.jobs}: {AT_ONCE} run at once, more are not started on one machine")
         return share._replace(jobs=min(share.jobs, AT_ONCE))
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
-        """See Launcher."""
-
         def work(job: Job, hand_on: Callable[[tuple[Job, Ended]], None]) -> None:
             with self.gpus.some(self.share.gpus) as gpus:
                 watch.begin([job])
@@ -60,7 +57,6 @@ class Serial(Processes):
     shares_gpus = False
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        """See Launcher."""
         return Resources(1, 0, 0)
 
 

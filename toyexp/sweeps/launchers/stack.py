@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from toyexp.base.attribution import of_a_part
 from toyexp.base.errors import RunFailed
@@ -23,22 +22,20 @@ from toyexp.base.memory import running_out
 from toyexp.base.process_state import contained
 from toyexp.base.signals import CommonSignals, Interrupted, stop_signals
 from toyexp.base.terminal import say
+from toyexp.config.request import Request
 from toyexp.interfaces.data import opened_once
 from toyexp.interfaces.stack import Stack, unlike
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
 from toyexp.sweeps.directory import Ended, Job, is_begun
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.stack_size import Size, size_of
+from toyexp.sweeps.launchers.stack_size import size_of
 from toyexp.sweeps.search.pruning import taken
 from toyexp.training.driver import Asks, Realize, drive, interrupting, started
 from toyexp.training.experiment import run
+from toyexp.training.resume import Resumed
+from toyexp.training.run_config import Prepared
 from toyexp.training.verdict import print_result
-
-if TYPE_CHECKING:
-    from toyexp.config.request import Request
-    from toyexp.training.resume import Resumed
-    from toyexp.training.run_config import Prepared
 
 log = logging.getLogger("toyexp")
 
@@ -103,7 +100,7 @@ class Stacks:
     tell: Callable[..., None]  # the sweep
     limit: int  # jobs in a stack; 0: as many as fit, and as pay
     shared_by: int  # stacks that the device's memory is for
-    _sizes: list[tuple[Member, Size]] = field(default_factory=list)  # what was found, by a member of each program
+    _sizes: list[tuple[Member, int]] = field(default_factory=list)  # what was found, by a member of each program
     _told: set[str] = field(default_factory=set)  # reasons
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
@@ -150,23 +147,23 @@ class Stacks:
             if len(pool) > 1:
                 self._once(f"job {first.number} trains alone, the next one is another program: {first.joins(pool[1])}")
             return alike
-        size = next((size for known, size in self._sizes if not first.joins(known)), None)
-        if size is None:
-            if why := first.prepared.config.engine.unstackable([member.prepared.plan for member in alike]):
-                self._once(f"jobs train one after another: {why}")
-                size = Size(1)
-            else:
-                try:
-                    size = size_of(
-                        [member.prepared for member in alike], sum(m.steps for m in alike), self.limit, self.shared_by
-                    )
-                    say(f"stack   {size.words}")
-                except Exception as error:  # whose fault that is shows when they train
-                    self._once(f"jobs train one after another: their steps could not be tried ({error})")
-                    size = Size(1)
+        size = next((size for known, size in self._sizes if not first.joins(known)), 0)
+        if not size:
+            size, words = self._size(alike)
+            self._once(words)
             self._sizes.append((first, size))
-        parts = -(-len(alike) // size.jobs)
+        parts = -(-len(alike) // size)
         return alike[: -(-len(alike) // parts)]
+
+    def _size(self, alike: Sequence[Member]) -> tuple[int, str]:
+        """Return how many of these jobs of one program train together, and why, in words."""
+        prepared = [member.prepared for member in alike]
+        if why := prepared[0].config.engine.unstackable([one.plan for one in prepared]):
+            return 1, f"jobs train one after another: {why}"
+        try:
+            return size_of(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
+        except Exception as error:  # whose fault that is shows when they train
+            return 1, f"jobs train one after another: their steps could not be tried ({error})"
 
     def _once(self, line: str) -> None:
         if line not in self._told:
@@ -252,7 +249,7 @@ class Life(Generator[Any, Any, None]):
         return self._context.run(partial(self._loop.throw, *own))
 
 
-class Tagged(io.TextIOBase):
+class Tagged:
     """A stream whose lines begin with which job they are of."""
 
     def __init__(self, stream: TextIO):
@@ -266,19 +263,9 @@ class Tagged(io.TextIOBase):
             self._begins = line.endswith("\n")
         return len(text)
 
-    def flush(self) -> None:
-        """Hands on what was written."""
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        """Of the stream itself."""
-        return self._stream.fileno()
-
     def isatty(self) -> bool:
-        """Whether the stream is a terminal, which no bar is drawn to."""
+        """Return False: no bar is drawn."""
         return False
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream."""
-        return str(self._stream.encoding)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -6,8 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.formatting import counted, in_bytes
@@ -15,9 +14,7 @@ from toyexp.base.memory import running_out
 from toyexp.interfaces.stack import Stack
 from toyexp.interfaces.values import Constant
 from toyexp.training.memory import bytes_in_a_stack
-
-if TYPE_CHECKING:
-    from toyexp.training.run_config import Prepared
+from toyexp.training.run_config import Prepared
 
 SHARE = 0.8  # of the memory that is free
 SHORT = 5.0  # seconds of all steps one after another, for which nothing is tried
@@ -26,16 +23,10 @@ WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # steps not measured; steps an
 GAIN, LOSS = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
 
 
-@dataclass(frozen=True)
-class Size:
-    """How many jobs, and why, in words."""
+def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
+    """Return how many jobs of one program, with so many steps in all, train together, and why, in words.
 
-    jobs: int
-    words: str = ""
-
-
-def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> Size:
-    """For jobs of one program with so many steps in all; with a `limit` nothing is tried but whether it fits.
+    With a `limit` nothing is tried but whether it fits.
 
     Several stacks share the memory; on one GPU they would measure one another: there nothing is tried either.
     """
@@ -54,16 +45,16 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
             most = max(int(SHARE * free / each), 1)
             words += f": at most {most} at once"
     if limit or most == 1 or (shared_by > 1 and engine.on_gpu):
-        return Size(most, words)
+        return most, words
     return _paying(alike, steps, most, words)
 
 
-def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> Size:
+def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
     """Return the size whose jobs have the least share of a step each."""
     blank = [_blank(prepared) for prepared in alike[:most]]
     alone = _seconds(blank[:1])
     if alone * steps < SHORT:
-        return Size(most, words)
+        return most, words
     best, share = 1, alone
     for size in (*(size for size in SIZES if size < most), most):
         try:
@@ -76,9 +67,9 @@ def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> Siz
         elif now > LOSS * share and size > SIZES[0]:
             break
     if best == 1:
-        return Size(1, f"{words}; together they are no faster here than alone: they train one after another")
+        return 1, f"{words}; together they are no faster here than alone: they train one after another"
     took = f"a step of {best} takes {best * share * 1e3:.3g} ms, of one {alone * 1e3:.3g} ms"
-    return Size(best, f"{words}; {took}: {alone / share:.1f} times as fast")
+    return best, f"{words}; {took}: {alone / share:.1f} times as fast"
 
 
 def _blank(prepared: Prepared) -> Prepared:

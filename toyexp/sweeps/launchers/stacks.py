@@ -65,11 +65,9 @@ class Stacks(Processes):
         return share._replace(jobs=at_once, cores=max(cores // at_once, 1), stacks=stacks)
 
     def describe(self, at_once: int) -> str:
-        """See Launcher."""
         return "together as far as they are one program"
 
     def caveat(self, at_once: int) -> str:
-        """See Launcher."""
         return "counted one after another; what training together saves is measured when it begins"
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:

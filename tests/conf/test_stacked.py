@@ -21,7 +21,8 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.data import opened_once
 from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers import stack_size, stacks
+from toyexp.sweeps.launchers import stack as of_stack
+from toyexp.sweeps.launchers import stacks
 from toyexp.sweeps.launchers.stack import Tagged
 from toyexp.sweeps.launchers.stacks import Stacks, advice, dealt
 from toyexp.training.experiment import prepare
@@ -373,21 +374,21 @@ def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
     weights = 4 * sum(t.size for t in ready[0].plan.trainable)
     assert 4 * weights < each < 40 * weights
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 5 * each)
-    jobs, words = stack_size.size_of(ready, 10, 0)
+    jobs, words = of_stack.size_of(ready, 10, 0)
     assert jobs == 4 and "at most 4 at once" in words
-    assert stack_size.size_of(ready, 10, 3)[0] == 3
-    assert stack_size.size_of(ready, 10, 0, shared_by=2)[0] == 2  # which share the machine's memory
+    assert of_stack.size_of(ready, 10, 3)[0] == 3
+    assert of_stack.size_of(ready, 10, 0, shared_by=2)[0] == 2  # which share the machine's memory
     with monkeypatch.context() as gpu:
         gpu.setattr(TorchCPU, "on_gpu", True)  # where they would measure one another, and nothing is tried
-        assert stack_size.size_of(ready, 10**6, 0, shared_by=2)[0] == 2
+        assert of_stack.size_of(ready, 10**6, 0, shared_by=2)[0] == 2
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: None)
-    assert stack_size.size_of(ready, 10, 0)[0] == 6
+    assert of_stack.size_of(ready, 10, 0)[0] == 6
 
 
 def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
     def costs(**seconds):
-        monkeypatch.setattr(stack_size, "_seconds", lambda some: seconds[f"of_{len(some)}"])
-        return stack_size.size_of(ready, 10**6, 0)
+        monkeypatch.setattr(of_stack, "_seconds", lambda some: seconds[f"of_{len(some)}"])
+        return of_stack.size_of(ready, 10**6, 0)
 
     assert costs(of_1=1.0, of_4=1.6, of_6=1.5)[0] == 6
     assert costs(of_1=1.0, of_4=1.6, of_6=3.0)[0] == 4
@@ -396,9 +397,9 @@ def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
 
 
 def test_the_steps_that_are_tried_are_those_of_the_jobs(ready):
-    blank = [stack_size._blank(prepared) for prepared in ready[:3]]
-    assert 0 < stack_size._seconds(blank[:1]) < 5
-    assert 0 < stack_size._seconds(blank) < 5
+    blank = [of_stack._blank(prepared) for prepared in ready[:3]]
+    assert 0 < of_stack._seconds(blank[:1]) < 5
+    assert 0 < of_stack._seconds(blank) < 5
 
 
 def test_jobs_that_are_likely_of_one_program_are_dealt_together():

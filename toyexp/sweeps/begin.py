@@ -21,11 +21,10 @@ from toyexp.interfaces.command import modules_in
 from toyexp.sweeps.combinations import check_once, combinations, own_sweep, swept
 from toyexp.sweeps.directory import Job, SweepDir, shared_words
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.in_process import InProcess
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.launchers.on_ray import OnRay
 from toyexp.sweeps.launchers.on_submitit import OnSubmitit
-from toyexp.sweeps.launchers.processes import Processes, Serial
+from toyexp.sweeps.launchers.processes import InProcess, Processes, Serial
 from toyexp.sweeps.launchers.stacks import Stacks
 from toyexp.sweeps.runner import Asked, Runner
 from toyexp.sweeps.search.searcher import Search

@@ -22,7 +22,7 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import columns, count, counted, duration, in_bytes, short
 from toyexp.base.memory import available_bytes, running_out
 from toyexp.base.ownership import require_empty
-from toyexp.base.terminal import complain, say, status
+from toyexp.base.terminal import complain, say, status, tell
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench import step_flops
 from toyexp.cli.bench_stepper import EngineStepper, memory_bytes
@@ -31,7 +31,6 @@ from toyexp.config.request import Request
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import setting
 from toyexp.formats.gguf.open_model import in_place
-from toyexp.interfaces.command import Answer, Arguments
 from toyexp.interfaces.model import scores_of
 from toyexp.runner.one_run import locate, prepare_run
 from toyexp.sweeps.directory import Job, Order, shared_words
@@ -55,113 +54,25 @@ SAME = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_ev
 FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What a few steps and held-out batches took; times are seconds."""
-
-    ready: float  # from the parts of the run to the end of its first step
-    step: float
-    evaluation: float  # of all held-out batches, from a few of them
-    evaluations: int  # of the whole run
-    steps: int  # that were taken, those included that do not count
-    learned: float  # targets of a step that count, on average
-    seconds: float  # that all this took
-    device_bytes: int | None
-    process_bytes: int  # the most that the process held
-
-    def of_run(self, steps: int) -> float:
-        """Seconds of so many steps, with what comes before the first one."""
-        return self.ready + steps * self.step + self.evaluations * self.evaluation
-
-
-@dataclass(frozen=True)
-class DryRun(Answer):
-    """All that is said of a run; bytes, seconds and operations without prefixes."""
-
-    settings: list[str]  # that differ from the defaults of what was chosen
-    about: list[str]  # a run's introduction
-    directory: Path
-    begins: int  # the step that it goes on from
-    steps: int  # that it would take
-    parameters: int
-    trainable: int
-    units: str
-    units_per_step: float  # targets that count; of rows of different lengths, on average of the steps that were tried
-    epochs: float | None  # None where data do not say how large they are
-    batch_bytes: int
-    weights_bytes: int  # of what trains, with gradients and the optimiser's state
-    frozen_bytes: int  # of weights that do not train
-    checkpoint_bytes: int  # of the copy of a checkpoint; 0: none is written
-    free_bytes: int | None
-    flops_per_step: float
-    tried: Tried
-    warnings: list[str]
-
-    def plain(self) -> dict[str, Any]:
-        """The same, with what is made of it."""
-        steps = self.steps
-        made = {"flops": steps * self.flops_per_step, "seconds": self.tried.of_run(steps)}
-        return {
-            **super().plain(),
-            "directory": str(self.directory),
-            self.units: round(steps * self.units_per_step),
-            **made,
-        }
-
-    def lines(self) -> list[str]:
-        """For a person."""
-        tried, per_step = self.tried, self.units_per_step
-        again = "" if self.epochs is None else f", {self.epochs:.3g} times through the data"
-        behind = f" behind step {self.begins}" if self.begins else ""
-        parts = {"a batch": self.batch_bytes, "weights that train, gradients and optimiser": self.weights_bytes}
-        parts |= {"frozen weights": self.frozen_bytes} if self.frozen_bytes else {}
-        parts |= {"a checkpoint's copy": self.checkpoint_bytes} if self.checkpoint_bytes else {}
-        of = "" if self.free_bytes is None else f" of {in_bytes(self.free_bytes)} that are free"
-        device = "" if tried.device_bytes is None else f", and of its device's memory {in_bytes(tried.device_bytes)}"
-        evals = ""
-        if tried.evaluations:
-            evals = f" and {counted(tried.evaluations, 'eval')} of {duration(tried.evaluation)}"
-        in_all, flops = count(self.steps * per_step), self.flops_per_step / 1e9
-        steps = f"{counted(self.steps, 'step')} of {duration(tried.step)}{evals}"
-        told = [
-            *([f"settings {' '.join(self.settings)}"] if self.settings else []),
-            *map(_aligned, self.about),
-            f"trains   {count(self.trainable)} parameters; the model, as exported, has {count(self.parameters)}",
-            f"steps    {self.steps}{behind}, each of {count(per_step)} {self.units}: {in_all} in all{again}",
-            f"memory   at least {in_bytes(sum(parts.values()))}{of}: "
-            + ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items()),
-            f"         with the steps that were tried the process held {in_bytes(tried.process_bytes)}{device}",
-            f"compute  {flops:.3g} GFLOP a step, {self.steps * flops:.3g} in all",
-            f"time     about {duration(tried.of_run(self.steps))}: {steps}, {duration(tried.ready)} to begin",
-            f"         {counted(tried.steps, 'step')} were tried; callbacks, checkpoints and exports come on top",
-            f"writes   {short(self.directory)}",
-            *(f"warning  {line}" for line in self.warnings),
-            NOTHING,
-        ]
-        return [line.rstrip() for line in told]
-
-
-def _aligned(line: str) -> str:
-    """Return a line of a run's introduction with its text in the column of the others."""
-    name, _, rest = line.partition(" ")
-    return f"{name:<8} {rest.lstrip()}"
-
-
 def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
     """Say what a run would be; return the exit code. Errors are those of the run."""
     request, composed, found = locate(request, resume)
     prepared, directory, resumed = prepare_run(composed, resume=found)
     status("taking a few steps")
     with running_out():
-        answer = _foresee(request, composed, prepared, directory, resumed)
+        told = _foresee(request, composed, prepared, directory, resumed)
     status("")
-    return answer.show(Arguments(json=as_json))
+    tell(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_run(told)))
+    return 0
 
 
 def _foresee(
     request: Request, composed: Composed, prepared: Prepared, directory: Path, resumed: Resumed | None
-) -> DryRun:
-    """Take a few steps of a run that is ready, on its own engine and data; UserError for what it would be refused."""
+) -> dict[str, Any]:
+    """Take a few steps of a run that is ready, on its own engine and data; UserError for what it would be refused.
+
+    Bytes, seconds and operations have no prefixes.
+    """
     config, plan = prepared.config, prepared.plan
     saves = bool(Interval.parse(config.settings.checkpoint_every, "checkpoint_every"))
     if saves:
@@ -171,17 +82,69 @@ def _foresee(
     begins = resumed.checkpoint.step if resumed else 0
     steps = config.settings.steps - begins
     tried = _try_steps(prepared, begins)
-    units = prepared.model.reads.units
+    ended = time.perf_counter()
+    settings, flops = _differing(request, composed), step_flops(plan)
+    tried["seconds"] += time.perf_counter() - ended
+    units, learned = prepared.model.reads.units, tried["learned"]
     known = given(Mapping, prepared.dataset.describe).get(f"train_{units}")
     batch, weights = least(plan, config.engine)
-    return DryRun(
-        settings=_differing(request, composed), about=about, directory=directory, begins=begins, steps=steps,
-        parameters=prepared.model.parameters(), trainable=sum(t.size for t in plan.trainable),
-        units=units, units_per_step=tried.learned, epochs=steps * tried.learned / known if known else None,
-        batch_bytes=batch, weights_bytes=weights, frozen_bytes=_frozen_bytes(prepared),
-        checkpoint_bytes=snapshot_bytes(plan) if saves else 0,
-        free_bytes=available_bytes(), flops_per_step=step_flops(plan), tried=tried, warnings=list(prepared.warnings),
-    )  # fmt: skip
+    return {
+        "settings": settings,  # that differ from the defaults of what was chosen
+        "about": about, "directory": str(directory), "begins": begins, "steps": steps,
+        "parameters": prepared.model.parameters(), "trainable": sum(t.size for t in plan.trainable),
+        "units": units,
+        "units_per_step": learned,  # targets that count, on average of the steps that were tried
+        units: round(steps * learned),
+        "epochs": steps * learned / known if known else None,  # None: data do not say how large they are
+        "batch_bytes": batch,
+        "weights_bytes": weights,  # of what trains, with gradients and the optimiser's state
+        "frozen_bytes": _frozen_bytes(prepared),
+        "checkpoint_bytes": snapshot_bytes(plan) if saves else 0,  # of its copy
+        "free_bytes": available_bytes(),
+        "flops_per_step": flops, "flops": steps * flops,
+        "tried": tried,
+        "seconds": tried["ready"] + steps * tried["step"] + tried["evaluations"] * tried["evaluation"],
+        "warnings": list(prepared.warnings),
+    }  # fmt: skip
+
+
+def _lines_of_run(told: Mapping[str, Any]) -> list[str]:
+    """Return what was found of a run, for a person."""
+    tried, units, epochs, free = told["tried"], told["units"], told["epochs"], told["free_bytes"]
+    again = "" if epochs is None else f", {epochs:.3g} times through the data"
+    behind = f" behind step {told['begins']}" if told["begins"] else ""
+    parts = {"a batch": told["batch_bytes"], "weights that train, gradients and optimiser": told["weights_bytes"]}
+    parts |= {"frozen weights": told["frozen_bytes"]} if told["frozen_bytes"] else {}
+    parts |= {"a checkpoint's copy": told["checkpoint_bytes"]} if told["checkpoint_bytes"] else {}
+    of = "" if free is None else f" of {in_bytes(free)} that are free"
+    held = in_bytes(tried["process_bytes"])
+    held += f", and of its device's memory {in_bytes(tried['device_bytes'])}" if tried["device_bytes"] else ""
+    took = f"{counted(told['steps'], 'step')} of {duration(tried['step'])}"
+    if tried["evaluations"]:
+        took += f" and {counted(tried['evaluations'], 'eval')} of {duration(tried['evaluation'])}"
+    per_step, in_all = count(told["units_per_step"]), count(told["steps"] * told["units_per_step"])
+    lines = [
+        *([f"settings {' '.join(told['settings'])}"] if told["settings"] else []),
+        *map(_aligned, told["about"]),
+        f"trains   {count(told['trainable'])} parameters; the model, as exported, has {count(told['parameters'])}",
+        f"steps    {told['steps']}{behind}, each of {per_step} {units}: {in_all} in all{again}",
+        f"memory   at least {in_bytes(sum(parts.values()))}{of}: "
+        + ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items()),
+        f"         with the steps that were tried the process held {held}",
+        f"compute  {told['flops_per_step'] / 1e9:.3g} GFLOP a step, {told['flops'] / 1e9:.3g} in all",
+        f"time     about {duration(told['seconds'])}: {took}, {duration(tried['ready'])} to begin",
+        f"         {counted(tried['steps'], 'step')} were tried; callbacks, checkpoints and exports come on top",
+        f"writes   {short(Path(told['directory']))}",
+        *(f"warning  {line}" for line in told["warnings"]),
+        NOTHING,
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def _aligned(line: str) -> str:
+    """Return a line of a run's introduction with its text in the column of the others."""
+    name, _, rest = line.partition(" ")
+    return f"{name:<8} {rest.lstrip()}"
 
 
 def _frozen_bytes(prepared: Prepared) -> int:
@@ -205,8 +168,11 @@ def _differing(request: Request, composed: Composed) -> list[str]:
     return [*(str(o.input_line) for o in chosen), *composed.unlike(usual)]
 
 
-def _try_steps(prepared: Prepared, begins: int) -> Tried:
-    """Take a few steps and held-out batches, as the run would, on weights that are dropped afterwards."""
+def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
+    """Take a few steps and held-out batches, as the run would, on weights that are dropped afterwards.
+
+    Return the seconds to the end of the first one (`ready`), of a step, of an evaluation and of all after `ready`.
+    """
     settings, began = prepared.config.settings, time.perf_counter()
     learned: list[int] = []
     with contextlib.closing(EngineStepper(prepared)) as stepper:
@@ -228,17 +194,13 @@ def _try_steps(prepared: Prepared, begins: int) -> Tried:
         seconds_of_a_step(WARM_UP_STEPS, WARM_UP)
         step = seconds_of_a_step(STEPS, SLICE)
         evals = evaluations(begins, settings.steps, settings.eval_every)
-        return Tried(
-            ready=ready - began,
-            step=step,
-            evaluation=_evaluation(prepared, stepper) if evals else 0.0,
-            evaluations=evals,
-            steps=len(learned),
-            learned=sum(learned) / len(learned),
-            seconds=time.perf_counter() - ready,
-            device_bytes=stepper.device_bytes(),
-            process_bytes=memory_bytes()[1],
-        )
+        return {
+            "ready": ready - began, "step": step,
+            "evaluation": _evaluation(prepared, stepper) if evals else 0.0,
+            "evaluations": evals,  # of the whole run
+            "steps": len(learned), "learned": sum(learned) / len(learned), "seconds": time.perf_counter() - ready,
+            "device_bytes": stepper.device_bytes(), "process_bytes": memory_bytes()[1],
+        }  # fmt: skip
 
 
 def _evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
@@ -272,57 +234,6 @@ class Shape:
     found: Mapping[str, Any] | None = None  # what --dry-run --json says of the first one; None: it was not tried
 
 
-@dataclass(frozen=True)
-class SweepDryRun(Answer):
-    """All that is said of a sweep, as plain data, and its launcher's words."""
-
-    told: Mapping[str, Any]
-    how: str
-    notes: Sequence[str]
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return dict(self.told)
-
-    def lines(self) -> list[str]:
-        """Return it for a person."""
-        told, shapes = self.told, self.told["shapes"]
-        jobs, left = counted(told["jobs"], "job"), told["not_tried"]
-        lines = [f"sweep    {short(Path(told['directory']))}, {jobs}, {self.how} ({told['launcher']})"]
-        lines += [f"settings {' '.join(told['settings'])}"] if told["settings"] else []
-        lines += [f"search   {told['search']}"] if told["search"] else []
-        for key, values in told["varied"].items() if not told["search"] else ():
-            more = f",... ({len(values)} values)" if len(values) > 12 else ""
-            lines.append(f"varies   {key}={','.join(values[:12])}{more}")
-        lines += map(_aligned, shapes[0]["about"])
-        head = ["jobs", "parameters", "train", "memory", "held", "step", "eval", "GFLOP a step", "start", "settings"]
-        lines += ["", *columns([head, *map(_row, shapes)], right=range(9)), ""]
-        if left:
-            mean = f"the mean of the {len(shapes)} that were tried"
-            lines.append(f"guessed  {counted(len(left), 'job')} of other shapes, which were not tried, count as {mean}")
-        one = told["seconds_of_jobs"].values()
-        each = duration(min(one)) if max(one) < 1.05 * min(one) else f"{duration(min(one))} to {duration(max(one))}"
-        return [
-            *lines,
-            f"compute  {told['flops'] / 1e9:.3g} GFLOP in all",
-            f"time     about {duration(told['seconds'])}: {jobs}, {each} each, {self.how}",
-            *(f"         {note}" for note in self.notes if note),
-            "         callbacks, checkpoints and exports come on top",
-            NOTHING,
-        ]
-
-
-def _row(shape: Mapping[str, Any]) -> list[str]:
-    tried = shape["tried"]
-    least = sum(shape[f"{part}_bytes"] for part in ("batch", "weights", "frozen", "checkpoint"))
-    return [
-        str(len(shape["jobs"])), count(shape["parameters"]), count(shape["trainable"]), in_bytes(least),
-        in_bytes(tried["device_bytes"] or tried["process_bytes"]), duration(tried["step"]),
-        duration(tried["evaluation"]) if tried["evaluations"] else "-", f"{shape['flops_per_step'] / 1e9:.3g}",
-        duration(shape["start"]), " ".join(shape["own"]) or "(all alike)",
-    ]  # fmt: skip
-
-
 def dry_run_sweep(runner: Runner, as_json: bool) -> int:
     """Say what the jobs of a sweep would be; return 2 if one that is tried is refused, and 1 if one fails."""
     try:
@@ -341,7 +252,8 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
                 codes.append(error.exit_code)
         status("")
         if any(shape.found for shape in shapes):
-            _sum(shapes, runner, root).show(Arguments(json=as_json))
+            told = _sum(shapes, runner, root)
+            tell(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_sweep(told, runner)))
         return 1 if 1 in codes else max(codes)
     finally:
         runner.close()
@@ -410,7 +322,7 @@ def _words(job: Job, runner: Runner, root: Path) -> list[str]:
     return [*shared_words(asked), *job.overrides, *place, f"hydra.job.num={job.number}"]
 
 
-def _sum(shapes: Sequence[Shape], runner: Runner, root: Path) -> SweepDryRun:
+def _sum(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
     """Add up what was found; jobs of shapes that were not tried count as the mean."""
     launcher, asked, search = runner.launcher, runner.asked, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
@@ -444,13 +356,54 @@ def _sum(shapes: Sequence[Shape], runner: Runner, root: Path) -> SweepDryRun:
     for job in sorted((job for shape in shapes for job in shape.jobs), key=lambda job: job.number):
         for key, _, value in (word.partition("=") for word in job.overrides):
             varied.setdefault(key, {})[value] = None
-    told = {
+    return {
         "directory": str(root), "settings": asked.memory["settings"],
         "varied": {key: list(values) for key, values in varied.items()}, "search": search, "jobs": len(seconds),
         "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": entries,
         "not_tried": left, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
     }  # fmt: skip
+
+
+def _lines_of_sweep(told: Mapping[str, Any], runner: Runner) -> list[str]:
+    """Return what was found of a sweep, for a person."""
+    shapes, search, left, prune = told["shapes"], told["search"], told["not_tried"], runner.asked.settings.prune
+    jobs, how = counted(told["jobs"], "job"), runner.launcher.describe(told["at_once"])
+    lines = [f"sweep    {short(Path(told['directory']))}, {jobs}, {how} ({told['launcher']})"]
+    lines += [f"settings {' '.join(told['settings'])}"] if told["settings"] else []
+    lines += [f"search   {search}"] if search else []
+    for key, values in told["varied"].items() if not search else ():
+        more = f",... ({len(values)} values)" if len(values) > 12 else ""
+        lines.append(f"varies   {key}={','.join(values[:12])}{more}")
+    lines += map(_aligned, shapes[0]["about"])
+    head = ["jobs", "parameters", "train", "memory", "held", "step", "eval", "GFLOP a step", "start", "settings"]
+    lines += ["", *columns([head, *map(_row, shapes)], right=range(9)), ""]
+    if left:
+        mean = f"the mean of the {len(shapes)} that were tried"
+        lines.append(f"guessed  {counted(len(left), 'job')} of other shapes, which were not tried, count as {mean}")
+    one = told["seconds_of_jobs"].values()
+    each = duration(min(one)) if max(one) < 1.05 * min(one) else f"{duration(min(one))} to {duration(max(one))}"
     points = "its points are yet to be chosen: these are runs at the ends of intervals, and at each value"
-    prunes = f"without what sweep.prune={asked.settings.prune} saves"
-    notes = [launcher.caveat(at_once), points if search else "", prunes if asked.settings.prune else ""]
-    return SweepDryRun(told, launcher.describe(at_once), notes)
+    notes = [
+        runner.launcher.caveat(told["at_once"]),
+        points if search else "",
+        f"without what sweep.prune={prune} saves" if prune else "",
+        "callbacks, checkpoints and exports come on top",
+    ]
+    return [
+        *lines,
+        f"compute  {told['flops'] / 1e9:.3g} GFLOP in all",
+        f"time     about {duration(told['seconds'])}: {jobs}, {each} each, {how}",
+        *(f"         {note}" for note in notes if note),
+        NOTHING,
+    ]
+
+
+def _row(shape: Mapping[str, Any]) -> list[str]:
+    tried = shape["tried"]
+    least = sum(shape[f"{part}_bytes"] for part in ("batch", "weights", "frozen", "checkpoint"))
+    return [
+        str(len(shape["jobs"])), count(shape["parameters"]), count(shape["trainable"]), in_bytes(least),
+        in_bytes(tried["device_bytes"] or tried["process_bytes"]), duration(tried["step"]),
+        duration(tried["evaluation"]) if tried["evaluations"] else "-", f"{shape['flops_per_step'] / 1e9:.3g}",
+        duration(shape["start"]), " ".join(shape["own"]) or "(all alike)",
+    ]  # fmt: skip

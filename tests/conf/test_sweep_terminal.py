@@ -117,7 +117,6 @@ def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsy
     for job in jobs[:40]:
         board.begin(job)
     board.begin(jobs[40])
-    board.leave(jobs[40])
     board.ended(jobs[40])
     board.hear(jobs[0], "x\x1b[2J" * 50)
     lines = board.lines()

@@ -140,5 +140,8 @@ def _settings(request: Request, own: Sequence[Any]) -> Sweep:
     settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
     if settings.isolate and getattr(os, "fork", None) is None:  # only pipes of POSIX can be waited for so
         raise UserError("sweep.isolate=true: no jobs in processes of their own on Windows; sweep.isolate=false, or WSL")
+    if not settings.isolate and settings.launcher != Serial.name:
+        what = f"runs one job after another in this process, without {settings.launcher}"
+        raise UserError(f"sweep.isolate=false: {what}")
     _launcher_class(settings).check(settings)
     return settings

@@ -32,8 +32,7 @@ class Board:
     ranking: Callable[[], Ranking[Job]]
     at_once: int
     _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # since when, and the last line
-    _walls: dict[int, float] = field(default_factory=dict)  # seconds of processes that have ended
-    _took: list[float] = field(default_factory=list)  # and those of the jobs that came to an answer
+    _took: list[float] = field(default_factory=list)  # seconds of the jobs that came to an answer
     _best: str = ""
     _height: int = 0  # lines that stand there
     _drawn: float = 0.0
@@ -52,17 +51,12 @@ class Board:
             self._running[job.number] = (job, self._running[job.number][1], line.strip())
         self.draw(soon=True)
 
-    def leave(self, job: Job) -> None:
-        """Take off a job whose process has ended."""
+    def ended(self, job: Job) -> None:
+        """Take off a job that has ended, and count it."""
         if job.number in self._running:
             _, since, _ = self._running.pop(job.number)
-            self._walls[job.number] = time.monotonic() - since
-
-    def ended(self, job: Job) -> None:
-        """Count a job whose outcome is known."""
-        seconds = self._walls.pop(job.number, None)
-        if job.status in ANSWERED and seconds is not None:
-            self._took.append(seconds)
+            if job.status in ANSWERED:
+                self._took.append(time.monotonic() - since)
         self._looked.ask(len(self.jobs()))
 
     def _look(self) -> None:

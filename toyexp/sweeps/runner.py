@@ -59,10 +59,6 @@ class Runner:
             self._watch.folder = folder
             source.resume(self._unfinished(folder))
 
-    @property
-    def _is_quiet(self) -> bool:
-        return "--json" in self.asked.flags
-
     def run(self) -> int:
         """Run the jobs; return the exit code of the sweep."""
         try:
@@ -71,8 +67,8 @@ class Runner:
                 self.launcher.connect()
             folder = self._open()
             self._advise()
-            at_once, watched = self.launcher.limit(), self.launcher.is_watched
-            self._watch.board = board_for(self.source.in_sight, self._ranking, at_once, watched)
+            several = self.launcher.is_forked and not self.launcher.alone  # lines at the same time
+            self._watch.board = board_for(self.source.in_sight, self._ranking, self.launcher.limit(), several)
             if folder:
                 with self._signals():
                     for job, ended in self.launcher.run(self._placed(), self._watch):
@@ -114,7 +110,7 @@ class Runner:
                     job.status = Status.KILLED
                 except Owned as owner:
                     say(f"[{job.number}] {job.label}: {owner}")
-        if not self._is_quiet:
+        if "--json" not in self.asked.flags:
             self._say_missing(folder)
         retry = self.asked.settings.retry
         left = [j for j in self.source.jobs if j.status in UNFINISHED or (retry and self.source.may_retry(j))]
@@ -138,7 +134,7 @@ class Runner:
     def prepare(self) -> bool:
         """Check each value before the first job starts; return whether a job cannot be, which has ended."""
         self.launcher.preload(shared_words(self.asked.memory), self._stop)
-        wrong = self.source.check(self.configs, self.folder is None, self._is_quiet)
+        wrong = self.source.check(self.configs, self.folder is None)
         for job in [job for job in self.source.jobs if job.number in wrong]:
             self._end(job, Ended.of(wrong[job.number]))
         return bool(wrong)

@@ -11,8 +11,6 @@ from toyexp.base.terminal import say, status
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
 
-MANY = 100  # jobs that it takes a moment to check
-
 
 class JobSource:
     """Jobs that are known from the start: every combination of values, or those that are left of them."""
@@ -34,14 +32,12 @@ class JobSource:
         """Run only these of the jobs that there are."""
         self._left = OrderedDict((job.number, job) for job in jobs)
 
-    def check(self, configs: JobConfigs, is_new: bool, quiet: bool) -> Mapping[int, UserError]:
+    def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
         """Return what is wrong with jobs, by their numbers; raise UserError for what is wrong with all of them."""
         new = [job for job in self._left.values() if job.directory is None]
         if not new:
             return {}
-        if len(new) > MANY and not quiet:
-            say(f"sweep   {len(new)} jobs; their settings are checked, each value once")
-        status("checking the settings of the jobs")
+        status(f"checking the settings of {len(new)} jobs")
         wrong = first_look(new, configs)
         if is_new:
             require_directories(new, configs)

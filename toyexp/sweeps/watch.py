@@ -1,4 +1,4 @@
-"""What a launcher tells its sweep: jobs begin, print and leave; a person sees lines, or a board."""
+"""What a launcher tells its sweep: jobs begin and print; a person sees lines, or a board."""
 
 from __future__ import annotations
 
@@ -50,12 +50,6 @@ class Watch:
                 self.board.hear(job, line)
         else:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
-
-    def leave(self, job: Job) -> None:
-        """Note that the process of a job has ended."""
-        if self.board:
-            with self._printing:
-                self.board.leave(job)
 
     def ended(self, job: Job) -> None:
         """Show what became of a job."""

@@ -88,7 +88,6 @@ class Cluster(Launcher):
 
     retries = 0  # how often a job that was lost is begun again
 
-    @abstractmethod
     def begin(self, folder: Path) -> None:
         """Prepare for the first job of the sweep in this directory."""
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -117,7 +117,9 @@ class Forked:
                 stack.enter_context(its_output)
             order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
             with contextlib.suppress(ConnectionError):  # nobody answers then
-                tell(control, order, [file.fileno() for file in (its_input, its_output, its_errors, end)])
+                control.send(order)
+                for file in (its_input, its_output, its_errors, end):  # STREAMS of the fork server
+                    send_handle(control, file.fileno(), None)
         try:
             self.pid = self._channel.recv()
             if self.pid < 0:
@@ -150,10 +152,6 @@ class Forked:
             if self.poll() is None:
                 os.kill(self.pid, sig)
 
-    def kill(self) -> None:
-        """End it at once."""
-        self.send_signal(signal.SIGKILL)
-
     def __enter__(self) -> Forked:
         return self
 
@@ -173,19 +171,3 @@ def _pipe() -> tuple[FileIO, FileIO]:
     """Return the ends of a new pipe that are read from and written to."""
     reading, writing = os.pipe()
     return FileIO(reading), FileIO(writing, "w")
-
-
-# -- what is said between the two -------------------------------------------------------------------------------------
-
-
-def tell(channel: Connection, message: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Send a message, and open files after it."""
-    channel.send((message, len(files)))
-    for file in files:
-        send_handle(channel, file, None)
-
-
-def hear(channel: Connection) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message and the files that came with it; raises EOFError if the sender has gone."""
-    message, count = channel.recv()
-    return message, [recv_handle(channel) for _ in range(count)]

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -32,9 +33,9 @@ from toyexp.config.schema import AUTO, Source
 from toyexp.interfaces.engine import Engine
 from toyexp.plugins.discovery import keep as keep_plugins
 from toyexp.sweeps.begin import FLAGS
-from toyexp.sweeps.launchers.forking import hear
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+STREAMS = 4  # files of a job: the standard ones, and the channel that hears how it ended
 DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers open once they are in use
 
 
@@ -50,7 +51,7 @@ def serve() -> bool:
         control.send(fit)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
         while fit:
-            order, files = hear(control)
+            order, files = control.recv(), [recv_handle(control) for _ in range(STREAMS)]
             with contextlib.suppress(Exception):
                 _composed(order["words"])
             if _forked(control, files):

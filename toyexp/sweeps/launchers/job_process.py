@@ -64,7 +64,7 @@ class Stop:
             try:
                 process.wait(max(until - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.send_signal(signal.SIGKILL)
 
     @contextlib.contextmanager
     def watching(self, process: Process) -> Iterator[None]:

@@ -97,11 +97,6 @@ class Launcher(ABC):
         return self.limit() == 1 and not self.is_stacked
 
     @property
-    def is_watched(self) -> bool:
-        """Whether a terminal shows a board of the jobs."""
-        return self.is_stacked or (self.is_forked and not self.alone)
-
-    @property
     def start(self) -> Start:
         """Return the function that starts the process of a job."""
         return self._forks.start if self._forks else spawned

@@ -83,6 +83,8 @@ class OnRay(Cluster):
 
         Raises UserError for a cluster that is not there, or cannot take any job.
         """
+        import ray
+
         settings, own = self.settings.ray, self.share
         os.environ.update({**SETTINGS, **os.environ})
         address = settings.cluster()
@@ -101,11 +103,7 @@ class OnRay(Cluster):
         self.share = own._replace(jobs=limit)
         where = f"{address}, {counted(len(self._nodes), 'node')}" if address else "a cluster of its own on this machine"
         say(f"ray     {where}: {counted(limit, 'job')} at once, {each} each")
-
-    def begin(self, folder: Path) -> None:
-        import ray
-
-        self._task = ray.remote(num_cpus=self._cores, num_gpus=self._gpus, max_retries=0, max_calls=0)(_at_node)
+        self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_at_node)
 
     def limit(self) -> int:
         if self.settings.jobs or not self._nodes:

@@ -13,10 +13,8 @@ from functools import partial
 from typing import TypeVar
 
 from toyexp.base.attribution import of_a_part
-from toyexp.base.errors import UserError
 from toyexp.base.process_state import contained
 from toyexp.base.terminal import on_terminal, say, silent
-from toyexp.config.top_level import Sweep
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
 from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.gpus import visible
@@ -54,7 +52,6 @@ class Processes(Launcher):
                 order = replace(watch.order(job), gpus=gpus, cores=self.share.cores)
                 terminal = self.alone and on_terminal()
                 ended = run_process(order, watch.stop, partial(watch.hear, job), terminal=terminal, start=self.start)
-                watch.leave(job)
             hand_on((job, ended))
 
         return side_by_side(jobs, work, self.limit())
@@ -77,22 +74,13 @@ class InProcess(Launcher):
     name = "serial"
     has_several = False
 
-    @classmethod
-    def check(cls, settings: Sweep) -> None:
-        if settings.launcher != cls.name:
-            what = f"runs one job after another in this process, without {settings.launcher}"
-            raise UserError(f"sweep.isolate=false: {what}")
-        super().check(settings)
-
     def describe(self, at_once: int) -> str:
         return f"{super().describe(at_once)} in one process"
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
         for job in jobs:
             watch.begin([job])
-            ended = self._run(job, watch)
-            watch.leave(job)
-            yield job, ended
+            yield job, self._run(job, watch)
 
     def _run(self, job: Job, watch: Watch) -> Ended:
         try:

@@ -200,7 +200,11 @@ class Stacks:
             return
         found: Stack | Exception
         try:
-            found = _realized([*begun.values()])
+            if len(lives) == 1:
+                found = begun[lives[0]].answer()
+            else:
+                with running_out():
+                    found = begun[lives[0]].engine.realize_stack([request.plan for request in begun.values()])
         except Exception as error:
             found = error
         if len(lives) > 1 and isinstance(found, RunFailed):
@@ -232,14 +236,6 @@ class Stacks:
     def _ended(self, number: int, ended: Ended) -> None:
         sys.stdout.flush()
         self.tell(ended=number, code=ended.code, error=ended.error)
-
-
-def _realized(requests: Sequence[Realize]) -> Stack:
-    """Return open sessions of all of them; raise RunFailed where memory ran out."""
-    if len(requests) == 1:
-        return requests[0].answer()
-    with running_out():
-        return requests[0].engine.realize_stack([request.plan for request in requests])
 
 
 class Life(Generator[Any, Any, None]):

@@ -78,12 +78,8 @@ class Stacks(Processes):
 
     def _trained(self, jobs: Sequence[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
         def work(part: Sequence[Job], hand_on: Ends) -> None:
-            def left(end: tuple[Job, Ended]) -> None:
-                watch.leave(end[0])
-                hand_on(end)
-
             with self.gpus.some(self.share.gpus) as own:
-                self._until_ended(part, own, watch, left)
+                self._until_ended(part, own, watch, hand_on)
 
         parts = itertools.takewhile(lambda _: not watch.stop.requested, dealt(jobs, self.limit()))
         return side_by_side(parts, work, self.limit())

@@ -57,7 +57,7 @@ class Search(JobSource):
 
     # -- before the first job --
 
-    def check(self, configs: JobConfigs, is_new: bool, quiet: bool) -> Mapping[int, UserError]:
+    def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
         """See JobSource."""
         status("checking the values of the search")
         for error in first_look(self.samples, configs).values():

@@ -30,8 +30,7 @@ class OnSubmitit(Cluster):
         cluster, share = self.settings.submitit.cluster, self.demand(jobs, 0)
         if cluster == "slurm" or (cluster is None and shutil.which("srun")):
             return share
-        here = self.on_this_machine(share)
-        return here._replace(jobs=self.total) if self.settings.search and not self.settings.jobs else here
+        return self.on_this_machine(share)
 
     def connect(self) -> None:
         executor(Path(tempfile.gettempdir()), self.settings.submitit, self.share.gpus)

@@ -471,9 +471,7 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
         (["seed=range(0,2)", "seed=2,3"], "seed=range(0,2) seed=2,3: seed is given twice; give its values once"),
         (["seed=0,1", "lr=1", "seed=2"], "seed=0,1 seed=2: seed is given twice"),
         (["lr=[1e-3,1e-2]"], "lr=[1e-3,1e-2]: several values of a sweep stand without brackets: lr=1e-3,1e-2"),
-        (["lr=1e-3..1e-2"], "several values of a sweep are lr=1e-3,1e-2"),
         (["seed=0,1", "sweep.dir=s"], "did you mean hydra.sweep.dir?"),
-        (["seed=0:3"], "several values of a sweep are seed=range(0,3)"),
     ],
 )
 def test_how_several_values_are_written_is_told_before_the_first_job(words, told, capsys):

@@ -349,20 +349,15 @@ class Switches:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Sets what differs, and puts it back."""
-        undo: list[Callable[[], object]] = []
-        threads = torch.get_num_threads()
-        if self.threads is not None and threads != self.threads:
-            torch.set_num_threads(self.threads)
-            undo.append(lambda: torch.set_num_threads(threads))
-        if self._deterministic and not torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(True)
-            undo.append(lambda: torch.use_deterministic_algorithms(False))
-        matmul = torch.backends.cuda.matmul
-        if self._tf32 is not None and matmul.allow_tf32 != self._tf32:
-            matmul.allow_tf32 = self._tf32
-            undo.append(lambda: setattr(matmul, "allow_tf32", not self._tf32))
-        try:
+        threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
+        with contextlib.ExitStack() as undo:
+            if self.threads is not None and threads != self.threads:
+                torch.set_num_threads(self.threads)
+                undo.callback(torch.set_num_threads, threads)
+            if self._deterministic and not torch.are_deterministic_algorithms_enabled():
+                torch.use_deterministic_algorithms(True)
+                undo.callback(torch.use_deterministic_algorithms, False)
+            if self._tf32 is not None and matmul.allow_tf32 != self._tf32:
+                matmul.allow_tf32 = self._tf32
+                undo.callback(setattr, matmul, "allow_tf32", not self._tf32)
             yield
-        finally:
-            for put_back in undo:
-                put_back()

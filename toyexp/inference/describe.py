@@ -1,8 +1,4 @@
-"""What is in a GGUF file, and what can be done with it here: what `toyexp describe` shows.
-
-Reads headers, and numbers as far as `uses` looks. What a file says of itself is a stranger's text: shown through
-`printable`, and never rendered.
-"""
+"""Say what is in a GGUF file and what can be done with it; a stranger's text is shown through `printable` alone."""
 
 from __future__ import annotations
 

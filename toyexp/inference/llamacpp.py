@@ -1,7 +1,6 @@
-"""llama.cpp writes text, in a process of its own: on some files it ends its process.
+"""Write text by llama.cpp, in a process of its own, as some files end it: it reads a `Task` and prints `Answer`s.
 
-Its module run as a program reads a `Task` and answers in lines, an `Answer` each, both in JSON. Its key/value cache is
-float32 and flash attention off, so that nothing is rounded that our engines do not round.
+Its key/value cache is float32 and flash attention off, so that nothing is rounded that our engines do not round.
 """
 
 from __future__ import annotations

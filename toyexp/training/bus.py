@@ -173,8 +173,7 @@ class Bus:
     ) -> list[Exception]:  # fmt: skip
         """Call on_end of every callback, recorders (`closes_last`) last; return what was raised.
 
-        Recorders are told the first failure as the error of a run that had none. An interruption (a second Ctrl-C) is
-        raised again once all were called. `signal` returns a first Ctrl-C, which makes a completed run interrupted.
+        Recorders are told the first failure. A second Ctrl-C is raised once all were called; `signal` returns a first.
         """
         self._ending = True
         raised: list[BaseException] = []

@@ -10,6 +10,7 @@ minimum rounds. A compiler may fuse the two as it likes: the numbers stay the sa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -24,6 +25,7 @@ from toyexp.formats import GGUF_TYPES, in_place, opened
 
 CHUNK = 1 << 18  # numbers that the CPU makes at a time
 WHOLE = {"F16": torch.float16, "BF16": torch.bfloat16}  # types without blocks
+log = logging.getLogger("toyexp")
 SIZES = {name: (per_block, block_bytes) for name, per_block, block_bytes in GGUF_TYPES.values()}
 
 
@@ -76,10 +78,13 @@ def _in_chunks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _for_gpus() -> Callable[[Tensor, str, torch.dtype], Tensor]:
-    """Return the kernels in Triton, or the ops where there is no Triton."""
+    """Return the kernels in Triton, tried on a few zeros, or the ops where Triton is missing or fails."""
     try:
         from toyexp_torch.kernels import unpack
-    except ImportError:
+
+        unpack.unpacked(torch.zeros(4 * SIZES["Q8_0"][1], dtype=torch.uint8, device="cuda"), "Q8_0", torch.float32)
+    except Exception as error:  # of no one kind: no C compiler, a driver that Triton does not know
+        log.info("types are unpacked op by op, which is slower: %s", str(error).strip().partition("\n")[0])
         return _unpacked
     return unpack.unpacked
 

@@ -290,11 +290,10 @@ class SweepReport:
     def __init__(self) -> None:
         self._report = Report("")
         self._next = time.monotonic() + FIRST
-        self._failed = False
 
     def __call__(self, sweep: Path, last: bool) -> None:
         """Writes it, if it is time or this is the `last` call, which says where it is, or why there is none."""
-        if self._failed or not (last or time.monotonic() >= self._next):
+        if not last and time.monotonic() < self._next:
             return
         began, path = time.monotonic(), sweep / NAME
         try:
@@ -306,14 +305,11 @@ class SweepReport:
             self._report.title = short(sweep)
             self._report.importance = importance_of(sweep)
             self._report.write(Comparison.of(runs, metric_of([sweep])), path)
-        except Unavailable as error:
+        except Exception as error:  # also a full disk, or a run that somebody is taking away
             self._next = math.inf
+            log.info("%s: not written (%s)", path, error)
             if last:
                 say(f"report  none: {error}, or leave it out: sweep.report=false")
-        except Exception as error:  # a full disk, or a run that somebody is taking away
-            self._failed = True
-            log.warning("%s: not written (%s)", path, error)
-            say(f"report  none: {path.name} was not written ({error})")
         else:
             self._next = time.monotonic() + max(FIRST, (time.monotonic() - began) / SHARE)
             if last:

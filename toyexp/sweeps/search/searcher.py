@@ -173,10 +173,8 @@ class Search(JobSource):
         before, self._data = len(self._data), self._data | {sources_of(job).get("data", "")} - {""}
         if len(self._data) > 1 >= before:
             say("note    the data differ between points: the search goes on, and their scores do not compare")
-        if any(map(_is_bad, jobs)):
-            self._study.tell(job.trial, None)
-        elif len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs):
-            self._study.tell(job.trial, statistics.fmean(self._scores(jobs)))
+        if self._is_done(jobs):
+            self._study.tell(job.trial, None if any(map(_is_bad, jobs)) else statistics.fmean(self._scores(jobs)))
 
     def _score(self, job: Job) -> float | None:
         metric, loss = self._settings.metric, job.result.get("eval_loss")

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,10 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return lines
 
 
-def as_csv(table: Sequence[Sequence[str]]) -> str:
+def as_csv(table: Iterable[Sequence[object]]) -> str:
     """Return rows as comma-separated values; a text that a spreadsheet would run as a formula gets a leading quote."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([_inert(cell) for cell in row] for row in table)
+    csv.writer(text, lineterminator="\n").writerows([_inert(cell) if isinstance(cell, str) else cell for cell in row] for row in table)
     return text.getvalue()
 
 

@@ -82,8 +82,7 @@ class Runs(Answer):
         """The same as a table of every column."""
         scores = self._scores
         rows = [[shown(r.path), *(getattr(r, c) for c in COLUMNS), *map(r.scores.get, scores)] for r in self.runs]
-        cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-        return as_csv([["path", *COLUMNS, *scores], *cells])
+        return as_csv([["path", *COLUMNS, *scores], *rows])
 
     @property
     def _scores(self) -> list[str]:

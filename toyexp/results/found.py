@@ -223,41 +223,37 @@ def look(path: Path) -> Run:
     )  # fmt: skip
 
 
+OF_AN_EVAL = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # what is no score of the model's
+
+
 def last_numbers(path: Path) -> dict[str, Any]:
     """What the end of the events tells of a run that has left no result."""
     found: dict[str, Any] = {}
-    events, smoothed = _last_events(path / "events.jsonl"), None
-    for event in events:
-        if event.get("kind") == "step" and conforms(event.get("step"), int) and event["step"] > 0:
-            loss = _finite(event.get("loss"))
-            smoothed = smooth_loss(smoothed, math.nan if loss is None else loss, event["step"])
-    for event in reversed(events):
+    smoothed: float | None = None
+    for event in _last_events(path / "events.jsonl"):
         kind, loss = event.get("kind"), _finite(event.get("loss"))
-        if kind == "step" and "steps" not in found and conforms(event.get("step"), int):
-            found |= {"steps": event["step"], "train_loss": smoothed}
-            found["seconds"] = _finite(event.get("t"))
-        elif kind == "eval" and "eval_loss" not in found:
+        step: Any = event.get("step")
+        if kind == "step" and conforms(step, int) and step > 0:
+            smoothed = smooth_loss(smoothed, math.nan if loss is None else loss, step)
+            found |= {"steps": step, "train_loss": smoothed, "seconds": _finite(event.get("t"))}
+        elif kind == "eval":
             scores = {k: v for k, v in event.items() if k not in OF_AN_EVAL and conforms(v, float | int)}
             found |= {"eval_loss": loss, "eval_scores": scores}
     return found
 
 
-OF_AN_EVAL = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # what is no score of the model's
-
-
-def _last_events(path: Path) -> list[dict[str, Any]]:
+def _last_events(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(size - TAIL, 0))
             lines = file.read(TAIL).split(b"\n")[size > TAIL :]
     except (OSError, UserError):
-        return []
-    events = []
+        return
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
-            events.append(json.loads(line))
-    return [event for event in events if isinstance(event, dict)]
+            if isinstance(event := json.loads(line), dict):
+                yield event
 
 
 def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:

@@ -116,9 +116,7 @@ class Report:
     def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
         ranking = comparison.ranking
         shares, why = self.importance or importance_among(comparison)
-        order = {id(entry): place for place, (entry, _) in enumerate(ranking.jobs())}
-        place_of = {id(entry): n for n, point in enumerate(ranking.points) for entry in point.jobs}
-        entries = sorted(comparison.entries, key=lambda entry: order[id(entry)])
+        places = {id(point): place for place, point in enumerate(ranking.points)}
         every = comparison.every_key
         rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
         return {
@@ -140,8 +138,8 @@ class Report:
                  "settings": {key: point.jobs[0].settings.get(key) for key in comparison.keys}}
                 for point in ranking.points
             ],
-            "runs": [self._run(entry, place_of[id(entry)], every, most) for entry in entries],
-            "most": most, "unit": _unit(entries),
+            "runs": [self._run(entry, places[id(point)], every, most) for entry, point in ranking.jobs()],
+            "most": most, "unit": _unit(comparison.entries),
         }  # fmt: skip
 
     def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:

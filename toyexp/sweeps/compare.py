@@ -94,14 +94,16 @@ class Compared(Answer):
         heads = ["run", "name", *found.keys, "seed", "state", self._taken, "held-out loss",
                  *(f"held-out {n}" for n in found.scores), TRAIN, "seconds", "speed", "counted",
                  f"{found.ranking.column} mean", f"{found.ranking.column} std", "best"]  # fmt: skip
-        table, best = [heads], found.ranking.best
+        table: list[list[Any]] = [heads]
+        best = found.ranking.best
         for entry, point in found.ranking.jobs():
             run, known = entry.run, bool(point.values)
-            cells = [short(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
-                     run.state, run.steps, run.loss, *(run.scores.get(n) for n in found.scores), run.train_loss,
-                     run.seconds, run.speed, len(point.values), point.mean if known else None, point.deviation,
-                     "best" if point is best else None]  # fmt: skip
-            table.append(["" if cell is None else str(cell) for cell in cells])
+            table.append([
+                short(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
+                run.state, run.steps, run.loss, *(run.scores.get(n) for n in found.scores), run.train_loss,
+                run.seconds, run.speed, len(point.values), point.mean if known else None, point.deviation,
+                "best" if point is best else None,
+            ])  # fmt: skip
         return as_csv(table)
 
 

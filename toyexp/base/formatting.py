@@ -86,15 +86,16 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 def as_csv(table: Iterable[Sequence[object]]) -> str:
     """Return rows as comma-separated values; a text that a spreadsheet would run as a formula gets a leading quote."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([_inert(cell) if isinstance(cell, str) else cell for cell in row] for row in table)
+    csv.writer(text, lineterminator="\n").writerows([_inert(cell) for cell in row] for row in table)
     return text.getvalue()
 
 
-def _inert(cell: str) -> str:
-    try:
-        float(cell)
-    except ValueError:
-        return f"'{cell}" if cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
+def _inert(cell: object) -> object:
+    if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        try:
+            float(cell)
+        except ValueError:
+            return f"'{cell}"
     return cell
 
 

@@ -54,9 +54,11 @@ def test_a_run_that_is_extended_is_the_longer_run(engine):
     assert json.loads(Path("begun/run/result.json").read_text())["steps"] == 12
 
 
-@pytest.mark.parametrize(("model", "recipe"), [("llama", "scratch"), ("gpt2", "warm"), ("vit", "vit_tiny")])
-@pytest.mark.parametrize(("first", "then"), [("cpu", "ggml"), ("ggml", "cpu")])
-def test_another_engine_goes_on_within_its_tolerance(first, then, model, recipe):
+@pytest.mark.parametrize(
+    ("model", "recipe", "first", "then"),
+    [("llama", "scratch", "cpu", "ggml"), ("gpt2", "warm", "ggml", "cpu"), ("vit", "vit_tiny", "cpu", "ggml")],
+)
+def test_another_engine_goes_on_within_its_tolerance(model, recipe, first, then):
     run(*settings(first, recipe, model), "steps=12", "hydra.run.dir=whole")
     run(*settings(first, recipe, model), "steps=6", "hydra.run.dir=moved")
     run("resume=moved", "steps=12", f"engine={then}", "engine.threads=1")

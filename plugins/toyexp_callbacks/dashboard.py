@@ -41,6 +41,7 @@ class Dashboard(Listener):
     """Base of the callbacks that send a run's numbers to a dashboard."""
 
     library: ClassVar[str]  # the package that it needs
+    begins: ClassVar[str] = "init"  # a name in it: what is left of a package that was removed has none
 
     every: int = 1  # steps between points
 
@@ -61,7 +62,7 @@ class Dashboard(Listener):
         """Raises UserError for values that cannot work, Unavailable without the library."""
         require_within(f"callbacks.{self.name}", self, every="[1,inf)")
         with needed(self.library, f"pip install 'toyexp[{self.name}]'"):
-            importlib.import_module(self.library)
+            getattr(importlib.import_module(self.library), self.begins)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That no step is sent."""
@@ -174,6 +175,7 @@ class Tensorboard(Dashboard):
 
     name: ClassVar[str] = "tensorboard"
     library: ClassVar[str] = "tensorboardX"
+    begins: ClassVar[str] = "SummaryWriter"
 
     def opened(self, run: Run) -> Scalars:
         """A new file beside those of the run before it was resumed, whose later steps it takes back."""

@@ -313,7 +313,7 @@ def test_an_experiment_from_elsewhere_does_not_choose_where_something_is_written
     put("theirs/experiment/swept.yaml", "# @package _global_\nhydra: {sweep: {dir: chosen}}\n")
     for name, key in (("plain", "run"), ("swept", "sweep")):
         line = refused(capsys, "--config-dir", "theirs", f"experiment={name}", *NOOP)
-        assert f"{name}.yaml, line 2: hydra.{key} is not taken" in line and f"hydra.{key}.dir=..." in line
+        assert f"{name}.yaml, line 2: no preset sets hydra.{key}" in line and f"hydra.{key}.dir=..." in line
     put("theirs/experiment/sly.yaml", "# @package _global_\ndefaults: [/model@hydra.run: place]\n")
     put("theirs/model/place.yaml", "dir: chosen")
     line = refused(capsys, "--config-dir", "theirs", "experiment=sly", *NOOP)

@@ -49,6 +49,7 @@ SHORT = 5.0  # seconds of all steps one after another, for which nothing is trie
 SIZES = (4, 16, 64)  # that are tried, and the most that fit
 WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # steps not measured; steps and seconds that are at least; at most
 GAIN, LOSS = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
+MUCH = 0.5  # of the share alone: a GPU on which the most have less is seldom faster with fewer, and they are not tried
 
 _tag: ContextVar[str] = ContextVar("tag", default="")  # what a line begins with of the job that is at work
 
@@ -306,25 +307,33 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
 
 
 def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
-    """Return the size whose jobs have the least share of a step each."""
-    blank = [_blank(prepared) for prepared in alike[:most]]
+    """Return the size whose jobs have the least share of a step each.
+
+    On a GPU the largest comes first, and is taken at once if its jobs have less than `MUCH` of the share of one alone.
+    """
+    blank, on_gpu = [_blank(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
     alone = _seconds(blank[:1])
     if alone * steps < SHORT:
         return most, words
     best, share = 1, alone
-    for size in (*(size for size in SIZES if size < most), most):
+    sizes = [*(size for size in SIZES if size < most), most]
+    for size in sizes[::-1] if on_gpu else sizes:
         try:
             with running_out():
                 now = _seconds(blank[:size]) / size
         except RunFailed:  # that many do not fit
+            if on_gpu:
+                continue
             break
         if now < GAIN * share:
             best, share = size, now
-        elif now > LOSS * share and size > SIZES[0]:
+        elif now > LOSS * share and (on_gpu or size > SIZES[0]):
+            break
+        if on_gpu and best == most and share < MUCH * alone:
             break
     if best == 1:
         return 1, f"{words}; together they are no faster here than alone: they train one after another"
-    took = f"a step of {best} takes {best * share * 1e3:.3g} ms, of one {alone * 1e3:.3g} ms"
+    took = f"a step of {best} takes {best * share * 1e3:,.4g} ms, of one {alone * 1e3:,.4g} ms"
     return best, f"{words}; {took}: {alone / share:.1f} times as fast"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -81,7 +82,9 @@ class Plan:
     groups: tuple[Group, ...] = ()  # which rule changes which tensors; () leaves all to AdamW
 
     def __post_init__(self) -> None:
-        names = {t.name for t in self.tensors}
+        names = Counter(t.name for t in self.tensors)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise UserError(f"plan: tensor {min(repeated)} is listed twice")
         for adapter in self.adapters:
             needed = [adapter.target]
             needed += [adapter.projection] if isinstance(adapter, Lens) else lora_names(adapter.target)

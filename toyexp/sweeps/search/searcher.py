@@ -45,7 +45,8 @@ class Search(JobSource):
         there_are = size(keys)
         self._points = int(min(there_are, settings.trials or there_are))
         if self.total > MOST_JOBS:
-            raise UserError(f"sweep.search={settings.search}: {self._how_many()}; a sweep has at most {MOST_JOBS} jobs")
+            each = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
+            raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MOST_JOBS} jobs")
         self._first_asked = 0  # the step from which on a run may be stopped
         self.description = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
         self._data: set[str] = set()  # digests of the data of the runs that ended

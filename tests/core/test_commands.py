@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp import Arguments, Command, UserError
+from toyexp.base.exit_codes import exit_code_of
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
 from toyexp.plugins.discovery import load
@@ -194,3 +195,15 @@ def test_words_are_told_apart():
 def test_a_wrong_word_is_refused(words, told):
     with pytest.raises(UserError, match=told):
         Two().read(words)
+
+
+@pytest.mark.parametrize(("error", "line"), [
+    (MemoryError("2 GB for a table"), "toyexp: error: out of memory (2 GB for a table)"),
+    (OSError(28, "No space left on device", "there"), "toyexp: error: there: No space left on device"),
+])  # fmt: skip
+def test_what_the_machine_lacks_is_one_line(error, line, capsys):
+    def work() -> int:
+        raise error
+
+    assert exit_code_of(work) == 1
+    assert capsys.readouterr().err.strip() == line

@@ -14,7 +14,7 @@ from drawings import words_of
 from made_runs import made
 from matplotlib.image import imread
 
-from toyexp.base.drawing import COLOURS, is_drawn
+from toyexp.base.drawing import COLOURS, cut, is_drawn
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.found import below, look
@@ -237,3 +237,7 @@ def test_a_sweep_without_plots_leaves_none_and_never_loads_matplotlib(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False", done.stdout
     assert not (tmp_path / "s/plots").exists()
+
+
+def test_a_text_is_cut_only_when_it_is_too_long():
+    assert [cut(text, 3) for text in ("abc", "abcd", "a\nb")] == ["abc", "ab…", "a?b"]

@@ -56,7 +56,7 @@ class RotaryModel(LanguageModel):
             raise UserError(f"{given}: position {self.context} would turn by more than {MOST} radians")
 
     def tensors(self) -> list[TensorSpec]:
-        """Embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0 (the seed's initialiser)."""
+        """Embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0 (as in the original program)."""
         d, ff, q, kv = self.d_model, self.d_ff, self.n_heads * self.head_size, self.n_kv_heads * self.head_size
 
         def linear(name: str, outputs: int, inputs: int) -> TensorSpec:

@@ -139,7 +139,9 @@ class ViT(Model):
     n_heads: int = 4  # attention heads
     d_ff: int = 256  # width inside the feed-forward layer
     patch: int = 2  # pixels along a side of a patch
-    block: str = "layernorm_gelu"  # layernorm_gelu (with biases, the classic) | rmsnorm_silu (no biases, the seed's)
+    block: str = (
+        "layernorm_gelu"  # layernorm_gelu (with biases, the classic) | rmsnorm_silu (no biases, the original program's)
+    )
     norm_eps: float = 1e-5  # added to the variance inside the norms
     image_size: int = 0  # pixels along a side of an image; 0: the data's
     channels: int = 0  # of a pixel; 0: the data's
@@ -186,9 +188,10 @@ class ViT(Model):
         return Patches(dataset.batches(0, rows, seed), self.patch)
 
     def tensors(self) -> list[TensorSpec]:
-        """The seed's initialiser: patches, positions and head N(0, 0.02), class token 0, blocks N(0, 1/sqrt(d)).
+        """Return the tensors, under llama.cpp's names for vision models.
 
-        Under llama.cpp's names for vision models. v.patch_embd.weight, as [d, channels, patch, patch], is the kernel
+        As in the original program patches, positions and the head start from N(0, 0.02), the class token from 0, and
+        blocks from N(0, 1/sqrt(d)). v.patch_embd.weight, as [d, channels, patch, patch], is the kernel
         of a convolution.
         """
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))

@@ -1,6 +1,7 @@
 """LoRA: a frozen model, and low-rank updates of chosen linears that alone are trained (Hu et al. 2021).
 
-The seed's LoRAMetal: A [r, in] from N(0, init_scale), B [out, r] zero, so that training starts from the base itself.
+LoRAMetal of the original program: A [r, in] from N(0, init_scale), B [out, r] zero, so that training starts from the
+base itself.
 """
 
 from __future__ import annotations

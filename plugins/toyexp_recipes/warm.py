@@ -1,6 +1,6 @@
 """Warm start: the token embedding comes from a donor GGUF, read through a lens, and the rest from random values.
 
-The seed's WarmStartMetal: the donor's rows fill a table [vocab, d_donor]; a trainable projection, the lens
+WarmStartMetal of the original program: the donor's rows fill a table [vocab, d_donor]; a trainable projection, the lens
 [d_model, d_donor], brings them to the model's width, x = lens e. The table is frozen unless told otherwise.
 """
 
@@ -117,7 +117,7 @@ class Warm(Recipe):
             file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
-        """Uploads the donor's first rows and the lens over what was drawn; the seed's realize_warm."""
+        """Uploads the donor's first rows and the lens over what was drawn; realize_warm of the original program."""
         vocab, width = session.plan.tensor(TABLE).shape
         file = _with_rows(self.path, vocab, width)
         rows = file.weights(TABLE, rows=vocab)

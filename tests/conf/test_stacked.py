@@ -21,9 +21,9 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.data import opened_once
 from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers import stack as of_stack
+from toyexp.sweeps.launchers import stack_process as of_stack
 from toyexp.sweeps.launchers import stacks
-from toyexp.sweeps.launchers.stack import Tagged
+from toyexp.sweeps.launchers.stack_process import Tagged
 from toyexp.sweeps.launchers.stacks import Stacks, advice, dealt
 from toyexp.training.experiment import prepare
 from toyexp_torch.engines import TorchCPU
@@ -440,7 +440,7 @@ def test_each_run_hears_of_a_signal_and_the_second_is_raised():
 
 
 def test_a_line_says_whose_it_is(tmp_path):
-    from toyexp.sweeps.launchers.stack import _tag
+    from toyexp.sweeps.launchers.stack_process import _tag
 
     with open(tmp_path / "out", "w") as file:
         stream = Tagged(file)

@@ -68,7 +68,7 @@ WRITERS = {
     ("toyexp/sweeps/directory.py", "write_bytes"): FRESH,
     ("toyexp/sweeps/launchers/on_submitit.py", "touch"): "in a folder that mkdtemp has made",
     ("toyexp/sweeps/search/searcher.py", "write_text"): FRESH,
-    ("toyexp/sweeps/launchers/stack.py", "open"): "a pipe that the sweep has made",
+    ("toyexp/sweeps/launchers/stack_process.py", "open"): "a pipe that the sweep has made",
     ("toyexp/sweeps/launchers/stacks.py", "write_text"): "in a folder that TemporaryDirectory has made",
     ("toyexp/base/terminal.py", "open"): "/dev/null",
     ("toyexp/training/checkpoint.py", "open"): "what save_file has just written",

@@ -100,7 +100,7 @@ def run(words: Sequence[str]) -> int:
     flags, settings, resume = read(words)
     request = request_of(flags, settings)
     if STACK in os.environ:
-        from toyexp.sweeps.launchers.stack import train_stack
+        from toyexp.sweeps.launchers.stack_process import train_stack
 
         return train_stack(request)
     if flags.keys() & SHOWING:

@@ -1,1 +1,1 @@
-"""From typed words to checked parts; with commands/ the only place that knows Hydra."""
+"""From typed words to checked parts; with cli/, runner/ and sweeps/ the only place that knows Hydra."""

@@ -13,6 +13,11 @@ from typing import NamedTuple
 from toyexp.interfaces.dataset import Batch, Dataset, InputSpec
 
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss), of nats a token; a loss above 700 counts as 700, as a float64 holds no more."""
+    return math.exp(min(loss, 700))
+
+
 class Figure(NamedTuple):
     """A number that follows from a held-out loss: its name, and how it is shown to a person."""
 
@@ -65,10 +70,9 @@ class Text(Kind):
 
     def figures(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[Figure]:
         """Perplexity, and the bits of a byte where a tokenizer says which bytes a token stands for."""
-        perplexity = math.exp(min(loss, 700))
         bits = self._bits_per_byte(loss, held_out, dataset)
         return [
-            Figure("perplexity", perplexity, f"perplexity {perplexity:.2f}"),
+            Figure("perplexity", perplexity(loss), f"perplexity {perplexity(loss):.2f}"),
             Figure("bits_per_byte", bits, "" if bits is None else f"{bits:.3f} bits per byte"),
         ]
 

@@ -17,6 +17,7 @@ from toyexp.interfaces.callback import Callback, Schedule, answers_lr
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Batches, Dataset
 from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.kind import perplexity
 from toyexp.interfaces.model import Model, sizes_of
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.plan import Plan, idle_groups, turning_decay
@@ -133,6 +134,12 @@ class Outcome:
             self.first_train_loss = self.train_loss
         self.tokens += targets
         self.training_seconds += seconds
+
+    def scores(self) -> dict[str, float]:
+        """Return the scores of an evaluation after this very step; without one, none."""
+        if self.eval_loss is None or self.eval_step != self.steps:
+            return {}
+        return {"loss": self.eval_loss, "ppl": perplexity(self.eval_loss), **self.eval_scores}
 
     @property
     def diverged(self) -> bool:

@@ -68,7 +68,7 @@ def _load(words: Sequence[str], stacks: bool) -> None:
     import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
 
     if stacks:
-        import toyexp.sweeps.launchers.stack  # noqa: F401 - and where nothing trains together
+        import toyexp.sweeps.launchers.stack_process  # noqa: F401 - and where nothing trains together
     request = _composed(words)
     keep_plugins(request.registry)
     composed = request.compose()

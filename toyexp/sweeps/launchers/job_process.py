@@ -24,6 +24,7 @@ from toyexp.sweeps.directory import Ended, Order
 from toyexp.sweeps.launchers.forking import Process, Start, spawned
 from toyexp.sweeps.launchers.gpus import VISIBLE
 
+POLL = 0.2  # seconds between looks at a job's process and output
 LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
 LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
@@ -152,7 +153,7 @@ def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterat
         for pipe in left:
             selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map() and not (ended and time.monotonic() - ended > LINGER):
-            for key, _ in selector.select(0.2):
+            for key, _ in selector.select(POLL):
                 pipe = key.fileobj
                 chunk = os.read(key.fd, 1 << 16)
                 if not chunk:

@@ -14,6 +14,7 @@ from toyexp.base.formatting import counted, short
 from toyexp.base.terminal import say, status
 from toyexp.base.writing import dump_json, in_one_piece
 from toyexp.config.top_level import MOST_JOBS
+from toyexp.interfaces.kind import perplexity
 from toyexp.results.ranking import sources_of
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
@@ -182,7 +183,7 @@ class Search(JobSource):
         found = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
         if found is None or not math.isfinite(found):
             return None
-        return math.exp(min(found, 700)) if metric == "ppl" else float(found)
+        return perplexity(found) if metric == "ppl" else float(found)
 
     def _scores(self, jobs: Sequence[Job]) -> list[float]:
         return [score for score in map(self._score, jobs) if score is not None]

@@ -98,11 +98,11 @@ def train_stack(request: Request) -> int:
             with contextlib.suppress(OSError):  # the sweep is gone, and a signal on its way
                 pipe.write(json.dumps(fields) + "\n")
 
-        return Stacks(request, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
+        return StackProcess(request, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
 
 
 @dataclass
-class Stacks:
+class StackProcess:
     """The jobs of this process, stack by stack."""
 
     request: Request

@@ -182,6 +182,7 @@ VALUES = [
     ("model.rope_base=inf", "model.rope_base=inf: must be a finite number"),
     ("data.max_mb=inf", "data.max_mb=inf: must be a finite number"),
     ("lr=1e-400", "lr=1e-400: is too near to 0"),
+    ("optim.eps=0e-5", "optim.eps=0.0"),
     ("model.tied=2", "model.tied=2: must be true or false"),
     ("batch_size=0", "batch_size=0", "from 1"),
     ("seed=-1", "seed=-1", "from 0"),

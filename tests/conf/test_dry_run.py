@@ -197,6 +197,19 @@ def test_of_a_sweep_that_goes_on_only_what_is_left_is_said_and_a_job_that_cannot
     assert tree() == before
 
 
+def test_a_job_that_goes_on_is_tried_from_its_checkpoint_with_the_plugins_of_its_sweep(capsys):
+    plugins = "plugins=[toyexp.testing.null]"
+    sweep = ["engine=noop", *SMALL[1:], plugins, "checkpoint_every=2", "steps=5", "seed=0", "hydra.sweep.dir=s"]
+    assert main(["-m", *sweep]) == 0
+    state = json.loads(Path("s/sweep.json").read_text())
+    state["jobs"][0]["status"] = "interrupted"
+    Path("s/sweep.json").write_text(json.dumps(state))
+    shutil.rmtree(Path("s", state["jobs"][0]["directory"], "checkpoints/step-5"))
+    capsys.readouterr()
+    told = dry(capsys, "sweep.resume=s", plugins)
+    assert [(shape["begins"], shape["steps"]) for shape in told["shapes"]] == [(4, 1)]
+
+
 def test_a_job_whose_file_is_missing_is_refused_when_it_is_tried(capsys):
     words = ["-m", *SMALL, "recipe=lora", "recipe.base=nowhere.gguf", "seed=0,1", "--dry-run"]
     assert main(words) == 2

@@ -93,6 +93,9 @@ class Trace(Callback):
             deeper()
         if run.seed == 6:
             sys.exit("enough")
+        if run.seed == 10:
+            print("sleeps")
+            time.sleep(30)
         if run.seed == 7:
             subprocess.Popen(["sleep", "100"])  # which holds this process's output open
 """
@@ -234,6 +237,23 @@ def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engin
     assert main([*words, "hydra.run.dir=here"]) == 0
     one, other = (json.loads((place / name / "result.json").read_text()) for name in ("forked", "here"))
     assert one["train_loss"] == other["train_loss"] > 0
+
+
+@forks
+def test_lines_of_an_unbuffered_job_come_at_once_and_one_whose_parent_is_killed_counts_as_killed(place):
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    server = Forks(unbuffered, QUICK, lambda: False)
+    try:
+        began = time.monotonic()
+        with server.start([*QUICK, "seed=10"], unbuffered, False) as process:
+            assert any(line == b"sleeps\n" for line in process.stdout) and process.poll() is None
+            assert time.monotonic() - began < 30  # it sleeps twice as long
+            parent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
+            os.kill(int(parent), signal.SIGKILL)
+            assert process.wait(20) == -signal.SIGKILL
+            os.kill(process.pid, signal.SIGKILL)
+    finally:
+        server.close()
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from toyexp.base.errors import RunFailed
 from toyexp.base.signals import CommonSignals, Interrupted
 from toyexp.base.threads import CORES
 from toyexp.cli.main import main
@@ -94,6 +96,8 @@ class Mishap(Callback):
         if Path("slow").exists() and step == 2:
             Path("asleep").touch()
             time.sleep(40)
+        if Path("silent").exists():
+            os._exit(0)
         if run.seed == 1 and step == 5:
             raise ZeroDivisionError("on purpose")
         if run.seed == 3 and step == 17 and self.kills and not Path("mended").exists():
@@ -247,6 +251,14 @@ def test_one_raises_one_stops_one_kills_the_process_and_resume_finishes_the_othe
         assert_same_steps(together, alone)
 
 
+def test_jobs_whose_process_ends_in_silence_have_failed(request):
+    Path("silent").touch()
+    request.addfinalizer(Path("silent").unlink)
+    words = ["plugins=[wrong_by_seed]", *QUICK, "steps=3", "eval_every=0", "callbacks=[mishap]", "seed=0,4"]
+    assert main(["-m", *words, STACKED, "hydra.sweep.dir=silence"]) == 1
+    assert [job["error"] for job in state("silence")] == ["its process ended without a word of it"] * 2
+
+
 def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=100000", "eval_every=0", "seed=5,6,7", "callbacks=[events]"]
     command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=2", "hydra.sweep.dir=stopped"]
@@ -385,6 +397,14 @@ def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
     assert of_stack.size_of(ready, 10, 0)[0] == 6
 
 
+def test_each_stack_that_shares_a_device_holds_what_does_not_train(ready, monkeypatch):
+    first, *others = ready[0].plan.tensors
+    plan = replace(ready[0].plan, groups=(), tensors=(replace(first, trainable=False), *others))
+    monkeypatch.setattr(TorchCPU, "bytes_in_a_stack", lambda self, plan: 100)
+    monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 2 * (4 * first.size + 500))
+    assert of_stack.size_of([replace(one, plan=plan) for one in ready], 10, 6, shared_by=2)[0] == 4
+
+
 def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
     def costs(**seconds):
         monkeypatch.setattr(of_stack, "_seconds", lambda some: seconds[f"of_{len(some)}"])
@@ -394,6 +414,28 @@ def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
     assert costs(of_1=1.0, of_4=1.6, of_6=3.0)[0] == 4
     jobs, words = costs(of_1=1.0, of_4=4.1, of_6=6.5)
     assert jobs == 1 and "they train one after another" in words
+
+
+def test_on_a_gpu_the_largest_stack_is_tried_first_and_smaller_ones_where_it_gains_little(ready, monkeypatch):
+    monkeypatch.setattr(TorchCPU, "on_gpu", True)
+    monkeypatch.setattr(of_stack, "SIZES", (2, 4))
+
+    def tried(**seconds):
+        sizes = []
+
+        def seconds_of(some):
+            sizes.append(len(some))
+            if seconds[f"of_{len(some)}"] is None:
+                raise RunFailed("out of memory")
+            return seconds[f"of_{len(some)}"]
+
+        monkeypatch.setattr(of_stack, "_seconds", seconds_of)
+        return of_stack.size_of(ready, 10**6, 0)[0], sizes
+
+    assert tried(of_1=1.0, of_6=2.4) == (6, [1, 6])
+    assert tried(of_1=1.0, of_6=4.2, of_4=1.6, of_2=0.6) == (2, [1, 6, 4, 2])
+    assert tried(of_1=1.0, of_6=4.2, of_4=4.0) == (6, [1, 6, 4])
+    assert tried(of_1=1.0, of_6=None, of_4=1.6, of_2=1.0) == (4, [1, 6, 4, 2])
 
 
 def test_the_steps_that_are_tried_are_those_of_the_jobs(ready):

@@ -5,12 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import shells
 
 from toyexp.cli.commands import COMMANDS
-from toyexp.cli.completion import SHELLS, complete, read_line, values_of
+from toyexp.cli.completion import RUNS, SHELLS, complete, read_line, values_of
 from toyexp.cli.main import main
 from toyexp.config import schema
 from toyexp.config.flags import FLAGS
@@ -116,6 +117,16 @@ def test_a_hidden_file_is_offered_once_its_dot_is_typed(offered):
     assert "data.path=.hidden.gguf" in offered("toyexp data.path=.")
     found = offered("toyexp data.path=")
     assert "data.path=tiny.gguf" in found and "data.path=.hidden.gguf" not in found
+
+
+def test_the_newest_runs_are_offered_whatever_they_are_called(offered):
+    for day in range(1, RUNS + 1):
+        place = Path("outputs", "yours", f"2026-11-{day:02}_1")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.yaml").touch()
+    found = {word for word in offered("toyexp resume=") if "2026" in word}
+    assert len(found) == RUNS
+    assert "resume=outputs/mine/2026-11-21_1" in found and "resume=outputs/yours/2026-11-01_1" not in found
 
 
 def test_at_the_beginning_there_are_all_commands_and_all_keys(offered):

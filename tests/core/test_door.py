@@ -23,7 +23,7 @@ import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
 from toyexp.api.calls import worded
 from toyexp.base.lazy import lazy
-from toyexp.base.process_state import plain_torch
+from toyexp.base.process_state import contained, plain_torch
 from toyexp.cli.main import main
 from toyexp.config import compose_cache as beforehand
 from toyexp.config import schema
@@ -413,6 +413,12 @@ def test_a_number_that_is_not_finite_is_nan_in_the_history(tmp_path):
     np.testing.assert_array_equal(History.of(tmp_path).loss, [1.5, np.nan, np.nan, np.nan])
 
 
+def test_of_many_samples_the_last_are_kept(tmp_path):
+    lines = [{"kind": "sample", "step": step, "prompt": "It", "text": " was"} for step in range(5)]
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [sample["step"] for sample in History.of(tmp_path).samples] == [2, 3, 4]
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +560,15 @@ def test_a_run_leaves_the_process_as_it_was(here):
     told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told and done.stderr == ""
+
+
+def test_what_a_library_reads_once_stays_in_the_environment(monkeypatch):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "OTHER"):
+        monkeypatch.setenv(name, "")  # it is put back afterwards
+        monkeypatch.delenv(name)
+    with contained():
+        os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", OTHER="1")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and "OTHER" not in os.environ
 
 
 def test_whatever_a_caller_has_set_in_torch_a_call_computes_under_its_defaults():

@@ -166,6 +166,14 @@ def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatc
     assert any(line.startswith("no room here for: speed, smoothed train loss") for line in compared)
 
 
+def test_of_one_run_alone_nothing_is_said_to_be_in_all_of_them(here, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "70")
+    told = answered(capsys, "runs", "seed=9").splitlines()
+    assert told[-1] == "1 of 9 runs: 1 killed" and told[-2].startswith("no room here for: ")
+    assert "in all of them" not in "\n".join(told)
+
+
 def test_csv_has_a_row_for_each_run(here, capsys):
     rows = list(csv.DictReader(io.StringIO(answered(capsys, "runs", "--csv", "recipe=warm"))))
     assert len(rows) == 4 and {row["recipe"] for row in rows} == {"warm"} and float(rows[0]["loss"]) > 0

@@ -228,6 +228,19 @@ def test_seconds_are_those_of_a_step_however_many_a_turn_has(monkeypatch):
     assert take_turns(ready, [{}] * 8, rounds=2) == {"a": [0.5, 0.5], "b": [2.0, 2.0]}
 
 
+@pytest.mark.parametrize(("seconds", "asked", "steps"), [(0.1, 0, 3), (2.0, 0, 1), (2.0, 7, 7)])
+def test_a_turn_is_a_slice_full_of_steps_and_at_least_one(monkeypatch, seconds, asked, steps):
+    now = 0.0
+
+    class Timed(Counter):
+        def step(self, batch):
+            nonlocal now
+            now += seconds
+
+    monkeypatch.setattr("toyexp.cli.bench_stepper.time", SimpleNamespace(perf_counter=lambda: now))
+    assert warm_up(Timed, [{}] * 8, asked)[1] == steps
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_engine_steps_as_in_a_run_one_step_ahead_where_it_can_and_never_two(monkeypatch, ahead):
     heard = []

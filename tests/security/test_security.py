@@ -109,6 +109,7 @@ def test_nor_is_it_shown_or_swept(flag, capsys):
         ("# @package hydra\ncallbacks: {x: {a: 1}}", "by '@package hydra'"),
         ("# @package hydra.job_logging\nhandlers: {}", "by '@package hydra.job_logging'"),
         ("# @package _global_.hydra\njob_logging: {}", "by '@package _global_.hydra'"),
+        ("# A fast one.\n# @package hydra\ncallbacks: {x: {a: 1}}", "by '@package hydra'"),
         ("defaults: [/evil@hydra: x]\nsteps: 3", "/evil@hydra sets Hydra's own settings"),
         ("defaults: [{/evil@_global_.hydra.run: x}]", "/evil@_global_.hydra.run sets Hydra's own settings"),
         ("defaults: [/../secret]\nsteps: 3", "is not taken from"),

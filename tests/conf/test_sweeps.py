@@ -405,6 +405,7 @@ def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done
     assert main(retry) == 0
     told = capsys.readouterr().out
     assert "[1] is completed, but its run s/b is not there; train it: toyexp" in told and "recorded" not in told
+    assert "hydra.sweep" not in told
     shutil.rmtree("s/a")
     state = json.loads(done.read_text())
     state["jobs"][0].update(status="failed", code=1)

@@ -31,7 +31,7 @@ def importance(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -
     terms = {frozenset([key]): some for key, (some, _) in columns.items()}
     joint = _matrix(terms.values(), count)
     if count < (least := POINTS * joint.shape[1]):
-        return {}, f"{count} points are too few, {least} are needed"
+        return {}, f"{count} points are too few, at least {least} are needed"
     if np.linalg.matrix_rank(joint) < joint.shape[1]:
         return {}, f"some of {', '.join(columns)} change together and cannot be told apart"
     error, unexplained = _fit(joint, target)

@@ -125,7 +125,8 @@ class Runner:
         gone = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
         if not gone:
             return
-        place, words = folder.run(gone[0]), [*shared_words(folder.asked), *gone[0].overrides]
+        place, shared = folder.run(gone[0]), shared_words(folder.asked)
+        words = [*(word for word in shared if not word.startswith("hydra.sweep.")), *gone[0].overrides]
         again = shlex.join(["toyexp", *words, setting("hydra.run.dir", short(place))])
         more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
         move = "move that file away, and " if os.path.lexists(place) else ""

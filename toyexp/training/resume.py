@@ -108,13 +108,17 @@ def recall(directory: Path, data: Data) -> None:
 
 def require_run(directory: Path, key: str) -> None:
     """Raise UserError unless `directory` holds a run to go on with, and no link that leads out of it."""
-    if directory.is_dir():
+    config = directory / "config.yaml"
+    if config.is_symlink() or config.is_file():
         require_inside(directory)
-    if not (directory / "config.yaml").is_file():
+    if not config.is_file():
         raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
     require_left(directory)
     if not checkpoint.steps(directory / "checkpoints"):
-        every = printable(str(settings_in(directory / "config.yaml").get("checkpoint_every")))
+        settings = settings_in(config)
+        if "checkpoint_every" not in settings:
+            raise UserError(f"{key}={directory}: holds no run: its config.yaml is not one of toyexp's")
+        every = printable(str(settings["checkpoint_every"]))
         raise UserError(f"{key}={directory}: that run has no checkpoint (its checkpoint_every={every}); begin anew")
 
 

@@ -107,7 +107,7 @@ class Stacks(Processes):
             for job, order in orders
         ]  # fmt: skip
         asked = {"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}
-        with tempfile.TemporaryDirectory() as folder, _pipe(Path(folder, REPORTS)) as reports:
+        with tempfile.TemporaryDirectory(prefix="toyexp-") as folder, _pipe(Path(folder, REPORTS)) as reports:
             Path(folder, ORDERS).write_text(json.dumps(asked))
             words = shared_words(watch.folder.asked)
             log = first.log.with_name(f"stack-{min(given.jobs)}.log")

@@ -276,6 +276,28 @@ def test_on_end_reaches_everyone_even_when_some_raise(heard):
     assert [label for label, _ in heard] == ["a", "b", "c", "d"]
 
 
+@dataclass(eq=False)
+class Around(Recorder):
+    """Hears of a step before and after the others."""
+
+    @hookimpl(wrapper=True)
+    def on_step(self, step):
+        self.note("before")
+        yield
+        self.note("after")
+
+
+@pytest.mark.parametrize("first", [Recorder, Around])
+def test_steps_and_rates_are_asked_of_all_as_pluggy_would(heard, first):
+    bus = make_bus(heard, first("a"), Recorder("b"), Answering("c", rate=0.5), Recorder("d"))
+    bus.hook.on_step(run=make_run(), step=3, metrics={"loss": 1.5}, batch={})
+    asked = list(heard)
+    heard.clear()
+    bus.tell_step(make_run(), 3, {"loss": 1.5}, {})
+    assert heard == asked and len(asked) >= 4
+    assert bus.lr(make_run(), 0) == bus.hook.lr(run=make_run(), step=0, steps=make_run().steps) == 0.5
+
+
 def test_of_two_that_raise_at_a_step_both_hear_of_it_and_the_first_is_told_once(heard):
     bus = make_bus(heard, Stumbling("a"), Stumbling("b"))
     bus.hook.on_step(run=make_run(), step=1, metrics={}, batch={})

@@ -139,9 +139,7 @@ class ViT(Model):
     n_heads: int = 4  # attention heads
     d_ff: int = 256  # width inside the feed-forward layer
     patch: int = 2  # pixels along a side of a patch
-    block: str = (
-        "layernorm_gelu"  # layernorm_gelu (with biases, the classic) | rmsnorm_silu (no biases, the original program's)
-    )
+    block: str = "layernorm_gelu"  # layernorm_gelu (with biases, the classic) | rmsnorm_silu (no biases)
     norm_eps: float = 1e-5  # added to the variance inside the norms
     image_size: int = 0  # pixels along a side of an image; 0: the data's
     channels: int = 0  # of a pixel; 0: the data's

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toyexp.training import loop
+from toyexp.training import loop, next_steps
 from toyexp_callbacks.progress import Bar, Progress
 
 NUMBER = r"\d+\.\d{4}"
@@ -129,7 +129,9 @@ class Clock:
 
 
 def test_the_speed_shown_forgets_a_slow_first_step(train, local_plugin, monkeypatch):
-    monkeypatch.setattr(loop, "time", Clock())
+    clock = Clock()
+    for module in (loop, next_steps):
+        monkeypatch.setattr(module, "time", clock)
     plugins = f"plugins=[toyexp.testing.null,{local_plugin(SLOW_START)}]"
     run = train("callbacks=[slow_start,progress]", "steps=10", "eval_every=0", plugins, engine="noop")
     speeds = [float(n) * (1000 if k else 1) for n, k in re.findall(r"loss .*  ([\d.]+)(k?) tokens/s", run.out)]

@@ -67,6 +67,8 @@ class Bus:
                 raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
         asked = dict.fromkeys(name for name, c in callbacks.items() if implements(c, "factors"))
         self.scheduled: dict[str, str | None] = asked | scaled  # what each scales; None: it says so at each step
+        answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
+        self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
         self._of_lr = self._calls("lr", "run", "step", "steps")
         self._of_steps = self._calls("on_step", "run", "step", "metrics", "batch")
@@ -121,6 +123,8 @@ class Bus:
     def factors(self, run: Run, step: int) -> dict[str, float]:
         """Return what the optimiser's numbers are multiplied by at the 0-based `step`; RunFailed for what cannot be."""
         found: dict[str, float] = {}
+        if not self._asks_factors:
+            return found
         owners: dict[str, str] = {}
         arguments: dict[str, Any] = {"run": run, "step": step, "steps": run.steps}
         for impl in reversed(self.hook.factors.get_hookimpls()):
@@ -226,6 +230,11 @@ def _never_looks(callback: Callback) -> bool:
     """Whether a callback has no `looks` of its own and looks at no step for what it hears of, whichever that is."""
     own = getattr(callback.looks, "__func__", None)
     return own in (Callback.looks, Schedule.looks) and not callback.looks(1)
+
+
+def _scales_lr_alone(callback: object) -> bool:
+    """Return True for a schedule of the learning rate, which scales no other number at any step."""
+    return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
 
 
 def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -64,7 +64,7 @@ class TorchStack(Stack):
         """Why a GPU's kernels are launched one by one; empty where they are not, or nobody knows yet."""
         return self._resident.refused if self._resident else "" if self._capture else "engine.capture=false"
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """On a GPU twice as many steps as are begun together: each run's host then works on several of them."""
         plan = self._plans[0]

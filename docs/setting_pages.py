@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from toyexp.base.formatting import typed
+from toyexp.base.formatting import format_value
 from toyexp.config.describe import lines_about
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
@@ -46,7 +46,7 @@ def cell(text: str) -> str:
 
 def default(value: object) -> str:
     """A value as it is typed; nothing for an empty text."""
-    return f"`{typed(value)}`" if typed(value) else "empty"
+    return f"`{format_value(value)}`" if format_value(value) else "empty"
 
 
 @dataclass
@@ -62,7 +62,7 @@ def grouped(classes: Iterable[tuple[str, type]]) -> list[Row]:
     rows: dict[tuple[str, str, str, str], Row] = {}
     for name, cls in classes:
         for setting in settings_of(cls):
-            alike = (setting.name, setting.type, typed(setting.default), setting.comment)
+            alike = (setting.name, setting.type, format_value(setting.default), setting.comment)
             rows.setdefault(alike, Row(setting)).parts.append(name)
     order = list(dict.fromkeys(key[0] for key in rows))
     return sorted(rows.values(), key=lambda row: order.index(row.setting.name))

@@ -8,7 +8,7 @@ from pathlib import Path
 import environments
 import pytest
 
-from toyexp.base.formatting import typed
+from toyexp.base.formatting import format_value
 from toyexp.config.top_level import top_level
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import settings_of
@@ -65,7 +65,7 @@ def test_every_key_of_every_part_is_in_the_tables_with_its_default_and_its_reade
         for name in offers:
             prefix = {"callbacks": f"callbacks.{name}.", "format": ""}.get(kind, f"{kind}.")
             for s in settings_of(registry.get(kind, name)):
-                told = [prefix + s.name, typed(s.default) or "empty", s.comment]
+                told = [prefix + s.name, format_value(s.default) or "empty", s.comment]
                 found = [row[4:] for row in rows if len(row) > 3 and [row[0], row[2], row[3]] == told]
                 assert [r for r in found if not r or r == ["all"] or name in r[0].split(", ")], (name, s.name)
                 keys += 1

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
         ToyexpError,
         Unavailable,
         UserError,
-        choose,
         nearest,
         printable,
+        suggest,
     )
-    from toyexp.base.packages import needed
+    from toyexp.base.packages import require_package
     from toyexp.batching.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
     from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,

@@ -4,18 +4,18 @@ import gc
 import os
 import sys
 
-from toyexp.base.exit_codes import exit_code_of
-from toyexp.base.ranks import FORKS
-from toyexp.base.signals import leave
-from toyexp.base.terminal import status
+from toyexp.base.exit_codes import run_to_exit_code
+from toyexp.base.ranks import FORK_SERVER_FILE
+from toyexp.base.signals import exit_now
+from toyexp.base.terminal import show_status
 
 
 def main() -> int:
     """Runs the command line of this process; returns its exit code."""
-    if FORKS in os.environ:
+    if FORK_SERVER_FILE in os.environ:
         return _forks()
-    status("starting")
-    return exit_code_of(_load_and_run, _explained)
+    show_status("starting")
+    return run_to_exit_code(_load_and_run, _explained)
 
 
 def _forks() -> int:
@@ -25,9 +25,9 @@ def _forks() -> int:
     from toyexp.sweeps.launchers.forkserver import end, serve
 
     if serve():
-        status("starting")
-        end(exit_code_of(_load_and_run, _explained))
-    leave(0)  # the sweep waits for it
+        show_status("starting")
+        end(run_to_exit_code(_load_and_run, _explained))
+    exit_now(0)  # the sweep waits for it
 
 
 def _load_and_run() -> int:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO, cast
 
-from toyexp import Planned, Run, UserError, hookimpl, needed, printable
-from toyexp.base import make_folder, require_within, require_words
+from toyexp import Planned, Run, UserError, hookimpl, printable, require_package
+from toyexp.base import make_directory, require_choice, require_range
 from toyexp_callbacks.events import Listener, told_before
 
 log = logging.getLogger("toyexp")
@@ -60,8 +60,8 @@ class Dashboard(Listener):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without the library."""
-        require_within(f"callbacks.{self.name}", self, every="[1,inf)")
-        with needed(self.library, f"pip install 'toyexp[{self.name}]'"):
+        require_range(f"callbacks.{self.name}", self, every="[1,inf)")
+        with require_package(self.library, f"pip install 'toyexp[{self.name}]'"):
             getattr(importlib.import_module(self.library), self.begins)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
@@ -202,7 +202,7 @@ class Scalars:
         self._event, self._scalar = Event, scalar
         # A run that is resumed within a second must not write over its first file.
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.from-{run.resumed}"
-        self._path = make_folder(run.dir / FOLDER) / name
+        self._path = make_directory(run.dir / FOLDER) / name
         self._path.touch(exist_ok=False)
         self._file = RecordWriter(str(self._path))
         self._write(file_version="brain.Event:2")
@@ -366,7 +366,7 @@ class Wandb(Tracker):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work, Unavailable without wandb."""
-        require_words("callbacks.wandb", self, mode=MODES)
+        require_choice("callbacks.wandb", self, mode=MODES)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         super().check()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, batch_digest, hookimpl
-from toyexp.base import dump_json, open_file, open_for_writing, require_within, write_synced
+from toyexp.base import dump_json, open_file, open_for_writing, require_range, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -111,7 +111,7 @@ class Events(Listener):
 
     def check(self) -> None:
         """Raises UserError for an interval below 1."""
-        require_within("callbacks.events", self, every="[1,inf)")
+        require_range("callbacks.events", self, every="[1,inf)")
 
     def outputs(self, plan: Plan) -> Sequence[str]:
         """The record."""

@@ -19,15 +19,15 @@ from toyexp.base import (
     SMALL,
     VERMILLION,
     Sheet,
-    logarithmic,
-    make_folder,
-    own_style,
-    parameters_of,
+    describe_parameters,
+    label_line_ends,
+    make_directory,
     require_drawing,
+    set_log_scale,
+    set_step_axis,
     smooth_loss,
-    thinned,
-    whole_steps,
-    write_ends,
+    thin_curve,
+    use_plot_style,
 )
 from toyexp_callbacks.events import Listener, told_before
 
@@ -86,7 +86,7 @@ class Plots(Listener):
         data, model = (facts.get(part) or {} for part in ("data", "model"))
         told = [
             str(data.get("name") or ""), run.engine, str(model.get("arch") or ""),
-            parameters_of(model),
+            describe_parameters(model),
             f"batch {run.config.get('batch_size')}", f"lr {run.lr:g}", f"seed {run.seed}",
         ]  # fmt: skip
         recipe = str((run.config.get("recipe") or {}).get("name") or "")
@@ -155,7 +155,7 @@ class Plots(Listener):
         folder = run.dir / "plots"
         try:
             for suffix, picture in draw().items():
-                with run.output(make_folder(folder) / f"curves{suffix}") as place:
+                with run.output(make_directory(folder) / f"curves{suffix}") as place:
                     place.write_bytes(picture)
         except Exception as error:
             if not self._warned:
@@ -194,7 +194,7 @@ def _copied(curves: Curves) -> Curves:
     return Curves(curves.title, curves.below, curves.per, of, held_out, list(curves.warned))
 
 
-@own_style()
+@use_plot_style()
 def drawn(curves: Curves) -> dict[str, bytes]:
     """The picture as a PNG and as an SVG, by suffix; the same curves make the same bytes."""
     large = ["loss", "accuracy"] if "accuracy" in curves.held_out else ["loss"]
@@ -211,7 +211,7 @@ def drawn(curves: Curves) -> dict[str, bytes]:
         _accuracy(panels["accuracy"], curves)
     _small(panels["grad_norm"], curves.steps["grad_norm"], "gradient norm")
     _small(panels["lr"], curves.steps["lr"], "learning rate")
-    whole_steps(panels["lr"])
+    set_step_axis(panels["lr"])
     _marks(panels, curves)
     return sheet.pictures(".png", ".svg")
 
@@ -240,8 +240,8 @@ def _loss(axes: Any, curves: Curves) -> None:
     if steps:
         smooth, width = smoothed(values)
         if width > 1:
-            axes.plot(*thinned(steps, values, MOST), color=BLUE, linewidth=0.6, alpha=0.35)
-        axes.plot(*thinned(steps, smooth, MOST), color=BLUE, linewidth=1.6)
+            axes.plot(*thin_curve(steps, values, MOST), color=BLUE, linewidth=0.6, alpha=0.35)
+        axes.plot(*thin_curve(steps, smooth, MOST), color=BLUE, linewidth=1.6)
         last: float | None = None  # as result.json and all tables have it
         for step, value in zip(steps, values, strict=True):
             last = smooth_loss(last, value, step)
@@ -250,9 +250,9 @@ def _loss(axes: Any, curves: Curves) -> None:
     if at:
         _held_out(axes, at, held_out)
         ends.append((held_out[-1], f"held-out {held_out[-1]:.4g}", VERMILLION))
-    logarithmic(axes, "y", [*values, *held_out])
+    set_log_scale(axes, "y", [*values, *held_out])
     axes.set_ylabel(f"loss (nats per {curves.per})")
-    write_ends(axes, ends)
+    label_line_ends(axes, ends)
 
 
 def _accuracy(axes: Any, curves: Curves) -> None:
@@ -260,7 +260,7 @@ def _accuracy(axes: Any, curves: Curves) -> None:
     percent = [100 * value for value in values]
     _held_out(axes, at, percent)
     axes.set_ylabel("held-out accuracy (%)")
-    write_ends(axes, [(percent[-1], f"held-out {percent[-1]:.1f} %", VERMILLION)])
+    label_line_ends(axes, [(percent[-1], f"held-out {percent[-1]:.1f} %", VERMILLION)])
 
 
 def _held_out(axes: Any, at: Sequence[int], values: Sequence[float]) -> None:
@@ -268,9 +268,9 @@ def _held_out(axes: Any, at: Sequence[int], values: Sequence[float]) -> None:
 
 
 def _small(axes: Any, of: Points, name: str) -> None:
-    axes.plot(*thinned(*of, MOST), color=GREY, linewidth=0.8)
+    axes.plot(*thin_curve(*of, MOST), color=GREY, linewidth=0.8)
     axes.set_ylabel(textwrap.fill(name, 14), fontsize=SMALL)  # a panel is an inch high
-    wide = name != "learning rate" and logarithmic(axes, "y", of[1])  # that is 0 at an end of most schedules
+    wide = name != "learning rate" and set_log_scale(axes, "y", of[1])  # that is 0 at an end of most schedules
     if not wide:
         axes.locator_params(axis="y", nbins=4)
 

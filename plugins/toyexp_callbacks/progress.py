@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Planned, Run, hookimpl
-from toyexp.base import count, drop_output, duration, for_terminal, in_notebook, is_silent, require_within, say
+from toyexp.base import (
+    drop_output,
+    escape_controls,
+    format_count,
+    format_duration,
+    is_notebook,
+    is_silent,
+    print_line,
+    require_range,
+)
 from toyexp_callbacks.events import Listener
 
 REDRAW_SECONDS = 0.1
@@ -36,7 +45,7 @@ class Progress(Listener):
 
     def check(self) -> None:
         """Raises UserError for a negative interval."""
-        require_within("callbacks.progress", self, every="[0,inf)")
+        require_range("callbacks.progress", self, every="[0,inf)")
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """That the plain lines are of the first step and the last alone."""
@@ -51,7 +60,7 @@ class Progress(Listener):
         self._first = run.resumed + 1
         if is_silent():
             return
-        if in_notebook():
+        if is_notebook():
             self._bar = Cell(run.steps, run.resumed)
         elif sys.stdout is not None and sys.stdout.isatty():
             with self._terminal():
@@ -91,10 +100,10 @@ class Progress(Listener):
     def _note(self, run: Run, step: int, now: float) -> dict[str, str]:
         """Speed of the last steps, and the time left at the pace since the first, evaluations and all."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
-        speed = f"{count(rate)} {run.plan.model.reads.units}/s"
+        speed = f"{format_count(rate)} {run.plan.model.reads.units}/s"
         taken = step - self._first
         pace = (now - self._began) / taken if taken else self._seconds
-        left = f"{duration(max(round((run.steps - step) * pace), 1))} left" if step < run.steps else ""
+        left = f"{format_duration(max(round((run.steps - step) * pace), 1))} left" if step < run.steps else ""
         return {"speed": speed, "left": left}
 
     @hookimpl(trylast=True)  # behind who logs
@@ -124,9 +133,9 @@ class Progress(Listener):
     def _print(self, line: str) -> None:
         if self._bar is not None:
             with self._terminal():
-                self._bar.above(for_terminal(line))
+                self._bar.above(escape_controls(line))
             return
-        say(line)
+        print_line(line)
 
     @hookimpl
     def on_end(self) -> None:

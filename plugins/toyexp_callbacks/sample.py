@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import toyexp
 from toyexp import Callback, Dataset, Planned, Run, UserError, changed, hookimpl, printable
-from toyexp.base import require_within, stream
+from toyexp.base import require_range, stream
 
 PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
 
@@ -31,8 +31,8 @@ class Sample(Callback):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        require_within("callbacks.sample", self, every="[0,inf)", top_k="[0,inf)", tokens="[1,inf)")
-        require_within("callbacks.sample", self, temperature="[0,100)", top_p="(0,1]", min_p="[0,1]")
+        require_range("callbacks.sample", self, every="[0,inf)", top_k="[0,inf)", tokens="[1,inf)")
+        require_range("callbacks.sample", self, temperature="[0,100)", top_p="(0,1]", min_p="[0,1]")
 
     def looks(self, step: int) -> bool:
         """Where it samples."""

@@ -9,7 +9,7 @@ from functools import cache
 from typing import ClassVar
 
 from toyexp import Planned, Schedule, UserError, changed
-from toyexp.base import counted, require_within
+from toyexp.base import pluralise, require_range
 
 SHARES = ("decay", "floor")  # settings from 0 to 1
 
@@ -23,7 +23,7 @@ class WarmupSchedule(Schedule):
     def check(self) -> None:
         """Raise UserError for values out of range."""
         shares = {key: "[0,1]" for key in SHARES if key in vars(self)}
-        require_within(f"callbacks.{self.name}", self, warmup="[0,inf)", **shares)
+        require_range(f"callbacks.{self.name}", self, warmup="[0,inf)", **shares)
         if self.warmup > 1 and self.warmup % 1:
             what = f"callbacks.{self.name}.warmup={self.warmup:g}"
             raise UserError(f"{what}: must be a whole number of steps, or below 1: a share of the run's steps")
@@ -51,8 +51,9 @@ class WarmupSchedule(Schedule):
         yield from super().warnings(planned)
         if self.scales == "lr" and self.warmup >= planned.steps:
             yield (
-                f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {counted(planned.steps, 'step')}, in which "
-                f"the learning rate only rises, to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"
+                f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {pluralise(planned.steps, 'step')}, "
+                "in which the learning rate only rises, "
+                f"to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"
             )
 
 

@@ -16,12 +16,12 @@ from toyexp import (
     RunFailed,
     UserError,
     changed,
-    choose,
     hookimpl,
     lower_is_better,
     printable,
+    suggest,
 )
-from toyexp.base import counted, require_within
+from toyexp.base import pluralise, require_range
 from toyexp_callbacks.events import Listener
 
 
@@ -43,7 +43,7 @@ class Scored(Listener):
     def score(self, metrics: Mapping[str, float]) -> float:
         """The metric of an eval; UserError when the run has none of that name."""
         if self.metric not in metrics:
-            raise UserError(f"callbacks.{self.name}.metric={printable(self.metric)}: {choose(self.metric, metrics)}")
+            raise UserError(f"callbacks.{self.name}.metric={printable(self.metric)}: {suggest(self.metric, metrics)}")
         return metrics[self.metric]
 
 
@@ -61,7 +61,7 @@ class EarlyStop(Scored):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        require_within("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
+        require_range("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
     def best_by(self) -> str | None:
         """The run keeps the weights that were best: they are what is exported."""
@@ -102,7 +102,7 @@ class EarlyStop(Scored):
             return None
         wanted = self._best - self.min_delta
         better = f"below {wanted:.4f}" if lower_is_better(self.metric) else f"above {-wanted:.4f}"
-        return f"early_stop: {counted(self._waited, 'eval')} without a held-out {self.metric} {better}"
+        return f"early_stop: {pluralise(self._waited, 'eval')} without a held-out {self.metric} {better}"
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class QualityGate(Scored):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        require_within("callbacks.quality_gate", self, max_ratio="(0,inf]")
+        require_range("callbacks.quality_gate", self, max_ratio="(0,inf]")
         if self.max_loss is not None and not self.max_loss > 0:
             raise UserError(f"callbacks.quality_gate.max_loss={self.max_loss}: must be above 0, or null")
         for key, given, fits in (
@@ -220,7 +220,7 @@ class Watch(Listener):
 
     def check(self) -> None:
         """Raises UserError for values that cannot work."""
-        require_within("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)",
+        require_range("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)",
                        factor="(0,inf)", rise="(0,inf)")  # fmt: skip
 
     def warnings(self, planned: Planned) -> Iterable[str]:

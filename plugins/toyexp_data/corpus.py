@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toyexp import UserError
-from toyexp.base import START, cause, misfit, not_text, open_file, require, status
+from toyexp.base import HEAD_SIZE, not_text_error, open_file, require_file, show_status, system_message, wrong_kind
 from toyexp_data.cache import recall, remember
 
 CHUNK = 1 << 20  # bytes that are read at once
@@ -38,17 +38,17 @@ def chunks(path: Path) -> Iterator[str]:
             try:
                 raw = file.read(min(CHUNK, size - done))
             except OSError as error:
-                raise UserError(f"{path}: cannot be read: {cause(error)}") from None
-            start, begun = start or raw[:START], done
+                raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
+            start, begun = start or raw[:HEAD_SIZE], done
             done += len(raw)
             whole, nul, _ = raw.partition(b"\0")
             try:
                 text = decoder.decode(whole, final=bool(nul) or done >= size or not raw)
             except UnicodeDecodeError as error:
                 place = begun + len(whole) - len(error.object) + error.start
-                raise not_text(path, place, error.object[error.start], start) from None
+                raise not_text_error(path, place, error.object[error.start], start) from None
             if nul:
-                raise not_text(path, begun + len(whole), 0, start)
+                raise not_text_error(path, begun + len(whole), 0, start)
             yield text
             if not raw:
                 return
@@ -106,7 +106,7 @@ class Corpus:
 
     @cached_property
     def _survey(self) -> tuple[Facts, list[tuple[Path, int]]]:
-        status("reading the text")
+        show_status("reading the text")
         digest, room = hashlib.sha256(), self._limit or NO_LIMIT
         documents: list[tuple[Path, int]] = []
         taken, size, skipped = 0, sum(found.size for found in self._stats.values()), list[str]()
@@ -250,22 +250,22 @@ def meant(path: str) -> list[Path]:
     """The path, or what it matches as a pattern; UserError where there is neither a file nor a folder."""
     kinds = stat.S_IFREG, stat.S_IFDIR
     if os.path.lexists(path) or not glob.has_magic(path):
-        return [require(path, f"data.path={path}", *kinds)]
+        return [require_file(path, f"data.path={path}", *kinds)]
     matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
     if not matches:
         raise UserError(f"data.path={path}: matches no file (looked in {Path.cwd()})")
-    return [require(match, match, *kinds) for match in matches]
+    return [require_file(match, match, *kinds) for match in matches]
 
 
 def _add_folder(found: Found, folder: Path, suffixes: Collection[str]) -> None:
     def unreadable(error: OSError) -> None:
-        found.strange.append(f"{error.filename}: {cause(error)}")
+        found.strange.append(f"{error.filename}: {system_message(error)}")
 
     inside: list[Path] = []
     walked = os.walk(folder, onerror=unreadable)  # Path.rglob hides what it may not read
     for number, (place, folders, names) in enumerate(walked, 1):
         if number % EACH == 0:
-            status(f"looking for text below {folder}: {len(inside)} files in {number} folders")
+            show_status(f"looking for text below {folder}: {len(inside)} files in {number} folders")
         links = [os.path.join(place, f) for f in folders if os.path.islink(os.path.join(place, f))]  # noqa: PTH114, PTH118
         found.strange += [f"{link}: is a link to a folder" for link in links]
         chosen = [n for n in names if ALL in suffixes or os.path.splitext(n)[1] in suffixes]  # noqa: PTH122
@@ -282,7 +282,7 @@ def _add_folder(found: Found, folder: Path, suffixes: Collection[str]) -> None:
 
 def _reason(path: Path) -> str | None:
     try:
-        reason = misfit(path.stat().st_mode)
+        reason = wrong_kind(path.stat().st_mode)
         return reason and reason.partition(",")[0]  # without what to do about it
     except OSError as error:
-        return cause(error)
+        return system_message(error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import IMAGES, Data, Planned, UserError, changed
-from toyexp.base import require_within
+from toyexp.base import require_range
 
 ON_ERROR = ("refuse", "skip")  # what an example that cannot be used does
 NAMED = 20  # of those that are skipped the record of the run names so many
@@ -22,7 +22,7 @@ class SplitData(Data):
     def check(self) -> None:
         """Raises UserError for a part that cannot be held out, or looked at."""
         taken = {"eval_images": "[0,inf)"} if self.gives is IMAGES else {"eval_batches": "[1,inf)"}
-        require_within("data", self, val_fraction="(0,1]", **taken)
+        require_range("data", self, val_fraction="(0,1]", **taken)
 
     def warnings(self, planned: Planned) -> Iterable[str]:
         """Warn of an eval that takes more than is held out, or of none; UserError if nothing is left to train on."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import toyexp
 from toyexp import IMAGES, Kind, Planned, Unavailable, UserError, changed, printable
-from toyexp.base import broken, read_text, require, require_folder, require_within, require_words
+from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
 from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
 
 HELD_OUT = ("val", "valid", "validation", "test")  # folders beside one named train
@@ -57,15 +57,15 @@ class Images(SplitData):
         toyexp.require_pillow()
         if not self.path:
             raise UserError("data=images needs a folder with one folder per class: data.path=...")
-        require_folder(self.path, f"data.path={self.path}")
+        require_directory(self.path, f"data.path={self.path}")
         if self.labels:
-            require(self.labels, f"data.labels={self.labels}")
+            require_file(self.labels, f"data.labels={self.labels}")
         if self.classes and not self.labels:
             raise UserError(f"data.classes={self.classes}: goes with data.labels; the folders say it otherwise")
-        require_within("data", self, image_size="[1,inf)", classes="[0,inf)")
+        require_range("data", self, image_size="[1,inf)", classes="[0,inf)")
         super().check()
-        require_words("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS, augment=toyexp.AUGMENTATIONS)
-        require_within("data", self, max_mb="(0,inf)")
+        require_choice("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS, augment=toyexp.AUGMENTATIONS)
+        require_range("data", self, max_mb="(0,inf)")
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
@@ -216,7 +216,7 @@ class Digits(SplitData):
     def check(self) -> None:
         """Raises UserError for settings that cannot work, Unavailable without scikit-learn."""
         super().check()
-        require_words("data", self, augment=toyexp.AUGMENTATIONS)
+        require_choice("data", self, augment=toyexp.AUGMENTATIONS)
         self._file()
 
     def _file(self) -> Path:
@@ -226,7 +226,7 @@ class Digits(SplitData):
             raise Unavailable("scikit-learn is not installed: pip install 'toyexp[data]'")
         path = Path(*(spec.submodule_search_locations or [])[:1], DIGITS)
         if not path.is_file():
-            raise broken("scikit-learn", f"there is no {path}")
+            raise broken_package("scikit-learn", f"there is no {path}")
         return path
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:

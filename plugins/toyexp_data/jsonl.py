@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import toyexp.formats
 import toyexp.tokenizers
-from toyexp import Planned, UserError, changed, choose, printable
-from toyexp.base import NOT_TEXT, counted, interruptible, read_file, require, require_words
+from toyexp import Planned, UserError, changed, printable, suggest
+from toyexp.base import NOT_TEXT_HINTS, pluralise, read_file, require_choice, require_file, run_interruptibly
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.corpus import meant
 from toyexp_data.held_out import NAMED, ON_ERROR
@@ -64,7 +64,7 @@ class Jsonl(TokenizedData):
         if not self.path:
             raise UserError("data=jsonl needs a file of JSON lines: data.path=...")
         self._files()
-        require_words("data", self, train_on=TRAIN_ON, template=TEMPLATES, on_error=ON_ERROR)
+        require_choice("data", self, train_on=TRAIN_ON, template=TEMPLATES, on_error=ON_ERROR)
         try:
             self._now()
         except ValueError:
@@ -93,7 +93,7 @@ class Jsonl(TokenizedData):
         if len(examples) < 1 + (self.val_fraction < 1):
             first = f" ({skipped[0]})" if skipped else ""
             needed = "one to train on and one to hold out are needed"
-            raise UserError(f"{self.path}: {counted(len(examples), 'example')}; {needed}{first}")
+            raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
         held_out = spread(len(examples), self.val_fraction)
         tokenizer = self._tokenizer([made for _, made in examples], held_out, vocabulary)
         if chats:
@@ -123,7 +123,9 @@ class Jsonl(TokenizedData):
         if self.tokenizer == "char":
             return toyexp.tokenizers.Characters.of(texts)
         if self.tokenizer == "bpe":
-            return interruptible(lambda: toyexp.tokenizers.BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab))
+            return run_interruptibly(
+                lambda: toyexp.tokenizers.BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab)
+            )
         return self.read_tokenizer(vocabulary)
 
     def _tokenized(
@@ -148,7 +150,7 @@ class Jsonl(TokenizedData):
         }
 
     def _files(self) -> list[Path]:
-        return [require(path, f"data.path={path}") for path in meant(self.path)]
+        return [require_file(path, f"data.path={path}") for path in meant(self.path)]
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         for path in self._files():
@@ -189,7 +191,7 @@ def _other_format(path: Path, raw: bytes) -> str:
         return f"it is a JSON array: jq -c '.[]' {path} > {path.stem}.jsonl"
     if path.suffix.lower() in (".csv", ".tsv") and not raw.lstrip().startswith(b"{"):
         return "it is a table: pandas.read_csv(FILE).to_json('x.jsonl', orient='records', lines=True) in Python"
-    return next((hint for magic, hint in NOT_TEXT.items() if raw.startswith(magic)), "")
+    return next((hint for magic, hint in NOT_TEXT_HINTS.items() if raw.startswith(magic)), "")
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -226,7 +228,7 @@ def _message(entry: Any, number: int) -> Message:
         raise BadExample(f"message {number} holds {what or 'nothing'}; {_MESSAGE}")
     role, content = entry["role"], entry.get("content")
     if role not in ROLES:
-        raise BadExample(f"message {number} has the role {printable(str(role))}; {choose(str(role), ROLES)}")
+        raise BadExample(f"message {number} has the role {printable(str(role))}; {suggest(str(role), ROLES)}")
     if role == "system" and number > 1:
         raise BadExample(f"message {number} is the system's; only the first can be")
     further = {key: item for key, item in entry.items() if key not in ("role", "content") and item is not None}

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
 import toyexp.tokenizers
-from toyexp import TOKENS, Kind, Planned, UserError, changed, choose
-from toyexp.base import UnknownCharacter, complain, interruptible, require, require_within, require_words
+from toyexp import TOKENS, Kind, Planned, UserError, changed, suggest
+from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.corpus import Corpus, Found, characters, find, meant, megabytes, spread
 from toyexp_data.held_out import ON_ERROR, SplitData
@@ -44,9 +44,9 @@ class TokenizedData(SplitData):
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a tokenizer that is not there."""
         if self.tokenizer not in KINDS and not self.tokenizer.endswith(".gguf"):
-            raise UserError(f"data.tokenizer={self.tokenizer}: {choose(self.tokenizer, (*KINDS, 'a .gguf file'))}")
+            raise UserError(f"data.tokenizer={self.tokenizer}: {suggest(self.tokenizer, (*KINDS, 'a .gguf file'))}")
         if self.tokenizer.endswith(".gguf"):
-            require(self.tokenizer, f"data.tokenizer={self.tokenizer}")
+            require_file(self.tokenizer, f"data.tokenizer={self.tokenizer}")
         if self.tokenizer == "bpe":
             toyexp.tokenizers.check_bpe_vocab(self.bpe_vocab)
         super().check()
@@ -92,8 +92,8 @@ class TextData(TokenizedData):
     def check(self) -> None:
         """Raises UserError for settings that cannot work and a tokenizer that is not there."""
         super().check()
-        require_within("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
-        require_words("data", self, on_error=ON_ERROR)
+        require_range("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
+        require_choice("data", self, on_error=ON_ERROR)
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
@@ -147,7 +147,7 @@ class TextData(TokenizedData):
         pieces: Iterator[str] = (part.text for document in corpus.train() for part in cut_up(document, cuts))
         partly = 0 < limit < size
         learned = spread(pieces, size, limit) if partly else pieces
-        made = interruptible(lambda: toyexp.tokenizers.BPE.train(learned, self.bpe_vocab))
+        made = run_interruptibly(lambda: toyexp.tokenizers.BPE.train(learned, self.bpe_vocab))
         left_out = [f"bpe learned from {megabytes(limit, size)}: data.bpe_mb"] if partly else []
         return {"pieces": made.pieces, "merges": made.merges, "left_out": left_out}
 
@@ -159,7 +159,7 @@ def named(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
 
 def _encoded(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
     if corpus.facts.taken > LONG:
-        complain(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
+        print_error(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
     yield toyexp.tokenizers.encoded(tokenizer, corpus.train())
     yield toyexp.tokenizers.encoded(tokenizer, corpus.held_out())
     corpus.check_unchanged()

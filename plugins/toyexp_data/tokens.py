@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
-from toyexp.base import MOST, generator, open_file, read_file, require, require_within, require_words
+from toyexp.base import MAX_INT, generator, open_file, read_file, require_choice, require_file, require_range
 from toyexp_data.held_out import SplitData
 from toyexp_data.text import named
 
@@ -53,8 +53,8 @@ class Tokens(SplitData):
             raise UserError("data=tokens needs a token file: data.path=...")
         for key, path in (("path", self.path), ("tokenizer", self.tokenizer)):
             if path:
-                require(path, f"data.{key}={path}")
-        require_words("data", self, dtype=DTYPES)
+                require_file(path, f"data.{key}={path}")
+        require_choice("data", self, dtype=DTYPES)
         super().check()
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
@@ -147,7 +147,7 @@ class Random(Data):
 
     def check(self) -> None:
         """Raise UserError unless `vocab` is from 1 to MOST."""
-        require_within("data", self, vocab=f"[1,{MOST}]")
+        require_range("data", self, vocab=f"[1,{MAX_INT}]")
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Return the same ids every time; they have no tokenizer, so `vocabulary` is ignored."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import toyexp.formats as formats
-from toyexp import Exported, Format, Model, ModelFile, Models, Plan, UserError, choose
+from toyexp import Exported, Format, Model, ModelFile, Models, Plan, UserError, suggest
 from toyexp.formats import FILE_TYPES, HF_FILES, HF_TYPES, K_QUANTS, architecture_of, gguf_form, layout_of
 
 
@@ -34,7 +34,7 @@ class GGUF(Format):
         formats.check_keys(model)
         if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
             what = f"{self.type} is written by llama.cpp, which has no {architecture_of(model)}"
-            raise UserError(f"{what}; {choose('', FILE_TYPES)}")
+            raise UserError(f"{what}; {suggest('', FILE_TYPES)}")
 
     def write(self, exported: Exported, path: Path) -> list[str]:
         """Writes the file."""
@@ -100,7 +100,7 @@ class HuggingFace(Format):
     def check(self) -> None:
         """Raises UserError for a dtype that is none of these."""
         if self.dtype not in HF_TYPES:
-            raise UserError(f"dtype={self.dtype}: {choose(self.dtype, HF_TYPES)}")
+            raise UserError(f"dtype={self.dtype}: {suggest(self.dtype, HF_TYPES)}")
 
     def check_model(self, model: Model) -> None:
         """Raises UserError for a model that transformers does not have."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp import Engine, Plan, Planned, Unavailable, UserError, needed, printable
-from toyexp.base import MOST_THREADS, available_cores, calm_threads, check_threads, counted, crowding
+from toyexp import Engine, Plan, Planned, Unavailable, UserError, printable, require_package
+from toyexp.base import MAX_THREADS, available_cores, check_threads, crowding_note, pluralise, reduce_spinning
 from toyexp_ggml import profiles
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # how drivers name a Vulkan 
 
 def require_ggml() -> None:
     """Raises Unavailable unless ggml-python can be imported."""
-    calm_threads()
-    with needed("ggml", "pip install 'toyexp[ggml]' (needs a C compiler)", "ggml-python"):
+    reduce_spinning()
+    with require_package("ggml", "pip install 'toyexp[ggml]' (needs a C compiler)", "ggml-python"):
         import toyexp_ggml.binding.graph  # noqa: F401 - which also looks up what it uses of ggml
 
 
@@ -64,7 +64,7 @@ class GGMLEngine(Engine):
 
     def thread_count(self) -> int:
         """Threads of the CPU."""
-        return self.threads or min(available_cores(), MOST_THREADS)
+        return self.threads or min(available_cores(), MAX_THREADS)
 
     def check_plan(self, plan: Plan) -> None:
         from toyexp_ggml.limits import beyond
@@ -110,14 +110,14 @@ class GGMLCPU(GGMLEngine):
         check_threads(self.threads)
         require_ggml()
         with_blas = "with" if self.profile is profiles.CPU_BLAS else "without"
-        return f"ggml on the CPU {with_blas} BLAS, {counted(self.thread_count())}"
+        return f"ggml on the CPU {with_blas} BLAS, {pluralise(self.thread_count())}"
 
     def advice(self) -> list[str]:
         from toyexp_ggml.native import missing
 
         slow = "" if has_all(with_blas=can_build_blas()) else "this build of ggml-python is slow; see `toyexp doctor`"
         copies = f"transposed copies are slower than they could be: {why}" if (why := missing()) else ""
-        return [line for line in (self.threads and crowding(self.threads), slow, copies) if line]
+        return [line for line in (self.threads and crowding_note(self.threads), slow, copies) if line]
 
     def remedies(self) -> list[str]:
         linux = platform.system() == "Linux"
@@ -173,7 +173,7 @@ class GGMLGPU(GGMLEngine):
         name = self.profile.label
         if self.emulate:
             require_ggml()
-            return f"{name}'s graph, emulated on the CPU with {counted(self.thread_count())}"
+            return f"{name}'s graph, emulated on the CPU with {pluralise(self.thread_count())}"
         system, flag = self.needs
         if system and platform.system() != system:
             raise Unavailable(

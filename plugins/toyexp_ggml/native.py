@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toyexp.base import cache_dir, in_one_piece, is_private, read_file
+from toyexp.base import cache_dir, is_private, read_file, write_atomically
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -97,9 +97,9 @@ def _kept(command: Sequence[str], place: Path) -> ctypes.CDLL:
     """Return the library at `place`; build it if it is missing, damaged or another's. Raise OSError if that fails."""
     digest = place.with_suffix(".sha256")  # a file that a disk damaged would end the process when it is loaded
     if not (is_private(place) and is_private(digest) and read_file(digest) == _digest(place)):
-        with in_one_piece(place) as fresh:
+        with write_atomically(place) as fresh:
             _built(command, fresh)
             fresh.chmod(0o600)
-        with in_one_piece(digest) as fresh:
+        with write_atomically(digest) as fresh:
             fresh.write_bytes(_digest(place))
     return ctypes.CDLL(str(place))

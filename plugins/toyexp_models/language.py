@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from toyexp import TOKENS, Constant, Dataset, Kind, Model, Normal, TensorSpec, UserError
-from toyexp.base import MOST, require_within
+from toyexp.base import MAX_INT, require_range
 
 BLOCKS = "[1,10000]"  # each has tensors that a plan lists
 # Where all inputs are 0 the gradient takes an eps's power of -1.5, which float32 has to hold; above 1 it decides.
@@ -31,7 +31,7 @@ class LanguageModel(Model):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "context")
-        require_within("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MOST}]")
+        require_range("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MAX_INT}]")
 
     def fit(self, dataset: Dataset) -> Model:
         """Takes the vocabulary from the data when none was given."""

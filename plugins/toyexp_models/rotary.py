@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError
-from toyexp.base import MOST, require_within
+from toyexp.base import MAX_INT, require_range
 from toyexp_models.language import LanguageModel, require_shared_heads
 
 
@@ -35,7 +35,7 @@ class RotaryModel(LanguageModel):
         """Raises UserError for sizes that cannot work."""
         super().check()
         self.require_positive("n_kv_heads", "rope_base", "rope_scale")
-        require_within("model", self, head_dim=f"[0,{MOST}]")
+        require_range("model", self, head_dim=f"[0,{MAX_INT}]")
         given = f"model.head_dim={self.head_dim}"
         if not self.head_dim:
             require_shared_heads(self)
@@ -51,9 +51,9 @@ class RotaryModel(LanguageModel):
         slope = -2 / self.head_size * math.log10(self.rope_base)  # of the pairs' speeds, from 1 for the first
         fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
-        if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MOST):
+        if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MAX_INT):
             given = f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}"
-            raise UserError(f"{given}: position {self.context} would turn by more than {MOST} radians")
+            raise UserError(f"{given}: position {self.context} would turn by more than {MAX_INT} radians")
 
     def tensors(self) -> list[TensorSpec]:
         """Embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0 (as in the original program)."""

@@ -26,7 +26,7 @@ from toyexp import (
     TensorSpec,
     UserError,
 )
-from toyexp.base import MOST, require_within, require_words
+from toyexp.base import MAX_INT, require_choice, require_range
 from toyexp.formats import GGUFForm, Keys, Layout, Place
 from toyexp_models.language import BLOCKS, EPS, linear_specs, norm_specs, require_shared_heads
 
@@ -148,9 +148,9 @@ class ViT(Model):
     def check(self) -> None:
         """Raises UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "patch")
-        require_words("model", self, block=tuple(FORMS))
-        require_within("model", self, n_layers=BLOCKS, norm_eps=EPS)
-        require_within("model", self, **dict.fromkeys(("image_size", "channels", "classes"), f"[0,{MOST}]"))
+        require_choice("model", self, block=tuple(FORMS))
+        require_range("model", self, n_layers=BLOCKS, norm_eps=EPS)
+        require_range("model", self, **dict.fromkeys(("image_size", "channels", "classes"), f"[0,{MAX_INT}]"))
         require_shared_heads(self)
         if self.image_size % self.patch:
             raise UserError(f"model.patch={self.patch} does not divide images of {self.image_size} pixels")

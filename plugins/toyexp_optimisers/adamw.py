@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import DEFAULT_BETA2, FROM_SCRATCH, MODES, AdamW, Arithmetic, Optimiser, Rule
-from toyexp.base import require_within, require_words
+from toyexp.base import require_choice, require_range
 
 
 @dataclass
@@ -24,8 +24,8 @@ class AdamWOptimiser(Optimiser):
 
     def check(self) -> None:
         super().check()
-        require_words("optim", self, mode=(*MODES, "auto"))
-        require_within("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
+        require_choice("optim", self, mode=(*MODES, "auto"))
+        require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
     def settled(self, mode: str) -> AdamWOptimiser:
         """In `mode` unless one was chosen, with the mode's beta2; UserError for a beta that the mode cannot take."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import DEFAULT_BETA2, LORA, AdamW, Arithmetic, Optimiser, Rule
-from toyexp.base import require_within, require_words
+from toyexp.base import require_choice, require_range
 
 SCALES = ("match_adamw", "original")
 # Of the polynomial a x + b x^3 + c x^5, whose slope at 0 is as steep as it can be (Jordan 2024).
@@ -33,9 +33,9 @@ class Muon(Optimiser):
 
     def check(self) -> None:
         super().check()
-        require_words("optim", self, scale=SCALES)
-        require_within("optim", self, momentum="[0,1)", adamw_beta1="[0,1)", adamw_beta2="[0,1)")
-        require_within("optim", self, iterations="[1,20]", adamw_lr="[0,inf)")
+        require_choice("optim", self, scale=SCALES)
+        require_range("optim", self, momentum="[0,1)", adamw_beta1="[0,1)", adamw_beta2="[0,1)")
+        require_range("optim", self, iterations="[1,20]", adamw_lr="[0,inf)")
 
     def rules(self) -> Sequence[Rule]:
         """Itself, then AdamW with bias correction."""
@@ -100,7 +100,7 @@ class Adafactor(Optimiser):
 
     def check(self) -> None:
         super().check()
-        require_within("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
+        require_range("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """The mean squares of a matrix's rows and of its columns; of anything else, of each number."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toyexp import Arithmetic, Optimiser, UserError
-from toyexp.base import require_within
+from toyexp.base import require_range
 
 
 @dataclass
@@ -22,7 +22,7 @@ class SGD(Optimiser):
 
     def check(self) -> None:
         super().check()
-        require_within("optim", self, momentum="[0,1)")
+        require_range("optim", self, momentum="[0,1)")
         if self.nesterov and not self.momentum:
             raise UserError("optim.nesterov=true: needs optim.momentum, such as 0.9")
 
@@ -60,7 +60,7 @@ class Lion(Optimiser):
 
     def check(self) -> None:
         super().check()
-        require_within("optim", self, beta1="[0,1)", beta2="[0,1)")
+        require_range("optim", self, beta1="[0,1)", beta2="[0,1)")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """The running mean of gradients."""

@@ -28,10 +28,10 @@ from toyexp import (
     TensorSpec,
     UserError,
     changed,
-    choose,
     lora_names,
+    suggest,
 )
-from toyexp.base import require_positive, require_within
+from toyexp.base import require_positive, require_range
 from toyexp_recipes.base import FromBase
 
 SHORT = {  # what may be typed for a linear, here and in PEFT
@@ -71,7 +71,7 @@ class Lora(FromBase):
             value = getattr(self, key)
             if value is not None:
                 require_positive(f"recipe.{key}", value)
-        require_within("recipe", self, dropout="[0,1)", **({} if self.rank is None else {"rank": "[1,inf)"}))
+        require_range("recipe", self, dropout="[0,1)", **({} if self.rank is None else {"rank": "[1,inf)"}))
         if self.targets == []:
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 
@@ -157,7 +157,7 @@ class Lora(FromBase):
         queries = next(([q] for q in QUERIES if q in linears.values()), None)
         targets = queries if self.targets is None else self.targets
         if targets is None:
-            raise UserError(f"recipe.targets: {' or '.join(QUERIES)} is not here; {choose('', set(linears.values()))}")
+            raise UserError(f"recipe.targets: {' or '.join(QUERIES)} is not here; {suggest('', set(linears.values()))}")
         names, chosen = {n: (own, n, blocks[n]) for n, own in linears.items()}, set[str]()
         for target in targets:
             _, block, module = THEIRS.split(target, 1)
@@ -170,7 +170,7 @@ class Lora(FromBase):
             if not found:
                 there = {*linears.values()}
                 if any(target in n.split(".") for n in specs):
-                    raise UserError(f"recipe.targets=[{target}]: is no linear of a block; {choose('', there)}")
-                raise UserError(f"recipe.targets=[{target}]: {choose(SHORT.get(target, target), there)}")
+                    raise UserError(f"recipe.targets=[{target}]: is no linear of a block; {suggest('', there)}")
+                raise UserError(f"recipe.targets=[{target}]: {suggest(SHORT.get(target, target), there)}")
             chosen.update(found)
         return [name for name in linears if name in chosen]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp import IMAGES, TOKENS, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
-from toyexp.base import require_positive, require_words
+from toyexp.base import require_choice, require_positive
 
 if TYPE_CHECKING:
     from toyexp import Session
@@ -27,7 +27,7 @@ class Scratch(Recipe):
 
     def check(self) -> None:
         """Raises UserError for an unknown initialiser."""
-        require_words("recipe", self, init=INITS)
+        require_choice("recipe", self, init=INITS)
 
     def vocabulary(self) -> Path | None:
         """The small donor's tokenizer, so that losses compare with recipe=warm."""

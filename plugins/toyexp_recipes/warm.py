@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import toyexp.formats
 from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Setup, UserError, printable
-from toyexp.base import require_words
+from toyexp.base import require_choice
 from toyexp_recipes.base import other_tokens
 from toyexp_recipes.scratch import DONOR, INITS
 
@@ -52,7 +52,7 @@ class Warm(Recipe):
 
     def check(self) -> None:
         """Raises UserError for an unknown lens or initialiser, and for a donor that is not there."""
-        require_words("recipe", self, init=INITS, lens=LENSES)
+        require_choice("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
             raise UserError("recipe.donor='': names no file; leave it out, or null, for toyexp's own small donor")
         donor_embed_width(self.path)

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
-from toyexp import Engine, Plan, Planned, Unavailable, UserError, needed, printable
+from toyexp import Engine, Plan, Planned, Unavailable, UserError, printable, require_package
 from toyexp.base import (
-    CORES,
-    MOST,
+    CORES_VARIABLE,
+    MAX_INT,
     available_cores,
-    calm_threads,
     check_threads,
-    counted,
-    crowding,
-    is_whole,
+    crowding_note,
+    is_integer,
     machine_cores,
-    require_words,
+    pluralise,
+    reduce_spinning,
+    require_choice,
     started_ranks,
 )
 
@@ -38,8 +38,8 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 def import_torch() -> types.ModuleType:
     """torch, or Unavailable with what to install."""
-    calm_threads()
-    with needed("torch", "pip install 'toyexp[torch]'"):
+    reduce_spinning()
+    with require_package("torch", "pip install 'toyexp[torch]'"):
         import numpy as np
         import torch
 
@@ -85,7 +85,7 @@ class TorchEngine(Engine):
         ranks = started_ranks()
         blank = self.devices.split() != [self.devices]
         asked = f"engine.devices={printable(repr(self.devices) if blank else self.devices)}"
-        if self.devices != "all" and not is_whole(self.devices, 1, MOST):
+        if self.devices != "all" and not is_integer(self.devices, 1, MAX_INT):
             raise UserError(f"{asked}: takes a number from 1, or all")
         if ranks.count > 1:
             if self.devices not in ("1", "all", str(ranks.count)):
@@ -217,22 +217,22 @@ class TorchCPU(TorchEngine):
     threads: int = 0  # cores to use, shared by its devices; 0: all that this process may use
 
     def check(self) -> str:
-        require_words("engine", self, dtype=DTYPES)
+        require_choice("engine", self, dtype=DTYPES)
         check_threads(self.threads)
-        each = counted(self._share())
+        each = pluralise(self._share())
         ranks = f"{count} processes, {each} each" if (count := self.check_devices()) > 1 else each
         return f"torch {import_torch().__version__}, {ranks}"
 
     def there(self) -> tuple[int, str]:
         """Each is a process, and has a core at least."""
         cores, all_there = available_cores(), machine_cores()
-        fewer = f" of {all_there} ({CORES}={cores})" if cores < all_there else ""
-        return cores, f"{counted(cores, 'core')}{fewer}"
+        fewer = f" of {all_there} ({CORES_VARIABLE}={cores})" if cores < all_there else ""
+        return cores, f"{pluralise(cores, 'core')}{fewer}"
 
     def processes(self) -> int:
         if self.devices == "all":
             return available_cores()
-        return int(self.devices) if is_whole(self.devices, 1, MOST) else 1
+        return int(self.devices) if is_integer(self.devices, 1, MAX_INT) else 1
 
     def _wanted(self, title: str) -> Wanted:
         return replace(super()._wanted(title), threads=self._share())
@@ -244,7 +244,7 @@ class TorchCPU(TorchEngine):
 
     def advice(self) -> list[str]:
         """Whether its threads have to share their cores. Where it is several processes, those are the busy ones."""
-        line = crowding(self.threads or available_cores(), watched=self.count() == 1)
+        line = crowding_note(self.threads or available_cores(), watched=self.count() == 1)
         return [line] if line else []
 
 
@@ -282,7 +282,7 @@ class TorchCUDA(TorchEngine):
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     def check(self) -> str:
-        require_words("engine", self, dtype=DTYPES)
+        require_choice("engine", self, dtype=DTYPES)
         torch = import_torch()
         if not torch.cuda.is_available():
             why = "this PyTorch is built without CUDA" if not torch.version.cuda else "it finds no NVIDIA GPU"
@@ -307,7 +307,7 @@ class TorchCUDA(TorchEngine):
         return int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
 
     def gpus(self) -> int | None:
-        return int(self.devices) if is_whole(self.devices, 1, MOST) else None
+        return int(self.devices) if is_integer(self.devices, 1, MAX_INT) else None
 
     def there(self) -> tuple[int, str]:
         count = int(import_torch().cuda.device_count())
@@ -335,7 +335,7 @@ class TorchMPS(TorchEngine):
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights)
 
     def check(self) -> str:
-        require_words("engine", self, dtype=DTYPES)
+        require_choice("engine", self, dtype=DTYPES)
         if self.dtype == "float64":
             raise UserError("engine.dtype=float64: MPS has no float64; use float32, or engine=cpu")
         if (ranks := started_ranks().count) > 1:

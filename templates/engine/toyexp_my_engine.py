@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toyexp import Engine, Ops, Session, StepMetrics, hookimpl, needed, updated
+from toyexp import Engine, Ops, Session, StepMetrics, hookimpl, require_package, updated
 
 
 @dataclass
@@ -20,8 +20,8 @@ class MyEngine(Engine):
     # Fields would be settings, as those of the other parts are: `threads: int = 1  # its help`.
 
     def check(self):
-        """A line about the device; `needed` says what to install where a library is missing or broken."""
-        with needed("torch", "pip install torch"):
+        """A line about the device; `require_package` says what to install if a library is missing or broken."""
+        with require_package("torch", "pip install torch"):
             import torch  # here and not above: to list plugins must not take as long as PyTorch does
         return f"torch {torch.__version__}, float64"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from toyexp import AdamW, Setup, TokenBatches
-from toyexp.base.threads import calm_threads
+from toyexp.base.threads import reduce_spinning
 from toyexp.formats.gguf.write import write_model
 from toyexp.interfaces.recipe import start
 from toyexp_models.llama import Llama
@@ -92,7 +92,7 @@ def status(key):
 
 def child(side, base):
     """Takes as many steps as it is told, line by line; answers with ms a step and the most memory so far."""
-    calm_threads()
+    reduce_spinning()
     steps = peft_steps() if side == "peft" else engine_steps(side, base)
     for line in sys.stdin:
         begun = time.perf_counter()

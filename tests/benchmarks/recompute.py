@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from allocated import peak_of_tensors
 
 from toyexp import AdamW, Setup, TokenBatches
-from toyexp.base.threads import calm_threads
+from toyexp.base.threads import reduce_spinning
 from toyexp.interfaces.recipe import start
 from toyexp.plugins.discovery import load
 from toyexp_models.llama import Llama
@@ -56,7 +56,7 @@ def step_bytes(name, session, step):
 
 def child(name, recompute):
     """Takes as many steps as it is told, line by line; answers with ms a step and MB beyond the weights."""
-    calm_threads()
+    reduce_spinning()
     ids = np.random.default_rng(0).integers(0, MODEL.vocab, 100_000, dtype=np.int32)
     data, adamw, k = TokenBatches(ids, ids[:2000], MODEL.context, ROWS, 0, 1), AdamW.for_lora(), 0
     engine = load().offers["engine"][name].cls(recompute=recompute == "True")

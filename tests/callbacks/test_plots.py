@@ -11,7 +11,7 @@ from made_runs import made
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from toyexp.base.drawing import MADE_BY, Sheet, is_drawn, thinned
+from toyexp.base.drawing import FILE_METADATA, Sheet, is_own_plot, thin_curve
 from toyexp.cli import bench
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
@@ -65,7 +65,7 @@ def test_a_smoothed_curve_is_the_mean_of_its_neighbours_and_ends_in_that_of_half
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():
     values = np.ones(100_000)
     values[31_234], values[77_777] = 9.0, -5.0
-    steps, kept = thinned(range(100_000), values, 200)
+    steps, kept = thin_curve(range(100_000), values, 200)
     assert len(steps) <= 200 and list(steps) == sorted(steps)
     assert (kept.max(), kept.min()) == (9.0, -5.0)
     assert steps[kept.argmax()] == 31_234 and steps[kept.argmin()] == 77_777
@@ -99,15 +99,15 @@ def test_only_pictures_that_toyexp_drew_are_known_as_its_own(tmp_path):
     of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr")}
     for suffix, picture in drawn(Curves("name", steps=of)).items():
         (tmp_path / f"ours{suffix}").write_bytes(picture)
-        assert is_drawn(tmp_path / f"ours{suffix}")
+        assert is_own_plot(tmp_path / f"ours{suffix}")
     figure = Figure()
     figure.subplots().plot([1, 2])
-    for suffix in MADE_BY:
+    for suffix in FILE_METADATA:
         sheet, path = Sheet(3, "$title", "below"), tmp_path / f"sheet{suffix}"
-        assert sheet.write(path) == path.stat().st_size and is_drawn(path)
+        assert sheet.write(path) == path.stat().st_size and is_own_plot(path)
         figure.savefig(tmp_path / f"theirs{suffix}")
-        assert not is_drawn(tmp_path / f"theirs{suffix}")
-    assert not is_drawn(tmp_path / "none.png") and not is_drawn(tmp_path)
+        assert not is_own_plot(tmp_path / f"theirs{suffix}")
+    assert not is_own_plot(tmp_path / "none.png") and not is_own_plot(tmp_path)
 
 
 def test_pictures_that_are_drawn_side_by_side_are_those_that_are_drawn_alone():
@@ -232,7 +232,7 @@ def test_without_matplotlib_the_run_is_refused_with_what_to_install(train, monke
 
 
 def test_a_matplotlib_that_cannot_be_imported_is_found_before_the_training(train, monkeypatch):
-    monkeypatch.setattr("toyexp.base.packages._broken", {})
+    monkeypatch.setattr("toyexp.base.packages._broken_packages", {})
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = train("callbacks=[plots,events,gguf_export]", engine="noop")
     assert run.code == 2 and run.err.count("\n") == 1

@@ -173,7 +173,7 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
             if held_at_first and len(asked) == 1:
                 os.close(held)
                 if fails:  # as the disk of a sweep's machine that is gone
-                    monkeypatch.setattr("toyexp.sweeps.launchers.cluster.require_left", raising)
+                    monkeypatch.setattr("toyexp.sweeps.launchers.cluster.require_unlocked", raising)
         return Ended(0)
 
     monkeypatch.setattr("toyexp.sweeps.launchers.cluster.run_process", run)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.base.formatting import duration
-from toyexp.base.threads import CORES
+from toyexp.base.formatting import format_duration
+from toyexp.base.threads import CORES_VARIABLE
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.sweeps.launchers.forking import PLATFORMS
@@ -162,7 +162,7 @@ def test_a_job_of_a_sweep_is_tried_as_jobs_are_started(capsys, monkeypatch):
 
 
 def test_of_a_sweep_one_job_of_each_shape_is_tried(capsys, monkeypatch):
-    monkeypatch.setenv(CORES, "2")
+    monkeypatch.setenv(CORES_VARIABLE, "2")
     sweep = [*SMALL[:3], *SMALL[4:], "model.d_model=16,32", "seed=0,1", "steps=4,8", "lr=1e-3", "hydra.sweep.dir=s",
              "sweep.launcher=processes"]  # fmt: skip
     told = dry(capsys, "-m", *sweep)
@@ -222,5 +222,5 @@ def test_evaluations_are_those_that_the_loop_makes(begins, steps, every):
 
 
 def test_a_duration_has_its_unit():
-    told = [duration(s) for s in (0.00123, 1.5, 99, 100, 7200, 200_000)]
+    told = [format_duration(s) for s in (0.00123, 1.5, 99, 100, 7200, 200_000)]
     assert told == ["1.23 ms", "1.5 s", "99 s", "1.67 min", "2 h", "2.31 days"]

@@ -11,7 +11,7 @@ from tiny import plan
 
 from toyexp import unlike
 from toyexp.base.errors import UserError
-from toyexp.base.ownership import fingerprint, fingerprint_once
+from toyexp.base.ownership import cached_fingerprint, fingerprint
 from toyexp.config import build
 from toyexp.config.request import Request
 from toyexp.interfaces.plan import optimised
@@ -98,12 +98,12 @@ def test_a_file_that_changes_between_two_jobs_is_read_again(tmp_path, how):
     path = tmp_path / "base.gguf"
     path.write_bytes(b"a" * 100)
     then = path.stat()
-    assert fingerprint_once(path) == fingerprint(path)
-    before, place = fingerprint_once(path), path if how == "written" else tmp_path / "new"
+    assert cached_fingerprint(path) == fingerprint(path)
+    before, place = cached_fingerprint(path), path if how == "written" else tmp_path / "new"
     place.write_bytes(b"b" * 100)
     os.utime(place, ns=(then.st_atime_ns, then.st_mtime_ns))
     place.replace(path)
-    assert fingerprint_once(path) == fingerprint(path) != before
+    assert cached_fingerprint(path) == fingerprint(path) != before
 
 
 @dataclass

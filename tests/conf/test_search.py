@@ -253,7 +253,7 @@ def test_a_search_whose_summary_a_full_disk_does_not_take_says_so_and_is_complet
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("toyexp.sweeps.search.searcher.in_one_piece", full)
+    monkeypatch.setattr("toyexp.sweeps.search.searcher.write_atomically", full)
     assert main(["-m", *NOOP, LOG, "sweep.search=random", "sweep.trials=1", HERE, "hydra.sweep.dir=s"]) == 0
     assert "search.json: not written (No space left on device)" in capsys.readouterr().out
     assert [trial.state.name for trial in trials()] == ["COMPLETE"]

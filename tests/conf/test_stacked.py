@@ -15,7 +15,7 @@ import yaml
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.signals import CommonSignals, Interrupted
-from toyexp.base.threads import CORES
+from toyexp.base.threads import CORES_VARIABLE
 from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Sweep
@@ -156,7 +156,7 @@ def _place(tmp_path_factory):
     before = Path.cwd()
     os.chdir(here)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CORES, "1")  # a process for each of them
+        patch.setenv(CORES_VARIABLE, "1")  # a process for each of them
         yield
     os.chdir(before)
 
@@ -469,16 +469,16 @@ def test_runs_of_one_process_share_data_of_the_same_settings_and_no_batches():
 
 def test_each_run_hears_of_a_signal_and_the_second_is_raised():
     common = CommonSignals()
-    first = common.of_a_run()
+    first = common.add_run()
     common.handle(signal.SIGTERM, None)
-    late = common.of_a_run()
-    common.ask_to_save(signal.SIGUSR1, None)
+    late = common.add_run()
+    common.request_save(signal.SIGUSR1, None)
     for run in (first, late):
-        assert run.caught() and run.count() == 1 and run.should_save() and not run.should_save()
+        assert run.is_ending() and run.count() == 1 and run.take_save_request() and not run.take_save_request()
     with pytest.raises(Interrupted) as error:
         common.handle(signal.SIGINT, None)
     assert error.value.exit_code == 130 and first.count() == 2
-    assert first.last_word().exit_code == 143
+    assert first.final_interrupt().exit_code == 143
 
 
 def test_a_line_says_whose_it_is(tmp_path):

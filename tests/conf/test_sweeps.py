@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 import toyexp
 import toyexp.config.request as request_module
 from toyexp.base.errors import UserError
-from toyexp.base.threads import CORES, available_cores, machine_cores
+from toyexp.base.threads import CORES_VARIABLE, available_cores, machine_cores
 from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
@@ -913,15 +913,15 @@ def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_
 
 def test_a_share_of_the_cores_is_kept_to(monkeypatch):
     for given, cores in (("1", 1), ("0", machine_cores()), ("", machine_cores()), ("999", machine_cores())):
-        monkeypatch.setenv(CORES, given)
+        monkeypatch.setenv(CORES_VARIABLE, given)
         assert available_cores() == cores
 
 
 @pytest.mark.parametrize("given", ["junk", "-3", "1.5", " "])
 def test_a_share_of_the_cores_that_cannot_be_is_refused_and_not_passed_over(given, monkeypatch, capsys):
-    monkeypatch.setenv(CORES, given)
+    monkeypatch.setenv(CORES_VARIABLE, given)
     assert main([*QUICK, "engine.threads=1"]) == 2
-    assert f"{CORES}={given}: takes how many cores to use" in capsys.readouterr().err
+    assert f"{CORES_VARIABLE}={given}: takes how many cores to use" in capsys.readouterr().err
 
 
 def test_how_a_process_ended_is_said_in_words():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp import Arguments, Command, UserError
-from toyexp.base.exit_codes import exit_code_of
+from toyexp.base.exit_codes import run_to_exit_code
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
 from toyexp.plugins.discovery import load
@@ -205,5 +205,5 @@ def test_what_the_machine_lacks_is_one_line(error, line, capsys):
     def work() -> int:
         raise error
 
-    assert exit_code_of(work) == 1
+    assert run_to_exit_code(work) == 1
     assert capsys.readouterr().err.strip() == line

@@ -576,7 +576,7 @@ def test_files_that_a_system_makes_up_are_named_as_that_and_never_waited_for(tmp
 def test_a_long_search_through_folders_says_how_far_it_is(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(finding, "EACH", 2)
-    monkeypatch.setattr(finding, "status", told.append)
+    monkeypatch.setattr(finding, "show_status", told.append)
     for name in "abc":
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "t.txt").write_text("text")

@@ -23,7 +23,7 @@ import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
 from toyexp.api.calls import worded
 from toyexp.base.lazy import lazy
-from toyexp.base.process_state import contained, plain_torch
+from toyexp.base.process_state import restore_process_state, use_torch_defaults
 from toyexp.cli.main import main
 from toyexp.config import compose_cache as beforehand
 from toyexp.config import schema
@@ -566,7 +566,7 @@ def test_what_a_library_reads_once_stays_in_the_environment(monkeypatch):
     for name in ("CUBLAS_WORKSPACE_CONFIG", "OTHER"):
         monkeypatch.setenv(name, "")  # it is put back afterwards
         monkeypatch.delenv(name)
-    with contained():
+    with restore_process_state():
         os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", OTHER="1")
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and "OTHER" not in os.environ
 
@@ -584,7 +584,7 @@ def test_whatever_a_caller_has_set_in_torch_a_call_computes_under_its_defaults()
         torch.set_float32_matmul_precision("medium")
         with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
             before = state()
-            with plain_torch(torch):
+            with use_torch_defaults(torch):
                 assert state() == usual == (torch.float32, "cpu", True, False, False, "highest")
             assert state() == before != usual
     finally:

@@ -13,8 +13,8 @@ import pytest
 from tiny import MODELS, split, write_base
 
 from toyexp.base.errors import RunFailed
-from toyexp.base.formatting import in_bytes
-from toyexp.base.writing import required
+from toyexp.base.formatting import format_bytes
+from toyexp.base.writing import convert_write_errors
 from toyexp.cli.main import main
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS
@@ -80,7 +80,7 @@ def test_f32_is_the_same_file_again_in_every_key_and_tensor(source, capsys):
     assert source.read_bytes() == (source.parent / "again.gguf").read_bytes()
     size = f"{source.stat().st_size / 1e3:.3g} kB"
     assert capsys.readouterr().out.startswith(f"again.gguf  {size} -> {size}  (")
-    assert [in_bytes(n) for n in (900, 4992, 999_600, 1_234_567)] == ["0.9 kB", "4.99 kB", "1 MB", "1.23 MB"]
+    assert [format_bytes(n) for n in (900, 4992, 999_600, 1_234_567)] == ["0.9 kB", "4.99 kB", "1 MB", "1.23 MB"]
 
 
 @pytest.mark.parametrize("kind", [k for k in FILE_TYPES if k != "f32"])
@@ -232,7 +232,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(source):
 
 
 def test_an_error_of_the_disk_without_a_number_keeps_its_own_words():
-    with pytest.raises(RunFailed, match=r"a\.npz: could not be written: boom$"), required(Path("a.npz")):
+    with pytest.raises(RunFailed, match=r"a\.npz: could not be written: boom$"), convert_write_errors(Path("a.npz")):
         raise OSError("boom")
 
 

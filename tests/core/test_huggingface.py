@@ -15,7 +15,7 @@ from texts import write_untrained
 from tiny import MODELS, split, write_base
 
 from toyexp import Exported, Rotary, RunFailed, UserError
-from toyexp.base.formatting import in_bytes
+from toyexp.base.formatting import format_bytes
 from toyexp.cli.main import main
 from toyexp.formats.gguf.open_model import exported_of
 from toyexp.formats.gguf.read import GGUFFile
@@ -449,7 +449,7 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     assert "data file" not in Path("again", CARD).read_text()
     assert json_of("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
-    assert f"model-hf  {in_bytes(size)}" in capsys.readouterr().out
+    assert f"model-hf  {format_bytes(size)}" in capsys.readouterr().out
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert "model-hf: llama.cpp's convert_hf_to_gguf.py cannot" in Path("run/log.txt").read_text()
     told = [e for e in events if e["kind"] == "export" and e["path"].endswith("-hf")]

@@ -14,8 +14,16 @@ from lines import failed, noop
 import toyexp
 from toyexp import RunFailed, UserError
 from toyexp.base.drawing import Sheet
-from toyexp.base.ownership import FOLDERS, LEDGER, Ledger, Owned, require_empty, require_inside, require_left
-from toyexp.base.writing import require_place, swap
+from toyexp.base.ownership import (
+    LEDGER,
+    RUN_DIRECTORIES,
+    DirectoryLocked,
+    Ledger,
+    require_empty,
+    require_inside,
+    require_unlocked,
+)
+from toyexp.base.writing import require_writable, swap
 from toyexp.cli.main import main
 from toyexp.interfaces.run import Run
 from toyexp.results.comparison import Comparison
@@ -279,7 +287,7 @@ def test_a_kill_between_note_and_file_leaves_both_contents_known(monkeypatch):
     name.write_text("two")
     assert ledger.owns(name)
     name.write_text("six")
-    assert not ledger.owns(name) and ledger.foreign(["model.gguf", "nothing"]) == [name]
+    assert not ledger.owns(name) and ledger.foreign_paths(["model.gguf", "nothing"]) == [name]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model.gguf": "x"}', '{"model.gguf": [1]}', "[" * 100_000])
@@ -365,12 +373,12 @@ def test_a_link_in_a_run_is_refused_before_anything_is_written(name, kind, run_o
     shutil.copytree(run_of_a_stranger, "D")
     put_link(Path("D", name), kind)
     line = refused(capsys, "resume=D", PLUGINS, "steps=9", "checkpoint_every=1")
-    assert f"D/{name}: it is a link, not a {'folder' if name in FOLDERS else 'file'}; move it away" in line
+    assert f"D/{name}: it is a link, not a {'folder' if name in RUN_DIRECTORIES else 'file'}; move it away" in line
     with pytest.raises(UserError, match=f"D/{name}: it is a link"):
         RunDir(Path("D"), {}, continued=True)
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", RUN_DIRECTORIES)
 def test_a_file_in_the_place_of_a_folder_of_a_run_or_sweep_is_refused(name, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     shutil.rmtree(Path("D", name), ignore_errors=True)
@@ -394,8 +402,8 @@ def test_processes_that_ask_whether_a_directory_is_written_do_not_refuse_each_ot
     os.close(lock(Path("D")))
     with open("D/run.lock") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # as another process that asks
-        require_left(Path("D"))
-        with pytest.raises(Owned):
+        require_unlocked(Path("D"))
+        with pytest.raises(DirectoryLocked):
             lock(Path("D"))
 
 
@@ -414,11 +422,11 @@ def test_without_fcntl_as_on_windows_a_directory_is_locked_and_its_owners_name_c
     ((_, place),) = taken
     name = (tmp_path / "run.lock").read_text()
     assert name.startswith(f"{os.getpid()} on ") and place > len(name)
-    for ask in (lock, require_left):
-        with pytest.raises(Owned, match=f"is being written by process {os.getpid()} on "):
+    for ask in (lock, require_unlocked):
+        with pytest.raises(DirectoryLocked, match=f"is being written by process {os.getpid()} on "):
             ask(tmp_path)
     taken.clear()
-    require_left(tmp_path)
+    require_unlocked(tmp_path)
     os.close(held)
 
 
@@ -523,8 +531,8 @@ def test_a_place_that_cannot_be_written_is_bad_input_before_any_work(name, monke
     Path("closed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")
     with pytest.raises(UserError, match=r"--to x: (cannot be written|there is no directory)"):
-        require_place("--to x", Path(name))
-    require_place("--to x", Path("here.svg"))
+        require_writable("--to x", Path(name))
+    require_writable("--to x", Path("here.svg"))
 
 
 def test_a_disk_that_fills_while_a_page_or_picture_is_written_is_a_failure(monkeypatch):
@@ -532,7 +540,7 @@ def test_a_disk_that_fills_while_a_page_or_picture_is_written_is_a_failure(monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for module, write in (("results.report", Report("").write), ("base.drawing", Sheet.write)):
-        monkeypatch.setattr(f"toyexp.{module}.in_one_piece", full)
+        monkeypatch.setattr(f"toyexp.{module}.write_atomically", full)
         monkeypatch.setattr(Report, "_page", lambda *_: b"")
         with pytest.raises(RunFailed, match="No space left"):
             if module == "results.report":

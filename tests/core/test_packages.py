@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from toyexp import Unavailable, UserError, needed
+from toyexp import Unavailable, UserError, require_package
 from toyexp.base.errors import Broken
-from toyexp.base.packages import told_by, why, why_not_apart
-from toyexp.base.signals import Interrupted, stop_signals
+from toyexp.base.packages import explain_import_error, prefix_unavailable, probe_import
+from toyexp.base.signals import Interrupted, catch_signals
 from toyexp.config.build import facts_of, pick_engine
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Offer
@@ -69,7 +69,7 @@ def test_a_broken_package_is_one_line_with_the_reason_each_time(package, how):
     name = package(source)
     said = []
     for _ in range(2):  # what is left of a first attempt may fail in another way
-        with pytest.raises(Broken) as error, needed(name, "pip install it", "Some-Package"):
+        with pytest.raises(Broken) as error, require_package(name, "pip install it", "Some-Package"):
             module = __import__(name)
             if source is not None:
                 module.works()
@@ -82,24 +82,24 @@ def test_a_broken_package_is_one_line_with_the_reason_each_time(package, how):
 
 def test_a_missing_package_says_how_to_install_it_and_is_found_once_it_is_there(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(Unavailable) as error, needed("comes_later", "pip install 'toyexp[later]'"):
+    with pytest.raises(Unavailable) as error, require_package("comes_later", "pip install 'toyexp[later]'"):
         import comes_later
     assert str(error.value) == "comes_later is not installed: pip install 'toyexp[later]'"
     assert not isinstance(error.value, Broken)
     (tmp_path / "comes_later.py").write_text("value = 3")
-    with needed("comes_later", ""):
+    with require_package("comes_later", ""):
         import comes_later
     assert comes_later.value == 3
 
 
 def test_an_interruption_in_the_middle_of_an_import_is_no_broken_package(package):
     name = package("")
-    with pytest.raises(Interrupted), needed(name, ""):
+    with pytest.raises(Interrupted), require_package(name, ""):
         try:
             raise Interrupted(15)
         except Interrupted:
             raise ImportError("its clean-up expected to have got further")  # noqa: B904 - as such code does
-    with needed(name, ""):
+    with require_package(name, ""):
         __import__(name)
 
 
@@ -115,25 +115,25 @@ def test_a_signal_waits_for_the_end_of_an_import(package):
     """Native code that loads may end the process where one is raised; a second one acts at once."""
     name = package(SIGNALLED)
     began = time.monotonic()
-    with stop_signals() as signals, pytest.raises(Interrupted), needed(name, ""):
+    with catch_signals() as signals, pytest.raises(Interrupted), require_package(name, ""):
         module = __import__(name)
         time.sleep(30)
     assert time.monotonic() - began < 20  # a sleep was not slept to its end
     assert module.whole and signals.count() == 1
     twice = package(SIGNALLED.replace("time.sleep", "os.kill(os.getpid(), signal.SIGINT); time.sleep"))
-    with stop_signals(), pytest.raises(Interrupted), needed(twice, ""):
+    with catch_signals(), pytest.raises(Interrupted), require_package(twice, ""):
         __import__(twice)
     assert twice not in sys.modules
 
 
 def test_a_signal_in_an_import_that_ends_all_work_is_not_sent_to_whoever_comes_next(package):
     name, heard = package(SIGNALLED), []
-    with stop_signals() as signals:
+    with catch_signals() as signals:
         __import__(name)
     previous = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
     time.sleep(0.1)
     signal.signal(signal.SIGINT, previous)
-    assert signals.caught() and not heard
+    assert signals.is_ending() and not heard
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_signal_in_an_import_that_ends_all_work_is_not_sent_to_whoever_comes_n
     ],
 )
 def test_who_needs_what_is_not_here_is_named_once(reason, told):
-    with pytest.raises(Unavailable) as found, told_by("callbacks.export"):
+    with pytest.raises(Unavailable) as found, prefix_unavailable("callbacks.export"):
         raise Unavailable(reason)
     assert str(found.value) == told
 
@@ -157,11 +157,11 @@ def test_a_package_that_may_end_its_process_is_tried_in_another(tmp_path, monkey
         if source is not None:
             (tmp_path / f"{name}.py").write_text(source)
     (tmp_path / "is_left").mkdir()
-    assert why_not_apart("works") is None
-    assert why_not_apart("is_gone") == "is not installed"
-    assert "OSError: libnothing.so.1" in why_not_apart("raises")
-    assert "its import ended with -6" in why_not_apart("aborts")
-    assert "is_left holds no __init__.py" in why_not_apart("is_left")
+    assert probe_import("works") is None
+    assert probe_import("is_gone") == "is not installed"
+    assert "OSError: libnothing.so.1" in probe_import("raises")
+    assert "its import ended with -6" in probe_import("aborts")
+    assert "is_left holds no __init__.py" in probe_import("is_left")
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_a_numpy_that_cannot_be_loaded_is_one_line_of_any_command(beside):
 
 
 def test_the_reason_of_a_users_own_error_is_its_words():
-    assert why(UserError("it says\nwhat is wrong")) == "it says what is wrong"
+    assert explain_import_error(UserError("it says\nwhat is wrong")) == "it says what is wrong"
 
 
 def test_a_module_that_was_asked_for_by_its_name_is_imported_by_no_line():

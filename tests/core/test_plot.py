@@ -14,7 +14,7 @@ from drawings import words_of
 from made_runs import made
 from matplotlib.image import imread
 
-from toyexp.base.drawing import COLOURS, cut, is_drawn
+from toyexp.base.drawing import COLOURS, fit_text, is_own_plot
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.found import below, look
@@ -216,7 +216,7 @@ def test_a_picture_that_toyexp_drew_is_drawn_anew(grid, capsys):
     for name in ("a.svg", "a.png", "a.pdf"):
         for _ in range(2):
             assert main(["compare", str(grid / "runs"), "--plot", name]) == 0
-        assert is_drawn(Path(name))
+        assert is_own_plot(Path(name))
 
 
 def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_path, capsys):
@@ -225,7 +225,7 @@ def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_p
     assert "plot    s/plots/sweep.png\nplot    s/plots/sweep.svg\n" in out
     words = words_of(tmp_path / "s/plots/sweep.svg")
     assert "lr 0.01, 5.0 × 2 seeds" in words, words
-    assert is_drawn(tmp_path / "s/plots/sweep.png")
+    assert is_own_plot(tmp_path / "s/plots/sweep.png")
     (tmp_path / "s/plots/sweep.png").write_bytes(b"theirs")
     assert main(["sweep.resume=s"]) == 0, "trouble with a picture is none of the sweep's"
     assert "plot    none: " in capsys.readouterr().out and (tmp_path / "s/plots/sweep.png").read_bytes() == b"theirs"
@@ -240,4 +240,4 @@ def test_a_sweep_without_plots_leaves_none_and_never_loads_matplotlib(tmp_path):
 
 
 def test_a_text_is_cut_only_when_it_is_too_long():
-    assert [cut(text, 3) for text in ("abc", "abcd", "a\nb")] == ["abc", "ab…", "a?b"]
+    assert [fit_text(text, 3) for text in ("abc", "abcd", "a\nb")] == ["abc", "ab…", "a?b"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from made_runs import made, made_sweep
 
-from toyexp.base.drawing import thinned
+from toyexp.base.drawing import thin_curve
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.events import History, means
@@ -56,7 +56,7 @@ def test_a_thinned_curve_keeps_what_stands_out():
     values = np.random.default_rng(0).normal(size=25_000)
     values[[3_333, 17_001]] = 50, -50
     curve = np.arange(1, 25_001), values
-    steps, kept = thinned(*curve, 1000)
+    steps, kept = thin_curve(*curve, 1000)
     assert len(steps) <= 1000 and steps.tolist() == sorted(set(steps))
     assert all(values[step - 1] == value for step, value in zip(steps, kept, strict=True))
     assert {3_334, 17_002} <= set(steps)
@@ -64,7 +64,7 @@ def test_a_thinned_curve_keeps_what_stands_out():
         assert stretch.min() in kept and stretch.max() in kept
     _, some = means(curve, 250)
     assert some == pytest.approx(values.reshape(250, 100).mean(1))
-    assert thinned(*curve, 30_000)[1].tolist() == values.tolist()
+    assert thin_curve(*curve, 30_000)[1].tolist() == values.tolist()
 
 
 def test_of_many_held_out_scores_the_last_is_always_drawn(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from made_runs import made
 
 import toyexp
-from toyexp.base.formatting import as_csv
+from toyexp.base.formatting import format_csv
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import divided, filtered, ordered
@@ -727,7 +727,7 @@ def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
 def test_a_spreadsheet_runs_no_text_of_a_run(tmp_path, capsys, cell):
     made(tmp_path / "a", steps=5, name=cell)
     (row,) = csv.DictReader(io.StringIO(answered(capsys, "runs", str(tmp_path), "--csv")))
-    assert row["name"] == f"'{cell}" and as_csv([[cell, "-1e-3"]]) == f"'{cell},-1e-3\n"
+    assert row["name"] == f"'{cell}" and format_csv([[cell, "-1e-3"]]) == f"'{cell},-1e-3\n"
 
 
 def test_an_empty_place_is_no_directory_to_open():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from toyexp.base.signals import Interrupted, end_with_the_sweep, stop_signals
+from toyexp.base.signals import Interrupted, catch_signals, end_with_sweep
 from toyexp.cli.main import main
 from toyexp.training import checkpoint
 
@@ -250,11 +250,11 @@ def test_who_sends_a_second_signal_waits_for_no_export(sent, times, exported):
 
 def test_the_end_of_the_sweep_is_no_second_signal_and_another_one_is():
     """Ray ends the worker of a job, which hands that on, and the job then loses its sweep."""
-    with stop_signals() as signals:
-        signals.wait_for_the_step()
+    with catch_signals() as signals:
+        signals.defer_to_step_end()
         signal.raise_signal(signal.SIGTERM)
-        end_with_the_sweep()
-        assert signals.caught() and signals.count() == 1
+        end_with_sweep()
+        assert signals.is_ending() and signals.count() == 1
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGTERM)
 
@@ -262,9 +262,9 @@ def test_the_end_of_the_sweep_is_no_second_signal_and_another_one_is():
 def test_where_sigusr1_is_ignored_it_stays_so():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        with stop_signals() as signals:
+        with catch_signals() as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert not signals.should_save()
+            assert not signals.take_save_request()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -349,7 +349,7 @@ def test_a_signal_while_python_tidies_up_after_an_import_is_not_lost():
     names = {"os": os, "signal": signal, "time": time, "whole": whole}
     exec(compile(LOCKED, "<frozen importlib._bootstrap>", "exec"), names)
     began = time.monotonic()
-    with stop_signals() as signals, pytest.raises(Interrupted):
+    with catch_signals() as signals, pytest.raises(Interrupted):
         thing = type("Thing", (), {})()
         watched = weakref.ref(thing, names["callback"])
         del thing

@@ -14,8 +14,8 @@ import yaml
 from structure import PUBLIC
 
 import toyexp
-from toyexp.base.terminal import complain, fit_encoding, say
-from toyexp.base.user_paths import expanded, with_home, with_quotes
+from toyexp.base.terminal import print_error, print_line, replace_unencodable
+from toyexp.base.user_paths import expand_home, expand_path, quote_letters
 from toyexp.cli.main import main
 from toyexp.config.words import parse
 
@@ -33,9 +33,9 @@ def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):
 def test_what_the_encoding_lacks_is_a_question_mark_in_lines_and_in_errors(monkeypatch):
     for name, errors in (("stdout", "strict"), ("stderr", "backslashreplace")):  # as Python opens them
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii", errors, write_through=True))
-    fit_encoding()
-    say("40 steps · café")
-    complain("café.gguf: not found")
+    replace_unencodable()
+    print_line("40 steps · café")
+    print_error("café.gguf: not found")
     assert sys.stdout.buffer.getvalue() == b"40 steps ? caf?\n"
     assert sys.stderr.buffer.getvalue() == b"toyexp: caf?.gguf: not found\n"
 
@@ -55,7 +55,7 @@ def test_what_was_being_done_is_gone_before_an_answer_comes(words):
 
 
 def test_only_a_word_that_is_longer_than_any_path_is_cut_in_an_error(capsys):
-    complain(f"{'a/' * 249}b and {'c' * 500}")
+    print_error(f"{'a/' * 249}b and {'c' * 500}")
     assert capsys.readouterr().err == f"toyexp: {'a/' * 249}b and {'c' * 200}... (500 characters)\n"
 
 
@@ -97,7 +97,7 @@ def test_each_public_name_is_the_one_that_type_checkers_see(package):
 )
 def test_a_tilde_behind_an_equals_sign_is_the_home_directory(word, meant, monkeypatch):
     monkeypatch.setenv("HOME", "HOME")
-    assert with_home(word) == meant
+    assert expand_home(word) == meant
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_a_tilde_behind_an_equals_sign_is_the_home_directory(word, meant, monkey
 )
 def test_a_value_of_any_script_is_read_without_quotes(word, meant):
     if meant is None:
-        assert with_quotes(word) == word
+        assert quote_letters(word) == word
     else:
-        (override,) = parse([with_quotes(word)])
+        (override,) = parse([quote_letters(word)])
         assert override.value() == meant
 
 
@@ -142,7 +142,7 @@ def test_a_tilde_in_a_configuration_file_is_the_home_directory(tmp_path, monkeyp
     (tmp_path / "mine.yaml").write_text("defaults: [/config, _self_]\nrecipe: {donor: ~/none.gguf}\n")
     assert main(["--config-path=~", "--config-name", "mine", "recipe=warm"]) == 2
     assert f"{tmp_path / 'none.gguf'}: not found" in capsys.readouterr().err
-    assert expanded("a ~/b") == "a ~/b" and expanded(None) is None
+    assert expand_path("a ~/b") == "a ~/b" and expand_path(None) is None
 
 
 @pytest.mark.parametrize("words", [["recipe=lora", "recipe.base=smol.gguf"], ["describe", "smol.gguf"]])
@@ -154,7 +154,7 @@ def test_a_missing_gguf_is_told_with_the_command_that_lists_those_that_are_here(
 
 def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("toyexp.base.threads._running", lambda: 2)
+    monkeypatch.setattr("toyexp.base.threads._count_busy_now", lambda: 2)
     monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 2)
     tiny = ["model.d_model=8", "model.n_heads=2", "model.n_kv_heads=1", "model.context=8", "model.n_layers=1"]
     run = ["engine=cpu", "engine.threads=2", "steps=1", "eval_every=0", "hydra.run.dir=run", *tiny]

@@ -17,7 +17,7 @@ from tiny import batches
 
 from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
 from toyexp.base.errors import RunFailed
-from toyexp.base.formatting import count
+from toyexp.base.formatting import format_count
 from toyexp.cli import bench_stepper as stepper
 from toyexp.cli.bench import Report, Work, sheet, step_flops, take_turns
 from toyexp.cli.bench_stepper import (
@@ -82,7 +82,7 @@ def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_pat
     assert any("bars end at the median of 3 rounds" in word for word in words)
     for engine in (cpu, ggml):
         ms = f"{1e3 * engine['seconds_per_step']:.3g} ms a step"
-        assert f"{count(engine['tokens_per_second'])} tokens/s, {ms}" in words
+        assert f"{format_count(engine['tokens_per_second'])} tokens/s, {ms}" in words
     bars = sheet([cpu, ggml], "tokens", "", []).panels[0]
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([e["tokens_per_second"] for e in (cpu, ggml)])
     low, high = sorted(bars.lines[1].get_xdata())

@@ -14,7 +14,7 @@ from several import ON_TWO, PLUGIN, RANKS, RUN, free_port
 import toyexp.base.exit_codes
 from toyexp import UserError
 from toyexp.base import started_ranks
-from toyexp.base.signals import ending
+from toyexp.base.signals import ending_signals
 from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp_torch.distributed.group import torchruns_store
@@ -72,7 +72,7 @@ def test_what_is_set_to_nothing_is_not_set(monkeypatch):
     monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", "")
     monkeypatch.setenv("TOYEXP_SIGUSR1", "")
     assert patience() == 20
-    assert signal.SIGUSR1 not in ending()
+    assert signal.SIGUSR1 not in ending_signals()
 
 
 def test_auto_takes_an_engine_that_has_ranks(monkeypatch):
@@ -180,7 +180,7 @@ def test_of_bad_input_the_first_of_torchruns_ranks_speaks_alone(book, given):
 def test_what_is_wrong_with_another_rank_alone_is_told_with_its_name(monkeypatch, capsys):
     for name, value in zip((*RANKS, "TORCHELASTIC_RUN_ID"), ("1", "2", "127.0.0.1", "1", "none"), strict=True):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(toyexp.base.exit_codes, "GRACE", 0.0)
+    monkeypatch.setattr(toyexp.base.exit_codes, "TORCHRUN_GRACE", 0.0)
     assert main(["engine=cpu", "stepz=3"]) == 2
     assert re.match(r"toyexp: error: rank 1 \(on .*\): .*stepz", capsys.readouterr().err)
 
@@ -189,7 +189,7 @@ def test_threads_are_counted_once_whoever_has_them(monkeypatch):
     """Where fewer were asked for than there are processes, each has one."""
     monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 4)
     monkeypatch.setattr("toyexp_torch.engines.machine_cores", lambda: 4)
-    monkeypatch.setattr("toyexp.base.threads._running", lambda: 4)
+    monkeypatch.setattr("toyexp.base.threads._count_busy_now", lambda: 4)
     for threads, told in ((0, "2 processes, 2 threads each"), (1, "2 processes, 1 thread each")):
         engine = TorchCPU(devices="2", threads=threads)
         assert engine.check().endswith(told) and engine.advice() == []

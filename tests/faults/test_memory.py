@@ -95,7 +95,7 @@ def test_a_limit_of_the_process_counts(monkeypatch):
     ],
 )
 def test_memory_that_runs_out_is_one_line_with_a_remedy(error):
-    with pytest.raises(RunFailed) as caught, memory.running_out():
+    with pytest.raises(RunFailed) as caught, memory.convert_memory_errors():
         raise error
     assert re.fullmatch(
         r"out of memory \(.*\); a smaller batch_size, .* takes less, .*engine.recompute=true", str(caught.value)
@@ -103,7 +103,7 @@ def test_memory_that_runs_out_is_one_line_with_a_remedy(error):
 
 
 def test_another_error_of_a_framework_stays_what_it_is():
-    with pytest.raises(RuntimeError, match="shape mismatch"), memory.running_out():
+    with pytest.raises(RuntimeError, match="shape mismatch"), memory.convert_memory_errors():
         raise RuntimeError("shape mismatch")
 
 
@@ -134,7 +134,7 @@ def test_little_memory(asked, engine, megabytes, here):
 @pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="control groups are Linux's")
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     before = memory.available_bytes()
-    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path)
     for name, text in (("max", "500000000"), ("current", "400000000"), ("stat", "anon 7\ninactive_file 50000000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
     assert memory.available_bytes() == 150_000_000

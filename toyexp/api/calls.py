@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.attribution import of_a_part
+from toyexp.base.attribution import attribute_part_errors
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import working_directory
-from toyexp.base.formatting import short
+from toyexp.base.formatting import short_path
 from toyexp.base.ranks import started_ranks
-from toyexp.base.terminal import silent, status
+from toyexp.base.terminal import show_status, silence
 from toyexp.base.threads import available_cores
-from toyexp.base.writing import possible_names
+from toyexp.base.writing import reject_bad_names
 
 CALLS = {"eval": "toyexp.evaluate(...)", "generate": "toyexp.open(...).generate(...)"}
 CALLS |= {command: f"toyexp.{command}(...)" for command in ("predict", "compare")}
@@ -32,7 +32,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
     PyTorch's settings, where modules are looked for, and what Hydra knows. UserError under torchrun, which starts the
     ranks of a command.
     """
-    from toyexp.base.process_state import contained
+    from toyexp.base.process_state import restore_process_state
     from toyexp.config.compose_cache import own_hydra
 
     if not isinstance(quiet, bool):
@@ -41,7 +41,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
         raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
     available_cores()  # which refuses a TOYEXP_CORES that cannot be
     working_directory()  # which says so when it is gone
-    with _turn, contained(), own_hydra(), silent(quiet), possible_names(), of_a_part():
+    with _turn, restore_process_state(), own_hydra(), silence(quiet), reject_bad_names(), attribute_part_errors():
         try:
             yield
         except UserError as error:
@@ -49,7 +49,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
                 error.args = (for_python(str(error)),)
             raise
         finally:
-            status("")
+            show_status("")
 
 
 def for_python(text: str) -> str:
@@ -65,8 +65,8 @@ def what_is_left(where: Path, call: str) -> Iterator[None]:
         yield
     except (RunFailed, KeyboardInterrupt) as error:
         if (where / "config.yaml").is_file():
-            going_on = f"; go on: {call}resume={short(where)!r})" if any(where.glob("checkpoints/step-*")) else ""
-            error.add_note(f"what it left: toyexp.open({short(where)!r}){going_on}")
+            going_on = f"; go on: {call}resume={short_path(where)!r})" if any(where.glob("checkpoints/step-*")) else ""
+            error.add_note(f"what it left: toyexp.open({short_path(where)!r}){going_on}")
         raise
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from toyexp.api.calls import aside, place, texts, what_is_left, worded
 from toyexp.api.result import Result, of_table, require_run
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import columns, counted, short
-from toyexp.base.ownership import SWEEP
-from toyexp.base.packages import needed
-from toyexp.base.signals import whole_imports
-from toyexp.base.terminal import complain
-from toyexp.base.user_paths import at_home
-from toyexp.base.writing import possible_names
+from toyexp.base.formatting import align_columns, pluralise, short_path
+from toyexp.base.ownership import SWEEP_FILE
+from toyexp.base.packages import require_package
+from toyexp.base.signals import protect_imports
+from toyexp.base.terminal import print_error
+from toyexp.base.user_paths import expand_overrides
+from toyexp.base.writing import reject_bad_names
 from toyexp.config.flags import read, request_of, split
 from toyexp.inference.model_files import is_checkpoint
 from toyexp.plugins.discovery import load
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from toyexp.sweeps.compare import Compared
 
 
-@whole_imports()
+@protect_imports()
 def run(
     *words: str,
     resume: str | os.PathLike[str] | None = None,
@@ -69,7 +69,7 @@ def run(
         from toyexp.runner.one_run import prepare_request
         from toyexp.training.resume import AUTO, Complete
 
-        flags, asked, going_on = read(at_home(typed))
+        flags, asked, going_on = read(expand_overrides(typed))
         if "--multirun" in flags:
             raise UserError("toyexp.run --multirun: trains one experiment; many runs are toyexp.sweep(...)")
         asked += _directory("hydra.run.dir", "toyexp.run directory", directory)
@@ -104,7 +104,7 @@ def _request(call: str, flags: Mapping[str, str], settings: Sequence[str]) -> Re
 SHOWN = 30  # rows of a table
 
 
-@whole_imports()
+@protect_imports()
 def sweep(
     *words: str,
     resume: str | os.PathLike[str] | None = None,
@@ -133,7 +133,7 @@ def sweep(
     with aside("toyexp.sweep", quiet):
         from toyexp.sweeps.begin import prepare_sweep
 
-        flags, asked = split(at_home(typed))
+        flags, asked = split(expand_overrides(typed))
         flags.pop("--multirun", None)
         asked += _directory("hydra.sweep.dir", "toyexp.sweep directory", directory)
         asked += _directory("sweep.resume", "toyexp.sweep resume", resume)
@@ -143,7 +143,7 @@ def sweep(
         if code > 128:
             interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
             if runner.folder is not None:  # else it had not begun
-                left = repr(short(runner.folder.path))
+                left = repr(short_path(runner.folder.path))
                 interrupted.add_note(f"what it left: toyexp.open({left}); go on: toyexp.sweep(resume={left})")
             raise interrupted
         if runner.folder is None:
@@ -205,7 +205,7 @@ class SweepResult(Sequence[Result]):
 
     def frame(self) -> pandas.DataFrame:
         """The table, by job; raises Unavailable without pandas."""
-        with needed("pandas", "pip install pandas"):
+        with require_package("pandas", "pip install pandas"):
             import pandas
         return pandas.DataFrame(self.table).set_index("job")
 
@@ -229,7 +229,9 @@ class SweepResult(Sequence[Result]):
         except UserError:  # it ended before it wrote anything
             return None
         if other := job.difference(result_of(path)):
-            complain(f"warning: job {job.number}: {short(path)} is not the run that the sweep recorded: {other}")
+            print_error(
+                f"warning: job {job.number}: {short_path(path)} is not the run that the sweep recorded: {other}"
+            )
         return Result(path, self._registry, late=True)
 
     def __getitem__(self, index: Any) -> Any:
@@ -244,12 +246,13 @@ class SweepResult(Sequence[Result]):
         rows = [[_text(row.get(name)) for name in heads] for row in self.table[:SHOWN]]
         more = f"{len(self.table) - SHOWN} more in .table; " if len(self.table) > SHOWN else ""
         failed = f", {len(self.failed)} without a result (.failed)" if self.failed else ""
-        below = f"{more}{counted(len(self._all), 'job')}{failed}, the best {self.metric} first; {short(self.directory)}"
+        place = short_path(self.directory)
+        below = f"{more}{pluralise(len(self._all), 'job')}{failed}, the best {self.metric} first; {place}"
         return heads, rows, below
 
     def __repr__(self) -> str:
         heads, rows, below = self._cells()
-        return "\n".join([*columns([heads, *rows]), below])
+        return "\n".join([*align_columns([heads, *rows]), below])
 
     def _repr_html_(self) -> str:
         return of_table(*self._cells())
@@ -265,18 +268,18 @@ def _text(value: Any) -> str:
 # -- finished models and runs -----------------------------------------------------------------------------------------
 
 
-@possible_names()
-@whole_imports()
+@reject_bad_names()
+@protect_imports()
 def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
     """Return the run or sweep in a directory, or the run of a checkpoint, with the model as it was then.
 
     `plugins` are the local modules that it was begun with. Raises UserError for a directory that holds neither.
     """
-    from toyexp.base.process_state import contained
+    from toyexp.base.process_state import restore_process_state
 
-    with contained():
+    with restore_process_state():
         directory, registry = place("toyexp.open", path), load(plugins)
-    if (directory / SWEEP).is_file():
+    if (directory / SWEEP_FILE).is_file():
         return SweepResult(directory, registry)
     checkpoint = directory.absolute() if is_checkpoint(directory) else None
     run = checkpoint.parents[1] if checkpoint else directory
@@ -284,7 +287,7 @@ def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | 
     return Result(run, registry, checkpoint)
 
 
-@whole_imports()
+@protect_imports()
 def evaluate(
     model: str | os.PathLike[str], *, data: str | os.PathLike[str] | None = None,
     adapter: str | os.PathLike[str] | None = None, plugins: Sequence[str] = (), **settings: Any,
@@ -304,7 +307,7 @@ def evaluate(
         return evaluating.evaluate(place("toyexp.evaluate", model), request, where, on_it)
 
 
-@whole_imports()
+@protect_imports()
 def predict(
     model: str | os.PathLike[str], *images: str | os.PathLike[str], top: int = 1, engine: str = "auto",
     plugins: Sequence[str] = (),
@@ -321,7 +324,7 @@ def predict(
         return predicting.predict(place("toyexp.predict", model), files, top, engine, load(plugins), plugins)
 
 
-@whole_imports()
+@protect_imports()
 def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> Compared:
     """Return runs, sweeps or directories of them side by side; texts such as "lr>1e-3" choose among them."""
     with aside("toyexp.compare", quiet=True):

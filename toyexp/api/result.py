@@ -15,10 +15,10 @@ import numpy as np
 
 from toyexp.api.calls import aside
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import absent
-from toyexp.base.formatting import columns, counted, short
-from toyexp.base.ownership import LEDGER, LOCK, fingerprint_once
-from toyexp.base.terminal import tell_aside
+from toyexp.base.files import explain_missing
+from toyexp.base.formatting import align_columns, pluralise, short_path
+from toyexp.base.ownership import LEDGER, LOCK_FILE, cached_fingerprint
+from toyexp.base.terminal import print_note
 from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -71,7 +71,7 @@ class Result:
         """The run's directory; UserError if the run was resumed since."""
         if self._when != self._begun():
             now = f"toyexp.open({str(self.directory)!r}) shows it as it is now"
-            raise UserError(f"{short(self.directory)}: was resumed, or moved, since this result was read; {now}")
+            raise UserError(f"{short_path(self.directory)}: was resumed, or moved, since this result was read; {now}")
         return self.directory
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ class Result:
         with contextlib.suppress(OSError):
             for path in sorted(self._place.iterdir()):
                 inside = sorted(path.iterdir()) if path.name in FILES and path.is_dir() else [path]
-                shown = [p for p in inside if not p.name.startswith(".") and p.name not in (LOCK, LEDGER)]
+                shown = [p for p in inside if not p.name.startswith(".") and p.name not in (LOCK_FILE, LEDGER)]
                 found |= {str(p.relative_to(self.directory)): p for p in shown}
         return found
 
@@ -196,7 +196,7 @@ class Result:
         adapter = str(loaded.adapter) if loaded.adapter else None
         asked = Options(loaded.path, text, ids, chat, system, tokens, sampling, seed, adapter, engine)
         with aside("generate", quiet=True):
-            found = write(asked, self._registry, lambda text: None, tell_aside)
+            found = write(asked, self._registry, lambda text: None, print_note)
         return found.text if isinstance(prompt, str) and found.text is not None else found.ids
 
     # -- how it is done --
@@ -213,8 +213,8 @@ class Result:
         if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
             record = recorded(self.directory)
             path = file_of(Path(record.found(str(base))), registry=self._registry)
-            if changes := record.differing({"base": fingerprint_once(path)}):
-                raise UserError(f"{short(path)}: is another file than it was: {changes[0]}; put that file back")
+            if changes := record.differing({"base": cached_fingerprint(path)}):
+                raise UserError(f"{short_path(path)}: is another file than it was: {changes[0]}; put that file back")
             return LoadedModel(path, adapter, self._registry)
         with aside("weights"):
             return LoadedModel.open(where, self._registry)
@@ -224,7 +224,7 @@ class Result:
     def lines(self) -> list[tuple[str, str]]:
         """What is worth a look, as pairs of a word and what it is."""
         chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._engine_name]
-        taken = "" if self.steps is None else f" after {counted(self.steps, 'step')}"
+        taken = "" if self.steps is None else f" after {pluralise(self.steps, 'step')}"
         took = "" if self.seconds is None else f" in {self.seconds:.1f} s"
         first = self.history.held_out.get("loss", np.empty(0))
         begun = f"{first[0]:.4f} -> " if len(first) > 1 and math.isfinite(first[0]) else ""
@@ -239,10 +239,10 @@ class Result:
             told.append(("warnings", f"{len(self.warnings)}: {self.warnings[0]}"))
         if self.checkpoint:
             told.append(("weights", self.checkpoint.name))
-        return [*told, ("directory", short(self.directory))]
+        return [*told, ("directory", short_path(self.directory))]
 
     def __repr__(self) -> str:
-        return "\n".join(columns(self.lines()))
+        return "\n".join(align_columns(self.lines()))
 
     def _repr_html_(self) -> str:
         return of_run(self.lines(), self.history)
@@ -255,7 +255,7 @@ def require_run(directory: Path) -> None:
     """Raises UserError for a directory that is none of a run."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     if "config.yaml" not in names or not names & SIGNS:
-        what = "holds no run" if directory.exists() else absent(directory)
+        what = "holds no run" if directory.exists() else explain_missing(directory)
         raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open takes a run, a checkpoint or a sweep")
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from toyexp.api.calls import aside, place, what_is_left
 from toyexp.api.result import Result
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.memory import running_out
-from toyexp.base.signals import whole_imports
-from toyexp.base.terminal import status
+from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.memory import convert_memory_errors
+from toyexp.base.signals import protect_imports
+from toyexp.base.terminal import show_status
 from toyexp.config.build import check_together, facts_of, pick_engine, typed
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, default_callbacks
@@ -41,7 +41,7 @@ KINDS: Mapping[str, type] = {
 }  # fmt: skip
 
 
-@whole_imports()
+@protect_imports()
 def train(
     model: Model | str | None = None,
     data: Data | str = "stdlib",
@@ -72,9 +72,9 @@ def train(
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
     with aside("toyexp.train", quiet):
-        status("starting the engine")
+        show_status("starting the engine")
         given = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
-        with running_out():
+        with convert_memory_errors():
             registry = _registry([*given.values(), *callbacks])
             built = _built(given, callbacks, settings, registry)
             if resume is not None:
@@ -145,7 +145,7 @@ def _part(kind: str, value: Any, registry: Registry) -> Any:
         raise UserError(f"train {registry.missing(kind, shown, registry.offers[kind])}{hint}")
     if not isinstance(value, KINDS[kind]):
         what = f"the class {value.__name__}; give an object of it: {value.__name__}()" if isinstance(value, type) else (
-            f"{printable(repr(value))}, no {KINDS[kind].__name__}; {choose('', registry.offers[kind])}"
+            f"{printable(repr(value))}, no {KINDS[kind].__name__}; {suggest('', registry.offers[kind])}"
         )  # fmt: skip
         raise UserError(f"train {kind}: is {what}")
     return value
@@ -181,7 +181,7 @@ def _settings(given: Mapping[str, Any]) -> Settings:
         raise UserError(f"train epochs={given['epochs']}: sets the number of steps; leave steps={given['steps']} out")
     known = {f.name for f in fields(Settings)} - {"resume", "plugins"}
     for key in given.keys() - known:
-        raise UserError(f"train {key}: there is no such setting; {choose(key, known)}")
+        raise UserError(f"train {key}: there is no such setting; {suggest(key, known)}")
     return Settings(**typed(Settings, dict(given), ""))
 
 

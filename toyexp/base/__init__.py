@@ -14,44 +14,51 @@ if TYPE_CHECKING:
         SMALL,
         VERMILLION,
         Sheet,
-        logarithmic,
-        own_style,
+        label_line_ends,
         require_drawing,
-        thinned,
-        whole_steps,
-        write_ends,
+        set_log_scale,
+        set_step_axis,
+        thin_curve,
+        use_plot_style,
     )
-    from toyexp.base.errors import RankFailed, UnknownCharacter, for_terminal
+    from toyexp.base.errors import RankFailed, UnknownCharacter, escape_controls
     from toyexp.base.files import (
-        NOT_TEXT,
-        START,
-        cause,
-        misfit,
-        not_text,
+        HEAD_SIZE,
+        NOT_TEXT_HINTS,
+        not_text_error,
         open_file,
         read_file,
         read_text,
-        require,
-        require_folder,
+        require_directory,
+        require_file,
+        system_message,
+        wrong_kind,
     )
-    from toyexp.base.formatting import count, counted, duration, parameters_of, smooth_loss
-    from toyexp.base.packages import broken, place
+    from toyexp.base.formatting import describe_parameters, format_count, format_duration, pluralise, smooth_loss
+    from toyexp.base.packages import broken_package, error_location
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
-    from toyexp.base.signals import interruptible
-    from toyexp.base.terminal import complain, drop_output, in_notebook, is_silent, say, status
+    from toyexp.base.signals import run_interruptibly
+    from toyexp.base.terminal import drop_output, is_notebook, is_silent, print_error, print_line, show_status
     from toyexp.base.threads import (
-        CORES,
-        MOST_THREADS,
+        CORES_VARIABLE,
+        MAX_THREADS,
         available_cores,
-        calm_threads,
         check_threads,
-        crowding,
+        count_busy,
+        crowding_note,
         machine_cores,
-        others_running,
+        reduce_spinning,
     )
     from toyexp.base.user_paths import cache_dir, is_private
-    from toyexp.base.validators import MOST, is_whole, require_float32, require_positive, require_within, require_words
-    from toyexp.base.writing import dump_json, in_one_piece, make_folder, open_for_writing, write_synced
+    from toyexp.base.validators import (
+        MAX_INT,
+        is_integer,
+        require_choice,
+        require_float32,
+        require_positive,
+        require_range,
+    )
+    from toyexp.base.writing import dump_json, make_directory, open_for_writing, write_atomically, write_synced
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -9,34 +9,38 @@ from pathlib import Path
 from typing import TypeVar
 
 from toyexp.base.errors import BadBatch, PluginFailed, RunFailed, ToyexpError, printable
-from toyexp.base.formatting import short
-from toyexp.base.memory import running_out
-from toyexp.base.packages import broken_requirement, place
+from toyexp.base.formatting import short_path
+from toyexp.base.memory import convert_memory_errors
+from toyexp.base.packages import broken_requirement, error_location
 from toyexp.base.signals import hidden_interrupt
 
 T = TypeVar("T")
-LIMIT = 300  # characters of what an exception says
+MESSAGE_LIMIT = 300  # characters of what an exception says
 
 
-def told(error: BaseException) -> bool:
+def has_own_message(error: BaseException) -> bool:
     """Whether an error has words of its own for the person who runs this: it was raised on purpose, or by a signal."""
     return isinstance(error, ToyexpError | MemoryError) or hidden_interrupt(error) is not None
 
 
-def failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
+def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
     """Return an error as one of `who`, with where its traceback is; one with words of its own stays as it is."""
-    if told(error) and isinstance(error, Exception):
+    if has_own_message(error) and isinstance(error, Exception):
         return error
     if broken := broken_requirement(error):
         return RunFailed(str(broken))
     words = " ".join(str(error).split())
-    said = f"{type(error).__name__}: {words[:LIMIT]}{'...' if len(words) > LIMIT else ''}".removesuffix(": ")
-    failed = PluginFailed(f"{who} failed {when}: {said}" + (f"; see {short(log)}" if log else place(error)))
+    said = f"{type(error).__name__}: {words[:MESSAGE_LIMIT]}{'...' if len(words) > MESSAGE_LIMIT else ''}".removesuffix(
+        ": "
+    )
+    failed = PluginFailed(
+        f"{who} failed {when}: {said}" + (f"; see {short_path(log)}" if log else error_location(error))
+    )
     failed.__cause__ = error
     return failed
 
 
-class attributed:  # noqa: N801 - a context manager, cheap enough to enter in each step
+class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter in each step
     """Raise what goes wrong inside as `failure` of `who`, of the plugin that raised it, or of memory or `data`."""
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
@@ -50,52 +54,52 @@ class attributed:  # noqa: N801 - a context manager, cheap enough to enter in ea
             return
         when = self._when if isinstance(self._when, str) else self._when()
         try:
-            with running_out():
+            with convert_memory_errors():
                 raise error
         except (Exception, SystemExit) as found:
             if isinstance(found, BadBatch) and self._data:
                 raise PluginFailed(f"data.{self._data} {when}: {found}") from found
             if isinstance(found, OSError) and found.filename is not None:
                 raise
-            guilty = _method(found)
+            guilty = _failing_method(found)
             who = guilty[1] if guilty and guilty[0] != self._who.partition(".")[0] else self._who
-            raise failure(who, when, found, self._log) from found.__cause__ if told(found) else found
+            raise plugin_failure(who, when, found, self._log) from found.__cause__ if has_own_message(found) else found
 
 
-def given(wanted: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
+def call_checked(wanted: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
     """Return what a method of a plugin's part gives; PluginFailed of `who`, or its class, for another type."""
     found = method(*arguments)
     if not isinstance(found, wanted):
-        raise unwanted(method, found, wanted.__name__, who)
+        raise wrong_return(method, found, wanted.__name__, who)
     return found
 
 
-def sentences(method: Callable[..., object], *arguments: object) -> list[str]:
+def call_for_lines(method: Callable[..., object], *arguments: object) -> list[str]:
     """What a method of a plugin's part tells, each on one line; PluginFailed for a text, told letter by letter else."""
     found = method(*arguments)
     if isinstance(found, str) or not isinstance(found, Iterable):
-        raise unwanted(method, found, "sentences in a list")
+        raise wrong_return(method, found, "sentences in a list")
     return [" ".join(str(sentence).splitlines()) for sentence in found]
 
 
-def unwanted(method: Callable[..., object], found: object, wanted: str, who: str = "") -> PluginFailed:
+def wrong_return(method: Callable[..., object], found: object, wanted: str, who: str = "") -> PluginFailed:
     """What a method of a plugin's part gave, and what was expected of it."""
     who = who or type(getattr(method, "__self__", None)).__name__
     return PluginFailed(f"{who}.{method.__name__}() gave {printable(repr(found))}, expected {wanted}")
 
 
 @contextlib.contextmanager
-def of_a_part(log: Path | None = None) -> Iterator[None]:
+def attribute_part_errors(log: Path | None = None) -> Iterator[None]:
     """Raise what comes out of a plugin's part as its `failure`; toyexp's own mistakes and OSErrors stay as they are."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, OSError) or told(error) or (found := _method(error)) is None:
+        if isinstance(error, OSError) or has_own_message(error) or (found := _failing_method(error)) is None:
             raise
-        raise failure(found[1], f"in {found[2]}()", error, log) from error
+        raise plugin_failure(found[1], f"in {found[2]}()", error, log) from error
 
 
-def _method(error: BaseException) -> tuple[str, str, str] | None:
+def _failing_method(error: BaseException) -> tuple[str, str, str] | None:
     """Whose method, of all outside of toyexp, the error came out of last: the part's kind, its name, the method's."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         if not str(frame.f_globals.get("__name__")).startswith("toyexp."):

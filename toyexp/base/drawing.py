@@ -21,8 +21,8 @@ from typing import Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
-from toyexp.base.packages import needed
-from toyexp.base.writing import in_one_piece, require_place, required
+from toyexp.base.packages import require_package
+from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
@@ -30,16 +30,16 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", "#000000", "#8
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # points, in a picture of 8 inches: a page is 6.5 wide
 WIDTH = 8.0  # inches
-IN_A_TITLE = 66  # characters
+TITLE_LENGTH = 66  # characters
 RESOLUTION = 150  # dots an inch, of a PNG
-LOG_FROM = 20.0  # the ratio of the highest to the lowest from which an axis is logarithmic
+LOG_RATIO = 20.0  # the ratio of the highest to the lowest from which an axis is logarithmic
 # Of each ending, what says in the file that toyexp drew it. Without a date the same picture is the same bytes.
-MADE_BY: Mapping[str, Mapping[str, str | None]] = {
+FILE_METADATA: Mapping[str, Mapping[str, str | None]] = {
     ".png": {"Software": "toyexp"},
     ".svg": {"Creator": "toyexp", "Date": None},
     ".pdf": {"Creator": "toyexp", "Producer": None, "CreationDate": None},
 }
-_SIGNS = (b"Software\0toyexp", b"<dc:title>toyexp</dc:title>", b"/Creator (toyexp)")
+_SIGNATURES = (b"Software\0toyexp", b"<dc:title>toyexp</dc:title>", b"/Creator (toyexp)")
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#999999", "axes.axisbelow": True,
     "axes.labelcolor": INK, "axes.labelsize": LABEL, "text.color": INK,
@@ -48,19 +48,19 @@ STYLE: Any = {
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "grid.linewidth": 0.5,
     "svg.hashsalt": "toyexp",  # without it SVG ids are random
 }  # fmt: skip
-_drawing = threading.RLock()
+_style_lock = threading.RLock()
 
 
 def require_drawing() -> None:
     """Raise Unavailable without matplotlib."""
-    with needed("matplotlib", "pip install 'toyexp[plots]'"):
+    with require_package("matplotlib", "pip install 'toyexp[plots]'"):
         import matplotlib.backends.backend_agg
         import matplotlib.backends.backend_svg
         import matplotlib.figure  # noqa: F401 - what a Sheet will use
 
 
 @contextlib.contextmanager
-def own_style() -> Iterator[None]:
+def use_plot_style() -> Iterator[None]:
     """Draw with matplotlib's defaults, whatever the user's matplotlibrc says (text.usetex), one thread at a time.
 
     Artists read these settings when they are made and when they are drawn: the context belongs around both.
@@ -70,38 +70,40 @@ def own_style() -> Iterator[None]:
     import matplotlib
 
     defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
-    with _drawing, matplotlib.rc_context({**defaults, **STYLE}):
+    with _style_lock, matplotlib.rc_context({**defaults, **STYLE}):
         yield
 
 
-def picture_at(option: str, typed: str) -> Path:
+def check_plot_path(option: str, typed: str) -> Path:
     """Where a picture is to be written; UserError where it cannot be, Unavailable without matplotlib.
 
     A file that is there is only replaced by a picture where toyexp drew it.
     """
     path, asked = Path(typed), f"{option} {typed}"
-    if path.suffix.lower() not in MADE_BY:
-        raise UserError(f"{asked}: draws {', '.join(MADE_BY)}; name such a file: {option} {path.with_suffix('.svg')}")
+    if path.suffix.lower() not in FILE_METADATA:
+        raise UserError(
+            f"{asked}: draws {', '.join(FILE_METADATA)}; name such a file: {option} {path.with_suffix('.svg')}"
+        )
     if path.is_dir():
         raise UserError(f"{asked}: is a directory; name a file, such as {option} {path / 'plot.svg'}")
-    require_place(asked, path)
-    _require_ours(path)
+    require_writable(asked, path)
+    _require_own_plot(path)
     require_drawing()
     return path
 
 
-def _require_ours(path: Path) -> None:
-    if os.path.lexists(path) and not is_drawn(path):
+def _require_own_plot(path: Path) -> None:
+    if os.path.lexists(path) and not is_own_plot(path):
         raise UserError(f"{path}: is there already, and is no picture of toyexp's; choose another name")
 
 
-def is_drawn(path: Path) -> bool:
+def is_own_plot(path: Path) -> bool:
     """Whether a file is a picture that toyexp drew."""
     try:
         with open_file(path) as file:
             head = file.read(4096)
             file.seek(max(path.stat().st_size - 65536, 0))  # a PDF says it at its end
-            return any(sign in part for part in (head, file.read()) for sign in _SIGNS)
+            return any(sign in part for part in (head, file.read()) for sign in _SIGNATURES)
     except (UserError, OSError):
         return False
 
@@ -130,34 +132,34 @@ class Sheet:
             self.figure.align_ylabels()
         lines = textwrap.wrap(below, 112, max_lines=2, placeholder=" …")
         # The title keeps the place for what stands below it, which is set in other letters.
-        self.figure.suptitle(cut(title, IN_A_TITLE) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
+        self.figure.suptitle(fit_text(title, TITLE_LENGTH) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
                              fontweight="bold")  # fmt: skip
         place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
-        told = "\n".join(cut(line, 112) for line in lines)
+        told = "\n".join(fit_text(line, 112) for line in lines)
         self.figure.text(0.01, 1, told, transform=place, va="top", fontsize=SMALL, color=GREY)
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
         """The picture in several formats, by their endings; what is the same is so to the byte."""
         found = {}
-        with own_style(), warnings.catch_warnings():
+        with use_plot_style(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # of letters that the font has no picture for: a box
             for suffix in suffixes:
                 file = io.BytesIO()
-                self.figure.savefig(file, format=suffix[1:], metadata=MADE_BY[suffix], dpi=RESOLUTION)
+                self.figure.savefig(file, format=suffix[1:], metadata=FILE_METADATA[suffix], dpi=RESOLUTION)
                 found[suffix] = file.getvalue()
         return found
 
     def write(self, path: Path) -> int:
         """Write it in one piece, and return its bytes; raise UserError if the file there is somebody else's."""
-        _require_ours(path)
+        _require_own_plot(path)
         suffix = path.suffix.lower()
         picture = self.pictures(suffix)[suffix]
-        with required(path), in_one_piece(path) as place:
+        with convert_write_errors(path), write_atomically(path) as place:
             place.write_bytes(picture)
         return len(picture)
 
 
-def thinned(steps: Any, values: Any, most: int) -> tuple[Any, Any]:
+def thin_curve(steps: Any, values: Any, most: int) -> tuple[Any, Any]:
     """Return at most so many points of a curve: of each of `most`/2 stretches the lowest and the highest."""
     import numpy as np
 
@@ -171,18 +173,18 @@ def thinned(steps: Any, values: Any, most: int) -> tuple[Any, Any]:
     return x[places], y[places]
 
 
-def whole_steps(axes: Any) -> None:
+def set_step_axis(axes: Any) -> None:
     """An x axis of steps."""
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def logarithmic(axes: Any, which: str, values: Iterable[float]) -> bool:
+def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
     """Makes the axis `x` or `y` logarithmic where its values are wide apart, with plain numbers; whether it did."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     known = [value for value in values if math.isfinite(value)]
-    if not known or min(known) <= 0 or max(known) <= LOG_FROM * min(known):
+    if not known or min(known) <= 0 or max(known) <= LOG_RATIO * min(known):
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -194,7 +196,7 @@ def logarithmic(axes: Any, which: str, values: Iterable[float]) -> bool:
     return True
 
 
-def write_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     """Values, texts and colours behind the ends of lines, moved apart where they would lie over one another."""
     axes.get_ylim()  # its limits are worked out when they are asked for, and places go by them
     known = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
@@ -209,7 +211,7 @@ def write_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
         axes.text(1.01, place, text, transform=axes.transAxes, color=colour, fontsize=LABEL, va="center")
 
 
-def cut(text: str, most: int) -> str:
+def fit_text(text: str, most: int) -> str:
     """A text that fits and means itself; what is no letter would make an SVG that nobody reads."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     text = text if len(text) <= most else text[: most - 1] + "…"

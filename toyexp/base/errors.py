@@ -83,7 +83,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def choose(word: str, choices: Iterable[str]) -> str:
+def suggest(word: str, choices: Iterable[str]) -> str:
     """A hint that ends an error: the nearest choice, or all of them when none is near."""
     names = sorted(choices)
     best = nearest(word, names)
@@ -105,11 +105,11 @@ def require_visible(asked: str, text: str) -> None:
         raise UserError(f"{asked}={printable(text)}: holds {bad!a}, which nobody can see; leave it out")
 
 
-def for_terminal(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Text with whatever a terminal would obey escaped; lines stay lines."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def in_a_cell(text: str) -> str:
+def escape_cell(text: str) -> str:
     """The same of a name that stands in a line of a table: new lines and tabs are escaped too."""
-    return for_terminal(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -21,10 +21,10 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 NODE_LIMIT = 20_000  # values in a YAML file; aliased values count each time they are used
-READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # never waits for a pipe's writer
-START = 512  # first bytes of a file, by which is told what it is instead of text
+READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # never waits for a pipe's writer
+HEAD_SIZE = 512  # first bytes of a file, by which is told what it is instead of text
 # How files begin that are met in the place of text, and what makes text of them.
-NOT_TEXT: dict[bytes | tuple[bytes, ...], str] = {
+NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
     (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: gunzip it (or unxz, ...) first",
     b"PK\x03\x04": "it is a zip archive: unzip it first",
     b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",
@@ -33,7 +33,7 @@ NOT_TEXT: dict[bytes | tuple[bytes, ...], str] = {
 }
 
 
-def misfit(mode: int, wanted: int = stat.S_IFREG) -> str | None:
+def wrong_kind(mode: int, wanted: int = stat.S_IFREG) -> str | None:
     """What stands in the place of a file (or of what else is `wanted`), by its mode; None where it is one."""
     kind = stat.S_IFMT(mode)
     if kind == wanted:
@@ -51,7 +51,7 @@ def working_directory() -> Path:
         raise UserError("the working directory is no longer there (it was deleted); cd to one that is") from None
 
 
-ADDRESS = "is an address, and files are read from this machine alone; download it, and name the file"
+ADDRESS_MESSAGE = "is an address, and files are read from this machine alone; download it, and name the file"
 
 
 def is_address(path: Path) -> bool:
@@ -59,56 +59,56 @@ def is_address(path: Path) -> bool:
     return re.match(r"(https?|ftp|s3|gs|hf):/", str(path)) is not None
 
 
-def absent(path: Path) -> str:
+def explain_missing(path: Path) -> str:
     """That nothing is there, and where the way to it ends."""
-    if (link := dangling(path)) is not None:
+    if (link := dangling_link(path)) is not None:
         return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which is not there"
     if is_address(path):
-        return ADDRESS
+        return ADDRESS_MESSAGE
     if not path.is_absolute():
         return f"not found (looked in {working_directory()})"
     parent = next(p for p in path.parents if p.exists())
     return f"not found ({parent} holds no {path.relative_to(parent).parts[0]})"
 
 
-def dangling(path: Path) -> Path | None:
+def dangling_link(path: Path) -> Path | None:
     """The link on the way to `path`, or at it, that leads to nothing, if one does."""
     return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
 
 
-def require(path: str | Path, asked: str, *wanted: int) -> Path:
+def require_file(path: str | Path, asked: str, *wanted: int) -> Path:
     """The path, if there is a file (or one of what is `wanted`); UserError that begins with what was `asked`."""
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{asked}: {absent(Path(path))}") from None
+        raise UserError(f"{asked}: {explain_missing(Path(path))}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character in it
-        raise UserError(f"{asked}: cannot be read: {cause(error)}") from None
+        raise UserError(f"{asked}: cannot be read: {system_message(error)}") from None
     kinds = wanted or (stat.S_IFREG,)
     if stat.S_IFMT(mode) not in kinds:
-        raise UserError(f"{asked}: {misfit(mode, kinds[0])}")
+        raise UserError(f"{asked}: {wrong_kind(mode, kinds[0])}")
     return Path(path)
 
 
-def require_folder(path: str | Path, asked: str) -> Path:
+def require_directory(path: str | Path, asked: str) -> Path:
     """The path, if there is a folder; UserError that begins with what was `asked`."""
-    return require(path, asked, stat.S_IFDIR)
+    return require_file(path, asked, stat.S_IFDIR)
 
 
 def open_file(path: Path) -> BufferedReader:
     """A file for reading; UserError for what is none, or cannot be read. It never waits for a writer."""
-    require(path, str(path))
+    require_file(path, str(path))
     try:
-        descriptor = os.open(path, READING)
+        descriptor = os.open(path, READ_FLAGS)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {cause(error)}") from None
-    if reason := misfit(os.fstat(descriptor).st_mode):  # of what was opened, whatever has happened in between
+        raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
+    if reason := wrong_kind(os.fstat(descriptor).st_mode):  # of what was opened, whatever has happened in between
         os.close(descriptor)
         raise UserError(f"{path}: {reason}")
     return open(descriptor, "rb")
 
 
-def head(path: Path, size: int) -> bytes:
+def read_head(path: Path, size: int) -> bytes:
     """Return the first bytes of a file, or none if it cannot be read."""
     try:
         with open_file(path) as file:
@@ -126,7 +126,7 @@ def read_file(path: Path, most: int | None = None) -> bytes:
         try:
             return file.read(size)
         except OSError as error:
-            raise UserError(f"{path}: cannot be read: {cause(error)}") from None
+            raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
         except MemoryError:
             raise UserError(f"{path}: is larger than the memory that there is") from None
 
@@ -138,15 +138,15 @@ def read_text(path: Path, most: int | None = None) -> str:
     try:
         decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise not_text(path, error.start, raw[error.start], raw[:START]) from None
+        raise not_text_error(path, error.start, raw[error.start], raw[:HEAD_SIZE]) from None
     if nul:
-        raise not_text(path, len(text), 0, raw[:START])
+        raise not_text_error(path, len(text), 0, raw[:HEAD_SIZE])
     return decoded
 
 
-def not_text(path: Path, place: int, byte: int, start: bytes) -> UserError:
+def not_text_error(path: Path, place: int, byte: int, start: bytes) -> UserError:
     """That a file is no UTF-8 text, or holds a NUL: where, and by its first START bytes, what it is instead."""
-    hint = next((hint for magic, hint in NOT_TEXT.items() if start.startswith(magic)), None)
+    hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if start.startswith(magic)), None)
     if byte:
         hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
         return UserError(f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint}")
@@ -154,7 +154,7 @@ def not_text(path: Path, place: int, byte: int, start: bytes) -> UserError:
     return UserError(f"{path}: no text (byte {place} is NUL); {hint}")
 
 
-def cause(error: BaseException) -> str:
+def system_message(error: BaseException) -> str:
     """What the system says."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-UNZIPPED = "toyexp-zip-"  # begins the name of a directory that stands for a zip archive
+UNZIP_PREFIX = "toyexp-zip-"  # begins the name of a directory that stands for a zip archive
 
 
-def count(n: float) -> str:
+def format_count(n: float) -> str:
     """A number as people say it: 950, 12.3k, 4.5M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if n >= size:
@@ -21,50 +21,50 @@ def count(n: float) -> str:
     return f"{n:.0f}"
 
 
-def shown(path: Path | str) -> str:
+def display_path(path: Path | str) -> str:
     """Return a path as people know it: in a zip archive, below the archive's name."""
-    return re.sub(rf"^(.*[/\\])?{UNZIPPED}\w+[/\\]", "", str(path))
+    return re.sub(rf"^(.*[/\\])?{UNZIP_PREFIX}\w+[/\\]", "", str(path))
 
 
-def short(path: Path) -> str:
+def short_path(path: Path) -> str:
     """Relative to here when it is below here."""
-    return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return display_path(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def typed(value: Any) -> str:
+def format_value(value: Any) -> str:
     """The value of a setting as it is typed: null, true, [a,b], {a: 1}."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {typed(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {format_value(one)}' for key, one in value.items())}}}"
     if isinstance(value, list):
-        return f"[{','.join(map(typed, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def last_words(keys: Sequence[str]) -> list[str]:
+def short_keys(keys: Sequence[str]) -> list[str]:
     """Names of settings without their parts, `beta2` of optim.beta2, where no other one is called so."""
     last = [key.rpartition(".")[2] for key in keys]
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 
 
-def parameters_of(model: Mapping[str, Any]) -> str:
+def describe_parameters(model: Mapping[str, Any]) -> str:
     """Return how many parameters a run's exported model has and how many train, as its run_start says; "" if not."""
     total, trainable = model.get("parameters"), model.get("trainable")
     share = f", {trainable:,} train" if isinstance(trainable, int) and trainable != total else ""
     return f"{total:,} parameters{share}" if isinstance(total, int) else ""
 
 
-def counted(n: int, what: str = "thread") -> str:
+def pluralise(n: int, what: str = "thread") -> str:
     """`1 thread`, `2 threads`."""
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def in_bytes(n: int) -> str:
+def format_bytes(n: int) -> str:
     """Bytes as people say them: 948 kB, 145 MB, 4.92 GB."""
     size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= 0.9995 * s), (1e3, "kB"))
     return f"{n / size:.3g} {unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as people say them: 0.35 ms, 41 s, 12 min, 3.4 h, 2.1 days."""
     for most, size, unit in ((1, 1e-3, "ms"), (100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
         if seconds < most:
@@ -72,7 +72,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.3g} days"
 
 
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Rows of cells as aligned lines, the columns in `right` at their right edge; a row of one cell stands alone."""
     table = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -83,14 +83,14 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return lines
 
 
-def as_csv(table: Iterable[Sequence[object]]) -> str:
+def format_csv(table: Iterable[Sequence[object]]) -> str:
     """Return rows as comma-separated values; a text that a spreadsheet would run as a formula gets a leading quote."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([_inert(cell) for cell in row] for row in table)
+    csv.writer(text, lineterminator="\n").writerows([_quote_formula(cell) for cell in row] for row in table)
     return text.getvalue()
 
 
-def _inert(cell: object) -> object:
+def _quote_formula(cell: object) -> object:
     if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r"):
         try:
             float(cell)
@@ -106,6 +106,6 @@ def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
     return loss if before is None else before + max(1 / 50, min(20 / step, 1.0)) * (loss - before)
 
 
-def score(value: float | None) -> str:
+def format_metric(value: float | None) -> str:
     """Return a score as all tables show it."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"

@@ -17,9 +17,9 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[],
     def get(name: str) -> object:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        from toyexp.base.signals import whole_imports  # deferred: its package is loaded by this function
+        from toyexp.base.signals import protect_imports  # deferred: its package is loaded by this function
 
-        with whole_imports():
+        with protect_imports():
             value = getattr(import_module(home_of[name]), name)
         # The next time it is simply there; what a module of that name has put there meanwhile stays.
         return vars(sys.modules[package]).setdefault(name, value)

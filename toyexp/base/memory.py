@@ -10,15 +10,15 @@ from pathlib import Path
 
 from toyexp.base.errors import RunFailed, printable
 
-GROUPS = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
-TO_TRAIN = f"{REMEDY}, and so does engine.recompute=true"  # of what the check before a run does not count
-TO_EVALUATE = "a smaller batch_size or model.context takes less"  # where nothing is trained
+TRAIN_REMEDY = f"{REMEDY}, and so does engine.recompute=true"  # of what the check before a run does not count
+EVALUATE_REMEDY = "a smaller batch_size or model.context takes less"  # where nothing is trained
 
 
 def available_bytes() -> int | None:
     """What the machine, a container and ulimit -v leave to this process; None where the system does not say."""
-    left = list(_left_by_groups())
+    left = list(_cgroup_limits())
     with contextlib.suppress(OSError, KeyError):
         known = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
         left.append(1024 * (int(known["MemAvailable"]) + int(known["SwapFree"])))
@@ -35,13 +35,13 @@ def available_bytes() -> int | None:
     return min(left, default=None)
 
 
-def _left_by_groups() -> Iterator[int]:
+def _cgroup_limits() -> Iterator[int]:
     """What the control groups (version 2) of this process leave to it, as containers set them."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = GROUPS / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        own = CGROUP_ROOT / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
         for group in (own, *own.parents):
-            if group.is_relative_to(GROUPS) and (limit := _read(group / "memory.max")) is not None:
+            if group.is_relative_to(CGROUP_ROOT) and (limit := _read(group / "memory.max")) is not None:
                 cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
                 yield max(limit - (_read(group / "memory.current") or 0) + int(cache[1] if cache else 0), 0)
 
@@ -52,7 +52,7 @@ def _read(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def running_out(remedy: str = TO_TRAIN) -> Iterator[None]:
+def convert_memory_errors(remedy: str = TRAIN_REMEDY) -> Iterator[None]:
     """Turns the many ways to say that memory ran out into RunFailed with the `remedy`."""
     try:
         yield

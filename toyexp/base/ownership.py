@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import dangling, open_file
-from toyexp.base.writing import make_fresh, open_for_writing, replace_synced, require_below, require_plain, swap
+from toyexp.base.files import dangling_link, open_file
+from toyexp.base.writing import (
+    make_empty_directory,
+    open_for_writing,
+    replace_synced,
+    require_plain,
+    require_plain_path,
+    swap,
+)
 
 try:
     import fcntl
@@ -27,24 +34,24 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LEDGER = "written.json"
-LOCK = "run.lock"
-SWEEP = "sweep.json"  # of the directory of a sweep
+LOCK_FILE = "run.lock"
+SWEEP_FILE = "sweep.json"  # of the directory of a sweep
 LEDGER_LIMIT = 1 << 20  # bytes that are read of it
 # What systems and people put into a directory that they call empty. No run writes under these names.
-NOTHING = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".gitkeep", ".gitignore")
-GROWING = (LOCK, "log.txt", "events.jsonl", "sweep.jsonl", "study.log")  # what changes where it is
-FOLDERS = ("checkpoints", "logs", "plots", "tensorboard")  # that toyexp fills
-SIGNS = ("config.yaml", "events.jsonl", LEDGER)  # of a run
-TEMPORARY = re.compile(r"\.tmp-\d+(-\d+)?|\..+\.(yaml|json)\.\d+\.tmp")  # what a killed process had not finished
+IGNORED_NAMES = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".gitkeep", ".gitignore")
+GROWING_FILES = (LOCK_FILE, "log.txt", "events.jsonl", "sweep.jsonl", "study.log")  # what changes where it is
+RUN_DIRECTORIES = ("checkpoints", "logs", "plots", "tensorboard")  # that toyexp fills
+RUN_FILES = ("config.yaml", "events.jsonl", LEDGER)  # of a run
+TEMPORARY_NAME = re.compile(r"\.tmp-\d+(-\d+)?|\..+\.(yaml|json)\.\d+\.tmp")  # what a killed process had not finished
 
 
-class Owned(UserError):
+class DirectoryLocked(UserError):
     """Another process writes there."""
 
 
 def lock(path: Path) -> int:
     """Lock a directory for this process and return the file to close; Owned if another process has the lock."""
-    file = open_for_writing(path / LOCK)
+    file = open_for_writing(path / LOCK_FILE)
     try:
         _lock(file, path)
         with contextlib.suppress(OSError):  # the owner's name is a courtesy, and the disk may be full
@@ -56,10 +63,10 @@ def lock(path: Path) -> int:
     return file
 
 
-def require_left(path: Path) -> None:
+def require_unlocked(path: Path) -> None:
     """Raise Owned if another process writes in the directory `path`."""
-    if (path / LOCK).is_file():
-        with open_file(path / LOCK) as file:
+    if (path / LOCK_FILE).is_file():
+        with open_file(path / LOCK_FILE) as file:
             _lock(file.fileno(), path, shared=True)
 
 
@@ -75,32 +82,34 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
     except (BlockingIOError, PermissionError):
         os.lseek(file, 0, os.SEEK_SET)
         name = printable(os.read(file, 100).decode(errors="replace").strip()) or "another process"
-        raise Owned(f"{path}: is being written by process {name}; wait for it, or stop it") from None
+        raise DirectoryLocked(f"{path}: is being written by process {name}; wait for it, or stop it") from None
 
 
 def require_empty(path: Path, key: str) -> None:
     """Raises UserError, which says what to type, unless `path` is missing or empty; `key` is what chose it."""
     other = f"choose another directory: {key}=..."
-    runs = (p for p in path.absolute().parents if key == "hydra.sweep.dir" and (p / LOCK).exists())
+    runs = (p for p in path.absolute().parents if key == "hydra.sweep.dir" and (p / LOCK_FILE).exists())
     if run := next((p for p in runs if (p / "config.yaml").exists()), None):
         raise UserError(f"{path} is inside {run}, which is the directory of a run; {other}")
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        found = [entry.name for entry in entries if not _is_nothing(entry)]
+        found = [entry.name for entry in entries if not _is_ignorable(entry)]
     except FileNotFoundError:
-        if (link := dangling(path)) is not None:
+        if (link := dangling_link(path)) is not None:
             raise UserError(f"{link}: is a link to {link.readlink()}, which is not there; {other}") from None
         return
     except OSError as error:  # it is a file, or its name is too long
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
-    begun = "log.txt" in found and any(entry.name == LOCK for entry in entries)  # another process is a moment ahead
-    begun = begun or any(name in SIGNS or TEMPORARY.fullmatch(name) for name in found)
-    if begun or SWEEP in found:
+    begun = "log.txt" in found and any(
+        entry.name == LOCK_FILE for entry in entries
+    )  # another process is a moment ahead
+    begun = begun or any(name in RUN_FILES or TEMPORARY_NAME.fullmatch(name) for name in found)
+    if begun or SWEEP_FILE in found:
         try:
-            require_left(path)
-        except Owned as error:
-            raise Owned(f"{error}, or {other}") from None
-    if SWEEP in found:
+            require_unlocked(path)
+        except DirectoryLocked as error:
+            raise DirectoryLocked(f"{error}, or {other}") from None
+    if SWEEP_FILE in found:
         raise UserError(f"{path} already holds a sweep; go on with it: sweep.resume={path}, or {other}")
     if begun:
         saved = any((path / "checkpoints").glob("step-*"))
@@ -113,23 +122,27 @@ def require_empty(path: Path, key: str) -> None:
 
 def require_inside(directory: Path) -> None:
     """Raise UserError if a link leads out of a run's or sweep's directory; hidden links are never written to."""
-    for folder in (directory, *(directory / name for name in FOLDERS)):
+    for folder in (directory, *(directory / name for name in RUN_DIRECTORIES)):
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith((".", "study.log.lock")):  # the second is a link that Optuna locks by
                     continue
-                kind = stat.S_IFDIR if entry.name in FOLDERS or entry.is_dir(follow_symlinks=False) else stat.S_IFREG
-                require_plain(Path(entry.path), kind, entry.name in GROWING or folder.name == "logs")
+                kind = (
+                    stat.S_IFDIR
+                    if entry.name in RUN_DIRECTORIES or entry.is_dir(follow_symlinks=False)
+                    else stat.S_IFREG
+                )
+                require_plain(Path(entry.path), kind, entry.name in GROWING_FILES or folder.name == "logs")
 
 
-def _is_nothing(entry: os.DirEntry[str]) -> bool:
+def _is_ignorable(entry: os.DirEntry[str]) -> bool:
     """Whether an entry leaves its directory an empty one: see NOTHING; our own lock; or where our output goes."""
-    if entry.name in NOTHING or entry.name.startswith(("._", ".nfs")):
+    if entry.name in IGNORED_NAMES or entry.name.startswith(("._", ".nfs")):
         return True
-    if entry.name == LOCK and entry.is_file(follow_symlinks=False):
+    if entry.name == LOCK_FILE and entry.is_file(follow_symlinks=False):
         with open(entry.path, "rb") as file:
             return re.fullmatch(rb"\d*( o?n? ?\S*\n?)?", file.read(200)) is not None  # or as far as a disk took it
-    if entry.name in (*SIGNS, "log.txt", "result.json") or entry.name.endswith((".gguf", ".safetensors")):
+    if entry.name in (*RUN_FILES, "log.txt", "result.json") or entry.name.endswith((".gguf", ".safetensors")):
         return False  # which the run would write over its own output
     with contextlib.suppress(OSError):  # `toyexp > DIR/out.txt`, and what a cluster keeps of a job's output
         there = entry.stat()
@@ -160,7 +173,7 @@ class Ledger:
             raise UserError(f"{path}: is damaged; remove it to go on, and what the run exported")
         return cls(root, known)
 
-    def foreign(self, names: Iterable[str]) -> list[Path]:
+    def foreign_paths(self, names: Iterable[str]) -> list[Path]:
         """Those of the names below the run's directory under which something stands that the run did not write."""
         return [path for name in names if os.path.lexists(path := self._root / name) and not self.owns(path)]
 
@@ -172,25 +185,25 @@ class Ledger:
         """Whether what stands at `path` is what the run wrote."""
         known = self._known.get(self._name(path), [])
         try:
-            return any((_head(path, entry) if "+" in entry else _digest(path)) == entry for entry in known)
+            return any((_head_digest(path, entry) if "+" in entry else _digest(path)) == entry for entry in known)
         except (OSError, UserError):
             return False
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
         """Yield a place to write what becomes `path` in one piece; OSError, or FileExistsError for a foreign file."""
-        if self.foreign([self._name(path)]):
+        if self.foreign_paths([self._name(path)]):
             raise FileExistsError(errno.EEXIST, "it is there already, and this run did not write it", str(path))
         place = path.parent / f".tmp-{os.getpid()}"
         try:
-            require_below(self._root, path.parent)
-            make_fresh(place)
+            require_plain_path(self._root, path.parent)
+            make_empty_directory(place)
             yield place / path.name
-            self._note(path, _head(place / path.name) if grows else _digest(place / path.name))
+            self._note(path, _head_digest(place / path.name) if grows else _digest(place / path.name))
             swap(place / path.name, path)
         finally:
             for left in place.glob("[!.]*"):
-                if left.name != path.name and not self.foreign([self._name(path.with_name(left.name))]):
+                if left.name != path.name and not self.foreign_paths([self._name(path.with_name(left.name))]):
                     self._note(path.with_name(left.name), _digest(left))
                     swap(left, path.with_name(left.name))
             shutil.rmtree(place, ignore_errors=True)
@@ -205,15 +218,15 @@ class Ledger:
         replace_synced(self._root / LEDGER, (json.dumps(self._known, indent=1) + "\n").encode())
 
 
-def run_with(path: Path) -> Path | None:
+def owning_run(path: Path) -> Path | None:
     """Return the run that has `path`, or a directory above it, in its ledger, or `path` below its checkpoints/."""
     path = path.parent.resolve() / path.name
-    runs = (folder for folder in path.parents if any((folder / name).is_file() for name in (LOCK, *SIGNS[1:])))
+    runs = (folder for folder in path.parents if any((folder / name).is_file() for name in (LOCK_FILE, *RUN_FILES[1:])))
     written = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._known))
     return next((run for run, name in written if run / name in (path, *path.parents)), None)
 
 
-def keep_aside(path: Path) -> Path:
+def rename_aside(path: Path) -> Path:
     """Renames what stands at `path` to the first of path.1, path.2, ... that is free, and returns it."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
@@ -222,7 +235,7 @@ def keep_aside(path: Path) -> Path:
     return aside
 
 
-def _head(path: Path, as_in: str = "") -> str:
+def _head_digest(path: Path, as_in: str = "") -> str:
     """Tells apart how files begin, in as many bytes as an entry is about, or all there are."""
     length = as_in.partition("+")[0]
     with open(path, "rb") as file:
@@ -238,14 +251,14 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def fingerprint_once(path: Path) -> str:
+def cached_fingerprint(path: Path) -> str:
     """Return the fingerprint of a file; one that has not changed is read once in a process."""
     status = path.stat()
-    return _read_once(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return _fingerprint_version(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @lru_cache(maxsize=64)
-def _read_once(path: Path, *_version: int) -> str:
+def _fingerprint_version(path: Path, *_version: int) -> str:
     return fingerprint(path)
 
 

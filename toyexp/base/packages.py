@@ -19,39 +19,39 @@ from toyexp.base.errors import Absent, Broken, Unavailable, UserError, printable
 from toyexp.base.signals import hidden_interrupt
 
 # Packages that failed, and the first reason: a second attempt would fail over what is left of the first.
-_broken: dict[str, str] = {}
+_broken_packages: dict[str, str] = {}
 
 
 @contextlib.contextmanager
-def needed(package: str, how: str, distribution: str = "") -> Iterator[None]:
+def require_package(package: str, how: str, distribution: str = "") -> Iterator[None]:
     """Import a package inside, or raise Absent (`how` to install it) or Broken; pip's name is `distribution`."""
     title = distribution or package
-    if package in _broken:
-        raise broken(title, _broken[package])
+    if package in _broken_packages:
+        raise broken_package(title, _broken_packages[package])
     try:
         yield
-        if left := _left(getattr(sys.modules.get(package), "__spec__", None)):
+        if left := _namespace_problem(getattr(sys.modules.get(package), "__spec__", None)):
             raise ImportError(left)
     except ModuleNotFoundError as error:
         if error.name == package:
             raise Absent(f"{title} is not installed: {how}") from None
-        raise _found_broken(package, title, error) from None
+        raise _record_broken(package, title, error) from None
     except (Exception, SystemExit) as error:
-        raise hidden_interrupt(error) or _found_broken(package, title, error) from None
+        raise hidden_interrupt(error) or _record_broken(package, title, error) from None
 
 
-def _found_broken(package: str, title: str, error: BaseException) -> Broken:
-    _broken[package] = why(error)
-    return broken(title, _broken[package])
+def _record_broken(package: str, title: str, error: BaseException) -> Broken:
+    _broken_packages[package] = explain_import_error(error)
+    return broken_package(title, _broken_packages[package])
 
 
-def broken(distribution: str, reason: str) -> Broken:
+def broken_package(distribution: str, reason: str) -> Broken:
     """What to say of a package that is installed and cannot be loaded."""
     fact = f"{distribution} is installed but cannot be loaded ({reason})"
     return Broken(fact, f"install it again: pip install --force-reinstall {distribution}")
 
 
-def _left(spec: ModuleSpec | None) -> str:
+def _namespace_problem(spec: ModuleSpec | None) -> str:
     """What is wrong with a package that is only a folder, which Python imports too; else empty."""
     if not isinstance(spec, ModuleSpec) or spec.origin is not None:
         return ""
@@ -59,7 +59,7 @@ def _left(spec: ModuleSpec | None) -> str:
 
 
 @contextlib.contextmanager
-def without_exit() -> Iterator[None]:
+def block_exit() -> Iterator[None]:
     """Have os._exit raise SystemExit in this process: a module that is loaded could end toyexp without a word."""
     leave, process = os._exit, os.getpid()
 
@@ -75,7 +75,7 @@ def without_exit() -> Iterator[None]:
         os._exit = leave
 
 
-def why(error: BaseException) -> str:
+def explain_import_error(error: BaseException) -> str:
     """What went wrong while something was loaded, in one line."""
     while isinstance(error, ImportError) and error.__cause__ is not None:  # numpy wraps a page of advice around it
         error = error.__cause__
@@ -83,14 +83,14 @@ def why(error: BaseException) -> str:
     if isinstance(error, UserError):
         return words
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"there is no module {error.name}{place(error, of_plugins=True)}"
+        return f"there is no module {error.name}{error_location(error, of_plugins=True)}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if isinstance(owner, ModuleType) and owner.__spec__ is not None:
         words += f" in {owner.__spec__.origin}"  # it may be a file of the same name
     return printable(f"{type(error).__name__}: {words}", 300)
 
 
-def place(error: BaseException, of_plugins: bool = False) -> str:
+def error_location(error: BaseException, of_plugins: bool = False) -> str:
     """Return the last line outside of toyexp and the standard library that an error came through.
 
     If there is none, return the last of all, or nothing if only those `of_plugins` count.
@@ -103,7 +103,7 @@ def place(error: BaseException, of_plugins: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def told_by(who: str) -> Iterator[None]:
+def prefix_unavailable(who: str) -> Iterator[None]:
     """Says who it is that needs what is not here."""
     try:
         yield
@@ -114,7 +114,7 @@ def told_by(who: str) -> Iterator[None]:
 
 
 @functools.cache
-def why_not_apart(package: str) -> str | None:
+def probe_import(package: str) -> str | None:
     """Why a process of its own cannot import a package, or None when it can: for one that may end its process."""
     import subprocess  # deferred: every command imports this module, and few ask for it
 
@@ -123,10 +123,10 @@ def why_not_apart(package: str) -> str | None:
         return "is not installed"
     command = [sys.executable, "-P", "-c", f"import {package}"]
     run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if run.returncode == 0 and not _left(spec):
+    if run.returncode == 0 and not _namespace_problem(spec):
         return None
     lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
-    reason = _left(spec) or (lines or [f"its import ended with {run.returncode}"])[-1]
+    reason = _namespace_problem(spec) or (lines or [f"its import ended with {run.returncode}"])[-1]
     return f"is installed but cannot be loaded ({printable(reason, 300)})"
 
 
@@ -146,4 +146,4 @@ def broken_requirement(error: BaseException) -> Broken | None:
         found = next((known[name][0] for name in reversed(imported) if name in known and name not in plugins), None)
     if found is None and isinstance(error, ModuleNotFoundError) and error.name:
         return Broken(f"the Python package {error.name.partition('.')[0]} is not installed")
-    return broken(found, why(error)) if found else None
+    return broken_package(found, explain_import_error(error)) if found else None

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-READ_ONCE = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
+LIBRARY_VARIABLES = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
 
 
 @contextlib.contextmanager
-def contained() -> Iterator[None]:
+def restore_process_state() -> Iterator[None]:
     """Put back random state, environment, working directory, logging, and where modules are looked for."""
     torch: Any = sys.modules.get("torch")  # where a plugin has loaded it; this never does
     seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
@@ -26,14 +26,14 @@ def contained() -> Iterator[None]:
         (logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), logging.getLogger("toyexp"))
     ]
     try:
-        with plain_torch(torch) if torch else contextlib.nullcontext():
+        with use_torch_defaults(torch) if torch else contextlib.nullcontext():
             yield
     finally:
         random.setstate(seeds[0])
         np.random.set_state(seeds[1])
         if torch := sys.modules.get("torch"):
             torch.set_rng_state(torch.Generator().get_state() if seeds[2] is None else seeds[2])
-        for name in os.environ.keys() - environment.keys() - set(READ_ONCE):
+        for name in os.environ.keys() - environment.keys() - set(LIBRARY_VARIABLES):
             del os.environ[name]
         os.environ.update(environment)
         os.chdir(here)
@@ -47,7 +47,7 @@ def contained() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def plain_torch(torch: Any) -> Iterator[None]:
+def use_torch_defaults(torch: Any) -> Iterator[None]:
     """Compute under PyTorch's defaults, whatever context the caller is in, and restore the caller's settings."""
     with contextlib.ExitStack() as entered:
         plain = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda", "mps")]

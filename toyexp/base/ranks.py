@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.validators import MOST, is_whole
+from toyexp.base.validators import MAX_INT, is_integer
 
-SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each rank
-TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun
-PORTS = 65535  # the highest
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each rank
+TASK_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun
+MAX_PORT = 65535  # the highest
 
-FORKS = "TOYEXP_FORKS"  # of a sweep's fork server: the number of the file that tells it of the jobs
+FORK_SERVER_FILE = "TOYEXP_FORKS"  # of a sweep's fork server: the number of the file that tells it of the jobs
 
 
 @dataclass(frozen=True)
@@ -25,30 +25,30 @@ class Ranks:
 
 def started_ranks() -> Ranks:
     """Return this process's rank: rank 0 of 1 unless all variables are set. UserError for impossible values."""
-    told = {name: os.environ.get(name, "") for name in SET}
+    told = {name: os.environ.get(name, "") for name in RANK_VARIABLES}
     if not all(told.values()):
         return Ranks(0, 1)
     count = told["WORLD_SIZE"]
-    if not is_whole(count, 1, MOST) or not is_whole(told["RANK"], 0, int(count) - 1):
+    if not is_integer(count, 1, MAX_INT) or not is_integer(told["RANK"], 0, int(count) - 1):
         asked = f"RANK={printable(told['RANK'])}, WORLD_SIZE={printable(count)}"
         raise UserError(f"{asked}: a process started as a rank has a number from 0, below how many there are")
-    if not is_whole(told["MASTER_PORT"], 1, PORTS):
-        raise UserError(f"MASTER_PORT={printable(told['MASTER_PORT'])}: takes a port from 1 to {PORTS}")
+    if not is_integer(told["MASTER_PORT"], 1, MAX_PORT):
+        raise UserError(f"MASTER_PORT={printable(told['MASTER_PORT'])}: takes a port from 1 to {MAX_PORT}")
     return Ranks(int(told["RANK"]), int(count))
 
 
-def lonely_ranks() -> list[str]:
+def rank_warnings() -> list[str]:
     """Return a warning if the environment names several processes that cannot train together."""
     if started_ranks().count > 1:
         return []
-    told = {name: value for name in SET if (value := os.environ.get(name, ""))}
+    told = {name: value for name in RANK_VARIABLES if (value := os.environ.get(name, ""))}
     alone = {"RANK": "0", "WORLD_SIZE": "1"}
     asked = [f"{name}={printable(told[name])}" for name in alone if told.get(name, alone[name]) != alone[name]]
-    missing = [name for name in SET if name not in told]
+    missing = [name for name in RANK_VARIABLES if name not in told]
     if asked and missing:
-        one_of = f"a rank has {', '.join(SET[:-1])} and {SET[-1]}, as torchrun sets them"
+        one_of = f"a rank has {', '.join(RANK_VARIABLES[:-1])} and {RANK_VARIABLES[-1]}, as torchrun sets them"
         return [f"{', '.join(asked)}: {one_of}; without {', '.join(missing)} this process trains alone"]
-    name = next(filter(os.environ.get, TASKS), None)
-    if name is None or not is_whole(count := os.environ[name], 2, MOST):
+    name = next(filter(os.environ.get, TASK_VARIABLES), None)
+    if name is None or not is_integer(count := os.environ[name], 2, MAX_INT):
         return []
     return [f"{name}={count}: each of these processes trains alone; torchrun starts those that train one run"]

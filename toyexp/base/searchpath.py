@@ -9,7 +9,7 @@ import os
 import sys
 
 
-def leave_working_directory() -> None:
+def drop_working_directory() -> None:
     """Takes away what `python -m` puts first on the path, while it imports this package; does nothing otherwise."""
     if sys.argv[:1] != ["-m"] or sys.flags.safe_path:  # what Python says there until the module is found
         return
@@ -21,4 +21,4 @@ def leave_working_directory() -> None:
         del sys.path[0]
 
 
-leave_working_directory()
+drop_working_directory()

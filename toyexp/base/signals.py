@@ -18,16 +18,18 @@ from toyexp.base.errors import UserError, printable
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any]  # what the interpreter calls
 
-IMPORT = 10.0  # seconds that a signal waits for the end of an import, which it would break
+IMPORT_TIMEOUT = 10.0  # seconds that a signal waits for the end of an import, which it would break
 SIGHUP, SIGUSR1 = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)  # Windows has neither
-ON_USR1 = "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
+USR1_VARIABLE = (
+    "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
+)
 
 
-def ending() -> list[signal.Signals]:
+def ending_signals() -> list[signal.Signals]:
     """Return the signals that end a run: not SIGHUP under `nohup`; UserError if TOYEXP_SIGUSR1 is not save or end."""
-    asked = os.environ.get(ON_USR1) or "save"
+    asked = os.environ.get(USR1_VARIABLE) or "save"
     if asked not in ("save", "end"):
-        raise UserError(f"{ON_USR1}={printable(asked)}: takes save or end")
+        raise UserError(f"{USR1_VARIABLE}={printable(asked)}: takes save or end")
     numbers = [signal.SIGINT, signal.SIGTERM]
     numbers += [SIGHUP] if SIGHUP and signal.getsignal(SIGHUP) != signal.SIG_IGN else []
     return numbers + ([SIGUSR1] if SIGUSR1 and asked == "end" else [])
@@ -36,7 +38,7 @@ def ending() -> list[signal.Signals]:
 _sweep_is_gone = threading.Event()
 
 
-def end_with_the_sweep() -> None:
+def end_with_sweep() -> None:
     """Signal this process to save and exit. After another such signal this one does not make it exit at once."""
     _sweep_is_gone.set()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -51,12 +53,12 @@ class Signals:
     def __init__(self) -> None:
         self._number = 0
         self._count = 0
-        self._patient = False
-        self._sent_again = False
+        self._is_deferring = False
+        self._is_resent = False
         self._first = 0.0  # when the first one came
         self._over = threading.Event()  # nobody handles signals with this any more
-        self.asked_to_save = False
-        self._last_word: tuple[Interrupted | None] | None = None
+        self.is_save_requested = False
+        self._final_interrupt: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls."""
@@ -64,19 +66,19 @@ class Signals:
         if self._count and _sweep_is_gone.is_set():  # it was told so before, by what the sweep ran on
             _sweep_is_gone.clear()
             return
-        again, self._sent_again = self._sent_again, False
+        again, self._is_resent = self._is_resent, False
         self._count += not again
-        if self._count == 1 and self._patient:
+        if self._count == 1 and self._is_deferring:
             return
         self._first = self._first or time.monotonic()
-        if self._count == 1 and time.monotonic() - self._first < IMPORT and _importing(frame):
-            threading.Thread(target=self._send_again, args=(number,), daemon=True).start()
+        if self._count == 1 and time.monotonic() - self._first < IMPORT_TIMEOUT and _is_importing(frame):
+            threading.Thread(target=self._resend, args=(number,), daemon=True).start()
             return
         raise Interrupted(number)
 
-    def _send_again(self, number: int) -> None:
+    def _resend(self, number: int) -> None:
         if not self._over.wait(0.02):
-            self._sent_again = True
+            self._is_resent = True
             if sys.platform == "win32":
                 signal.raise_signal(number)
             else:  # whose system call a signal to this thread would not end
@@ -86,20 +88,20 @@ class Signals:
         """What waits for the end of an import is not raised any more."""
         self._over.set()
 
-    def ask_to_save(self, number: int, frame: FrameType | None) -> None:
+    def request_save(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls on SIGUSR1."""
-        self.asked_to_save = True
+        self.is_save_requested = True
 
-    def should_save(self) -> bool:
+    def take_save_request(self) -> bool:
         """Whether that was asked for since the last call."""
-        asked, self.asked_to_save = self.asked_to_save, False
+        asked, self.is_save_requested = self.is_save_requested, False
         return asked
 
-    def wait_for_the_step(self) -> None:
+    def defer_to_step_end(self) -> None:
         """From now on a signal is only noted."""
-        self._patient = True
+        self._is_deferring = True
 
-    def caught(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether one came."""
         return bool(self._number)
 
@@ -107,15 +109,15 @@ class Signals:
         """How many came."""
         return self._count
 
-    def last_word(self) -> Interrupted | None:
+    def final_interrupt(self) -> Interrupted | None:
         """The one that came before this was first asked: a later one finds the run over, and changes no more of it."""
-        if self._last_word is None:
-            self._last_word = (Interrupted(self._number) if self._number else None,)
-        return self._last_word[0]
+        if self._final_interrupt is None:
+            self._final_interrupt = (Interrupted(self._number) if self._number else None,)
+        return self._final_interrupt[0]
 
 
 @contextlib.contextmanager
-def handled(handlers: Mapping[int, Handler]) -> Iterator[bool]:
+def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
     """Gives signals to handlers for a while, if so: outside the main thread they are someone else's, and left alone."""
     ours = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items() if ours}
@@ -131,10 +133,10 @@ class CommonSignals(Signals):
 
     def __init__(self) -> None:
         super().__init__()
-        self._patient = True
+        self._is_deferring = True
         self._runs: list[Signals] = []
 
-    def of_a_run(self) -> Signals:
+    def add_run(self) -> Signals:
         """What another run knows of them: those that came already, and those that come."""
         run = Signals()
         run._number, run._count = self._number, self._count
@@ -147,20 +149,20 @@ class CommonSignals(Signals):
             run._number, run._count = run._number or number, run._count + 1
         super().handle(number, frame)
 
-    def ask_to_save(self, number: int, frame: FrameType | None) -> None:
+    def request_save(self, number: int, frame: FrameType | None) -> None:
         """What the interpreter calls on SIGUSR1."""
         for run in self._runs:
-            run.asked_to_save = True
+            run.is_save_requested = True
 
 
 @contextlib.contextmanager
-def stop_signals(signals: Signals | None = None) -> Iterator[Signals]:
+def catch_signals(signals: Signals | None = None) -> Iterator[Signals]:
     """Give the signals that end or save a run to `signals`, or to new ones, for a while."""
     signals = signals or Signals()
-    handlers: dict[int, Handler] = dict.fromkeys(ending(), signals.handle)
+    handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), signals.handle)
     if SIGUSR1 and signal.getsignal(SIGUSR1) != signal.SIG_IGN:
-        handlers.setdefault(SIGUSR1, signals.ask_to_save)
-    with handled(handlers):
+        handlers.setdefault(SIGUSR1, signals.request_save)
+    with handle_signals(handlers):
         try:
             yield signals
         finally:
@@ -168,14 +170,14 @@ def stop_signals(signals: Signals | None = None) -> Iterator[Signals]:
 
 
 @contextlib.contextmanager
-def whole_imports() -> Iterator[None]:
+def protect_imports() -> Iterator[None]:
     """Delay Ctrl-C until an import is over, in a program that leaves SIGINT to Python."""
     python = signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    with handled({signal.SIGINT: Signals().handle} if python else {}):
+    with handle_signals({signal.SIGINT: Signals().handle} if python else {}):
         yield
 
 
-def _importing(frame: FrameType | None) -> bool:
+def _is_importing(frame: FrameType | None) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
@@ -196,12 +198,12 @@ def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
     return error
 
 
-_abandoned = False  # whether a thread still works for someone who was interrupted
+_is_thread_abandoned = False  # whether a thread still works for someone who was interrupted
 
 
-def interruptible(work: Callable[[], T]) -> T:
+def run_interruptibly(work: Callable[[], T]) -> T:
     """The result of `work`, for native code that returns late: done in a thread, so that a signal acts meanwhile."""
-    global _abandoned
+    global _is_thread_abandoned
     if threading.current_thread() is not threading.main_thread():
         return work()
     results: list[T] = []
@@ -219,7 +221,7 @@ def interruptible(work: Callable[[], T]) -> T:
         while thread.is_alive():
             thread.join(0.2)  # a signal may wake another thread than this one
     except BaseException:
-        _abandoned = True
+        _is_thread_abandoned = True
         raise
     if errors:
         raise errors[0]
@@ -228,12 +230,12 @@ def interruptible(work: Callable[[], T]) -> T:
 
 def end_process(code: int) -> int:
     """Return the exit code, or exit here if a thread was abandoned: to end it later aborts inside Rust."""
-    if _abandoned:
-        leave(code)
+    if _is_thread_abandoned:
+        exit_now(code)
     return code
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Ends the process here: what is to be done at exit is done, and nothing that is loaded is taken apart."""
     atexit._run_exitfuncs()  # temporary directories, log files
     for stream in (sys.stdout, sys.stderr):

@@ -9,42 +9,42 @@ import re
 import sys
 from collections.abc import Iterator
 
-from toyexp.base.errors import for_terminal
+from toyexp.base.errors import escape_controls
 
 
-def fit_encoding() -> None:
+def replace_unencodable() -> None:
     """Lets what the terminal's encoding lacks (a C locale, PYTHONIOENCODING=ascii) become a question mark."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-_silent = 0  # how many have asked for silence, in this process
+_silence_depth = 0  # how many have asked for silence, in this process
 
 
 @contextlib.contextmanager
-def silent(wanted: bool = True) -> Iterator[None]:
+def silence(wanted: bool = True) -> Iterator[None]:
     """Nobody watches: no line, no status and no bar, for a while, if so; errors are raised as ever."""
-    global _silent
-    _silent += wanted
+    global _silence_depth
+    _silence_depth += wanted
     try:
         yield
     finally:
-        _silent -= wanted
+        _silence_depth -= wanted
 
 
 def is_silent() -> bool:
     """Whether nobody watches."""
-    return _silent > 0
+    return _silence_depth > 0
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     """Whether what is shown appears on the page of a notebook: a kernel of Jupyter's runs this."""
     shell = sys.modules.get("IPython")  # which such a kernel has loaded
     return shell is not None and "kernel" in dir(shell.get_ipython())
 
 
-def on_terminal() -> bool:
+def is_terminal() -> bool:
     """Whether what is printed appears on a terminal; a process may have no standard output at all (`>&-`)."""
     return bool(sys.stdout and sys.stdout.isatty())
 
@@ -52,33 +52,33 @@ def on_terminal() -> bool:
 _status = ""  # what stands in the terminal's last line, to be gone when the next line comes
 
 
-def status(text: str) -> None:
+def show_status(text: str) -> None:
     """What is being done, on a terminal alone and until the next line; "" takes it away."""
     global _status
-    if text == _status or _silent or not on_terminal():
+    if text == _status or _silence_depth or not is_terminal():
         return
     with contextlib.suppress(OSError):
         print(f"\r{' ' * len(_status)}\r{text}", end="", flush=True)
         _status = text
 
 
-def tell(line: str) -> None:
+def print_output(line: str) -> None:
     """A line of what a command is for: where it cannot be written, on a full disk, that has failed."""
-    status("")
-    print(for_terminal(line), flush=True)
+    show_status("")
+    print(escape_controls(line), flush=True)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
-    if _silent:
+    if _silence_depth:
         return
     try:
-        tell(line)
+        print_output(line)
     except BrokenPipeError:
         drop_output()
     except OSError as error:
         drop_output()
-        complain(f"warning: the output could not be written: {error.strerror}; the work goes on unseen")
+        print_error(f"warning: the output could not be written: {error.strerror}; the work goes on unseen")
 
 
 def drop_output() -> None:
@@ -86,7 +86,7 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def output_fails() -> bool:
+def has_output_failed() -> bool:
     """Whether nothing more can be printed, as on a full disk; whatever follows then vanishes."""
     if not sys.stdout or sys.stdout.isatty():
         return False
@@ -98,7 +98,7 @@ def output_fails() -> bool:
     return False
 
 
-def hold_standard_files() -> None:
+def open_standard_files() -> None:
     """Opens those of files 0, 1 and 2 that are closed: else the next file opened would get what is printed."""
     for number in (0, 1, 2):
         try:
@@ -107,24 +107,24 @@ def hold_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
-def write_text(text: str) -> None:
+def print_text(text: str) -> None:
     """Text as it comes, without a new line."""
-    status("")
+    show_status("")
     print(text, end="", flush=True)
 
 
-def tell_aside(line: str) -> None:
+def print_note(line: str) -> None:
     """A line on stderr beside what a command writes; where that cannot be written, nothing is lost."""
-    if _silent:
+    if _silence_depth:
         return
-    status("")
+    show_status("")
     with contextlib.suppress(OSError):
-        print(for_terminal(line), file=sys.stderr, flush=True)
+        print(escape_controls(line), file=sys.stderr, flush=True)
 
 
-def complain(line: str) -> None:
+def print_error(line: str) -> None:
     """A line on stderr, long words of it cut; where that cannot be written, the exit code has to do."""
-    status("")
+    show_status("")
     line = re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}... ({len(word[0])} characters)", line)
     with contextlib.suppress(OSError):
-        print(f"toyexp: {for_terminal(line)}", file=sys.stderr)
+        print(f"toyexp: {escape_controls(line)}", file=sys.stderr)

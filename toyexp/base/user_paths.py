@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_TEXTS = ("--prompt",)  # flags whose value is a text, where ~ is a character like any other
+_TEXT_FLAGS = ("--prompt",)  # flags whose value is a text, where ~ is a character like any other
 
 
-def at_home(words: Sequence[str]) -> list[str]:
+def expand_overrides(words: Sequence[str]) -> list[str]:
     """Words with what a shell has left to us: ~ behind `key=`, and quotes around a path; what is a file stays so."""
-    return [word if os.path.lexists(word) else with_quotes(with_home(word)) for word in words]
+    return [word if os.path.lexists(word) else quote_letters(expand_home(word)) for word in words]
 
 
-def with_home(word: str) -> str:
+def expand_home(word: str) -> str:
     """Replace each `~` that begins an unquoted value by the home directory: `key=~/a,~/b`, `--to=~/c`."""
     key, equals, value = word.partition("=")
-    if not equals or key in _TEXTS:
+    if not equals or key in _TEXT_FLAGS:
         return word
-    return key + equals + re.sub(r"(^|[\[,])(~[\w.-]*)(?=[/,\]]|$)", lambda m: m[1] + _home(m[2]), value)
+    return key + equals + re.sub(r"(^|[\[,])(~[\w.-]*)(?=[/,\]]|$)", lambda m: m[1] + _expand_user(m[2]), value)
 
 
-def with_quotes(word: str) -> str:
+def quote_letters(word: str) -> str:
     """Quote each value with letters beyond ASCII, which Hydra's grammar lacks; leave quoted values alone."""
     key, equals, value = word.partition("=")
     if not equals or key.startswith("-") or value.isascii() or set(value) & set("\"'\\"):
@@ -34,12 +34,12 @@ def with_quotes(word: str) -> str:
     return key + equals + re.sub(words, lambda m: m[0] if m[2].isascii() else f'{m[1]}"{m[2]}"', value)
 
 
-def expanded(value: Any) -> Any:
+def expand_path(value: Any) -> Any:
     """A setting from a file, which is a path below a home directory if it begins with `~/`."""
-    return _home(value) if isinstance(value, str) and value.startswith("~/") else value
+    return _expand_user(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def _home(path: str) -> str:
+def _expand_user(path: str) -> str:
     return os.path.expanduser(path)  # noqa: PTH111 - Path.expanduser() raises for a user there is none of
 
 
@@ -60,11 +60,11 @@ def is_private(path: Path) -> bool:
         return False
     try:
         there = path.resolve(strict=True)
-        return all(_is_closed(part.lstat()) for part in (there, *there.parents))
+        return all(_is_entry_private(part.lstat()) for part in (there, *there.parents))
     except (OSError, RuntimeError):
         return False
 
 
-def _is_closed(status: os.stat_result) -> bool:
+def _is_entry_private(status: os.stat_result) -> bool:
     shared = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     return status.st_uid in (os.getuid(), 0) and (bool(shared) or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

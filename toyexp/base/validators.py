@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Collection
 from operator import ge, gt, le, lt
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, suggest
 
-MOST = 2**31 - 1  # of anything that is counted
+MAX_INT = 2**31 - 1  # of anything that is counted
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of float32; a start waits for no numpy here
 
 
@@ -24,18 +24,18 @@ def require_positive(key: str, value: float) -> None:
         raise UserError(f"{key}={value}: must be above 0")
     if isinstance(value, float):
         require_float32(key, value)
-    elif value > MOST:
-        raise UserError(f"{key}={value}: must be at most {MOST}")
+    elif value > MAX_INT:
+        raise UserError(f"{key}={value}: must be at most {MAX_INT}")
 
 
-def require_words(place: str, part: object, **words: Collection[str]) -> None:
+def require_choice(place: str, part: object, **words: Collection[str]) -> None:
     """Raises UserError for a setting of a part that is none of its words; `place` is what stands before the dot."""
     for name, known in words.items():
         if (given := getattr(part, name)) not in known:
-            raise UserError(f"{place}.{name}={given}: {choose(given, known)}")
+            raise UserError(f"{place}.{name}={given}: {suggest(given, known)}")
 
 
-def require_within(place: str, part: object, **bounds: str) -> None:
+def require_range(place: str, part: object, **bounds: str) -> None:
     """Raise UserError for a setting outside of its interval, such as `[1,inf)` or `(0,1]`; None is inside of all."""
     for name, bound in bounds.items():
         holds, words = _interval(bound)
@@ -53,7 +53,7 @@ def _interval(bound: str) -> tuple[Callable[[float], bool], str]:
     return lambda number: above(number, least) and below(number, most), " and ".join(words)
 
 
-def is_whole(text: str, least: int, most: int) -> bool:
+def is_integer(text: str, least: int, most: int) -> bool:
     """Whether a text is a whole number from least to most."""
     digits = text.lstrip("0") or text[:1]
     return text.isascii() and text.isdecimal() and least <= int(digits[:20]) <= most

@@ -22,12 +22,12 @@ from toyexp.base.files import KINDS
 
 
 @contextlib.contextmanager
-def in_one_piece(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a place to write a file or directory to; flushed, it becomes `path` once it is whole, or goes away."""
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     place = folder / path.name
     try:
-        make_fresh(folder)
+        make_empty_directory(folder)
         yield place
         if place.is_dir():
             sync_directory(place)
@@ -42,7 +42,7 @@ def in_one_piece(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def required(path: Path) -> Iterator[None]:
+def convert_write_errors(path: Path) -> Iterator[None]:
     """Says of an OSError which file could not be written, as RunFailed: it ends whoever cannot do without."""
     try:
         yield
@@ -52,7 +52,7 @@ def required(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def possible_names() -> Iterator[None]:
+def reject_bad_names() -> Iterator[None]:
     """Raise UserError for a name that no file can have: it is too long, or holds half a character."""
     try:
         yield
@@ -62,7 +62,7 @@ def possible_names() -> Iterator[None]:
         raise UserError(f"no file can have such a name: {printable(str(error), 120)}") from None
 
 
-def unwritable(path: Path) -> str | None:
+def unwritable_reason(path: Path) -> str | None:
     """Return why no file or folder can be made at `path`, or None if nothing is known against it yet."""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -75,11 +75,11 @@ def unwritable(path: Path) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{os.strerror(errno.EACCES)}: {there}"
 
 
-def require_place(asked: str, path: Path) -> None:
+def require_writable(asked: str, path: Path) -> None:
     """Raise UserError unless a file can be made at `path`, which a person typed in the words `asked`."""
     if not path.parent.is_dir():
         raise UserError(f"{asked}: there is no directory {path.parent}")
-    if why := unwritable(path):
+    if why := unwritable_reason(path):
         raise UserError(f"{asked}: cannot be written ({why}); choose another place")
 
 
@@ -113,7 +113,7 @@ def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> 
     raise UserError(f"{path}: {what}; move it away")
 
 
-def require_below(root: Path, path: Path) -> None:
+def require_plain_path(root: Path, path: Path) -> None:
     """Raise UserError if `path`, or a folder between `root` and it, is a link or no folder."""
     for folder in (path, *path.parents)[: len(path.parts) - len(root.parts)]:
         require_plain(folder, stat.S_IFDIR)
@@ -126,14 +126,14 @@ def open_for_writing(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
 
 
-def make_folder(path: Path) -> Path:
+def make_directory(path: Path) -> Path:
     """Make a folder that may be there already, and return its path; see `require_plain`."""
     require_plain(path, stat.S_IFDIR)
     path.mkdir(exist_ok=True)
     return path
 
 
-def make_fresh(path: Path) -> None:
+def make_empty_directory(path: Path) -> None:
     """Make an empty folder in place of one that a killed process left."""
     shutil.rmtree(path, ignore_errors=True)  # not of a link, at which mkdir fails
     path.mkdir()
@@ -169,7 +169,7 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def bytes_in(path: Path) -> int:
+def total_bytes(path: Path) -> int:
     """The size of a file, or of the files in a directory."""
     return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
 
@@ -178,27 +178,29 @@ def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
     """Strict JSON: numbers that are not finite become null."""
     if indent is None:
         with contextlib.suppress(ValueError):  # of a number that is not finite
-            return LINE.encode(fields if type(fields) is dict else {**fields})
-    return json.dumps({k: _finite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=_plain)
+            return LINE_ENCODER.encode(fields if type(fields) is dict else {**fields})
+    return json.dumps(
+        {k: _replace_nonfinite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=_to_json
+    )
 
 
-def _plain(value: object) -> Any:
+def _to_json(value: object) -> Any:
     """What JSON has no word for: numbers and arrays of numpy's as plain numbers, and the rest as text."""
     import numpy as np
 
     if isinstance(value, Mapping):
         return {**value}
-    return _finite(value.tolist()) if isinstance(value, np.generic | np.ndarray) else str(value)
+    return _replace_nonfinite(value.tolist()) if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
-LINE = json.JSONEncoder(allow_nan=False, default=_plain, check_circular=False)
+LINE_ENCODER = json.JSONEncoder(allow_nan=False, default=_to_json, check_circular=False)
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _replace_nonfinite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [_replace_nonfinite(v) for v in value]
     return value

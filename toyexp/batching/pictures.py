@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import printable
-from toyexp.base.files import absent, dangling
-from toyexp.base.packages import needed
+from toyexp.base.files import dangling_link, explain_missing
+from toyexp.base.packages import require_package
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +26,7 @@ class BadImage(Exception):
 
 def require_pillow() -> None:
     """Raises Unavailable where Pillow is missing or broken."""
-    with needed("PIL", "pip install 'toyexp[data]'", "Pillow"):
+    with require_package("PIL", "pip install 'toyexp[data]'", "Pillow"):
         from PIL import Image, ImageOps  # noqa: F401 - what read_image will use
 
 
@@ -53,7 +53,7 @@ def read_image(
     except BadImage:
         raise
     except FileNotFoundError:
-        raise BadImage(printable(absent(path), 200) if dangling(path) else "is not there") from None
+        raise BadImage(printable(explain_missing(path), 200) if dangling_link(path) else "is not there") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS} pixels, as files made to exhaust memory do") from None
     except Exception as error:  # a broken file makes decoders raise anything
@@ -90,4 +90,4 @@ def files_below(folder: Path) -> Iterator[Path]:
 def images_below(folder: Path) -> Iterator[Path]:
     """The files in a folder, and in those in it, that are images by their names; links that lead nowhere too."""
     named = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-    return (f for f in named if f.is_file() or dangling(f))
+    return (f for f in named if f.is_file() or dangling_link(f))

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 import toyexp
-from toyexp.base.drawing import BLUE, INK, PALE, SMALL, Sheet, cut, own_style, picture_at
+from toyexp.base.drawing import BLUE, INK, PALE, SMALL, Sheet, check_plot_path, fit_text, use_plot_style
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import columns, count, counted, in_bytes
-from toyexp.base.terminal import tell
+from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
+from toyexp.base.terminal import print_output
 from toyexp.base.threads import available_cores
 from toyexp.cli.bench_stepper import (
     ALONE,
@@ -74,15 +74,15 @@ def run(arguments: Arguments) -> int:
     if word := next((word for word in arguments.rest if word.startswith("steps=")), None):
         how = f"--{word.replace('=', ' ', 1)}"
         raise UserError(f"{word}: bench takes the steps that fill its rounds; to fix them: {how}")
-    picture = picture_at("--plot", arguments.plot) if arguments.plot else None
+    picture = check_plot_path("--plot", arguments.plot) if arguments.plot else None
     request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
-    watch: Callable[[str], None] = (lambda line: None) if arguments.json else tell
+    watch: Callable[[str], None] = (lambda line: None) if arguments.json else print_output
     report = measure(request, labels, arguments, watch)
     code, work = report.show(arguments), report.work
     if picture:
         name, size, of_a_step = (*work.model.split(", ", 2), "", "")[:3]
         drawn = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [of_a_step, work.data, work.machine])
-        watch(f"\nplot    {arguments.plot}, {in_bytes(drawn.write(picture))}")
+        watch(f"\nplot    {arguments.plot}, {format_bytes(drawn.write(picture))}")
     return code
 
 
@@ -123,7 +123,7 @@ class Report(Answer):
         for e in self.engines:
             low, high = (f"{1e3 * seconds:.3g}" for seconds in e["quartiles"])
             row = [e["name"], f"{1e3 * e['seconds_per_step']:.3g}", f"{low}..{high}"]
-            row += [count(e[f"{self.work.unit}_per_second"]), f"{e['flops_per_second'] / 1e9:.3g}"]
+            row += [format_count(e[f"{self.work.unit}_per_second"]), f"{e['flops_per_second'] / 1e9:.3g}"]
             share = e.get("share_of_peak")
             speed.append([*row, "" if share is None else f"{100 * share:.3g} %", f"{e['ratio']:.2f}"])
             if SECONDS in e:
@@ -139,7 +139,10 @@ class Report(Answer):
         if all("share_of_peak" not in e for e in self.engines):
             speed = [[*row[:5], row[6]] for row in speed]
         tables = [speed, memory] if len(memory) > 1 else [speed]
-        return [line for table in tables for line in ("", *columns(table, right=range(1, 7)))] + ["", *columns(notes)]
+        return [line for table in tables for line in ("", *align_columns(table, right=range(1, 7)))] + [
+            "",
+            *align_columns(notes),
+        ]
 
 
 def work_of(prepared: Prepared) -> Work:
@@ -147,7 +150,7 @@ def work_of(prepared: Prepared) -> Work:
     plan, flops, cores = prepared.plan, step_flops(prepared.plan), available_cores()
     rows = plan.rows * plan.accumulate
     machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
-    size = count(prepared.model.parameters())
+    size = format_count(prepared.model.parameters())
     per_step = f"{rows} x {positions(plan)} positions and {flops / 1e9:.3g} GFLOP a step"
     kind = prepared.model.reads
     return Work(
@@ -264,14 +267,14 @@ def take_turns(
 ROW = 0.5  # inches
 
 
-@own_style()
+@use_plot_style()
 def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Sequence[str]) -> Sheet:
     """A bar for each engine as long as it is fast, in `unit` a second; `engines` are those of the report.
 
     A bar ends at the median of the rounds; the line goes over their middle half, and each round has a mark.
     """
     rounds = len(engines[0]["rounds"])
-    how = f"bars end at the median of {counted(rounds, 'round')}, lines span their middle half" if rounds > 1 else ""
+    how = f"bars end at the median of {pluralise(rounds, 'round')}, lines span their middle half" if rounds > 1 else ""
     found = Sheet(1.3 + ROW * max(len(engines), 2), title, " · ".join(filter(None, [*below, how])))
     (axes,) = found.panels
     axes.grid(visible=False)
@@ -285,16 +288,16 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
             axes.plot([units / seconds for seconds in engine["rounds"]], [row] * rounds, color=INK, marker="|",
                       markersize=9, markeredgewidth=0.6, alpha=0.5, linestyle="none")  # fmt: skip
             axes.plot([low, high], [row, row], color=INK, linewidth=2, solid_capstyle="butt")
-        told = f"{count(speed)} {unit}/s, {1e3 * engine['seconds_per_step']:.3g} ms a step"
+        told = f"{format_count(speed)} {unit}/s, {1e3 * engine['seconds_per_step']:.3g} ms a step"
         ratio = "" if row == 0 and len(engines) > 1 else f"{engine['ratio']:.2f} times {engines[0]['name']}"
-        axes.text(1.01, row, f"{told}\n{cut(ratio, 34)}".strip() if len(engines) > 1 else told, va="center",
+        axes.text(1.01, row, f"{told}\n{fit_text(ratio, 34)}".strip() if len(engines) > 1 else told, va="center",
                   transform=axes.get_yaxis_transform(), fontsize=SMALL, color=INK)  # fmt: skip
     lines = [textwrap.wrap(engine["name"], 26, max_lines=2, placeholder="…") for engine in engines]
-    names = ["\n".join(cut(line, 26) for line in some) for some in lines]
+    names = ["\n".join(fit_text(line, 26) for line in some) for some in lines]
     axes.set_yticks(range(len(engines)), names)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(engines) - 0.5, -0.5)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(lambda value, _: count(value))
+    axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
     axes.set_xlabel(f"{unit} a second")
     return found

@@ -24,7 +24,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.formatting import counted
+from toyexp.base.formatting import pluralise
 from toyexp.config.request import Request, one_experiment, take_engines
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batch, InputSpec
@@ -106,7 +106,7 @@ class EngineStepper(Stepper):
         self.devices, self.pids = facts.get("devices", 1), pids_of(facts.get("ranks", ()))
         told, of_auto, _ = prepared.config.engine_note.partition(" (auto")
         device = told.partition(": ")[2].split(", ")
-        threads = [counted(facts["threads"])] if "threads" in facts and self.devices == 1 else []
+        threads = [pluralise(facts["threads"])] if "threads" in facts and self.devices == 1 else []
         # An engine may say the same twice.
         note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
         note = f"{prepared.config.engine.name}: {note}" if of_auto else note

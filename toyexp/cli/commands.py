@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, ClassVar, cast
 
 from toyexp.base.errors import UserError
-from toyexp.base.validators import is_whole
+from toyexp.base.validators import is_integer
 from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.interfaces.command import Arguments, Command, Parser, modules_in
 from toyexp.interfaces.hooks import Register, hookimpl
@@ -118,7 +118,7 @@ def number(low: float, high: float = math.inf, whole: bool = False) -> Callable[
 def ids(text: str) -> list[int]:
     """Return token ids that stand between commas or spaces."""
     parts = re.split(r"\s*,\s*|\s+", text.strip())
-    if not all(is_whole(part, 0, 2**31 - 1) for part in parts):
+    if not all(is_integer(part, 0, 2**31 - 1) for part in parts):
         raise argparse.ArgumentTypeError("takes token ids with commas between them, such as 1,2,3")
     return [int(part) for part in parts]
 

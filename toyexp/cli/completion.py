@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from toyexp.base.errors import UserError, choose
-from toyexp.base.terminal import say
+from toyexp.base.errors import UserError, suggest
+from toyexp.base.terminal import print_line
 from toyexp.cli.commands import find
 from toyexp.cli.new import KINDS
 from toyexp.cli.pages import topics
@@ -297,12 +297,12 @@ def run(arguments: Arguments) -> int:
     """Prints a shell's script, or behind --for what that script asks."""
     words = arguments.rest
     if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
-        say("\n".join(answer(words[1], words[2:])))
+        print_line("\n".join(answer(words[1], words[2:])))
         return 0
     if len(words) != 1 or words[0] not in SHELLS:
-        hint = choose(words[0] if words else "", SHELLS)
+        hint = suggest(words[0] if words else "", SHELLS)
         raise UserError(f"completion {' '.join(words)}".rstrip() + f": takes one shell, {hint}")
-    say(SCRIPTS[words[0]])
+    print_line(SCRIPTS[words[0]])
     return 0
 
 

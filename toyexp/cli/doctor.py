@@ -14,9 +14,9 @@ import numpy as np
 import toyexp
 from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.files import working_directory
-from toyexp.base.formatting import columns
-from toyexp.base.packages import why
-from toyexp.base.terminal import tell
+from toyexp.base.formatting import align_columns
+from toyexp.base.packages import explain_import_error
+from toyexp.base.terminal import print_output
 from toyexp.cli.bench_stepper import ALONE, on_engines, prepared_on
 from toyexp.cli.pages import after_the_doctor
 from toyexp.config.build import engine_of
@@ -62,18 +62,20 @@ def run(arguments: Arguments) -> int:
     if word := next(iter(arguments.settings), ""):
         raise UserError(f"doctor {word}: takes --numerics or --graph and settings behind it, or nothing")
     registry = load()
-    tell(f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    print_output(
+        f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
     width = max((len(n) for n in registry.offers["engine"]), default=0)
     working = []
     for offer in registry.engines():
         told = verdict(offer)
-        tell(f"  {offer.name:<{width}}  {told}")
+        print_output(f"  {offer.name:<{width}}  {told}")
         working += [offer.name] if told.startswith("PASS") else []
     for line in not_here(registry):
-        tell(f"  {line}")
+        print_output(f"  {line}")
     for problem in registry.problems:
-        tell(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
-    tell("\n".join(after_the_doctor(working)))
+        print_output(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    print_output("\n".join(after_the_doctor(working)))
     return 0
 
 
@@ -86,7 +88,7 @@ def _numerics(arguments: Arguments) -> int:
     for label, engine in engines(labels, load(arguments.modules)):
         lines = list(examine(engine, references(rows_for(engine))))
         passed = passed and all(line.passed for line in lines)
-        tell("\n".join(table(label, engine, lines)))
+        print_output("\n".join(table(label, engine, lines)))
     return 0 if passed else 1
 
 
@@ -119,7 +121,7 @@ def verdict(offer: Offer) -> str:
     except Unavailable as reason:
         return f"no    {reason}"
     except Exception as error:  # whatever a plugin raises, the others are still reported
-        return f"FAIL  {why(error)}"
+        return f"FAIL  {explain_import_error(error)}"
 
 
 def not_here(registry: Registry) -> Iterator[str]:
@@ -132,7 +134,7 @@ def not_here(registry: Registry) -> Iterator[str]:
         except UserError:  # a setting that has to be given
             continue
         except Exception as error:  # of a plugin
-            yield f"{label}: its check failed ({why(error)})"
+            yield f"{label}: its check failed ({explain_import_error(error)})"
 
 
 def _check(cls: type) -> None:
@@ -314,4 +316,4 @@ def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
         figures = f"{line.values:.1e}", f"{values:.0e}", f"{line.gradients:.1e}", f"{gradients:.0e}"
         rows.append((line.name, *figures, verdict))
     head = f"{label}: {sum(line.passed for line in lines)} of {len(lines)} pass, products in {engine.rounds_to()}"
-    return [head, *(f"  {row}" for row in columns(rows, right=range(1, 5)))]
+    return [head, *(f"  {row}" for row in align_columns(rows, right=range(1, 5)))]

@@ -17,12 +17,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from toyexp.base.attribution import given
+from toyexp.base.attribution import call_checked
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.formatting import columns, count, counted, duration, in_bytes, short
-from toyexp.base.memory import available_bytes, running_out
+from toyexp.base.formatting import align_columns, format_bytes, format_count, format_duration, pluralise, short_path
+from toyexp.base.memory import available_bytes, convert_memory_errors
 from toyexp.base.ownership import require_empty
-from toyexp.base.terminal import complain, say, status, tell
+from toyexp.base.terminal import print_error, print_line, print_output, show_status
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench import step_flops
 from toyexp.cli.bench_stepper import EngineStepper, memory_bytes
@@ -58,11 +58,11 @@ def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
     """Say what a run would be; return the exit code. Errors are those of the run."""
     request, composed, found = locate(request, resume)
     prepared, directory, resumed = prepare_run(composed, resume=found)
-    status("taking a few steps")
-    with running_out():
+    show_status("taking a few steps")
+    with convert_memory_errors():
         told = _foresee(request, composed, prepared, directory, resumed)
-    status("")
-    tell(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_run(told)))
+    show_status("")
+    print_output(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_run(told)))
     return 0
 
 
@@ -86,7 +86,7 @@ def _foresee(
     settings, flops = _differing(request, composed), step_flops(plan)
     tried["seconds"] += time.perf_counter() - ended
     units, learned = prepared.model.reads.units, tried["learned"]
-    known = given(Mapping, prepared.dataset.describe).get(f"train_{units}")
+    known = call_checked(Mapping, prepared.dataset.describe).get(f"train_{units}")
     batch, weights = least(plan, config.engine)
     return {
         "settings": settings,  # that differ from the defaults of what was chosen
@@ -116,25 +116,26 @@ def _lines_of_run(told: Mapping[str, Any]) -> list[str]:
     parts = {"a batch": told["batch_bytes"], "weights that train, gradients and optimiser": told["weights_bytes"]}
     parts |= {"frozen weights": told["frozen_bytes"]} if told["frozen_bytes"] else {}
     parts |= {"a checkpoint's copy": told["checkpoint_bytes"]} if told["checkpoint_bytes"] else {}
-    of = "" if free is None else f" of {in_bytes(free)} that are free"
-    held = in_bytes(tried["process_bytes"])
-    held += f", and of its device's memory {in_bytes(tried['device_bytes'])}" if tried["device_bytes"] else ""
-    took = f"{counted(told['steps'], 'step')} of {duration(tried['step'])}"
+    of = "" if free is None else f" of {format_bytes(free)} that are free"
+    held = format_bytes(tried["process_bytes"])
+    held += f", and of its device's memory {format_bytes(tried['device_bytes'])}" if tried["device_bytes"] else ""
+    took = f"{pluralise(told['steps'], 'step')} of {format_duration(tried['step'])}"
     if tried["evaluations"]:
-        took += f" and {counted(tried['evaluations'], 'eval')} of {duration(tried['evaluation'])}"
-    per_step, in_all = count(told["units_per_step"]), count(told["steps"] * told["units_per_step"])
+        took += f" and {pluralise(tried['evaluations'], 'eval')} of {format_duration(tried['evaluation'])}"
+    per_step, in_all = format_count(told["units_per_step"]), format_count(told["steps"] * told["units_per_step"])
     lines = [
         *([f"settings {' '.join(told['settings'])}"] if told["settings"] else []),
         *map(_aligned, told["about"]),
-        f"trains   {count(told['trainable'])} parameters; the model, as exported, has {count(told['parameters'])}",
+        f"trains   {format_count(told['trainable'])} parameters; "
+        f"the model, as exported, has {format_count(told['parameters'])}",
         f"steps    {told['steps']}{behind}, each of {per_step} {units}: {in_all} in all{again}",
-        f"memory   at least {in_bytes(sum(parts.values()))}{of}: "
-        + ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items()),
+        f"memory   at least {format_bytes(sum(parts.values()))}{of}: "
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()),
         f"         with the steps that were tried the process held {held}",
         f"compute  {told['flops_per_step'] / 1e9:.3g} GFLOP a step, {told['flops'] / 1e9:.3g} in all",
-        f"time     about {duration(told['seconds'])}: {took}, {duration(tried['ready'])} to begin",
-        f"         {counted(tried['steps'], 'step')} were tried; callbacks, checkpoints and exports come on top",
-        f"writes   {short(Path(told['directory']))}",
+        f"time     about {format_duration(told['seconds'])}: {took}, {format_duration(tried['ready'])} to begin",
+        f"         {pluralise(tried['steps'], 'step')} were tried; callbacks, checkpoints and exports come on top",
+        f"writes   {short_path(Path(told['directory']))}",
         *(f"warning  {line}" for line in told["warnings"]),
         NOTHING,
     ]
@@ -240,20 +241,20 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
         codes = [2 * runner.prepare()]
         shapes = _shapes(runner.source.foreseen())
         if not shapes:
-            say(dump_json({"jobs": 0}) if as_json else "no job would run")
+            print_line(dump_json({"jobs": 0}) if as_json else "no job would run")
             return max(codes)
         root = _root(runner, [shape.jobs[0] for shape in shapes])
         for shape in shapes[:TRIED]:
-            status(f"taking a few steps of job {shape.jobs[0].number}")
+            show_status(f"taking a few steps of job {shape.jobs[0].number}")
             try:
                 _try(shape, runner, root)
             except (UserError, RunFailed) as error:
-                complain(f"error in job {shape.jobs[0].number}: {error}")
+                print_error(f"error in job {shape.jobs[0].number}: {error}")
                 codes.append(error.exit_code)
-        status("")
+        show_status("")
         if any(shape.found for shape in shapes):
             told = _sum(shapes, runner, root)
-            tell(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_sweep(told, runner)))
+            print_output(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_sweep(told, runner)))
         return 1 if 1 in codes else max(codes)
     finally:
         runner.close()
@@ -367,8 +368,8 @@ def _sum(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
 def _lines_of_sweep(told: Mapping[str, Any], runner: Runner) -> list[str]:
     """Return what was found of a sweep, for a person."""
     shapes, search, left, prune = told["shapes"], told["search"], told["not_tried"], runner.asked.settings.prune
-    jobs, how = counted(told["jobs"], "job"), runner.launcher.describe(told["at_once"])
-    lines = [f"sweep    {short(Path(told['directory']))}, {jobs}, {how} ({told['launcher']})"]
+    jobs, how = pluralise(told["jobs"], "job"), runner.launcher.describe(told["at_once"])
+    lines = [f"sweep    {short_path(Path(told['directory']))}, {jobs}, {how} ({told['launcher']})"]
     lines += [f"settings {' '.join(told['settings'])}"] if told["settings"] else []
     lines += [f"search   {search}"] if search else []
     for key, values in told["varied"].items() if not search else ():
@@ -376,12 +377,16 @@ def _lines_of_sweep(told: Mapping[str, Any], runner: Runner) -> list[str]:
         lines.append(f"varies   {key}={','.join(values[:12])}{more}")
     lines += map(_aligned, shapes[0]["about"])
     head = ["jobs", "parameters", "train", "memory", "held", "step", "eval", "GFLOP a step", "start", "settings"]
-    lines += ["", *columns([head, *map(_row, shapes)], right=range(9)), ""]
+    lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
     if left:
         mean = f"the mean of the {len(shapes)} that were tried"
-        lines.append(f"guessed  {counted(len(left), 'job')} of other shapes, which were not tried, count as {mean}")
+        lines.append(f"guessed  {pluralise(len(left), 'job')} of other shapes, which were not tried, count as {mean}")
     one = told["seconds_of_jobs"].values()
-    each = duration(min(one)) if max(one) < 1.05 * min(one) else f"{duration(min(one))} to {duration(max(one))}"
+    each = (
+        format_duration(min(one))
+        if max(one) < 1.05 * min(one)
+        else f"{format_duration(min(one))} to {format_duration(max(one))}"
+    )
     points = "its points are yet to be chosen: these are runs at the ends of intervals, and at each value"
     notes = [
         runner.launcher.caveat(told["at_once"]),
@@ -392,7 +397,7 @@ def _lines_of_sweep(told: Mapping[str, Any], runner: Runner) -> list[str]:
     return [
         *lines,
         f"compute  {told['flops'] / 1e9:.3g} GFLOP in all",
-        f"time     about {duration(told['seconds'])}: {jobs}, {each} each, {how}",
+        f"time     about {format_duration(told['seconds'])}: {jobs}, {each} each, {how}",
         *(f"         {note}" for note in notes if note),
         NOTHING,
     ]
@@ -402,8 +407,9 @@ def _row(shape: Mapping[str, Any]) -> list[str]:
     tried = shape["tried"]
     least = sum(shape[f"{part}_bytes"] for part in ("batch", "weights", "frozen", "checkpoint"))
     return [
-        str(len(shape["jobs"])), count(shape["parameters"]), count(shape["trainable"]), in_bytes(least),
-        in_bytes(tried["device_bytes"] or tried["process_bytes"]), duration(tried["step"]),
-        duration(tried["evaluation"]) if tried["evaluations"] else "-", f"{shape['flops_per_step'] / 1e9:.3g}",
-        duration(shape["start"]), " ".join(shape["own"]) or "(all alike)",
+        str(len(shape["jobs"])), format_count(shape["parameters"]), format_count(shape["trainable"]),
+        format_bytes(least),
+        format_bytes(tried["device_bytes"] or tried["process_bytes"]), format_duration(tried["step"]),
+        format_duration(tried["evaluation"]) if tried["evaluations"] else "-", f"{shape['flops_per_step'] / 1e9:.3g}",
+        format_duration(shape["start"]), " ".join(shape["own"]) or "(all alike)",
     ]  # fmt: skip

@@ -13,9 +13,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from toyexp.base.errors import RunFailed, UserError, choose, in_a_cell
-from toyexp.base.terminal import say
-from toyexp.base.writing import in_one_piece, require_place, required
+from toyexp.base.errors import RunFailed, UserError, escape_cell, suggest
+from toyexp.base.terminal import print_line
+from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
 
@@ -146,13 +146,13 @@ def run_predict(arguments: Arguments) -> int:
     files, modules = listed(places), arguments.modules
     found = predict(what, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
     for image in found.failed:
-        print(in_a_cell(f"{image.file}: {image.error}"), file=sys.stderr)
+        print(escape_cell(f"{image.file}: {image.error}"), file=sys.stderr)
     if table is None:
         found.show(arguments)
     else:
-        with required(Path(table)), in_one_piece(Path(table)) as place:
+        with convert_write_errors(Path(table)), write_atomically(Path(table)) as place:
             place.write_text(found.csv(), encoding="utf-8", errors="surrogateescape")
-        say(f"{found.summary()}; {table}")
+        print_line(f"{found.summary()}; {table}")
     return 1 if found.failed else 0
 
 
@@ -163,7 +163,7 @@ def _check_table(table: str, arguments: Arguments) -> None:
     path = Path(table)
     if table == "-" or path.is_dir():
         raise UserError(f"--csv {table}: takes the name of a file, such as --csv {path / 'classes.csv'}")
-    require_place(f"--csv {table}", path)
+    require_writable(f"--csv {table}", path)
     if os.path.lexists(path):
         raise UserError(f"--csv {table}: is already there, and no table is replaced; choose another name")
 
@@ -231,7 +231,7 @@ def run_merge(arguments: Arguments) -> int:
         )
     kind = arguments.type or "f32"
     if kind not in TYPES:
-        raise UserError(f"--type {kind}: {choose(kind, TYPES)}")
+        raise UserError(f"--type {kind}: {suggest(kind, TYPES)}")
     if not out.endswith(".gguf"):
         raise UserError(f"--out {out}: is written as *.gguf; other formats: toyexp export")
     base, adapter, force = *map(Path, arguments.rest), arguments.force

@@ -12,8 +12,8 @@ from types import FrameType
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
-from toyexp.base.signals import Interrupted, handled
-from toyexp.base.terminal import on_terminal, tell_aside, write_text
+from toyexp.base.signals import Interrupted, handle_signals
+from toyexp.base.terminal import is_terminal, print_note, print_text
 from toyexp.base.writing import dump_json
 from toyexp.cli.files import one_file
 from toyexp.inference.generate import (
@@ -64,7 +64,7 @@ llama.cpp ends there. A seed draws the same numbers on every engine but llama.cp
 def run(arguments: Arguments) -> int:
     """Write text by the model; its speed goes to standard error."""
     asked = read(arguments)
-    registry, write = load(arguments.modules), (lambda text: None) if asked.json else write_text
+    registry, write = load(arguments.modules), (lambda text: None) if asked.json else print_text
     notes: list[str] = []  # shown behind the text, in the middle of which they would stand
 
     def show(found: Generated) -> None:
@@ -74,13 +74,13 @@ def run(arguments: Arguments) -> int:
         if asked.chat and asked.prompt is None:
             return 1 if chat(asked, registry, write, show) else 0
         asked = replace(asked, prompt=_read_prompt(asked.prompt))
-        found = generate(asked, registry, write, tell_aside if asked.json else notes.append)
+        found = generate(asked, registry, write, print_note if asked.json else notes.append)
     except KeyboardInterrupt:
         print(flush=True)
         raise
     show(found)
     for note in notes if asked.json else [*notes, found.line()]:
-        tell_aside(note)
+        print_note(note)
     return 0
 
 
@@ -146,7 +146,7 @@ class Conversation:
         while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
             del turns[self._fixed : self._fixed + 2]
             if not self._dropped:
-                tell_aside(f"note: the context of {context} tokens is full; the oldest turns are left out now")
+                print_note(f"note: the context of {context} tokens is full; the oldest turns are left out now")
             self._dropped = True
         if len(ids) > context:
             raise UserError(f"the message takes {len(ids)} tokens, and the context is {context}: left out")
@@ -162,7 +162,7 @@ class Conversation:
     def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
         """Write what follows the ids of a message, until its end or the first Ctrl-C."""
         scribe, self._answering, self._stopped = Scribe(self._tokenizer, write), True, False
-        found = self._author.write(message, ids, scribe, self._words, self._found, lambda: self._stopped, tell_aside)
+        found = self._author.write(message, ids, scribe, self._words, self._found, lambda: self._stopped, print_note)
         self._answering = False
         self._turns.append({"role": "assistant", "content": scribe.text})
         return found
@@ -192,22 +192,22 @@ def chat(
         if asked.system is not None and not template:
             raise UserError(f"{loaded.name}: has no chat template, which would write --system; leave it out")
         how = f"chat template of {template.file}" if template else "no chat template: the text is continued"
-        tell_aside(f"{how} · {AGAIN}")
+        print_note(f"{how} · {AGAIN}")
         talk = Conversation(author, template)
-        with handled({signal.SIGINT: talk.interrupt}):
+        with handle_signals({signal.SIGINT: talk.interrupt}):
             for message in messages():
                 try:
                     ids = talk.ids(message)
                 except BadChat as error:
                     raise UserError(f"{template.file if template else loaded.name}: {error}") from None
                 except UserError as error:
-                    tell_aside(str(error))
+                    print_note(str(error))
                     left_out += not sys.stdin.isatty()
                     continue
                 answer = talk.answer(message, ids, write)
                 answered(answer)
                 if answer.reason in (LIMIT, STOPPED):
-                    tell_aside(f"({answer.reason}{f', --tokens {asked.tokens}' if answer.reason == LIMIT else ''})")
+                    print_note(f"({answer.reason}{f', --tokens {asked.tokens}' if answer.reason == LIMIT else ''})")
     return left_out
 
 
@@ -215,7 +215,7 @@ def messages() -> Iterator[str]:
     """What is typed, or comes through a pipe, a line each without those that are empty; Ctrl-C takes a line back."""
     if sys.stdin is None:
         raise UserError("generate --chat: standard input is closed; --prompt TEXT asks one thing")
-    before_a_person = sys.stdin.isatty() and on_terminal()
+    before_a_person = sys.stdin.isatty() and is_terminal()
     if before_a_person:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - which lets `input` edit a line and recall earlier ones
@@ -230,7 +230,7 @@ def messages() -> Iterator[str]:
             if not before_a_person or signalled.exit_code != 128 + signal.SIGINT:
                 raise
             print(flush=True)
-            tell_aside(AGAIN)
+            print_note(AGAIN)
             continue
         if line.strip() == QUIT:
             return

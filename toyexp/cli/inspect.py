@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, suggest
 
 if TYPE_CHECKING:
     from toyexp.config.compose import Composed
@@ -73,6 +73,6 @@ def _composed(composed: Composed, flags: Mapping[str, str]) -> str:
     except OmegaConfBaseException as error:
         raise in_plain_words(f"--cfg {flags['--cfg']}", error) from None
     if node is None:
-        raise UserError(f"--package {package}: the config has no such part; {choose(str(package), map(str, cfg))}")
+        raise UserError(f"--package {package}: the config has no such part; {suggest(str(package), map(str, cfg))}")
     head = "" if node is cfg else f"# @package {package}\n"
     return head + OmegaConf.to_yaml(node) if isinstance(node, Container) else f"{node}\n"

@@ -10,15 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import toyexp
-from toyexp.base.attribution import attributed, of_a_part
+from toyexp.base.attribution import attribute_errors, attribute_part_errors
 from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
-from toyexp.base.exit_codes import exit_code_of
+from toyexp.base.exit_codes import run_to_exit_code
 from toyexp.base.files import working_directory
 from toyexp.base.ranks import started_ranks
-from toyexp.base.terminal import say, status
+from toyexp.base.terminal import print_line, show_status
 from toyexp.base.threads import available_cores
-from toyexp.base.user_paths import at_home
-from toyexp.base.writing import possible_names
+from toyexp.base.user_paths import expand_overrides
+from toyexp.base.writing import reject_bad_names
 from toyexp.cli.commands import COMMANDS, find
 from toyexp.config.flags import SHOWING, read, request_of
 from toyexp.interfaces.command import Command, modules_in
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     typed = sys.argv[1:] if argv is None else argv
-    return exit_code_of(partial(answer, typed), lambda error: explained(error, typed))
+    return run_to_exit_code(partial(answer, typed), lambda error: explained(error, typed))
 
 
 def explained(error: str, typed: Sequence[str]) -> str:
@@ -42,8 +42,8 @@ def explained(error: str, typed: Sequence[str]) -> str:
     return error if is_a_job() else with_page(error, typed[0] if typed else "")
 
 
-@possible_names()
-@of_a_part()
+@reject_bad_names()
+@attribute_part_errors()
 def answer(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
     follow_the_sweep()
@@ -51,18 +51,18 @@ def answer(typed: Sequence[str]) -> int:
     if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's words for it
         words = ["completion", *(word.removeprefix("install=") for word in words[1:])]
     if words[:1] != ["completion"]:  # which completes what is typed as it is typed
-        words = at_home(words)
+        words = expand_overrides(words)
     if words and words[0].isidentifier() and (command := find(words[0], words)):
         if started_ranks().count > 1:
             raise UserError(f"{words[0]}: is done by one process; torchrun starts the ranks of a run")
-        status("")
+        show_status("")
         if command.name in COMMANDS:
             return _call(command, words[1:])
         return _call_of_a_plugin(command, words[1:])
     if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # a word that is no command is an error below
         return answer(["help"])
     if "--version" in words:
-        status("")
+        show_status("")
         print(f"toyexp {toyexp.__version__}")
         return 0
     return run(words)
@@ -78,7 +78,7 @@ def _call(command: Command, words: Sequence[str]) -> int:
 def _call_of_a_plugin(command: Command, words: Sequence[str]) -> int:
     """Run a plugin's sub-command; an error that it raises without meaning to is its failure."""
     try:
-        with attributed(f"command.{command.name}", "while it ran"):
+        with attribute_errors(f"command.{command.name}", "while it ran"):
             code = _call(command, words)
     except RunFailed as error:
         if isinstance(error.__cause__, BrokenPipeError):  # the reader of what it prints has gone
@@ -106,7 +106,7 @@ def run(words: Sequence[str]) -> int:
     if flags.keys() & SHOWING:
         from toyexp.cli.inspect import inspect
 
-        status("")
+        show_status("")
         return inspect(flags, request)
     several = "--multirun" in flags or "sweep.resume" in request.values
     if started_ranks().count > 1 and (several or "--dry-run" in flags):
@@ -125,7 +125,7 @@ def run(words: Sequence[str]) -> int:
     except Complete as error:
         if resume != AUTO:
             raise
-        say(f"{error}, or without resume=auto for a new run")
+        print_line(f"{error}, or without resume=auto for a new run")
         return 0
 
 
@@ -153,7 +153,7 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
         result = ready.run()
     print_result(result)
     if is_first:
-        say("\n".join(after_a_run(result)))
+        print_line("\n".join(after_a_run(result)))
     return 0
 
 

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, suggest
 from toyexp.base.files import working_directory
-from toyexp.base.formatting import short
-from toyexp.base.writing import in_one_piece, required, unwritable
+from toyexp.base.formatting import short_path
+from toyexp.base.writing import convert_write_errors, unwritable_reason, write_atomically
 from toyexp.config.paths import CONF, TEMPLATES
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
@@ -40,11 +40,11 @@ def run(arguments: Arguments) -> int:
         raise UserError(f"new{''.join(f' {word}' for word in words)}: takes a kind, and a name: {HOW}")
     kind = HABITS.get(words[0], words[0])
     if kind not in KINDS:
-        raise UserError(f"new {kind}: there is no such kind; {choose(kind, KINDS)}")
+        raise UserError(f"new {kind}: there is no such kind; {suggest(kind, KINDS)}")
     place = write(kind, words[1], Path(arguments.into or "."), arguments.modules)
     commands = re.findall(r"```\n(.*?)```", (place / "README.md").read_text(), re.DOTALL)[0].splitlines()
-    print(f"{short(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")
-    for line in (f"cd {short(place)}", *([] if find_spec("pytest") else ["pip install pytest"]), *commands):
+    print(f"{short_path(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")
+    for line in (f"cd {short_path(place)}", *([] if find_spec("pytest") else ["pip install pytest"]), *commands):
         print(f"  {line}")
     print(f"\nHow such a part is written: toyexp help plugins/{kind}")
     return 0
@@ -56,12 +56,12 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
     _check_name(kind, name, "".join(files.values()), modules)
     place = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
     if place.exists() or place.is_symlink():
-        raise UserError(f"new {kind} {name}: {short(place)} is there already; choose another name or --into")
-    if why := unwritable(place):
-        raise UserError(f"new {kind} {name}: {short(place)} cannot be written ({why})")
-    with required(place):
+        raise UserError(f"new {kind} {name}: {short_path(place)} is there already; choose another name or --into")
+    if why := unwritable_reason(place):
+        raise UserError(f"new {kind} {name}: {short_path(place)} cannot be written ({why})")
+    with convert_write_errors(place):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with in_one_piece(place) as new:
+        with write_atomically(place) as new:
             new.mkdir()
             for file, text in files.items():
                 (new / renamed(file, kind, name)).write_text(renamed(text, kind, name))

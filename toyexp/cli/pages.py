@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.base.errors import UserError, choose, nearest
-from toyexp.base.formatting import short, typed
-from toyexp.base.terminal import on_terminal
+from toyexp.base.errors import UserError, nearest, suggest
+from toyexp.base.formatting import format_value, short_path
+from toyexp.base.terminal import is_terminal
 from toyexp.config.paths import CONF, PAGES, TEMPLATES
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.interfaces.command import Arguments
@@ -41,7 +41,7 @@ def read(topic: str) -> str:
     if topic not in known:
         own = topic.removesuffix(".md").rpartition("/")[2]  # of guides/data.md, its place in a folder: data
         meant = nearest(topic, known) or (own if own in known else nearest(own, known)) or _OF_KEY.get(own)
-        hint = f"did you mean {meant}?" if meant else choose("", known)
+        hint = f"did you mean {meant}?" if meant else suggest("", known)
         raise UserError(f"help {topic}: there is no such page; {hint}")
     page, by_path = known[topic], {path: name for name, path in known.items()}
 
@@ -82,7 +82,7 @@ def with_templates(page: str) -> str:
 
 def show(page: str) -> None:
     """Prints a page, laid out where a person reads it."""
-    if not on_terminal():
+    if not is_terminal():
         print(page, end="")
         return
     from rich.console import Console
@@ -183,7 +183,7 @@ def page(modules: Sequence[str] = ()) -> str:
     """All of it."""
     registry = load(modules)
     commands = [f"  {n:<12} {o.help.removesuffix('.')}{o.origin}" for n, o in registry.offers["command"].items()]
-    keys = [f"  {f'{key}={typed(setting.default)}':<34} {setting.comment}" for key, setting in top_level()]
+    keys = [f"  {f'{key}={format_value(setting.default)}':<34} {setting.comment}" for key, setting in top_level()]
     return "\n".join([
         HEAD, "commands", *commands, EXAMPLES, "choices", *_choices(registry), "",
         "top-level keys (conf/config.yaml)", *keys, "", "pages of the documentation: toyexp help TOPIC",
@@ -208,7 +208,7 @@ def _choices(registry: Registry) -> Iterator[str]:
 
 def after_a_run(result: Result) -> list[str]:
     """Three things to try, behind the first run of a directory."""
-    run = shlex.quote(short(result.dir))
+    run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     return _next([
         (f"toyexp generate {run} --prompt 'def '", "what it writes") if written else ("toyexp runs", "what is here"),

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.attribution import sentences
-from toyexp.base.drawing import picture_at
+from toyexp.base.attribution import call_for_lines
+from toyexp.base.drawing import check_plot_path
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.formatting import columns, in_bytes
-from toyexp.base.terminal import tell
+from toyexp.base.formatting import align_columns, format_bytes
+from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench_stepper import ALONE, on_engines, prepared_on
 from toyexp.cli.parity_plot import sheet
@@ -124,7 +124,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
     reference, engines = measure(prepared, prepared.batches), []
     for label, run in others:
         watch(f"engine  {label}: {notes[label]}")
-        for line in sentences(run.config.engine.advice):
+        for line in call_for_lines(run.config.engine.advice):
             watch(f"note    {line}")
         measured = measure(run, prepared.batches)
         for name, array in reference.start.items():
@@ -244,7 +244,7 @@ def _ratio(difference: float, scale: float) -> float:
 def run(arguments: Arguments) -> int:
     """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
     plot, as_json = arguments.plot, arguments.json
-    picture = picture_at("--plot", plot) if plot else None
+    picture = check_plot_path("--plot", plot) if plot else None
     typed = {name: getattr(arguments, name) for name in LIMITS}
     limits = {name: limit for name, limit in typed.items() if limit is not None}
     request, labels = on_engines("parity", arguments, ALONE)
@@ -252,7 +252,7 @@ def run(arguments: Arguments) -> int:
     own = own_sweep(request)
     fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
     request = request.before(f"steps={STEPS}").plus(*fixed)
-    watch: Callable[[str], None] = (lambda line: None) if as_json else tell
+    watch: Callable[[str], None] = (lambda line: None) if as_json else print_output
     reports: dict[str, Report] = {}
     if picture and (several := [o.key_or_group for o in own if o.is_sweep_override()]):
         what = f"draws one experiment, and this one sweeps over {', '.join(several)}"
@@ -269,7 +269,7 @@ def run(arguments: Arguments) -> int:
             lines = [line.partition(" ") for line in introduction(runs[labels[0]])]
             told = [about.strip() for what, _, about in lines if what in ("model", "data", "recipe")]
             drawn = sheet(report.plain(), f"{' and '.join(labels[1:])} against {report.reference}", told)
-            watch(f"plot    {plot}, {in_bytes(drawn.write(picture))}")
+            watch(f"plot    {plot}, {format_bytes(drawn.write(picture))}")
     within = sum(report.within for report in reports.values())
     if as_json:
         jobs = [{"overrides": label, **report.plain()} for label, report in reports.items()]
@@ -289,7 +289,7 @@ def _require_schedules(request: Request) -> None:
 
 
 _ROWS = [(name, *(f"{getattr(limits, what):g}" for what in LIMITS)) for name, limits in TOLERANCES.items()]
-_TABLE = "\n".join(f"  {row}" for row in columns([("products in", *LIMITS), *_ROWS], right=range(1, 4)))
+_TABLE = "\n".join(f"  {row}" for row in align_columns([("products in", *LIMITS), *_ROWS], right=range(1, 4)))
 HELP = f"""\
 usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
 
@@ -319,14 +319,14 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
     for rounds_to, limits in {engine.rounds_to: engine.tolerances for engine in report.engines}.items():
         loss, gradient, weights = (f"{getattr(limits, what):.1e}" for what in LIMITS)
         rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
-    lines = ["", *columns(rows, right=range(1, 8))]
+    lines = ["", *align_columns(rows, right=range(1, 8))]
     for engine in report.engines:
         shown = engine.tensors if every_tensor else engine.tensors[:SHOWN]
         of = f"{len(shown)} of {len(engine.tensors)} tensors"
         rows = [(f"{engine.engine}, {of}", "gradient", "cosine", "weights", "of norm")]
         for t in shown:
             rows.append((t.name, f"{t.gradient:.1e}", f"{t.cosine:.6f}", f"{t.weights:.1e}", f"{t.of_norm:.1e}"))
-        lines += ["", *columns(rows, right=range(1, 8))]
+        lines += ["", *align_columns(rows, right=range(1, 8))]
     lines.append("")
     if report.within:
         return [*lines, f"within the tolerances, {report.steps} steps"]

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from toyexp.base.drawing import COLOURS, GREY, INK, MARKS, RED, SMALL, Sheet, cut, own_style, whole_steps
+from toyexp.base.drawing import COLOURS, GREY, INK, MARKS, RED, SMALL, Sheet, fit_text, set_step_axis, use_plot_style
 
 ROWS = 30  # tensors that are shown
 ROW = 0.2  # inches
 
 
-@own_style()
+@use_plot_style()
 def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     """The picture of a report as plain data."""
     engines = report["engines"]
@@ -29,7 +29,7 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
         (weights, "weights", "weights at the end, of how far they moved"),
     ):
         _errors(axes, engines, tensors, what, about)
-    gradients.set_yticks(range(len(tensors)), [cut(name, 34) for name in tensors], fontsize=SMALL - 1)
+    gradients.set_yticks(range(len(tensors)), [fit_text(name, 34) for name in tensors], fontsize=SMALL - 1)
     weights.set_yticks(range(len(tensors)), [""] * len(tensors))
     return found
 
@@ -57,7 +57,7 @@ def _losses(axes: Any, report: Mapping[str, Any]) -> None:
 
 
 def _named(engine: str, of: Mapping[str, Any]) -> str:
-    return f"{cut(engine, 40)}, at the end {of['losses'][-1]:.5g}"
+    return f"{fit_text(engine, 40)}, at the end {of['losses'][-1]:.5g}"
 
 
 def _differences(axes: Any, report: Mapping[str, Any]) -> None:
@@ -80,8 +80,8 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
         axes.annotate("at the bottom: equal to the bit", (0.01, max(*tolerances.values(), floor)),
                       xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
                       fontsize=SMALL, color=GREY)  # fmt: skip
-    axes.set_ylabel(f"difference from {cut(report['reference'], 16)}")
-    whole_steps(axes)
+    axes.set_ylabel(f"difference from {fit_text(report['reference'], 16)}")
+    set_step_axis(axes)
 
 
 def _errors(

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import Unavailable, UserError
-from toyexp.base.formatting import columns
-from toyexp.base.packages import needed, why, without_exit
+from toyexp.base.formatting import align_columns
+from toyexp.base.packages import block_exit, explain_import_error, require_package
 from toyexp.interfaces.command import Answer
 from toyexp.plugins.discovery import GROUP, load_beside
 from toyexp.plugins.exporter import Exporter
@@ -76,7 +76,7 @@ class Checked(Answer):
             told = ", ".join(f"{n} {word}" for word in ("passed", "failed", "skipped") if (n := line.counts[word]))
             rows.append([line.part, line.suite, line.verdict, "; ".join(filter(None, [told, line.note]))])
         failures = [f"  {line.part or line.suite}: {failure}" for line in self.checked for failure in line.failures]
-        return [*columns(rows), *(["", *failures] if failures else [])]
+        return [*align_columns(rows), *(["", *failures] if failures else [])]
 
 
 def check(path: str) -> Checked:
@@ -84,7 +84,7 @@ def check(path: str) -> Checked:
 
     Raises UserError where there is no plugin, or no pytest.
     """
-    with needed("pytest", "pip install pytest"):  # first, so that what a suite asserts is told with its values
+    with require_package("pytest", "pip install pytest"):  # first, so that what a suite asserts is told with its values
         import pytest  # noqa: F401
     with contextlib.suppress(OSError):  # standard error has no file, as in a notebook
         faulthandler.enable()  # which names the line of a plugin whose native code ends the process
@@ -161,7 +161,7 @@ def _with_defaults(offers: Sequence[Offer], found: _Found, registry: Registry) -
             own = f"in a test of its own: class Test{offer.cls.__name__}({name}): ..."
             told.append(Line(label, name, note=f"{error}; {own}"))
         except Exception as error:  # whatever a plugin raises while it is asked
-            told.append(Line(label, name, Counter(failed=1), [why(error)]))
+            told.append(Line(label, name, Counter(failed=1), [explain_import_error(error)]))
     if suites:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "test_with_defaults.py")
@@ -238,7 +238,7 @@ class _Found:
 
     def pytest_internalerror(self, excinfo: Any) -> bool:
         """What a test file raises that pytest does not expect, such as SystemExit; True: it prints nothing of it."""
-        self.broke(why(excinfo.value))
+        self.broke(explain_import_error(excinfo.value))
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -279,7 +279,7 @@ def _pytest(files: Sequence[Path | str], found: _Found) -> None:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(io.StringIO()) as said,
-                without_exit(),
+                block_exit(),
                 pytest.MonkeyPatch.context() as patched,
             ):
                 patched.delenv("PYTEST_ADDOPTS", raising=False)  # which may be about what is switched off here

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toyexp.base.errors import Broken, UserError
 from toyexp.base.files import working_directory
-from toyexp.base.terminal import tell
+from toyexp.base.terminal import print_output
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.compatibility import table
 from toyexp.plugins.discovery import load
@@ -67,7 +67,7 @@ def _list(registry: Registry) -> None:
     one = f"toyexp plugins NAME{registry.loading}"
     print(f"\nSettings of one of them, or of a preset: {one}; what goes with what: --matrix", flush=True)
     for line in broken_engines(registry):  # last, for to know it takes as long as loading them
-        tell(f"not here: {line}")
+        print_output(f"not here: {line}")
 
 
 def broken_engines(registry: Registry) -> Iterator[str]:

@@ -10,11 +10,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import UserError, in_a_cell
-from toyexp.base.formatting import as_csv, columns, counted, in_bytes, score, short, shown
-from toyexp.base.tables import aligned, fits, room, without, wrapped
-from toyexp.base.terminal import say, tell_aside
-from toyexp.base.writing import require_place
+from toyexp.base.errors import UserError, escape_cell
+from toyexp.base.formatting import (
+    align_columns,
+    display_path,
+    format_bytes,
+    format_csv,
+    format_metric,
+    pluralise,
+    short_path,
+)
+from toyexp.base.tables import align_table, drop_columns, fits_terminal, terminal_width, wrap_lines
+from toyexp.base.terminal import print_line, print_note
+from toyexp.base.writing import require_writable
 from toyexp.interfaces.command import Answer, Arguments
 from toyexp.results.filters import divided, filtered, ordered
 from toyexp.results.found import COLUMNS, Run, below, look, unzipped
@@ -58,31 +66,33 @@ class Runs(Answer):
 
     def told(self) -> list[str]:
         """Return what could not be read of these runs and of those that the filters left out."""
-        return [*self.notes, *(f"not read: {short(run.path)}, {run.unread}" for run in self.runs if run.unread)]
+        return [*self.notes, *(f"not read: {short_path(run.path)}, {run.unread}" for run in self.runs if run.unread)]
 
     def lines(self) -> list[str]:
         """A table, and what it adds up to."""
-        where, notes = ", ".join(self.where), [f"note: {in_a_cell(note)}" for note in self.told()]
+        where, notes = ", ".join(self.where), [f"note: {escape_cell(note)}" for note in self.told()]
         if not self.runs:
-            none = f"none of {counted(self.seen, 'run')} below {where} is asked for by these filters"
+            none = f"none of {pluralise(self.seen, 'run')} below {where} is asked for by these filters"
             empty = f"no runs below {where}; begin one: toyexp, or look elsewhere: toyexp runs DIR"
             return [none if self.seen else empty, *notes]
         scores = self._scores
         heads = [*HEADS[:-2], *scores, *HEADS[-2:]]
-        rows = [[in_a_cell(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
+        rows = [[escape_cell(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
         states = [run.state for run in self.runs]
         total = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(sorted(states)))
         of = "" if len(self.runs) == self.seen else f" of {self.seen}"
         rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
         table, missing = fitted(rows)
         count = f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}"
-        return [*aligned(table, {*RIGHT, *scores}), "", *wrapped([*missing, *notes, count])]
+        return [*align_table(table, {*RIGHT, *scores}), "", *wrap_lines([*missing, *notes, count])]
 
     def csv(self) -> str:
         """The same as a table of every column."""
         scores = self._scores
-        rows = [[shown(r.path), *(getattr(r, c) for c in COLUMNS), *map(r.scores.get, scores)] for r in self.runs]
-        return as_csv([["path", *COLUMNS, *scores], *rows])
+        rows = [
+            [display_path(r.path), *(getattr(r, c) for c in COLUMNS), *map(r.scores.get, scores)] for r in self.runs
+        ]
+        return format_csv([["path", *COLUMNS, *scores], *rows])
 
     @property
     def _scores(self) -> list[str]:
@@ -105,7 +115,7 @@ def run(arguments: Arguments) -> int:
         return answer.show(arguments)
     print(answer.csv(), end="")
     for note in answer.told():
-        tell_aside(f"note: {note}")
+        print_note(f"note: {note}")
     return 0
 
 
@@ -123,8 +133,9 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
     return [
         told_time(run.when), run.name, *(getattr(run, key) or "-" for key in ("sweep", "recipe", "data", "engine")),
         "-" if run.seed is None else str(run.seed),
-        "-" if run.lr is None else f"{run.lr:g}", steps, score(run.loss), *(score(run.scores.get(s)) for s in scores),
-        run.state + (why if len(why) < 60 else why[:57] + "..."), short(run.path.absolute()),
+        "-" if run.lr is None else f"{run.lr:g}", steps, format_metric(run.loss),
+        *(format_metric(run.scores.get(s)) for s in scores),
+        run.state + (why if len(why) < 60 else why[:57] + "..."), short_path(run.path.absolute()),
     ]  # fmt: skip
 
 
@@ -141,15 +152,15 @@ def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
 
     What is alike in all of them goes first, then what a run's place says mostly too; at last the state is cut.
     """
-    if fits(rows):
+    if fits_terminal(rows):
         return [list(row) for row in rows], []
     columns_of = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
     alike = {head: cells[0] for head in ALIKE if len(set(cells := columns_of.get(head, ()))) == 1 < len(cells)}
-    table, gone = without(rows, [*alike, *FIRST_OUT])
+    table, gone = drop_columns(rows, [*alike, *FIRST_OUT])
     same, others = [head for head in gone if head in alike], [head for head in gone if head not in alike]
     notes = [f"in all of them: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
     notes += [f"no room here for: {', '.join(others)}; --csv has all"] if others else []
-    over = max(map(len, columns(table))) - (room() or sys.maxsize)
+    over = max(map(len, align_columns(table))) - (terminal_width() or sys.maxsize)
     keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
     cut = [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in table]
     return cut, notes
@@ -177,7 +188,7 @@ ended, and of a search its scores by trial and setting."""
 
 def run_compare(arguments: Arguments) -> int:
     """Compare the named runs."""
-    from toyexp.base.drawing import picture_at
+    from toyexp.base.drawing import check_plot_path
     from toyexp.results.plot import sheet
     from toyexp.results.report import Report, importance_of, title
     from toyexp.sweeps.compare import compared
@@ -189,7 +200,7 @@ def run_compare(arguments: Arguments) -> int:
         raise UserError(f"{asked} {other}: are two answers; ask for them one after the other")
     if page:
         check_page(page)
-    picture = picture_at("--plot", plot) if plot else None
+    picture = check_plot_path("--plot", plot) if plot else None
     named, filters = divided(arguments.rest)
     if not named:
         raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
@@ -198,16 +209,16 @@ def run_compare(arguments: Arguments) -> int:
         comparison, alone = answer.comparison, Path(places[0]) if len(places) == 1 else None
         if page:
             size = Report(title(places), importance_of(alone) if alone else None).write(comparison, Path(page))
-            say(f"report  {page}, {in_bytes(size)}")
+            print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
             whole = alone if not filters and not metric else None
-            say(f"plot    {plot}, {in_bytes(sheet(comparison, title(places), whole).write(picture))}")
+            print_line(f"plot    {plot}, {format_bytes(sheet(comparison, title(places), whole).write(picture))}")
         if not page and not picture:
             if not arguments.csv:
                 return answer.show(arguments)
             print(answer.csv(), end="")
         for note in comparison.notes():
-            tell_aside(f"note: {note}")
+            print_note(f"note: {note}")
     return 0
 
 
@@ -218,7 +229,7 @@ def check_page(page: str) -> None:
     path = Path(page)
     if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--html {page}: takes the name of a file that ends in .html, such as --html report.html")
-    require_place(f"--html {page}", path)
+    require_writable(f"--html {page}", path)
     if os.path.lexists(path) and not is_a_page(path):
         raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")
     require()

@@ -12,12 +12,12 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.attribution import of_a_part
-from toyexp.base.errors import Absent, Broken, Unavailable, UserError, choose, printable
-from toyexp.base.packages import told_by, why
+from toyexp.base.attribution import attribute_part_errors
+from toyexp.base.errors import Absent, Broken, Unavailable, UserError, printable, suggest
+from toyexp.base.packages import explain_import_error, prefix_unavailable
 from toyexp.base.ranks import started_ranks
 from toyexp.base.signals import hidden_interrupt
-from toyexp.base.user_paths import expanded
+from toyexp.base.user_paths import expand_path
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import in_plain_words
 from toyexp.config.schema import AUTO, Root, class_of, schema
@@ -57,7 +57,7 @@ def check_together(settings: Settings, parts: Mapping[str, Any], callbacks: Mapp
     named = {f"{kind}={part.name}": part for kind, part in parts.items()}
     every = {"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}}
     for who, part in every.items():
-        with of_a_part(), told_by(who):
+        with attribute_part_errors(), prefix_unavailable(who):
             if isinstance(part, Optimiser):  # whose own check may leave out that of all optimisers
                 Optimiser.check(part)
             part.check()
@@ -138,7 +138,7 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{dot}{key}={value}: must be a finite number")
     texts = [key for key, value in values.items() if isinstance(value, str) and value.startswith("~/")]
-    return values | {key: expanded(values[key]) for key in texts if where in PARTS}
+    return values | {key: expand_path(values[key]) for key in texts if where in PARTS}
 
 
 def located(cls: type, node: Mapping[str, Any], begun: Record) -> Mapping[str, Any]:
@@ -183,7 +183,7 @@ def pick_labelled(label: str, registry: Registry, asked: str) -> tuple[Engine, s
     cls = class_of("engine", {"name": name}, registry)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in own.keys() - set(known):
-        raise UserError(f"{asked}: {name} has no setting {printable(key)}; {choose(key, known)}")
+        raise UserError(f"{asked}: {name} has no setting {printable(key)}; {suggest(key, known)}")
     return pick_engine(typed(cls, {"name": name, **own}, "engine"), registry)
 
 
@@ -194,7 +194,7 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
         try:
             return engine, f"{engine.name}: {facts_of(engine)}"
         except Unavailable:
-            with told_by(f"engine={engine.name}"):
+            with prefix_unavailable(f"engine={engine.name}"):
                 raise
     passed_over: list[str] = []
     absent: dict[str, None] = {}  # packages, with how each is installed
@@ -232,7 +232,7 @@ def facts_of(engine: Engine) -> str:
     except UserError:
         raise
     except Exception as error:  # whatever a library raises while it loads, or a plugin
-        raise hidden_interrupt(error) or Broken(f"its check failed ({why(error)})") from None
+        raise hidden_interrupt(error) or Broken(f"its check failed ({explain_import_error(error)})") from None
 
 
 def _auto(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]], shown: Sequence[str]) -> str:

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, require_visible
-from toyexp.base.formatting import typed as plain
-from toyexp.base.ranks import lonely_ranks, started_ranks
+from toyexp.base.formatting import format_value as plain
+from toyexp.base.ranks import rank_warnings, started_ranks
 from toyexp.config.build import located, made, parts_of, pick_engine, resolved, typed, without_hydra
 from toyexp.config.compose_cache import composed
 from toyexp.config.keys import Keys, in_braces, value_of
@@ -157,7 +157,7 @@ class Composed:
                 *_replaced(self.given),
                 *_without_default(self.given, parts["callbacks"], registry),
                 *_unused_threads(parts["plain"], engine),
-                *lonely_ranks(),
+                *rank_warnings(),
             ],
         )  # fmt: skip
 

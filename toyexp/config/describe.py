@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from toyexp.base.errors import UserError, nearest, printable
-from toyexp.base.formatting import typed
+from toyexp.base.formatting import format_value
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
 from toyexp.config.top_level import GROUPS
@@ -61,13 +61,13 @@ def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
 def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
     """The settings of a class with their defaults, or the `values` that take their place."""
     shown = [(s, (values or {}).get(s.name, s.default)) for s in settings_of(cls)]
-    return [f"  {f'{prefix}{s.name}={typed(value)}':<34} {s.comment}" for s, value in shown]
+    return [f"  {f'{prefix}{s.name}={format_value(value)}':<34} {s.comment}" for s, value in shown]
 
 
 def _choices(defaults: list[Any]) -> Iterator[str]:
     for part in defaults:
         for key, value in part.items() if isinstance(part, dict) else ():
-            yield f"{str(key).rpartition('/')[2]}={typed(value)}"
+            yield f"{str(key).rpartition('/')[2]}={format_value(value)}"
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -76,4 +76,4 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
         else:
-            yield f"{name.replace('hydra.sweeper.params.', '-m ')}={typed(value)}"
+            yield f"{name.replace('hydra.sweeper.params.', '-m ')}={format_value(value)}"

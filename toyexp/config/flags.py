@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toyexp.base.errors import UserError, choose, nearest
+from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.config.top_level import GROUPS, in_our_words, other_tools
 from toyexp.interfaces.command import Arguments, Parser, modules_in
 from toyexp.training.settings import Settings
@@ -143,7 +143,7 @@ def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserEr
     """An error about a word with dashes that is no flag, by what comes `after` it."""
     if setting := setting_with_dashes(word, after) or (word.lstrip("-") if "=" in word else None):
         return UserError(f"{word}: a setting has no dashes: {setting}")
-    return UserError(f"{word}: there is no such option; {choose(word, flags)}")
+    return UserError(f"{word}: there is no such option; {suggest(word, flags)}")
 
 
 def setting_with_dashes(word: str, after: Sequence[str]) -> str | None:

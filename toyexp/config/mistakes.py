@@ -14,8 +14,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.errors import UserError, choose, nearest, printable
-from toyexp.base.formatting import typed
+from toyexp.base.errors import UserError, nearest, printable, suggest
+from toyexp.base.formatting import format_value
 from toyexp.config.compose_cache import composed
 from toyexp.config.keys import Keys, choices, names_in
 from toyexp.config.paths import CONF
@@ -143,7 +143,7 @@ def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
         return None
     known = choices(kind, keys.registry, source)  # presets too
     if not all(isinstance(name, str) and name for name in strangers):
-        return f"{line}: takes a name; {choose('', known)}"
+        return f"{line}: takes a name; {suggest('', known)}"
     strangers = [name for name in strangers if name not in known]
     if kind == "model" and strangers and re.search(r"[/.]", strangers[0]):
         return f"{line}: names an architecture; to train a model further: recipe=full recipe.base=FILE.gguf"
@@ -169,13 +169,13 @@ def check_keys(cfg: DictConfig, every: Keys) -> Keys:
     for key in keys.strangers(cfg):
         value = "..."
         with contextlib.suppress(OmegaConfBaseException):  # it holds what cannot be resolved
-            value = typed(OmegaConf.select(cfg, key))
+            value = format_value(OmegaConf.select(cfg, key))
         raise UserError(unknown_key(key, cfg, registry, value))
     for kind in PARTS:
         if not keys.classes[kind]:
             for name in names_in(cfg, kind):
                 registry.get(kind, name)
-            raise UserError(f"the config chooses no {kind}; add {kind}=..., {choose('', choices(kind, registry))}")
+            raise UserError(f"the config chooses no {kind}; add {kind}=..., {suggest('', choices(kind, registry))}")
     return keys
 
 
@@ -188,10 +188,10 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
     theirs = (in_our_words(key, value) or "").removesuffix(f"={value}")
     if kind == "sweep":
         theirs = theirs or (f"hydra.{key}" if rest in (["dir"], ["subdir"]) else "")
-        hint = f"did you mean {theirs}?" if theirs else choose(key, _sweep_keys())
+        hint = f"did you mean {theirs}?" if theirs else suggest(key, _sweep_keys())
         return f"unknown key {key}; {hint}"
     if kind == "hydra":
-        return f"unknown key {key}; {choose(key, HYDRA_KEYS)}"
+        return f"unknown key {key}; {suggest(key, HYDRA_KEYS)}"
     if kind not in keys.under(""):  # it stands elsewhere, or one like it does
         of_sweeps = [place for place in keys.classes if place.partition(".")[0] == "sweep"]
         places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), *of_sweeps]
@@ -205,7 +205,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
     if kind == "callbacks":
         if rest[0] not in offers:
             best = nearest(rest[0], offers)
-            hint = f"did you mean {'.'.join([kind, best, *rest[1:]])}?" if best else choose("", offers)
+            hint = f"did you mean {'.'.join([kind, best, *rest[1:]])}?" if best else suggest("", offers)
             return f"unknown key {key}; {hint}"
         if cfg is not None and rest[0] not in cfg.callbacks:
             return _not_chosen(key)
@@ -254,7 +254,7 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
 
 
 def _choice(kind: str, value: Any) -> str:
-    return f"choose in the file's defaults list: '- override /{kind}: {typed(value)}'"
+    return f"choose in the file's defaults list: '- override /{kind}: {format_value(value)}'"
 
 
 def _misshapen(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -280,7 +280,7 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
         return UserError(f"+{match[1]}: that key is there already; leave out the '+'")
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):
         kind, name = match[1] or "config", match[2]
-        hint = f"; {choose(name, choices(kind, registry, source))}" if kind in GROUPS else ""
+        hint = f"; {suggest(name, choices(kind, registry, source))}" if kind in GROUPS else ""
         return UserError(f"{kind}={name}: there is none of that name{hint}")
     if match := re.search(r"Multiple values for (\S+)\. .*: (\S+)'", text):
         return UserError(f"{next(files(given, source))}: {match[1]} is chosen already; {_choice(match[1], match[2])}")
@@ -289,7 +289,7 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
         return None
     cfg, name = _groups_only(given, source), dropped.key_or_group.partition(".")[2]
     there = names_in(cfg, "callbacks") if cfg is not None else []
-    return UserError(f"{dropped.input_line}: this run has no such callback; {choose(name, there)}")
+    return UserError(f"{dropped.input_line}: this run has no such callback; {suggest(name, there)}")
 
 
 def wrong_value(error: Exception, key: str | None, given: Sequence[Override], registry: Registry) -> UserError:

@@ -25,8 +25,8 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.files import read_text, require, require_folder
+from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.files import read_text, require_directory, require_file
 from toyexp.config.paths import CONF
 from toyexp.config.safe_yaml import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.config.top_level import PARTS, Sweep
@@ -213,16 +213,16 @@ class Source:
         """What --config-path, --config-name and --config-dir say; UserError for what is not there."""
         for flag, given in (("--config-path", path), ("--config-dir", extra)):
             if given is not None:
-                require_folder(given, f"{flag} {given}")
+                require_directory(given, f"{flag} {given}")
         directory = Path(path).absolute() if path else CONF
         begun = record_in({"cwd": os.environ.get(BEGUN)})
         extra_directory = Path(extra).absolute() if extra else None
         source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, begun=begun)
         file = directory / f"{source.name}.yaml"
         if not file.exists():
-            hint = choose(source.name, [p.stem for p in directory.glob("*.yaml")])
+            hint = suggest(source.name, [p.stem for p in directory.glob("*.yaml")])
             raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; {hint}")
-        require(file, f"--config-name {source.name}: {file}")
+        require_file(file, f"--config-name {source.name}: {file}")
         return source
 
     @property

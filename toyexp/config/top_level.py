@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from toyexp.base.errors import UserError
-from toyexp.base.validators import MOST, require_within, require_words
+from toyexp.base.validators import MAX_INT, require_choice, require_range
 from toyexp.interfaces.run_preview import changed
 from toyexp.plugins.settings import Setting, settings_of
 from toyexp.training.settings import Settings
@@ -92,8 +92,8 @@ class Sweep:
 
     def check(self) -> None:
         """Raise UserError for settings that cannot work together; a launcher checks what is its own."""
-        require_words("sweep", self, launcher=LAUNCHERS)
-        require_within("sweep", self, jobs="[0,inf)", per_gpu="[0,inf)")
+        require_choice("sweep", self, launcher=LAUNCHERS)
+        require_range("sweep", self, jobs="[0,inf)", per_gpu="[0,inf)")
         if self.retry and self.resume is None:
             raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
         self._check_search()
@@ -103,15 +103,15 @@ class Sweep:
             if asked and self.launcher != launcher:
                 given = f"sweep.{launcher}.{asked[0]}={getattr(own, asked[0])}"
                 raise UserError(f"{given}: goes with sweep.launcher={launcher}")
-            limits = {name: f"[{low},{MOST}]" for name, low in LIMITS[launcher].items()}
-            require_within(f"sweep.{launcher}", own, **limits)
+            limits = {name: f"[{low},{MAX_INT}]" for name, low in LIMITS[launcher].items()}
+            require_range(f"sweep.{launcher}", own, **limits)
         if self.ray.gpus > 1 and self.ray.gpus % 1:
             raise UserError(f"sweep.ray.gpus={self.ray.gpus}: takes a whole number, or a share of one GPU: 0.5")
 
     def _check_search(self) -> None:
         words = {"search": SEARCHES, "prune": PRUNERS}
-        require_words("sweep", self, **{k: known for k, known in words.items() if getattr(self, k) is not None})
-        require_within("sweep", self, trials=f"[1,{MOST_JOBS}]", repeats=f"[1,{MOST_JOBS}]")
+        require_choice("sweep", self, **{k: known for k, known in words.items() if getattr(self, k) is not None})
+        require_range("sweep", self, trials=f"[1,{MOST_JOBS}]", repeats=f"[1,{MOST_JOBS}]")
         if self.search is None:
             for name in (name for name in OF_A_SEARCH if changed(self, name)):
                 given = f"sweep.{name}={getattr(self, name)}"

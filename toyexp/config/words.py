@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.formatting import typed
+from toyexp.base.formatting import format_value
 
 WORDS = 1000  # that are known again: reading one takes a millisecond, and the jobs of a sweep share most
 SPECIAL = {"null", "true", "false", "nan", "inf"}  # words that are no texts
@@ -56,7 +56,7 @@ def _worded(key: str, value: Any) -> str:
     if getattr(value, "shape", None) == ():  # a number of numpy's
         value = value.item()
     if value is None or isinstance(value, bool | int | float):
-        return typed(value)
+        return format_value(value)
     if isinstance(value, list | tuple | range):
         return f"[{','.join(_worded(key, item) for item in value)}]"
     if isinstance(value, Mapping):  # names in braces stand without quotes, what has a meaning to Hydra escaped

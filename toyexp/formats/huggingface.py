@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import printable
-from toyexp.base.writing import dump_json, in_one_piece, required, write_synced
+from toyexp.base.writing import convert_write_errors, dump_json, write_atomically, write_synced
 from toyexp.formats.layout import HF_TYPES, Conversion, Place, layout_of
 from toyexp.formats.peft import ORIGIN
 from toyexp.formats.safetensors import Tensor, write_safetensors
@@ -160,7 +160,7 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 @contextmanager
 def _directory(path: Path) -> Iterator[Path]:
     """A directory to write into, which appears as `path` once it is whole; RunFailed when it cannot be written."""
-    with required(path), in_one_piece(path) as folder:
+    with convert_write_errors(path), write_atomically(path) as folder:
         folder.mkdir()
         yield folder
 

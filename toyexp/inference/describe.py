@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.formatting import columns, count, counted, in_bytes
+from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.ggml_types import QUICKLY_TOLD
 from toyexp.formats.gguf.header import GGUFError, origin
@@ -86,7 +86,7 @@ class Description(Answer):
         part = f", part {self.parts['part']} of {self.parts['of']}" if self.parts else ""
         path = self.file if self.file.isprintable() else printable(self.file, 200)
         held = f"{' read as' if self.converted else ','} GGUF version {self.version}"
-        rows = [("file", f"{path}, {in_bytes(self.bytes)}{part}{held}")]
+        rows = [("file", f"{path}, {format_bytes(self.bytes)}{part}{held}")]
         if self.adapter:
             rows += self._adapter_rows()
         else:
@@ -94,7 +94,7 @@ class Description(Answer):
             rows.append(("model", f"{model} (model={self.family})" if self.family else model))
             rows += _wrapped("sizes", [f"{k}={_short(v)}" for k, v in self.sizes.items()], " ")
         rows += _wrapped("parameters", self._parameter_words())
-        kinds = [f"{t} {in_bytes(n['bytes'])} in {n['tensors']}" for t, n in self.types.items()]
+        kinds = [f"{t} {format_bytes(n['bytes'])} in {n['tensors']}" for t, n in self.types.items()]
         rows += _wrapped("types", kinds or ["no tensors"])
         rows += self._tokenizer_rows()
         rows += [(name, printable(text, 100)) for name, text in self.general.items()]
@@ -108,12 +108,14 @@ class Description(Answer):
                 [printable(t["name"], 64), " x ".join(map(str, t["shape"])), *(str(t[k]) for k in ("type", *PLACE))]
                 for t in self.tensors
             ]
-            lines += ["", *columns([["tensor", "shape", "type", *PLACE], *table], right=(3, 4))]
+            lines += ["", *align_columns([["tensor", "shape", "type", *PLACE], *table], right=(3, 4))]
         if self.metadata:
             keys = [[printable(key, 90), _short(value)] for key, value in self.metadata.items()]
-            lines += ["", *columns([["key", "value"], *keys])]
+            lines += ["", *align_columns([["key", "value"], *keys])]
         if self.forward:
-            costs = [" ".join(filter(None, (count(n), factor))) for factor, n in self.forward.operations().items()]
+            costs = [
+                " ".join(filter(None, (format_count(n), factor))) for factor, n in self.forward.operations().items()
+            ]
             unit = self.forward.unit
             one = f"{'an' if unit[0] in 'aeiou' else 'a'} {unit}"
             lines += ["", f"forward pass, {' + '.join(costs)} operations {one}", *self.forward.lines()]
@@ -129,11 +131,11 @@ class Description(Answer):
 
     def _parameter_words(self) -> list[str]:
         n = self.parameters
-        words = [f"{count(n['total'])} in all"]
+        words = [f"{format_count(n['total'])} in all"]
         if n["blocks"]:
-            words.append(f"{counted(n['blocks'], 'block')} of {count(n['per_block'])}")
+            words.append(f"{pluralise(n['blocks'], 'block')} of {format_count(n['per_block'])}")
         top = sorted(self.outside.items(), key=lambda item: -item[1])
-        return words + [f"{printable(name)} {count(size)}" for name, size in top[:6]] + ["..."] * (len(top) > 6)
+        return words + [f"{printable(name)} {format_count(size)}" for name, size in top[:6]] + ["..."] * (len(top) > 6)
 
     def _tokenizer_rows(self) -> list[tuple[str, str]]:
         t = self.tokenizer
@@ -141,7 +143,7 @@ class Description(Answer):
             return []
         words = [printable(t["model"])]
         words += [f"pre-tokenizer {printable(t['pre'])}"] if t["pre"] else []
-        words += [counted(t["size"], "token")] if t["size"] else ["no tokens"]
+        words += [pluralise(t["size"], "token")] if t["size"] else ["no tokens"]
         words += [f"{t['controls']} of them control"] if t["controls"] else []
         rows = [("tokenizer", ", ".join(words))]
         if t["refused"]:

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from toyexp.base.attribution import attributed, given
-from toyexp.base.errors import UserError, choose, in_a_cell
-from toyexp.base.formatting import columns
-from toyexp.base.validators import is_whole
+from toyexp.base.attribution import attribute_errors, call_checked
+from toyexp.base.errors import UserError, escape_cell, suggest
+from toyexp.base.formatting import align_columns
+from toyexp.base.validators import is_integer
 from toyexp.batching.images import ImageDataset
 from toyexp.config.build import located
 from toyexp.config.request import Request
@@ -105,7 +105,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
     inputs = model.reads.bounded(batches.inputs, dataset.vocab)
-    boundary = attributed(f"engine.{built.engine.name}", "while it evaluated", data=built.data.name)
+    boundary = attribute_errors(f"engine.{built.engine.name}", "while it evaluated", data=built.data.name)
     with boundary, loaded.session(built.engine, inputs, built.settings.batch_size) as session:
         held_out = batches.held_out()  # made once it is known that they fit
         loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
@@ -169,7 +169,7 @@ def _window(given: str | None, model: Model, trained: int | None) -> int | None:
         return None
     if given is None:
         return min(model.context, trained or 512)
-    if not is_whole(given, 1, model.context):
+    if not is_integer(given, 1, model.context):
         raise UserError(f"model.context={given}: must be a whole number from 1 to {model.context}, the file's own")
     return int(given)
 
@@ -217,7 +217,7 @@ def table(classes: Sequence[OfClass]) -> list[str]:
     there = [one for one in classes if one.examples]
     shown = there if len(there) <= SHOWN else sorted(there, key=lambda one: one.right - one.examples)[:SHOWN]
     rows = [["class", "examples", "right", "taken for"], *map(_row, shown)]
-    lines = columns(rows, right=(1, 2))
+    lines = align_columns(rows, right=(1, 2))
     if len(shown) < len(there):
         lines.append(f"of {len(there)} classes those with most mistakes; --json has all")
     return lines
@@ -227,7 +227,7 @@ def _row(one: OfClass) -> list[str]:
     others = [f"{name} ({count})" for name, count in one.taken_for.items()]
     more = [f"{len(others) - OTHERS} more"] if len(others) > OTHERS + 1 else []
     told = ", ".join((others[:OTHERS] if more else others) + more)
-    return [in_a_cell(one.name), str(one.examples), f"{one.right / one.examples:.1%}", in_a_cell(told)]
+    return [escape_cell(one.name), str(one.examples), f"{one.right / one.examples:.1%}", escape_cell(told)]
 
 
 # -- which data -------------------------------------------------------------------------------------------------------
@@ -304,12 +304,14 @@ def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
 def kind_of(path: Path, model: Model, registry: Registry) -> str:
     """The kind of data that a path holds, by the names of its files; UserError for one that `model` does not read."""
     classes: list[type[Data]] = list(registry.classes("data").values())
-    fits: dict[type[Data], int] = {cls: given(int, cls.recognises, path, who=f"data.{cls.name}") for cls in classes}
+    fits: dict[type[Data], int] = {
+        cls: call_checked(int, cls.recognises, path, who=f"data.{cls.name}") for cls in classes
+    }
     readable = of_kind(model.reads, registry)
     best = max(classes, key=lambda cls: (fits[cls] > 0, cls.name in readable, fits[cls]))
     if not fits[best]:
         raise UserError(f"--data {path}: nothing in there is known to be data; say what it is: data=NAME data.path=...")
     if best.name not in readable:
         raise UserError(f"--data {path}: is data={best.name}, which gives {best.gives}; the model reads {model.reads}; "
-                        f"{choose('', readable)}")  # fmt: skip
+                        f"{suggest('', readable)}")  # fmt: skip
     return best.name

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.attribution import attributed, sentences
-from toyexp.base.errors import RunFailed, UserError, choose, for_terminal
-from toyexp.base.files import head
-from toyexp.base.formatting import in_bytes, short
-from toyexp.base.ownership import run_with
-from toyexp.base.writing import bytes_in, in_one_piece, require_place, required
+from toyexp.base.attribution import attribute_errors, call_for_lines
+from toyexp.base.errors import RunFailed, UserError, escape_controls, suggest
+from toyexp.base.files import read_head
+from toyexp.base.formatting import format_bytes, short_path
+from toyexp.base.ownership import owning_run
+from toyexp.base.writing import convert_write_errors, require_writable, total_bytes, write_atomically
 from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.ggml_types import fitting, pieces_of
 from toyexp.formats.gguf.header import origin
@@ -57,16 +57,16 @@ class Written(Answer):
     def lines(self) -> list[str]:
         """What is odd about it, and where it is."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
-        sizes = f"{in_bytes(self.source_bytes)} -> {in_bytes(self.bytes)}"
+        sizes = f"{format_bytes(self.source_bytes)} -> {format_bytes(self.bytes)}"
         told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
-        return [*map(for_terminal, told), f"{self.path}  {sizes}  ({types})"]
+        return [*map(escape_controls, told), f"{self.path}  {sizes}  ({types})"]
 
 
 def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
     """The format that `--type` names, with the settings behind it; UserError for what it does not take."""
     known = registry.types()
     if word not in known:
-        raise UserError(f"--type={word}: {choose(word, known)}")
+        raise UserError(f"--type={word}: {suggest(word, known)}")
     cls, values = known[word]
     form = _with(cls, values, settings, word) if settings else cls(**values)
     try:
@@ -84,7 +84,7 @@ def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str],
     for override in parse(settings):
         key = override.key_or_group
         if key not in names:
-            there = choose(key, names) if names else "it has none"
+            there = suggest(key, names) if names else "it has none"
             raise UserError(f"export {override.input_line}: --type {word} has no such setting; {there}")
         if key in values:
             raise UserError(f"export {override.input_line}: --type {word} means {key}={values[key]}; leave one out")
@@ -117,8 +117,8 @@ def export(
         if target.suffix == ".gguf":
             with GGUFFile(target) as written:
                 kinds = dict(Counter(t.type for t in written.tensors.values()))
-        told = sentences(form.notes, exported) if exported is not None else []
-        return Written(str(origin(file.path)), str(target), word, file.size, bytes_in(target), kinds, problems, told)
+        told = call_for_lines(form.notes, exported) if exported is not None else []
+        return Written(str(origin(file.path)), str(target), word, file.size, total_bytes(target), kinds, problems, told)
 
 
 def _write(
@@ -126,7 +126,11 @@ def _write(
 ) -> tuple[Exported | None, list[str]]:
     """Write `target`; return the model, unless the file alone was enough, and what is odd about its numbers."""
     found = class_in(file, registry.models())
-    with attributed(f"format.{form.name}", "while it wrote the file"), required(target), in_one_piece(target) as place:
+    with (
+        attribute_errors(f"format.{form.name}", "while it wrote the file"),
+        convert_write_errors(target),
+        write_atomically(target) as place,
+    ):
         try:
             form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
             problems = form.write_again(file, place, requantize)
@@ -161,7 +165,7 @@ def require_free(
     asked: str, target: Path, read: Sequence[Path], force: bool, suffix: str = ".gguf", contents: Collection[str] = ()
 ) -> None:
     """Raise UserError unless nothing is at `target`, or with `force` a model, neither `read` nor written by a run."""
-    require_place(asked, target)
+    require_writable(asked, target)
     if not os.path.lexists(target):
         return
     if contents:
@@ -176,15 +180,15 @@ def require_free(
         raise UserError(f"{asked}: is already there and no {what}, which alone --force replaces; {hint}")
     if any(target.samefile(path) for path in read):
         raise UserError(f"{asked}: is what is read; write elsewhere")
-    if (run := run_with(target)) is not None:
-        raise UserError(f"{asked}: belongs to the run {short(run)}; write elsewhere")
+    if (run := owning_run(target)) is not None:
+        raise UserError(f"{asked}: belongs to the run {short_path(run)}; write elsewhere")
     if not force:
         raise UserError(f"{asked}: is already there; write elsewhere, or replace it with --force")
 
 
 def _begins(path: Path, suffix: str, other: bytes = b".") -> bool:
     """Return whether a file begins as BEGINNINGS says for this suffix, or as `other` if BEGINNINGS lacks the suffix."""
-    return re.match(BEGINNINGS.get(suffix, other), head(path, 9), re.DOTALL) is not None
+    return re.match(BEGINNINGS.get(suffix, other), read_head(path, 9), re.DOTALL) is not None
 
 
 def default_target(file: GGUFFile, ending: str) -> Path:
@@ -229,7 +233,7 @@ class Merged(Answer):
         if {*self.before} != {self.type}:
             were = ", ".join(f"{count} {name}" for name, count in self.before.items())
             told.append(f"note: the {self.changed} tensors that the adapter changes are {self.type} now; were {were}")
-        return [*map(for_terminal, told), f"{self.path}  {in_bytes(self.bytes)}  ({types})"]
+        return [*map(escape_controls, told), f"{self.path}  {format_bytes(self.bytes)}  ({types})"]
 
 
 def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> Merged:
@@ -251,7 +255,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
     with GGUFFile(out) as written:
         types = dict(Counter(info.type for info in written.tensors.values()))
         now = Counter(written.tensors[name].type for name in scales).most_common(1)[0][0]
-    return Merged(*told, str(out), now, len(scales), before, bytes_in(out), types, problems)
+    return Merged(*told, str(out), now, len(scales), before, total_bytes(out), types, problems)
 
 
 def _merged(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from toyexp.base.errors import UserError, choose
-from toyexp.base.memory import running_out
+from toyexp.base.errors import UserError, suggest
+from toyexp.base.memory import convert_memory_errors
 from toyexp.base.random import stream
-from toyexp.base.threads import MOST_THREADS
-from toyexp.base.validators import is_whole
+from toyexp.base.threads import MAX_THREADS
+from toyexp.base.validators import is_integer
 from toyexp.config.build import read_label
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
@@ -133,7 +133,7 @@ def load_writer(asked: Options, registry: Registry) -> LoadedModel:
     """Find the files of the model and the adapter; UserError for an unknown engine, and for an adapter alone."""
     engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, asked.engine.partition(":")[0]
     if name not in engines:
-        raise UserError(f"--engine {asked.engine}: {choose(name, engines)}")
+        raise UserError(f"--engine {asked.engine}: {suggest(name, engines)}")
     read_label(asked.engine, f"--engine {asked.engine}")
     loaded = LoadedModel.open(asked.model, registry, Path(asked.adapter) if asked.adapter else None)
     if loaded.file.metadata.get("general.type") == "adapter":
@@ -181,7 +181,7 @@ class Author:
                 left = max(1, self.context // 2)
                 slid(f"note: the context of {self.context} tokens is full; it goes on from the last {left} of them")
 
-        with running_out(LESS):
+        with convert_memory_errors(LESS):
             session, began, reason = self._opened(len(ids) + self.asked.tokens), time.perf_counter(), LIMIT
             for token in endless(session, ids, self.asked.sampling, words, self.vocab, slides):
                 if stopped():
@@ -286,8 +286,8 @@ def require_room(loaded: LoadedModel, count: int, context: int) -> None:
 def _by_llama_cpp(loaded: LoadedModel, asked: Options, write: Callable[[str], None]) -> Generated:
     path, adapter, own = str(loaded.path), loaded.adapter, read_label(asked.engine, f"--engine {asked.engine}")[1]
     threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
-    if own.keys() - {"threads"} or not is_whole(threads, 0, MOST_THREADS) or (":" in asked.engine and not own):
-        usage = f"threads alone, at most {MOST_THREADS}: {LLAMA_CPP}:threads=1"
+    if own.keys() - {"threads"} or not is_integer(threads, 0, MAX_THREADS) or (":" in asked.engine and not own):
+        usage = f"threads alone, at most {MAX_THREADS}: {LLAMA_CPP}:threads=1"
         raise UserError(f"--engine {asked.engine}: {LLAMA_CPP} takes {usage}")
     with GGUFFile(path) as file:
         context = file.metadata.get(f"{file.architecture}.context_length")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from toyexp.base.errors import RunFailed, Unavailable, printable
-from toyexp.base.packages import why_not_apart
+from toyexp.base.packages import probe_import
 
 LLAMA_CPP = "llama.cpp"  # what it is called among engines
 PACKAGES = ("xllamacpp", "llama_cpp")
@@ -59,7 +59,7 @@ Tell = Callable[[Answer], None]
 
 def installed() -> str:
     """The Python package to use; Unavailable when none works here."""
-    reasons = {name: why_not_apart(name) for name in PACKAGES}
+    reasons = {name: probe_import(name) for name in PACKAGES}
     for name, reason in reasons.items():
         if reason is None:
             return name

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from toyexp.base.errors import UserError, choose
-from toyexp.base.formatting import short
-from toyexp.base.memory import TO_EVALUATE
-from toyexp.base.terminal import complain
+from toyexp.base.errors import UserError, suggest
+from toyexp.base.formatting import short_path
+from toyexp.base.memory import EVALUATE_REMEDY
+from toyexp.base.terminal import print_error
 from toyexp.config.build import pick_labelled
 from toyexp.config.schema import AUTO
 from toyexp.formats.file_plan import frozen_plan
@@ -46,7 +46,7 @@ class LoadedModel:
             return cls(path, None, registry)
         put_on = adapter_of(adapter, lambda: model_of(path, registry), registry)
         for warning in check_base(put_on, path):
-            complain(f"warning: {warning}")
+            print_error(f"warning: {warning}")
         return cls(path, put_on, registry)
 
     @property
@@ -67,11 +67,11 @@ class LoadedModel:
     def tokenizer(self) -> Tokenizer:
         """Return the file's tokenizer; UserError if it has none."""
         if not has_text(self.file):
-            raise UserError(f"{short(self.path)}: has no tokenizer, so it knows ids alone")
+            raise UserError(f"{short_path(self.path)}: has no tokenizer, so it knows ids alone")
         return read_tokenizer(self.file)
 
     def session(
-        self, engine: Engine, inputs: Mapping[str, InputSpec], rows: int, remedy: str = TO_EVALUATE
+        self, engine: Engine, inputs: Mapping[str, InputSpec], rows: int, remedy: str = EVALUATE_REMEDY
     ) -> AbstractContextManager[Session]:
         """Open a session that computes batches of so many `rows`, and trains nothing."""
         plan = frozen_plan(self.model, self.path, Setup(inputs, rows), self.adapter)
@@ -82,7 +82,7 @@ def engine_for(label: str, registry: Registry, rows: int) -> tuple[Engine, str]:
     """Return the engine of a label (`auto`, `cpu:threads=1`) that computes so many rows, and a note on which it is."""
     name = label.partition(":")[0]
     if name not in (known := {*registry.offers["engine"], AUTO}):
-        raise UserError(f"--engine {label}: {choose(name, known)}")
+        raise UserError(f"--engine {label}: {suggest(name, known)}")
     engine, note = pick_labelled(label, registry, f"--engine {label}")
     return fit_rows(engine, note, rows)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.attribution import attributed, given
+from toyexp.base.attribution import attribute_errors, call_checked
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import ADDRESS, is_address, require
-from toyexp.base.ownership import Ledger, fingerprint_once
-from toyexp.base.terminal import tell_aside
+from toyexp.base.files import ADDRESS_MESSAGE, is_address, require_file
+from toyexp.base.ownership import Ledger, cached_fingerprint
+from toyexp.base.terminal import print_note
 from toyexp.formats.file_plan import check_adapter, see_as
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.header import MADE_OF, how_to_convert, origin
@@ -41,7 +41,7 @@ MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
 NAME_ADAPTER = f"name a run of recipe=lora, or an {ADAPTER}"  # what to type in place of what has none
 
 _written: dict[Hashable, Path] = {}  # by what it was made of, and when that was written; for this process
-_note_once = cache(tell_aside)
+_note_once = cache(print_note)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -83,8 +83,8 @@ def _read_by(path: Path, registry: Registry) -> Format | None:
 
 def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:
     who = f"format.{form.name}"
-    with attributed(who, f"while it read {path}"):
-        found = given(Exported, form.read, path, registry.models(), who=who)
+    with attribute_errors(who, f"while it read {path}"):
+        found = call_checked(Exported, form.read, path, registry.models(), who=who)
         tensors = _fitting(found, f"{path}: format.{form.name} read")
         write_model(target, found.model, tensors, found.tokenizer, "f32", found.general, found.data)
 
@@ -170,7 +170,7 @@ def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[
 
     model, data, recipe = saved_parts(plain, registry, begun)
     for role, file in files(recipe).items():
-        if changes := begun.differing({role: fingerprint_once(file)}):
+        if changes := begun.differing({role: cached_fingerprint(file)}):
             raise UserError(f"{origin(file)}: is another file than it was: {changes[0]}; put that file back")
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
@@ -193,11 +193,11 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
     """Return the GGUF file meant by `path`: a file (converted if need be), or the model of a run or checkpoint."""
     if not os.path.lexists(path):
         if is_address(path):
-            raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS}")
+            raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS_MESSAGE}")
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
     if form := _read_by(path, known := registry or loaded()):
         inside = sorted(path.iterdir()) if form.contents else [path]
-        require(inside[0] if inside else path, str(path))
+        require_file(inside[0] if inside else path, str(path))
         stem = path.name.removesuffix(form.suffix)
         return made_once(inside, path, stem, lambda target: _converted_by(form, path, target, known))
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
@@ -282,7 +282,7 @@ def check_base(adapter: Path, base: Path) -> list[str]:
         named = f" ({name})" if name else ""
         raise UserError(f"{origin(adapter)}: {shown} has this adapter merged in already; leave the adapter out, or "
                         f"name the base that it was trained on{named}")  # fmt: skip
-    if own.get("general.base_model.0.digest") in (None, fingerprint_once(base)):
+    if own.get("general.base_model.0.digest") in (None, cached_fingerprint(base)):
         return []
     return [f"{origin(adapter)}: was trained on another file ({name}) than {shown}, and fits it only where that holds "
             "the same model, as in another type"]  # fmt: skip

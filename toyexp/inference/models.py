@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.formatting import columns, count, counted, in_bytes
+from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
 from toyexp.formats.gguf.open_model import opened
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.describe import Offers, pasted, types_of
@@ -77,20 +77,20 @@ class Models(Answer):
             rows = [["name", "architecture", "parameters", "types", "size", "here", "path"]]
             rows += [
                 [
-                    _shown(f.name, 50), printable(f.architecture, 20) or "none", count(f.parameters),
-                    "+".join(f.types), in_bytes(f.bytes), printable(f.here, 44), pasted(Path(f.path)),
+                    _shown(f.name, 50), printable(f.architecture, 20) or "none", format_count(f.parameters),
+                    "+".join(f.types), format_bytes(f.bytes), printable(f.here, 44), pasted(Path(f.path)),
                 ]
                 for f in self.files
             ]  # fmt: skip
-            total = f"{counted(len(self.files), 'model')}, {in_bytes(sum(f.bytes for f in self.files))}"
+            total = f"{pluralise(len(self.files), 'model')}, {format_bytes(sum(f.bytes for f in self.files))}"
             total += f"; more about one: toyexp describe PATH{self.loading}"
-            blocks += [columns(rows, right=(2, 4)), [total]]
+            blocks += [align_columns(rows, right=(2, 4)), [total]]
         if self.unreadable:
             blocks.append(["cannot be read:", *(f"  {_shown(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
             there = {p.root for p in self.places if os.path.isdir(p.root)}  # noqa: PTH112 - Path.is_dir() may raise
             places = [[p.name, _shown(str(p.root)) + ("" if p.root in there else " (not there)")] for p in self.places]
-            looked = [f"  {line}" for line in columns(places)]
+            looked = [f"  {line}" for line in align_columns(places)]
             elsewhere = f"look elsewhere: toyexp models DIR{self.loading}"
             blocks.append(["no GGUF models found; looked in:", *looked, elsewhere])
         lines = [line for block in blocks for line in ("", *block)][1:]

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError, for_terminal, in_a_cell
-from toyexp.base.files import require
-from toyexp.base.formatting import as_csv, columns, counted, short
-from toyexp.base.terminal import tell_aside
+from toyexp.base.errors import UserError, escape_cell, escape_controls
+from toyexp.base.files import require_file
+from toyexp.base.formatting import align_columns, format_csv, pluralise, short_path
+from toyexp.base.terminal import print_note
 from toyexp.batching.images import Unlabelled
 from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, files_below, images_below, read_image, scaled
 from toyexp.config.build import engine_of
@@ -71,15 +71,15 @@ class Predictions(Answer):
         rows = [
             [image.file, *(f"{name} {share:.1%}" for name, share in image.top)] for image in self.images if image.top
         ]
-        table = columns([[in_a_cell(cell) for cell in row] for row in rows])
+        table = align_columns([[escape_cell(cell) for cell in row] for row in rows])
         return [*table, "", self.summary()] if len(rows) > 1 else table
 
     def summary(self) -> str:
         """How many images are of which class."""
         found = Counter(image.top[0][0] for image in self.images if image.top)
-        told = ", ".join(f"{in_a_cell(name)} ({n})" for name, n in found.most_common(8))
+        told = ", ".join(f"{escape_cell(name)} ({n})" for name, n in found.most_common(8))
         more = f" and {len(found) - 8} more classes" if len(found) > 8 else ""
-        return for_terminal(f"{counted(found.total(), 'image')}: {told}{more}")
+        return escape_controls(f"{pluralise(found.total(), 'image')}: {told}{more}")
 
     def csv(self) -> str:
         """A row for each image."""
@@ -89,7 +89,7 @@ class Predictions(Answer):
         for image in self.images:
             cells = [cell for name, share in image.top for cell in (name, f"{share:.6g}")]
             table.append([image.file, *cells, *[""] * (2 * places - len(cells)), image.error or ""])
-        return as_csv(table)
+        return format_csv(table)
 
 
 def listed(places: Sequence[Path]) -> list[Path]:
@@ -103,12 +103,12 @@ def listed(places: Sequence[Path]) -> list[Path]:
                 kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
                 raise UserError(f"{place}: there is no image in this folder ({kinds})")
             if others:
-                tell_aside(
-                    f"{place}: {counted(len(others), 'other file')} left out, such as {in_a_cell(str(others[0]))}"
+                print_note(
+                    f"{place}: {pluralise(len(others), 'other file')} left out, such as {escape_cell(str(others[0]))}"
                 )
             found += inside
         else:
-            require(place, str(place))
+            require_file(place, str(place))
             found.append(place)
     return list(dict.fromkeys(found))
 
@@ -132,7 +132,7 @@ def predict(
         others = f" (nor any of {len(found) - 1} others)" if found[1:] else ""
         raise UserError(f"{found[0].file}: {found[0].error}{others}")
     for line in scaled(sizes, seen.size):
-        tell_aside(line)
+        print_note(line)
     return Predictions(loaded.name, note, seen.classes, found)
 
 
@@ -152,11 +152,11 @@ def _part(
         shares = iter(probabilities(session.logits(seen.arrays(images, session.plan.rows)[0])))
     for file in files:
         if file in errors:
-            yield Predicted(short(file), (), errors[file])
+            yield Predicted(short_path(file), (), errors[file])
             continue
         of_one = next(shares)
         best = np.argsort(-of_one, kind="stable")[:top]
-        yield Predicted(short(file), [(seen.classes[i], float(of_one[i])) for i in best])
+        yield Predicted(short_path(file), [(seen.classes[i], float(of_one[i])) for i in best])
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -238,7 +238,7 @@ def _inputs(loaded: LoadedModel, given: Any) -> tuple[dict[str, np.ndarray], Map
     if ids.min() < 0 or ids.max() >= vocab:
         raise UserError(f"logits: the ids run from {ids.min()} to {ids.max()}, the model's from 0 to {vocab - 1}")
     if ids.shape[-1] > context:
-        raise UserError(f"logits: {counted(ids.shape[-1], 'token')} are more than the model's context of {context}")
+        raise UserError(f"logits: {pluralise(ids.shape[-1], 'token')} are more than the model's context of {context}")
     rows = np.atleast_2d(ids).astype(np.int32)
     return {name: rows}, model.reads.inputs(rows.shape[1]), ids.ndim == 1
 

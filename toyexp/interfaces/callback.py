@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.formatting import typed
+from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.formatting import format_value
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.model import LOGGED
 from toyexp.interfaces.run import Run
@@ -112,7 +112,7 @@ class Schedule(Callback):
         known = {"lr"}.union(*(group.scalable for group in plan.updates))
         key = f"callbacks.{self.name}.scales={printable(self.scales)}"
         if self.scales not in known:
-            raise UserError(f"{key}: is no number of this optimiser; {choose(self.scales, known)}")
+            raise UserError(f"{key}: is no number of this optimiser; {suggest(self.scales, known)}")
         if self.scales == "lr":
             return
         asked = {*range(0, steps, max(1, steps // LOOKED_AT)), steps - 1, steps}
@@ -122,7 +122,9 @@ class Schedule(Callback):
             try:
                 group.scaled({self.scales: factor}).check()
             except UserError as error:
-                own = {f.name: typed(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "scales"}
+                own = {
+                    f.name: format_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "scales"
+                }
                 of = ", ".join(f"{name}={value}" for name, value in own.items())
                 raise UserError(f"{key}: its factor {factor:g}{of and f' ({of})'} cannot be: {error}") from error
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NoReturn
 
-from toyexp.base.errors import UserError, choose
-from toyexp.base.terminal import tell
+from toyexp.base.errors import UserError, suggest
+from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 
 
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            raise UserError(f"{action.option_strings[-1]} {value}: {choose(str(value), map(str, action.choices))}")
+            raise UserError(f"{action.option_strings[-1]} {value}: {suggest(str(value), map(str, action.choices))}")
 
 
 class Answer(ABC):
@@ -116,7 +116,7 @@ class Answer(ABC):
 
     def show(self, arguments: Arguments) -> int:
         """Print it in lines, or with --json as JSON, and return exit code 0."""
-        tell(dump_json(self.plain(), indent=2) if arguments.json else str(self))
+        print_output(dump_json(self.plain(), indent=2) if arguments.json else str(self))
         return 0
 
 
@@ -162,7 +162,7 @@ class Command(ABC):
         if len(meant) == 1:
             hint = f"did you mean {meant[0]}?"
         else:
-            hint = f"there is: {', '.join(meant)}" if meant else choose(flag, known)
+            hint = f"there is: {', '.join(meant)}" if meant else suggest(flag, known)
         return UserError(f"{self.name} {word}: there is no such option; {hint}")
 
     @abstractmethod

@@ -12,7 +12,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp.base.attribution import given
+from toyexp.base.attribution import call_checked
 from toyexp.base.errors import PluginFailed
 from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.kind import Kind
@@ -86,7 +86,7 @@ def shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset]:
 
 def open_data(data: Data, vocabulary: Path | None) -> Dataset:
     """The opened data; PluginFailed for what is none, or has no ids."""
-    dataset = given(Dataset, data.open, vocabulary, who=f"data.{data.name}")
+    dataset = call_checked(Dataset, data.open, vocabulary, who=f"data.{data.name}")
     if not isinstance(dataset.vocab, Integral) or dataset.vocab < 1:
         raise PluginFailed(f"data.{data.name}: its vocab is {dataset.vocab!r}; it must be a whole number from 1")
     return dataset

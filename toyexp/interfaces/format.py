@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.errors import PluginFailed, UserError
 from toyexp.base.files import KINDS
-from toyexp.base.formatting import columns
+from toyexp.base.formatting import align_columns
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import Plan
 
@@ -83,7 +83,7 @@ class LazyTensors(Mapping[str, "np.ndarray"]):
         return len(self._shapes)
 
     def __repr__(self) -> str:
-        return "\n".join(columns([(name, str(list(shape))) for name, shape in self._shapes.items()]))
+        return "\n".join(align_columns([(name, str(list(shape))) for name, shape in self._shapes.items()]))
 
 
 @dataclass(frozen=True)

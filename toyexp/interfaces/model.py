@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp.base.attribution import given, unwanted
-from toyexp.base.errors import UserError, choose, printable
+from toyexp.base.attribution import call_checked, wrong_return
+from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.validators import require_positive
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.ops import Ops, Params, Tensor
@@ -95,7 +95,7 @@ class Model(ABC):
         unnamed = not self.score_names and type(self).scores is not Model.scores
         known = ("loss", "ppl", *self.score_names, *sorted(LOGGED))
         if name not in known and not unnamed:
-            raise UserError(f"{key}={printable(name)}: {choose(name, known)}")
+            raise UserError(f"{key}={printable(name)}: {suggest(name, known)}")
 
     def parameters(self) -> int:
         """How many numbers the model has."""
@@ -113,13 +113,13 @@ class Model(ABC):
 
 def sizes_of(model: Model) -> dict[str, Any]:
     """Its `settings`; PluginFailed for what is none."""
-    return given(dict, model.settings)
+    return call_checked(dict, model.settings)
 
 
 def scores_of(model: Model, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
     """Its `scores`; PluginFailed for what is no number by its name."""
-    found = given(dict, model.scores, logits, batches)
+    found = call_checked(dict, model.scores, logits, batches)
     for name, score in found.items():
         if not (isinstance(name, str) and isinstance(score, Real)):
-            raise unwanted(model.scores, {name: score}, "numbers by their names")
+            raise wrong_return(model.scores, {name: score}, "numbers by their names")
     return found

@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
-from toyexp.base.errors import RunFailed, UserError, choose, printable
-from toyexp.base.validators import require_float32, require_within
+from toyexp.base.errors import RunFailed, UserError, printable, suggest
+from toyexp.base.validators import require_float32, require_range
 from toyexp.interfaces.arithmetic import Arithmetic, Shaped, Shapes, is_shape
 from toyexp.interfaces.ops import Tensor
 
@@ -202,7 +202,7 @@ class AdamW(Rule):
         One is a beta of 0 in mode from_scratch, which multiplies its moment by it: nothing would move (beta1), or each
         step divide by eps alone (beta2).
         """
-        require_within("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
+        require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
             if self.mode == FROM_SCRATCH and getattr(self, name) == 0:
                 raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
@@ -223,7 +223,7 @@ class AdamW(Rule):
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
         """The seven; UserError while the mode is unset: those of the other one would silently train otherwise."""
         if self.mode not in MODES:
-            raise UserError(f"AdamW: mode={self.mode}: {choose(str(self.mode), MODES)}")
+            raise UserError(f"AdamW: mode={self.mode}: {suggest(str(self.mode), MODES)}")
         slot5, slot6 = self.beta1, self.beta2
         if self.mode == LORA:
             slot5, slot6 = 1 / (1 - self.beta1 ** (step + 1)), 1 / (1 - self.beta2 ** (step + 1))
@@ -262,7 +262,7 @@ class Optimiser(Rule):
             value = getattr(self, f.name)
             if isinstance(value, float):
                 require_float32(f"optim.{f.name}", value)
-        require_within("optim", self, weight_decay="[0,inf)", grad_clip="[0,inf)", accumulate="[1,inf)")
+        require_range("optim", self, weight_decay="[0,inf)", grad_clip="[0,inf)", accumulate="[1,inf)")
         for pattern, own in self.groups.items():
             _check_group(pattern, own)
 
@@ -301,7 +301,7 @@ def _check_group(pattern: str, own: Any) -> None:
         raise UserError(f"{key}: takes settings in braces, such as {{{pattern}: {{lr: 0.001}}}}")
     for name, value in own.items():
         if name not in OWN:
-            raise UserError(f"{key} has no setting {printable(str(name))}; {choose(str(name), OWN)}")
+            raise UserError(f"{key} has no setting {printable(str(name))}; {suggest(str(name), OWN)}")
         if name == "frozen":
             if not isinstance(value, bool):
                 raise UserError(f"{key}: frozen={printable(str(value))}: must be true or false")

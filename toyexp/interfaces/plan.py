@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.packages import place
-from toyexp.base.validators import require_within
+from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.packages import error_location
+from toyexp.base.validators import require_range
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Adapted, LowRank, Params, Tensor
@@ -93,7 +93,7 @@ class Plan:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is not listed")
             if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
                 raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is not there")
-        require_within("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
+        require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         for name, kind in (("targets", "int"), ("weights", "float")):
             dtype = self.inputs[name].dtype if name in self.inputs else "missing"
             if not dtype.startswith(kind):
@@ -203,7 +203,7 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
             if fixed:
                 also = f", and {len(fixed) - 1} more" if len(fixed) > 1 else ""
                 raise UserError(f"{key}: the recipe freezes {fixed[0]}{also}; leave it out")
-            hint = choose(pattern, names) if len(names) < 20 else f"one that trains is {names[0]}"
+            hint = suggest(pattern, names) if len(names) < 20 else f"one that trains is {names[0]}"
             raise UserError(f"{key} is no tensor that trains; {hint}")
     frozen = {name for name in names if optimiser.group_of(name)[1].get("frozen")}
     if names and frozen.issuperset(names):
@@ -223,7 +223,7 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         for group in groups:
             _check_group(group, shapes, lr)
     except UserError as error:
-        raise UserError(f"optim.{optimiser.name}: {error}{place(error, of_plugins=True)}") from error
+        raise UserError(f"optim.{optimiser.name}: {error}{error_location(error, of_plugins=True)}") from error
     return replace(plan, tensors=tensors, groups=groups)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toyexp.base.attribution import attributed
+from toyexp.base.attribution import attribute_errors
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import TOKENS, Kind
@@ -105,7 +105,7 @@ def start(
     Closes the session on any error. A plugin's own is told as that, with the log in `directory`.
     """
     log = directory / "log.txt" if directory else None
-    with attributed(f"engine.{engine.name}", "while it realized the plan", log):
+    with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
         session = engine.realize(plan).opened()
     return warmed(recipe, engine, session, state, log)
 
@@ -115,12 +115,12 @@ def warmed(
 ) -> Session:
     """The same from an open session on."""
     try:
-        with attributed(f"recipe.{recipe.name}", "while it warmed the model", log):
+        with attribute_errors(f"recipe.{recipe.name}", "while it warmed the model", log):
             recipe.warm(session)
-        with attributed(f"engine.{engine.name}", "while it built the training step", log):
+        with attribute_errors(f"engine.{engine.name}", "while it built the training step", log):
             session.build()
         if state is not None:
-            with attributed(f"engine.{engine.name}", "while it took the checkpoint", log):
+            with attribute_errors(f"engine.{engine.name}", "while it took the checkpoint", log):
                 session.restore(state)
     except BaseException:
         session.close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.ownership import Ledger
-from toyexp.base.writing import required
+from toyexp.base.writing import convert_write_errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,7 +105,7 @@ class Run:
         A file that `grows` is appended to afterwards. Raises RunFailed where it cannot be written, and where something
         stands that this run did not write: that is never replaced. A callback names what it leaves in `outputs`.
         """
-        with required(path), (self.ledger or Ledger(self.dir)).output(path, grows) as place:
+        with convert_write_errors(path), (self.ledger or Ledger(self.dir)).output(path, grows) as place:
             try:
                 yield place
             except RunFailed as error:

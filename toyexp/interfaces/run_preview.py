@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toyexp.base.formatting import counted
+from toyexp.base.formatting import pluralise
 
 if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Batches, Dataset
@@ -30,7 +30,7 @@ class Planned:
 
     def beyond(self, key: str, every: int, instead: str) -> list[str]:
         """A warning where the run has fewer than `every` steps, as a list: `instead` says what happens then."""
-        return [f"{key}={every}: the run has {counted(self.steps, 'step')}; {instead}"] if every > self.steps else []
+        return [f"{key}={every}: the run has {pluralise(self.steps, 'step')}; {instead}"] if every > self.steps else []
 
 
 def defaults(part: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 
-from toyexp.base.attribution import given
-from toyexp.base.errors import BadBatch, PluginFailed, SessionError, choose
+from toyexp.base.attribution import call_checked
+from toyexp.base.errors import BadBatch, PluginFailed, SessionError, suggest
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.decoder import Decoder, Recompute
 from toyexp.interfaces.micro_batches import HeldOut, Ready, micro_batches, padded
@@ -210,7 +210,7 @@ class Session(ABC):
         if into is not None and (misfit := state_misfit(self.plan, into)):
             raise SessionError(f"snapshot(): {misfit}")
         self._prepare_state()
-        found = given(Mapping, self.do_snapshot, into or {})
+        found = call_checked(Mapping, self.do_snapshot, into or {})
         if fault := state_misfit(self.plan, found):
             raise PluginFailed(f"{type(self).__name__}.do_snapshot(): {fault}")
         return found
@@ -369,7 +369,7 @@ class Session(ABC):
         try:
             return self._by_name[name]
         except KeyError:
-            raise SessionError(f"{what}: no tensor {name!r} in the plan; {choose(name, self._by_name)}") from None
+            raise SessionError(f"{what}: no tensor {name!r} in the plan; {suggest(name, self._by_name)}") from None
 
     def _padded_logits(self, batch: Batch) -> np.ndarray:
         full, kept = padded(self.plan, batch)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import columns
+from toyexp.base.formatting import align_columns
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.model import Model
@@ -105,4 +105,10 @@ def table(registry: Registry) -> list[str]:
             reasons[f"set  recipe={cell.recipe} model={cell.model}: {cell.setting}"] = None
     lines = [("recipe", *next(iter(rows.values()), {}))]
     lines += [(recipe, *marks.values()) for recipe, marks in rows.items()]
-    return [*columns(lines), "", *sorted(reasons), "", f"Which engines work here: toyexp doctor{registry.loading}"]
+    return [
+        *align_columns(lines),
+        "",
+        *sorted(reasons),
+        "",
+        f"Which engines work here: toyexp doctor{registry.loading}",
+    ]

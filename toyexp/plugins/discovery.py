@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError
 from toyexp.base.files import working_directory
-from toyexp.base.packages import why, without_exit
+from toyexp.base.packages import block_exit, explain_import_error
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.hooks import Registration
 from toyexp.plugins.exporter import exporter
@@ -153,7 +153,7 @@ def _take_in(registry: Registry, candidate: Candidate) -> None:
     if candidate.reason is not None:
         return
     try:
-        with without_exit(), _staying(registry, candidate.plugin):
+        with block_exit(), _staying(registry, candidate.plugin):
             candidate.module = candidate.importer()
             check_hooks(candidate.module, Registration, candidate.plugin)
             for kind, (_, hook) in KINDS.items():
@@ -167,7 +167,7 @@ def _take_in(registry: Registry, candidate: Candidate) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
-        candidate.reason = why(error)
+        candidate.reason = explain_import_error(error)
 
 
 @contextlib.contextmanager

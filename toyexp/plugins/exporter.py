@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp.base.attribution import sentences
+from toyexp.base.attribution import call_for_lines
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.validators import require_within, require_words
-from toyexp.base.writing import bytes_in
+from toyexp.base.validators import require_choice, require_range
+from toyexp.base.writing import total_bytes
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.format import Exported, Format, require_written
 from toyexp.interfaces.hooks import hookimpl
@@ -51,8 +51,8 @@ class Exporter(Callback):
 
     def check(self) -> None:
         """Raises UserError for a negative interval, unknown weights, and what the format refuses."""
-        require_words(f"callbacks.{self.name}", self, weights=WEIGHTS)
-        require_within(f"callbacks.{self.name}", self, every="[0,inf)")
+        require_choice(f"callbacks.{self.name}", self, weights=WEIGHTS)
+        require_range(f"callbacks.{self.name}", self, every="[0,inf)")
         try:
             self._format.check()
         except UserError as error:
@@ -115,7 +115,7 @@ class Exporter(Callback):
 
     def _export(self, run: Run, path: Path) -> None:
         exported = self.exported(run, export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors))))
-        for note in sentences(self._format.notes, exported):
+        for note in call_for_lines(self._format.notes, exported):
             log.info("model%s: %s", self.form.suffix, note)
         self._write(run, path, self._format.kind, partial(self._format.write, exported))
 
@@ -142,7 +142,7 @@ class Exporter(Callback):
         for problem in problems:
             run.emit("warning", text=f"{path.name}: {problem}")
         which = "best" if self._best else "last"
-        run.emit("export", path=str(path), step=self._step, weights=which, type=kind, bytes=bytes_in(path))
+        run.emit("export", path=str(path), step=self._step, weights=which, type=kind, bytes=total_bytes(path))
 
 
 @dataclass(eq=False)

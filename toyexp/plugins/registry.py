@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from toyexp.base.errors import UserError, choose, nearest
+from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.format import Format
 from toyexp.interfaces.model import Model
@@ -131,7 +131,7 @@ class Registry:
         for problem in self.problems:
             if (kind, name) in problem.offered:
                 why_not = f"comes from plugin {problem.plugin}, which is broken: {problem.reason}"
-                return f"{kind}={name} {why_not}; {choose('', known)}"  # nothing near: what was meant is known
+                return f"{kind}={name} {why_not}; {suggest('', known)}"  # nothing near: what was meant is known
             if not problem.offered and problem.plugin in (name, f"{OWN}_{name}"):
                 return f"{kind}={name}: there is none of that name; plugin {problem.plugin} is broken: {problem.reason}"
         broken = "; ".join(f"{p.plugin}: {p.reason}" for p in self.problems)
@@ -140,7 +140,7 @@ class Registry:
             return f"engine={name}: {hint}"
         elsewhere = IN_A_FILE if kind == "experiment" else "" if self.modules else IN_A_MODULE
         own = f"; {elsewhere}" if elsewhere and not nearest(name, known) else ""
-        return f"{kind}={name}: there is none of that name{note}; {choose(name, known)}{own}"
+        return f"{kind}={name}: there is none of that name{note}; {suggest(name, known)}{own}"
 
     def _gpu(self, name: str) -> str | None:
         """What to type where a GPU was asked for by a word, or one of several by its number."""

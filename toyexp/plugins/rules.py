@@ -15,7 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, suggest
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.command import Command
 from toyexp.interfaces.data import Data
@@ -92,15 +92,15 @@ def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
     for name, member in inspect.getmembers(owner, inspect.isfunction):
         marked = getattr(member, "toyexp_impl", None) is not None
         if marked and name not in hooks:
-            raise UserError(f"{label}.{name} is marked @hookimpl but is no hook; {choose(name, hooks)}")
+            raise UserError(f"{label}.{name} is marked @hookimpl but is no hook; {suggest(name, hooks)}")
         if not marked and name in hooks:
             raise UserError(f"{label}.{name} has a hook's name but is not marked @hookimpl; put @hookimpl above it")
         if not marked and group is RunHooks and name.startswith("on_"):
-            raise UserError(f"{label}.{name} is no hook, and nothing would call it; {choose(name, hooks)}")
+            raise UserError(f"{label}.{name} is no hook, and nothing would call it; {suggest(name, hooks)}")
         if marked:
             known = _arguments(getattr(group, name))
             for argument in _arguments(member) - known:
-                hint = choose(argument, known - {"self"})
+                hint = suggest(argument, known - {"self"})
                 raise UserError(f"{label}.{name}: {argument!r} is no argument of that hook; {hint}")
 
 
@@ -199,7 +199,7 @@ def _check_kinds(cls: type[Data] | type[Model] | type[Recipe], attribute: str, l
 def _check_mode(cls: type[Model] | type[Recipe], label: str) -> None:
     """AdamW has the mode that the class wants; a model may want none."""
     if cls.optim_mode is not None and cls.optim_mode not in MODES:
-        raise UserError(f"{label}.optim_mode is {cls.optim_mode!r}; {choose(str(cls.optim_mode), MODES)}")
+        raise UserError(f"{label}.optim_mode is {cls.optim_mode!r}; {suggest(str(cls.optim_mode), MODES)}")
 
 
 def _check_setting(cls: type, attribute: str, name: str, label: str) -> None:

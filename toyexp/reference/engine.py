@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toyexp.base.errors import UserError, choose
+from toyexp.base.errors import UserError, suggest
 from toyexp.interfaces.arithmetic import Arithmetic
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.engine import Engine
@@ -208,7 +208,7 @@ def precision(engine: Engine) -> str:
     """What the engine's products round to; UserError for what no tolerances are known of."""
     found = engine.rounds_to()
     if found not in TOLERANCES:
-        raise UserError(f"engine={engine.name}: rounds_to() is {found!r}; {choose(found, TOLERANCES)}")
+        raise UserError(f"engine={engine.name}: rounds_to() is {found!r}; {suggest(found, TOLERANCES)}")
     return found
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
 
-from toyexp.base.attribution import failure, told
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.formatting import counted
-from toyexp.base.packages import place
+from toyexp.base.attribution import has_own_message, plugin_failure
+from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.formatting import pluralise
+from toyexp.base.packages import error_location
 from toyexp.interfaces.arithmetic import Shaped, is_shape
 from toyexp.interfaces.decoder import Piecewise
 from toyexp.interfaces.model import TensorSpec
@@ -49,7 +49,7 @@ def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTenso
     try:
         tensors = listed()
     except UserError as error:
-        raise UserError(f"{who}: {error}{place(error, of_plugins=True)}") from error
+        raise UserError(f"{who}: {error}{error_location(error, of_plugins=True)}") from error
     if not isinstance(tensors, Iterable) or isinstance(tensors, str):
         raise UserError(f"{who}: its tensors are {_of(tensors)}, expected a list of TensorSpec")
     names: set[str] = set()
@@ -79,15 +79,15 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
     try:
         found: Any = plan.model.forward(ops, params, _batch(plan))
     except UserError as error:
-        raise UserError(f"{who}: in its forward pass {error}{place(error, of_plugins=True)}") from error
+        raise UserError(f"{who}: in its forward pass {error}{error_location(error, of_plugins=True)}") from error
     except (Exception, SystemExit) as error:
-        if told(error):
+        if has_own_message(error):
             raise
         if isinstance(error, KeyError) and [*traceback.walk_tb(error.__traceback__)][-1][0].f_code is LOOK_UP:
             name = str(error.args[0])
-            has = f"there is no tensor {printable(name)}; {choose(name, params)}"
-            raise UserError(f"{who}: in its forward pass {has}{place(error, of_plugins=True)}") from error
-        raise UserError(str(failure(who, "in its forward pass", error))) from error
+            has = f"there is no tensor {printable(name)}; {suggest(name, params)}"
+            raise UserError(f"{who}: in its forward pass {has}{error_location(error, of_plugins=True)}") from error
+        raise UserError(str(plugin_failure(who, "in its forward pass", error))) from error
     targets = plan.inputs["targets"]
     wanted = (plan.rows, *targets.shape)
     if not _is_tensor(found) or found.shape[:-1] != wanted:
@@ -121,7 +121,7 @@ class OpShapes(Ops):
 
     def __getattr__(self, name: str) -> NoReturn:
         ops = (n for n in vars(Ops) if not n.startswith("_") and n != "positionwise")
-        raise AttributeError(f"there is no op {name}; {choose(name, ops)}")
+        raise AttributeError(f"there is no op {name}; {suggest(name, ops)}")
 
     def _take(self, op: str, *tensors: object) -> None:
         self._calls += 1
@@ -280,10 +280,10 @@ def reason_to_recompute(plan: Plan) -> str | None:
         try:
             model.forward(ops, weights, {model.reads.sequence: Ids((1, length))})
         except Exception as error:  # sizes that only fit the whole sequence make a model raise anything
-            return f"of {counted(length, 'position')} its forward pass says: {printable(str(error))}"
+            return f"of {pluralise(length, 'position')} its forward pass says: {printable(str(error))}"
         calls.append(ops.calls)
         if calls[0] != ops.calls:
-            return f"it calls other ops for {counted(length, 'position')} than for 1"
+            return f"it calls other ops for {pluralise(length, 'position')} than for 1"
     return None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from toyexp.base.formatting import columns, count
+from toyexp.base.formatting import align_columns, format_count
 from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Ops, Params, Rotary
@@ -96,7 +96,7 @@ class Listing:
                 rows.append([self._alike(first + 1, last, first)])
         rows += self._rows(self.after, shown)
         heads = ["op", "tensor", "shape", "type", "result", "parameters", "operations"]
-        return columns([heads, *rows], right=(5, 6))
+        return align_columns([heads, *rows], right=(5, 6))
 
     def _runs(self) -> list[tuple[int, int]]:
         """The first and last number of blocks after one another that are alike but for types."""
@@ -140,8 +140,8 @@ class Listing:
                 " x ".join(map(str, main.shape)) if main else "",
                 main.type if main else "",
                 f"{line.results} times {result}" if line.results > 1 else result,
-                count(numbers) if numbers else "",
-                " ".join([count(line.operations), *self._beside(line)]) if line.operations else "",
+                format_count(numbers) if numbers else "",
+                " ".join([format_count(line.operations), *self._beside(line)]) if line.operations else "",
             ])  # fmt: skip
         return rows
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.formatting import last_words, short, shown
+from toyexp.base.formatting import display_path, short_keys, short_path
 from toyexp.results.events import start_of
 from toyexp.results.found import DONE, Run, settings
 from toyexp.results.ranking import ASIDE, METRIC, Ranking, ranked
@@ -108,7 +108,7 @@ class Comparison:
 
     def label(self, entry: Entry, brief: bool = False) -> str:
         """Return what tells a point apart, with the last words of keys; a `brief` one names chosen parts by value."""
-        pairs = zip(self.keys, last_words(self.keys), strict=True)
+        pairs = zip(self.keys, short_keys(self.keys), strict=True)
         values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
         words = [value if brief and key in PARTS else f"{word}={value}" for key, word, value in values]
         return "  ".join(words) or entry.run.name
@@ -134,7 +134,7 @@ class Comparison:
             told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
         for entry in self.entries:
             if why := entry.run.unread or ("" if entry.is_known else "whose config.yaml cannot be read"):
-                told.append(f"not {'read' if entry.is_known else 'counted'}: {short(entry.run.path)}, {why}")
+                told.append(f"not {'read' if entry.is_known else 'counted'}: {short_path(entry.run.path)}, {why}")
         bad = [entry.run for entry in self.entries if entry.run.state not in DONE and entry.is_known]
         for state in dict.fromkeys(run.state for run in bad):
             some = [run for run in bad if run.state == state]
@@ -195,7 +195,7 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
     moved = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
     owners = {entry.number: entry.run.name for entry in known}
     if known and not any(len({owners[entry.number] for entry in some}) > 1 for some in same):
-        places = {entry.number: Path.cwd() / shown(entry.run.path.absolute()) for entry in known}
+        places = {entry.number: Path.cwd() / display_path(entry.run.path.absolute()) for entry in known}
         top = os.path.commonpath([place.parent for place in places.values()])
         parts = {number: place.relative_to(top).parts for number, place in places.items()}
         owners = {number: some[0] for number, some in parts.items()}

@@ -15,7 +15,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
-from toyexp.base.packages import needed
+from toyexp.base.packages import require_package
 from toyexp.results.found import OF_AN_EVAL
 from toyexp.training.provenance import first_event
 
@@ -109,7 +109,7 @@ class History(Mapping[str, np.ndarray]):
 
         Raises Unavailable without pandas.
         """
-        with needed("pandas", "pip install pandas"):
+        with require_package("pandas", "pip install pandas"):
             import pandas
         trained = pandas.DataFrame({name: self[name] for name in (*NAMES, *self.logged)}, index=self.step)
         scores = {f"held_out_{name}": array for name, array in self.held_out.items() if name != "step"}

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toyexp.base.errors import UserError, choose
-from toyexp.base.formatting import short
+from toyexp.base.errors import UserError, suggest
+from toyexp.base.formatting import short_path
 from toyexp.results.found import COLUMNS, Run, settings
 
 FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)", re.DOTALL)
@@ -78,17 +78,19 @@ def filtered(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -
     quick = [f for f in filters if f.key in COLUMNS]
     slow = [f for f in filters if f.key not in COLUMNS]  # for which the whole configuration is read
     left = [run for run in runs if all(f.takes(run.value(f.key)) for f in quick)]
-    notes += [f"not asked: {short(run.path)}, {run.unread}" for run in runs if run.unread and run not in left]
+    notes += [f"not asked: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in left]
     if not slow or not left:
         return left
     told: list[Run] = []
     for run in left:
         if not (has := {**settings(run.path), **run.scores}):
-            notes.append(f"not asked: {short(run.path)}, {run.unread or 'whose config.yaml cannot be read'}")
+            notes.append(f"not asked: {short_path(run.path)}, {run.unread or 'whose config.yaml cannot be read'}")
         known |= set(has)
         for f in slow:
             if f.sign in ORDER and f.key in has and _number(has[f.key]) is None and has[f.key] not in ("null", "None"):
-                raise UserError(f"{f.typed}: {f.key} is text ({has[f.key]}) in {short(run.path)}; compare with = or !=")
+                raise UserError(
+                    f"{f.typed}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}; compare with = or !="
+                )
         if all(f.takes(has.get(f.key)) for f in slow):
             told.append(run)
     for f in slow:
@@ -114,7 +116,7 @@ def ordered(runs: Iterable[Run], key: str) -> list[Run]:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = choose(key, known)
+    near = suggest(key, known)
     return near if near.startswith("did you") else "its keys: toyexp runs --json, and those of its config.yaml"
 
 

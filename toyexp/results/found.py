@@ -19,9 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import absent, cause, open_file
-from toyexp.base.formatting import UNZIPPED, counted, shown, smooth_loss, typed
-from toyexp.base.ownership import LOCK, SWEEP, Owned, require_left
+from toyexp.base.files import explain_missing, open_file, system_message
+from toyexp.base.formatting import UNZIP_PREFIX, display_path, format_value, pluralise, smooth_loss
+from toyexp.base.ownership import LOCK_FILE, SWEEP_FILE, DirectoryLocked, require_unlocked
 from toyexp.results.ranking import METRIC
 from toyexp.training.checkpoint import conforms, read_if_whole, result_of
 from toyexp.training.rundir import settings_in
@@ -30,9 +30,9 @@ HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
 TAIL = 1 << 16  # bytes of the events of a run without a result
 DEPTH = 8  # of directories below the one that is searched
 MOST_UNZIPPED = 1 << 30  # bytes that are extracted from an archive
-RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP}  # files of runs that are extracted
+RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP_FILE}  # files of runs that are extracted
 INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
-SIGNS = {"events.jsonl", "result.json", LOCK}  # one beside config.yaml makes a directory a run, or two of them
+SIGNS = {"events.jsonl", "result.json", LOCK_FILE}  # one beside config.yaml makes a directory a run, or two of them
 NUMBERS = {  # what is read of a result.json
     "steps": int,
     "train_loss": float | None,
@@ -82,7 +82,11 @@ class Run:
 
     def plain(self) -> dict[str, Any]:
         """As plain data."""
-        return {"path": shown(self.path), **{key: getattr(self, key) for key in COLUMNS}, "scores": dict(self.scores)}
+        return {
+            "path": display_path(self.path),
+            **{key: getattr(self, key) for key in COLUMNS},
+            "scores": dict(self.scores),
+        }
 
 
 COLUMNS = tuple(one.name for one in fields(Run) if one.name not in ("path", "scores"))
@@ -115,7 +119,9 @@ def below(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
     yield from walk(root, DEPTH)
     away = [link for link in links if link.is_dir() and not link.resolve().is_relative_to(root.resolve())]
     if away and notes is not None:
-        notes.append(f"not followed: {counted(len(away), 'link')} below {shown(root)}, such as {shown(away[0])}")
+        notes.append(
+            f"not followed: {pluralise(len(away), 'link')} below {display_path(root)}, such as {display_path(away[0])}"
+        )
 
 
 def named(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
@@ -131,10 +137,12 @@ def named(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
         places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
         runs = [run for place in places for run in _at(Path(place), notes)]
         if not runs:
-            what = "holds no run" if exists else "matches no run" if glob.has_magic(word) else absent(Path(word))
-            if exists and (Path(word) / SWEEP).is_file():
+            what = (
+                "holds no run" if exists else "matches no run" if glob.has_magic(word) else explain_missing(Path(word))
+            )
+            if exists and (Path(word) / SWEEP_FILE).is_file():
                 what = "is a sweep of which no run has begun"
-            raise UserError(f"{command} {shown(word)}: {what}; what is here: toyexp runs")
+            raise UserError(f"{command} {display_path(word)}: {what}; what is here: toyexp runs")
         found.update(dict.fromkeys(runs))
     return list(found)
 
@@ -149,7 +157,7 @@ def unzipped(words: Sequence[str]) -> Iterator[list[str]]:
         places = list(words)
         for number, word in enumerate(words):
             if word.lower().endswith(".zip") and Path(word).is_file():
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=UNZIPPED))
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=UNZIP_PREFIX))
                 places[number] = str(_extract(Path(word), Path(folder, Path(word).name)))
         yield places
 
@@ -190,7 +198,7 @@ def metric_of(places: Sequence[Path]) -> str:
 
 def words_of(sweep: Path, key: str) -> list[str]:
     """Return what was typed of a sweep: its own settings (`sweep`), or the space of a search (`space`)."""
-    words: Any = read_if_whole(sweep / SWEEP).get(key)
+    words: Any = read_if_whole(sweep / SWEEP_FILE).get(key)
     return list(words) if conforms(words, list[str]) else []
 
 
@@ -219,7 +227,7 @@ def look(path: Path) -> Run:
         batch_size=_whole(settings.get("batch_size")), steps=told.get("steps"), loss=told.get("eval_loss"),
         train_loss=told.get("train_loss"), scores=scores, seconds=told.get("seconds"),
         speed=_finite(result.get("tokens_per_second")), state=state, why=why, unread=", ".join(unread),
-        sweep=next((p.name for p in path.parents[:3] if (p / SWEEP).exists()), ""),
+        sweep=next((p.name for p in path.parents[:3] if (p / SWEEP_FILE).exists()), ""),
     )  # fmt: skip
 
 
@@ -259,8 +267,8 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
 def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
     """How a run stands, and why, where it did not simply come to its end."""
     try:
-        require_left(path)
-    except Owned:
+        require_unlocked(path)
+    except DirectoryLocked:
         return "running", ""
     except (OSError, UserError):  # a file system that knows no locks
         pass
@@ -284,7 +292,7 @@ def _start(path: Path, unread: list[str]) -> str:
             return file.read(HEAD).decode(errors="replace")
     except (OSError, UserError) as error:
         if os.path.lexists(path) or not os.access(path.parent, os.X_OK):
-            unread.append(f"{path.name} {cause(error).removeprefix(f'{path}: ')}")
+            unread.append(f"{path.name} {system_message(error).removeprefix(f'{path}: ')}")
         return ""
 
 
@@ -328,7 +336,7 @@ LEFT_OUT = ("defaults", "resume", "hydra", "sweep")
 
 def settings(run: Path) -> dict[str, str]:
     """All settings of a run as they are typed; none where its config.yaml cannot be read."""
-    return {key: typed(value) for key, value in values(run).items()}
+    return {key: format_value(value) for key, value in values(run).items()}
 
 
 def values(run: Path) -> dict[str, Any]:

@@ -12,20 +12,20 @@ from typing import Any
 from toyexp.base.drawing import (
     COLOURS,
     GREY,
-    IN_A_TITLE,
     INK,
     LABEL,
     MARKS,
     PALE,
     SMALL,
+    TITLE_LENGTH,
     Sheet,
-    cut,
-    logarithmic,
-    own_style,
-    whole_steps,
+    fit_text,
+    set_log_scale,
+    set_step_axis,
+    use_plot_style,
 )
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import counted, last_words
+from toyexp.base.formatting import pluralise, short_keys
 from toyexp.results import plot_search
 from toyexp.results.comparison import Comparison, Entry, seed_of
 from toyexp.results.events import History, means
@@ -70,7 +70,7 @@ class Line:
         return [value for curve, _ in self.runs for value in curve.values()]
 
 
-@own_style()
+@use_plot_style()
 def sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
     """The picture of runs, or of the search that has its directory there; `title` is where the runs are.
 
@@ -104,10 +104,10 @@ def swept(comparison: Comparison) -> str:
     """What differs between the runs: of each setting its values, if they are few, and how many seeds."""
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
     also = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
-    names = last_words(comparison.keys)
+    names = short_keys(comparison.keys)
     told = [f"{name} {_listed(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)]
     whole = " × ".join([*told, *also])
-    return (whole if len(whole) <= IN_A_TITLE else " × ".join([*names, *also])) or comparison.entries[0].run.name
+    return (whole if len(whole) <= TITLE_LENGTH else " × ".join([*names, *also])) or comparison.entries[0].run.name
 
 
 def told(mean: float, deviation: float | None) -> str:
@@ -133,7 +133,7 @@ def _listed(values: Sequence[str]) -> str:
 def _below(comparison: Comparison, place: str, total: int) -> str:
     """What all runs have in common, and what the picture leaves out."""
     runs = [entry.run for entry in comparison.entries]
-    told = [place, counted(total, "run")]
+    told = [place, pluralise(total, "run")]
     if len(runs) < total:
         told.append(f"the best {len(runs)} are shown")
     for part in ("recipe", "model", "data", "engine"):
@@ -193,17 +193,17 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
     every = [value for line in (*named, *rest) for value in line.values]
     low, high = limits
     shown = [value for value in every if low <= value <= high]
-    if logarithmic(axes, "y", shown):
+    if set_log_scale(axes, "y", shown):
         axes.set_ylim(low * 0.9, high * 1.1)
     elif math.isfinite(high) and high > low:
         axes.set_ylim(low - (high - low) / 20, high + (high - low) / 20)
     above = sum(any(value > high for value in curve.values()) for line in (*named, *rest) for curve, _ in line.runs)
     if above:
-        text = f"{counted(above, 'run')} {'goes' if above == 1 else 'go'} above what is shown, up to {max(every):.4g}"
+        text = f"{pluralise(above, 'run')} {'goes' if above == 1 else 'go'} above what is shown, up to {max(every):.4g}"
         axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=SMALL, color=GREY,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
     axes.set_ylabel(column)
-    whole_steps(axes)
+    set_step_axis(axes)
 
 
 def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
@@ -221,9 +221,9 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
         text = told(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
-    labels = [cut(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
+    labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
     if rest:
-        labels.append(f"{counted(len(rest), 'other')}, grey")
+        labels.append(f"{pluralise(len(rest), 'other')}, grey")
         means = [line.point.mean for line in rest if line.point.values]
         if means:
             low, high = (min(means), max(means))

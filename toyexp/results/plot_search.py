@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import BLUE, GREY, IN_A_TITLE, SMALL, VERMILLION, Sheet, cut, logarithmic
+from toyexp.base.drawing import BLUE, GREY, SMALL, TITLE_LENGTH, VERMILLION, Sheet, fit_text, set_log_scale
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import counted, last_words, typed
+from toyexp.base.formatting import format_value, pluralise, short_keys
 from toyexp.interfaces.model import lower_is_better
 from toyexp.results.found import words_of
 from toyexp.training.checkpoint import conforms, read_if_whole
@@ -86,7 +86,7 @@ def drawn(search: Search, place: str) -> Sheet:
     if not done:
         raise UserError(f"{place}: no point of this search has a score yet; there is nothing to draw")
     best = (min if search.falls else max)(done, key=lambda trial: trial.score or 0.0)
-    keys, names = search.keys[:PANELS], last_words(search.keys)
+    keys, names = search.keys[:PANELS], short_keys(search.keys)
     rows = -(-len(keys) // ACROSS)
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _below(search, place, keys), [3.2] + [2.4] * rows,
                   columns=[1] + [min(len(keys), ACROSS)] * rows)  # fmt: skip
@@ -101,9 +101,9 @@ def drawn(search: Search, place: str) -> Sheet:
 
 
 def _title(search: Search) -> str:
-    names, after = last_words(search.keys), f": {counted(len(search.trials), 'trial')}"
+    names, after = short_keys(search.keys), f": {pluralise(len(search.trials), 'trial')}"
     whole = f"{search.how} search of {', '.join(names)}{after}"
-    return whole if len(whole) <= IN_A_TITLE else f"{search.how} search of {len(names)} settings{after}"
+    return whole if len(whole) <= TITLE_LENGTH else f"{search.how} search of {len(names)} settings{after}"
 
 
 def _below(search: Search, place: str, keys: Sequence[str]) -> str:
@@ -162,10 +162,10 @@ def _over_trials(
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
     _star(axes, best.number, best)
     (low, high), down = limits, search.falls
-    pairs = zip(search.keys, last_words(search.keys), strict=True)
-    words = " ".join(f"{name}={typed(best.values[key])}" for key, name in pairs if key in best.values)
+    pairs = zip(search.keys, short_keys(search.keys), strict=True)
+    words = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
     # Below the best so far, or above it where scores rise, no point is: there is room for words.
-    axes.text(0.01, 0.04 if down else 0.96, cut(f"best {best.score:.5g}, trial {best.number}: {words}", 96),
+    axes.text(0.01, 0.04 if down else 0.96, fit_text(f"best {best.score:.5g}, trial {best.number}: {words}", 96),
               transform=axes.transAxes, va="bottom" if down else "top", fontsize=SMALL, color=VERMILLION)  # fmt: skip
     beyond = [trial.score for trial in done if trial.score is not None and not low <= trial.score <= high]
     if beyond:
@@ -184,18 +184,18 @@ def _against(
     trials = [trial for trial in search.trials if key in trial.values]
     values = [trial.values[key] for trial in trials]
     if all(conforms(value, float | int) for value in values):
-        if key not in search.by_magnitude or not logarithmic(axes, "x", values):
+        if key not in search.by_magnitude or not set_log_scale(axes, "x", values):
             axes.locator_params(axis="x", nbins=4)
         places = {trial.number: float(value) for trial, value in zip(trials, values, strict=True)}
     else:
-        names = sorted({typed(value) for value in values})[:NAMES]
+        names = sorted({format_value(value) for value in values})[:NAMES]
         # Side by side within their value, in the order of the trials: many have one value.
         places = {
-            trial.number: names.index(typed(value)) + 0.5 * trial.number / max(len(search.trials) - 1, 1) - 0.25
+            trial.number: names.index(format_value(value)) + 0.5 * trial.number / max(len(search.trials) - 1, 1) - 0.25
             for trial, value in zip(trials, values, strict=True)
-            if typed(value) in names
+            if format_value(value) in names
         }
-        labels = [cut(name, 14) for name in names]
+        labels = [fit_text(name, 14) for name in names]
         axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
         axes.set_xlim(-0.5, len(names) - 0.5)
     shown = [trial for trial in trials if trial.number in places]
@@ -204,7 +204,7 @@ def _against(
         _star(axes, places[best.number], best)
     share = search.importances.get(key)
     matters = f" (matters {share:.0%})" if share is not None else ""
-    axes.set_xlabel(f"{cut(name, 26)}{matters}")
+    axes.set_xlabel(f"{fit_text(name, 26)}{matters}")
     if first:
         axes.set_ylabel(f"held-out {search.metric}")
     else:

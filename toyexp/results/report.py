@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.drawing import thinned
+from toyexp.base.drawing import thin_curve
 from toyexp.base.errors import Unavailable
-from toyexp.base.files import head
-from toyexp.base.formatting import parameters_of, short, shown
-from toyexp.base.packages import needed
-from toyexp.base.terminal import say
-from toyexp.base.writing import dump_json, in_one_piece, make_folder, required
+from toyexp.base.files import read_head
+from toyexp.base.formatting import describe_parameters, display_path, short_path
+from toyexp.base.packages import require_package
+from toyexp.base.terminal import print_line
+from toyexp.base.writing import convert_write_errors, dump_json, make_directory, write_atomically
 from toyexp.interfaces.model import lower_is_better
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.events import Curve, History, means
@@ -50,19 +50,19 @@ log = logging.getLogger("toyexp")
 
 def require() -> None:
     """Raises Unavailable without what draws."""
-    with needed("plotly", "pip install 'toyexp[report]'"):
+    with require_package("plotly", "pip install 'toyexp[report]'"):
         import plotly  # noqa: F401 - what packed_library() reads
 
 
 def title(places: Sequence[str]) -> str:
     """What a page is called: what it is about."""
-    places = [shown(place) for place in places]
+    places = [display_path(place) for place in places]
     return " ".join(places) if sum(map(len, places)) <= 80 else f"{places[0]} and {len(places) - 1} more"
 
 
 def is_a_page(path: Path) -> bool:
     """Whether a file is a report that was written before, which a new one may replace."""
-    return MADE_BY.encode() in head(path, 1000)
+    return MADE_BY.encode() in read_head(path, 1000)
 
 
 @cache
@@ -95,7 +95,7 @@ class Report:
         while len(page) > MOST_BYTES and most > 100:
             most //= 2
             page = self._page(comparison, most)
-        with required(path), in_one_piece(path) as place:
+        with convert_write_errors(path), write_atomically(path) as place:
             place.write_bytes(page)
         return len(page)
 
@@ -143,12 +143,12 @@ class Report:
         }  # fmt: skip
 
     def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
-        run = entry.run
+        run, path = entry.run, display_path(entry.run.path.absolute())
         return {
-            **run.plain(), "path": shown(run.path.absolute()), "point": point, "counts": run.state in DONE,
+            **run.plain(), "path": path, "point": point, "counts": run.state in DONE,
             "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
             "all": dict(entry.settings), "facts": _environment(entry),
-            "again": shlex.join(["toyexp", "--config-path", shown(run.path.absolute()), "--config-name", "config"]),
+            "again": shlex.join(["toyexp", "--config-path", path, "--config-name", "config"]),
             **self._told(run.path, most),
         }  # fmt: skip
 
@@ -200,7 +200,7 @@ def packed(text: str) -> str:
 def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
     """A curve for the page: steps as differences, values in five digits."""
     count = len(curve[0])
-    steps, values = thinned(*curve, most)
+    steps, values = thin_curve(*curve, most)
     found = {"n": count, "x": _differences(steps), "y": _short(values)}
     if count > smooth:
         steps, values = means(curve, smooth)
@@ -243,7 +243,7 @@ def _environment(entry: Entry) -> dict[str, str]:
         "machine": " ".join(str(host[k]) for k in ("name", "os", "arch") if host.get(k)),
         "Python": host.get("python"),
         "commit": str(git.get("sha") or "")[:12],
-        "parameters": parameters_of(model).replace(" parameters", ""),
+        "parameters": describe_parameters(model).replace(" parameters", ""),
     }
     return {key: str(value)[:200] for key, value in told.items() if value}
 
@@ -272,14 +272,14 @@ def draw_sweep(sweep: Path) -> None:
         if first is None or "plots" not in (values(first).get("callbacks") or ()):
             return
         comparison = Comparison.of([look(run) for run in below(sweep)], metric_of([sweep]))
-        picture = sheet(comparison, short(sweep), sweep)
-        folder = make_folder(sweep / "plots")
+        picture = sheet(comparison, short_path(sweep), sweep)
+        folder = make_directory(sweep / "plots")
         for path in (folder / "sweep.png", folder / "sweep.svg"):
             picture.write(path)
-            say(f"plot    {short(path)}")
+            print_line(f"plot    {short_path(path)}")
     except Exception as error:
         log.warning("%s: not drawn (%s)", sweep, error)
-        say(f"plot    none: {error}")
+        print_line(f"plot    none: {error}")
 
 
 class SweepReport:
@@ -299,16 +299,16 @@ class SweepReport:
             if not runs:
                 return
             if path.exists() and not is_a_page(path):
-                raise Unavailable(f"{short(path)} is somebody else's")
-            self._report.title = short(sweep)
+                raise Unavailable(f"{short_path(path)} is somebody else's")
+            self._report.title = short_path(sweep)
             self._report.importance = importance_of(sweep)
             self._report.write(Comparison.of(runs, metric_of([sweep])), path)
         except Exception as error:  # also a full disk, or a run that somebody is taking away
             self._next = math.inf
             log.info("%s: not written (%s)", path, error)
             if last:
-                say(f"report  none: {error}, or leave it out: sweep.report=false")
+                print_line(f"report  none: {error}, or leave it out: sweep.report=false")
         else:
             self._next = time.monotonic() + max(FIRST, (time.monotonic() - began) / SHARE)
             if last:
-                say(f"report  {short(path)}")
+                print_line(f"report  {short_path(path)}")

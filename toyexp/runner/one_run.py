@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import short
-from toyexp.base.memory import running_out
+from toyexp.base.formatting import short_path
+from toyexp.base.memory import convert_memory_errors
 from toyexp.base.ownership import require_empty
-from toyexp.base.terminal import say, status
+from toyexp.base.terminal import print_line, show_status
 from toyexp.config.compose import Composed
 from toyexp.config.request import Request
 from toyexp.interfaces.callback import Callback
@@ -30,7 +30,7 @@ class PreparedRun(NamedTuple):
 
     def run(self) -> Result:
         """Train the run to its end; its progress is printed."""
-        return execute(self.prepared, self.directory, say, self.resumed)
+        return execute(self.prepared, self.directory, print_line, self.resumed)
 
 
 def prepare_request(
@@ -41,7 +41,7 @@ def prepare_request(
     if resume == AUTO:
         parent, name = _place(composed)
         nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
-        say(f"resume  {short(found) if found else nothing}")
+        print_line(f"resume  {short_path(found) if found else nothing}")
     return prepare_run(composed, resume=found, callbacks=callbacks)
 
 
@@ -81,10 +81,10 @@ def prepare_run(
     callbacks: Mapping[str, Callback] | None = None,
 ) -> PreparedRun:  # fmt: skip
     """Build and check one configuration, to run in a directory with further `callbacks`, or to resume a run."""
-    status("starting the engine")
+    show_status("starting the engine")
     source = composed.source
     begun = source.begun if source.begun.cwd else recorded(source.directory)  # of the run that a new one repeats
-    with running_out(), begun.told(MOVED):
+    with convert_memory_errors(), begun.told(MOVED):
         built = composed.parts()
         built.callbacks.update(callbacks or {})
         where = resume or directory or composed.directory("hydra.run.dir")
@@ -102,7 +102,7 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
         recall(directory, config.data)
     else:
         require_empty(directory, key)
-    status("reading the data")
+    show_status("reading the data")
     prepared = prepare(config)
     return PreparedRun(prepared, directory, load(directory, prepared) if goes_on else None)
 
@@ -110,5 +110,7 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
 def _compared(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
         return prepared
-    told = [f"{short(repeated)}: this run repeats it, but {change}" for change in begun.differing(sources_of(prepared))]
+    told = [
+        f"{short_path(repeated)}: this run repeats it, but {change}" for change in begun.differing(sources_of(prepared))
+    ]
     return replace(prepared, warnings=[*prepared.warnings, *told[:1]])

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.ownership import SWEEP
-from toyexp.base.terminal import say
+from toyexp.base.ownership import SWEEP_FILE
+from toyexp.base.terminal import print_line
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_blanks, check_listed, check_settings
 from toyexp.config.request import Request
@@ -98,7 +98,7 @@ def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
                 os.environ[BEGUN] = memory["cwd"]
             if "--json" not in flags:
                 where = f"are from there{'' if there else f', which is gone: they are from {Path.cwd()}'}"
-                say(f"begun in {printable(memory['cwd'])}: relative paths in its settings {where}")
+                print_line(f"begun in {printable(memory['cwd'])}: relative paths in its settings {where}")
         source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
         of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
         own = [o for o in typed if _is_own(o)]
@@ -125,7 +125,7 @@ def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]])
         return JobSource(folder.jobs)
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
-        raise UserError(f"{folder.path / SWEEP}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
+        raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
     keys = space(settings.search, parse(folder.asked["space"]), types)
     return Search(settings, keys, folder.jobs, shared_words(folder.asked))
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toyexp.base.errors import for_terminal
-from toyexp.base.formatting import duration
-from toyexp.base.terminal import in_notebook, is_silent, on_terminal, write_text
+from toyexp.base.errors import escape_controls
+from toyexp.base.formatting import format_duration
+from toyexp.base.terminal import is_notebook, is_silent, is_terminal, print_text
 from toyexp.results.ranking import Ranking
 from toyexp.sweeps.directory import ANSWERED, FAILURES, Job, Status
 from toyexp.sweeps.journal import Seldom
@@ -79,7 +79,7 @@ class Board:
         if self._took and left_over:  # as far as those that are left are like those that were
             each, now = statistics.mean(self._took), time.monotonic()
             left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
-            counts.append(f"about {duration(left / max(self.at_once, len(self._running)))} left")
+            counts.append(f"about {format_duration(left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())
         rows = []
         for job, _, line in entries[:MOST]:
@@ -95,9 +95,9 @@ class Board:
             return
         size = shutil.get_terminal_size()
         width = size.columns - 1
-        shown = [for_terminal(line)[:width] for line in self.lines(width)[: max(size.lines - ROOM, 1)]]
+        shown = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - ROOM, 1)]]
         with contextlib.suppress(OSError):
-            write_text(self._up() + "".join(line + "\n" for line in shown))
+            print_text(self._up() + "".join(line + "\n" for line in shown))
         self._height, self._drawn = len(shown), time.monotonic()
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class Board:
     def clear(self) -> None:
         """Take the board off the terminal."""
         with contextlib.suppress(OSError):
-            write_text(self._up())
+            print_text(self._up())
         self._height = 0
 
     def _up(self) -> str:
@@ -130,7 +130,7 @@ class Cell(Board):
 
         if soon and time.monotonic() - self._drawn < REDRAW:
             return
-        text = "\n".join(map(for_terminal, self.lines()))
+        text = "\n".join(map(escape_controls, self.lines()))
         output = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
         if self._shown is None:
             self._shown = display(output, raw=True, display_id=True)
@@ -154,6 +154,6 @@ def board_for(
     """Return a board in a notebook, and for jobs side by side before a terminal; else None: lines are printed."""
     if is_silent():
         return None
-    if in_notebook():
+    if is_notebook():
         return Cell(jobs, ranking, at_once)
-    return Board(jobs, ranking, at_once) if on_terminal() and side_by_side else None
+    return Board(jobs, ranking, at_once) if is_terminal() and side_by_side else None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.signals import end_with_the_sweep
+from toyexp.base.signals import end_with_sweep
 from toyexp.config.top_level import MOST_JOBS
 
 if TYPE_CHECKING:
@@ -122,6 +122,6 @@ def follow_the_sweep() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 1):
                 pass
-        end_with_the_sweep()
+        end_with_sweep()
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.errors import UserError, choose, in_a_cell
-from toyexp.base.formatting import as_csv, count, counted, last_words, score, short
-from toyexp.base.tables import aligned, fits, without, wrapped
+from toyexp.base.errors import UserError, escape_cell, suggest
+from toyexp.base.formatting import format_count, format_csv, format_metric, pluralise, short_keys, short_path
+from toyexp.base.tables import align_table, drop_columns, fits_terminal, wrap_lines
 from toyexp.interfaces.command import Answer
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import Filter, filtered
@@ -47,15 +47,15 @@ class Compared(Answer):
         ranking = found.ranking
         scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
         others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
-        heads = [*map(in_a_cell, found.keys or ["name"]), "runs", self._taken, ranking.column, *others, "speed", ""]
-        rows = [[in_a_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
-        if not fits([heads, *rows]):
-            heads = [*map(in_a_cell, last_words(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
-        table, gone = without([heads, *rows], ["speed", *reversed(others), self._taken])
-        lines = aligned(table, {"runs", self._taken, *others, "speed"})
-        points = "" if len(ranking.points) == len(found.entries) else f" in {counted(len(ranking.points), 'point')}"
+        heads = [*map(escape_cell, found.keys or ["name"]), "runs", self._taken, ranking.column, *others, "speed", ""]
+        rows = [[escape_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
+        if not fits_terminal([heads, *rows]):
+            heads = [*map(escape_cell, short_keys(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
+        table, gone = drop_columns([heads, *rows], ["speed", *reversed(others), self._taken])
+        lines = align_table(table, {"runs", self._taken, *others, "speed"})
+        points = "" if len(ranking.points) == len(found.entries) else f" in {pluralise(len(ranking.points), 'point')}"
         below = [f"no room here for: {', '.join(gone)}; --csv has all"] if gone else []
-        below.append(f"{counted(len(found.entries), 'run')}{points}")
+        below.append(f"{pluralise(len(found.entries), 'run')}{points}")
         if ranking.seeds:
             below[-1] += "; mean ± standard deviation (over n-1) of the runs that came to their end"
         for leader, keys_along in found.along.items():
@@ -65,7 +65,7 @@ class Compared(Answer):
         also = [key for key in found.also if key not in ("seed", "name")]
         below += [f"also, without a point of its own: {', '.join(also)}"] if also else []
         below += [f"note: {note}" for note in found.notes()]
-        return [*lines, "", *wrapped([in_a_cell(line) for line in below])]
+        return [*lines, "", *wrap_lines([escape_cell(line) for line in below])]
 
     @property
     def _taken(self) -> str:
@@ -85,8 +85,8 @@ class Compared(Answer):
         known = len(point.values) + point.repeats
         counts = f"{known}/{len(point.jobs)}" if known < len(point.jobs) else str(len(done))
         mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""
-        speed_told = "-" if speed is None else f"{count(speed)}/s"
-        return [*cells, counts, of, str(point), *map(score, others), speed_told, mark]
+        speed_told = "-" if speed is None else f"{format_count(speed)}/s"
+        return [*cells, counts, of, str(point), *map(format_metric, others), speed_told, mark]
 
     def csv(self) -> str:
         """A row for each run, in the order of the points."""
@@ -99,12 +99,12 @@ class Compared(Answer):
         for entry, point in found.ranking.jobs():
             run, known = entry.run, bool(point.values)
             table.append([
-                short(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
+                short_path(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
                 run.state, run.steps, run.loss, *(run.scores.get(n) for n in found.scores), run.train_loss,
                 run.seconds, run.speed, len(point.values), point.mean if known else None, point.deviation,
                 "best" if point is best else None,
             ])  # fmt: skip
-        return as_csv(table)
+        return format_csv(table)
 
 
 def compared(places: Sequence[str], filters: Sequence[Filter], metric: str | None, pooled: bool = False) -> Compared:
@@ -113,17 +113,17 @@ def compared(places: Sequence[str], filters: Sequence[Filter], metric: str | Non
     runs = filtered([look(path) for path in paths], filters, notes)
     if not runs:
         raise UserError(
-            f"compare {' '.join(f.typed for f in filters)}: none of {counted(len(paths), 'run')} is like that"
+            f"compare {' '.join(f.typed for f in filters)}: none of {pluralise(len(paths), 'run')} is like that"
         )
     comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]), pooled)
     for place in map(Path, places):
         with contextlib.suppress(UserError):  # it holds no sweep, or a damaged one
             gone = [d for j in remembered(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()]
-            told = f"not counted: {counted(len(gone), 'run')} of {short(place)} not there any more: "
+            told = f"not counted: {pluralise(len(gone), 'run')} of {short_path(place)} not there any more: "
             notes += [told + ", ".join(gone[:3])] if gone else []
     comparison.unasked = notes
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
         evaluated = comparison.scores or any(run.loss is not None for run in runs)
-        there_is = choose(metric, known) if evaluated else "none was evaluated; without --metric they go by train loss"
+        there_is = suggest(metric, known) if evaluated else "none was evaluated; without --metric they go by train loss"
         raise UserError(f"--metric {metric}: no run here has such a score; {there_is}")
     return Compared(comparison)

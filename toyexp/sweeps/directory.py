@@ -15,11 +15,19 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from toyexp.base.errors import ToyexpError, UserError, printable
-from toyexp.base.files import absent, cause
-from toyexp.base.formatting import as_csv, short
-from toyexp.base.ownership import LOCK, SWEEP, Owned, keep_aside, lock, require_empty, require_inside
-from toyexp.base.terminal import say, status
-from toyexp.base.writing import dump_json, in_one_piece, require_below, require_plain
+from toyexp.base.files import explain_missing, system_message
+from toyexp.base.formatting import format_csv, short_path
+from toyexp.base.ownership import (
+    LOCK_FILE,
+    SWEEP_FILE,
+    DirectoryLocked,
+    lock,
+    rename_aside,
+    require_empty,
+    require_inside,
+)
+from toyexp.base.terminal import print_line, show_status
+from toyexp.base.writing import dump_json, require_plain, require_plain_path, write_atomically
 from toyexp.config.words import setting
 from toyexp.results.found import NUMBERS, PRUNES
 from toyexp.results.ranking import TRAIN, Ranking, ranked, sources_of
@@ -149,10 +157,10 @@ class Order:
             return self.again
         try:
             require_empty(self.directory, "hydra.sweep.dir")
-        except Owned:
+        except DirectoryLocked:
             raise
         except UserError:
-            what = f"{short(self.directory)}: is where this job runs, and is no empty directory"
+            what = f"{short_path(self.directory)}: is where this job runs, and is no empty directory"
             raise UserError(f"{what}; move that away, then go on with sweep.retry=true") from None
         return self.first
 
@@ -164,7 +172,7 @@ def is_begun(directory: Path) -> bool:
     if checkpoint.steps(directory / "checkpoints"):
         return True
     os.close(lock(directory))  # raises UserError while a process writes there
-    keep_aside(directory)
+    rename_aside(directory)
     return False
 
 
@@ -191,13 +199,13 @@ class SweepDir:
         folder = cls(path, jobs, asked)
         try:
             require_empty(path, "hydra.sweep.dir")  # another process may have been faster
-            status("writing down the jobs")
+            show_status("writing down the jobs")
             folder.save()
         except BaseException:  # also interrupted while many jobs are written down
             folder.close()
-            if not (path / SWEEP).exists():
+            if not (path / SWEEP_FILE).exists():
                 with contextlib.suppress(OSError):
-                    (path / LOCK).unlink()
+                    (path / LOCK_FILE).unlink()
                     path.rmdir()
             raise
         return folder
@@ -205,8 +213,8 @@ class SweepDir:
     @classmethod
     def open(cls, path: Path) -> SweepDir:
         """One to go on with; UserError where there is none, where it is damaged, and while another process has it."""
-        if not (path / SWEEP).is_file():
-            what = f"holds no sweep ({SWEEP})" if path.exists() else absent(path)
+        if not (path / SWEEP_FILE).is_file():
+            what = f"holds no sweep ({SWEEP_FILE})" if path.exists() else explain_missing(path)
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()
@@ -215,7 +223,7 @@ class SweepDir:
         try:
             jobs, asked = remembered(path)
             for directory in {job.directory for job in jobs if job.directory and os.sep in job.directory}:
-                require_below(path, path / directory)
+                require_plain_path(path, path / directory)
             return cls(path, jobs, asked, locked)
         except BaseException:
             os.close(locked)
@@ -289,26 +297,26 @@ class SweepDir:
         ranking = self.ranking()
         table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "", ranking)
         files: dict[str, Callable[[], str]] = {
-            SWEEP: lambda: _dumped({"format": FORMAT, **self.asked}, jobs),
-            "summary.csv": lambda: as_csv(table),
+            SWEEP_FILE: lambda: _dumped({"format": FORMAT, **self.asked}, jobs),
+            "summary.csv": lambda: format_csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
         for name, content in files.items():
             with self._telling(name):
                 require_plain(self.path / name)
-                with in_one_piece(self.path / name) as place:
+                with write_atomically(self.path / name) as place:
                     place.write_bytes(content().encode(errors="backslashreplace"))
-                if name == SWEEP:
+                if name == SWEEP_FILE:
                     self._known = len(jobs)
                     self._journal.clear()
 
     @contextlib.contextmanager
-    def _telling(self, name: str = SWEEP) -> Iterator[None]:
+    def _telling(self, name: str = SWEEP_FILE) -> Iterator[None]:
         """Warn of a file that cannot be written, once for each reason."""
         try:
             yield
         except (OSError, UserError) as error:
-            if (why := cause(error)) not in self._told:
+            if (why := system_message(error)) not in self._told:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / name, why)
             self._told.add(why)
             self._whole.waits = True  # it is tried again, at the latest as the sweep ends
@@ -337,12 +345,12 @@ def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
     """The jobs of the sweep in a directory as they stand, and what it takes to go on; UserError where it is damaged."""
     alone = f"; each of its runs goes on by itself: resume={path}/RUN"
     try:
-        state = {"space": [], **read_json(path / SWEEP)}
+        state = {"space": [], **read_json(path / SWEEP_FILE)}
         if isinstance(state.get("jobs"), list):
             Journal(path).read_into(state["jobs"])
         jobs = _check(state)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path / SWEEP}: is damaged: {printable(str(error))}{alone}") from None
+        raise UserError(f"{path / SWEEP_FILE}: is damaged: {printable(str(error))}{alone}") from None
     except Damaged as error:
         raise UserError(f"{error}{alone}") from None
     return jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")}
@@ -351,7 +359,7 @@ def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
 def _check(state: Mapping[str, Any]) -> list[Job]:
     """Return the jobs in a sweep.json; raise KeyError, TypeError, ValueError or Damaged."""
     if state["format"] != FORMAT:
-        what = f"{SWEEP}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
+        what = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
         raise Damaged(f"{what}; if a newer toyexp wrote it, update toyexp")
     asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
              "jobs": list[Any]}  # fmt: skip
@@ -400,12 +408,12 @@ def update_summary(run: Path, resumed: bool) -> Iterator[None]:
 
 
 def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
-    path = next((folder for folder in run.parents if (folder / SWEEP).is_file()), None)
+    path = next((folder for folder in run.parents if (folder / SWEEP_FILE).is_file()), None)
     if path is None:
         return
     try:
         folder = SweepDir.open(path)
-    except Owned:  # which will look for itself
+    except DirectoryLocked:  # which will look for itself
         return
     except UserError as error:
         log.warning("%s; its summary is left as it was", error)
@@ -413,12 +421,14 @@ def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
     with contextlib.closing(folder):
         for job in [job for job in folder.jobs if job.directory == str(run.relative_to(path))]:
             if other := job.difference(before):
-                say(f"sweep   {short(path)}: its summary stays as it is: job {job.number} was another run: {other}")
+                print_line(
+                    f"sweep   {short_path(path)}: its summary stays as it is: job {job.number} was another run: {other}"
+                )
                 return
             job.attempts += 1
             job.end(ended, run)
             folder.save()
-            say(f"sweep   {short(path)}: its summary is up to date")
+            print_line(f"sweep   {short_path(path)}: its summary is up to date")
 
 
 # -- the summary ----------------------------------------------------------------------------------------------------

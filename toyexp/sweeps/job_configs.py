@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.formatting import typed as plain
-from toyexp.base.writing import require_below
+from toyexp.base.formatting import format_value as plain
+from toyexp.base.writing import require_plain_path
 from toyexp.config.build import made, resolved, typed, without_hydra
 from toyexp.config.compose import Composed
 from toyexp.config.compose_cache import OF_HYDRA, told_apart
@@ -291,7 +291,7 @@ class Places:
         """Lets a job have a directory of a sweep; UserError where that is another's, or not the sweep's to give."""
         if not directory.is_relative_to(root) or ".." in directory.relative_to(root).parts or directory == root:
             raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
-        require_below(root, directory)
+        require_plain_path(root, directory)
         name = str(directory.relative_to(root))
         if owner := self._owners.get(name):
             raise UserError(f"hydra.sweep.subdir gives jobs {owner.number} and {job.number} one directory, {name}")

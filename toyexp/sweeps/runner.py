@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.formatting import short
-from toyexp.base.ownership import Owned, require_left
-from toyexp.base.signals import stop_signals
-from toyexp.base.terminal import in_notebook, say
+from toyexp.base.formatting import short_path
+from toyexp.base.ownership import DirectoryLocked, require_unlocked
+from toyexp.base.signals import catch_signals
+from toyexp.base.terminal import is_notebook, print_line
 from toyexp.config.top_level import Sweep
 from toyexp.config.words import setting
 from toyexp.results.ranking import Ranking, ranked
@@ -106,10 +106,10 @@ class Runner:
                 job.end(Ended(0), directory)
             else:
                 try:
-                    require_left(directory)
+                    require_unlocked(directory)
                     job.status = Status.KILLED
-                except Owned as owner:
-                    say(f"[{job.number}] {job.label}: {owner}")
+                except DirectoryLocked as owner:
+                    print_line(f"[{job.number}] {job.label}: {owner}")
         if "--json" not in self.asked.flags:
             self._say_missing(folder)
         retry = self.asked.settings.retry
@@ -121,16 +121,21 @@ class Runner:
         placed = [(job, folder.run(job)) for job in self.source.jobs if job.directory]
         for job, run in placed:
             if run.is_dir() and (other := job.difference(result_of(run))):
-                say(f"[{job.number}] {job.label}: {short(run)} is not the run that the sweep recorded: {other}")
+                print_line(
+                    f"[{job.number}] {job.label}: {short_path(run)} is not the run that the sweep recorded: {other}"
+                )
         gone = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
         if not gone:
             return
         place, shared = folder.run(gone[0]), shared_words(folder.asked)
         words = [*(word for word in shared if not word.startswith("hydra.sweep.")), *gone[0].overrides]
-        again = shlex.join(["toyexp", *words, setting("hydra.run.dir", short(place))])
+        again = shlex.join(["toyexp", *words, setting("hydra.run.dir", short_path(place))])
         more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
         move = "move that file away, and " if os.path.lexists(place) else ""
-        say(f"[{gone[0].number}] is completed, but its run {short(place)} is not there{more}; {move}train it: {again}")
+        print_line(
+            f"[{gone[0].number}] is completed, but its run {short_path(place)} is not there{more}; "
+            f"{move}train it: {again}"
+        )
 
     def prepare(self) -> bool:
         """Check each value before the first job starts; return whether a job cannot be, which has ended."""
@@ -157,7 +162,7 @@ class Runner:
         jobs = self.source.foreseen()
         apart = here and not self.launcher.is_stacked and not settings.search and len(jobs) > 1
         if apart and (line := advice(jobs, self.configs)):
-            say(line)
+            print_line(line)
 
     def _create(self, root: Path) -> None:
         self.folder = self._watch.folder = SweepDir.create(root, self.source.jobs, self.asked.memory)
@@ -175,7 +180,7 @@ class Runner:
             run = self.folder.run(job)
             if other := self.configs.other_run(job, run):
                 what = "put the job's own run back, or move this one away, then go on with the sweep"
-                self._end(job, Ended(NOT_STARTED, f"{short(run)}: holds another run: {other}; {what}"))
+                self._end(job, Ended(NOT_STARTED, f"{short_path(run)}: holds another run: {other}; {what}"))
             return not other
         try:
             root, directory = self.configs.directory(job, self.folder.path if self.folder else None)
@@ -194,7 +199,7 @@ class Runner:
                 yield
             return
         try:
-            with stop_signals():
+            with catch_signals():
                 yield
         except KeyboardInterrupt as error:  # between two jobs
             self._stop.number = getattr(error, "exit_code", 130) - 128
@@ -221,7 +226,7 @@ class Runner:
         logs = [path for path in (self.folder.run(job) / "log.txt", self.folder.log(job)) if path.exists()]
         if not logs:
             return ""
-        told, log_file = job.code < 0 or f"exit code {job.code}" in str(job.error), short(logs[0])
+        told, log_file = job.code < 0 or f"exit code {job.code}" in str(job.error), short_path(logs[0])
         details = [] if told else [f"exit code {job.code}"]
         details += [] if log_file in str(job.error) else [f"log: {log_file}"]
         return f" ({'; '.join(details)})" if details else ""
@@ -241,20 +246,20 @@ class Runner:
         """Print the table, and how to go on; return the exit code."""
         jobs, folder = self.source.jobs, self.folder
         statuses = {job.status for job in jobs}
-        if len(jobs) > 1 and not in_notebook():  # there the result shows it
+        if len(jobs) > 1 and not is_notebook():  # there the result shows it
             print_table(jobs, folder)
         done, left = self.source.standing()
         command = ""
         retry = ["sweep.retry=true"] if any(job.hindered for job in jobs) else []
         if (left or retry) and folder:
             plugins = [f"plugins=[{','.join(self.asked.modules)}]"] if self.asked.modules else []
-            command = shlex.join(["toyexp", setting("sweep.resume", short(folder.path)), *retry, *plugins])
+            command = shlex.join(["toyexp", setting("sweep.resume", short_path(folder.path)), *retry, *plugins])
         if number := self._stop.number:
             name = signal.Signals(number).name
             self._watch.say(f"toyexp: interrupted by {name}; {done}; go on: {command}", sys.stderr)
             return 128 + number
         if command:
-            say(f"{done}; go on: {command}")
+            print_line(f"{done}; go on: {command}")
         if statuses <= {*ANSWERED}:
             return 0
         return 2 if statuses <= {*ANSWERED, Status.REFUSED, Status.WAITING} else 1

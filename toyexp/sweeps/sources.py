@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import short
-from toyexp.base.terminal import say, status
+from toyexp.base.formatting import short_path
+from toyexp.base.terminal import print_line, show_status
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
 
@@ -37,7 +37,7 @@ class JobSource:
         new = [job for job in self._left.values() if job.directory is None]
         if not new:
             return {}
-        status(f"checking the settings of {len(new)} jobs")
+        show_status(f"checking the settings of {len(new)} jobs")
         wrong = first_look(new, configs)
         if is_new:
             require_directories(new, configs)
@@ -47,7 +47,7 @@ class JobSource:
         """Begin in a sweep's directory."""
         if is_new:
             many = "s" if len(self.jobs) > 1 else "" if self.jobs[0].overrides else "; no key has several values"
-            say(f"sweep   {short(folder.path)}, {len(self.jobs)} job{many}")
+            print_line(f"sweep   {short_path(folder.path)}, {len(self.jobs)} job{many}")
 
     def peek(self) -> Job | None:
         """Return the next job, if it is known already."""

@@ -7,8 +7,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from toyexp.base.formatting import columns, duration, last_words, short
-from toyexp.base.terminal import on_terminal, say
+from toyexp.base.formatting import align_columns, format_duration, short_keys, short_path
+from toyexp.base.terminal import is_terminal, print_line
 from toyexp.results.ranking import TRAIN, ranked
 from toyexp.sweeps.directory import ANSWERED, SPREAD, Job, Status, SweepDir, numbers, scores, state_of
 
@@ -23,7 +23,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     names, ranking = scores(jobs), folder.ranking() if folder else ranked(jobs)
     ordered = [job for job, _ in ranking.jobs()]
     keys = list(dict.fromkeys(word.partition("=")[0] for job in jobs for word in job.overrides))
-    brief_keys = dict(zip(keys, last_words(keys), strict=True))
+    brief_keys = dict(zip(keys, short_keys(keys), strict=True))
     refused: dict[str, int] = {}  # the first job that was refused with these words
 
     def label(job: Job, brief: int) -> str:
@@ -36,7 +36,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         if job.status == Status.COMPLETED:
             told = ""
             if folder and job.directory and brief < 3:
-                told = job.directory if brief else short(folder.run(job))
+                told = job.directory if brief else short_path(folder.run(job))
             told += "  diverged" if state_of(job) == "diverged" else ""
             return told + ("  best" if ranking.best and job is ranking.best.jobs[0] else "")
         if job.status == Status.REFUSED and refused.setdefault(told, job.number) != job.number:
@@ -47,24 +47,24 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         heads = ["job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {name}" for name in names), "run"]
         rows = [[str(job.number), label(job, brief), *numbers(job, names, "-"), end(job, brief)] for job in ordered]
         table = [row[:3] + row[4:] if brief > 1 else row for row in (heads, *rows)]
-        return columns(table, right={0, *range(2, len(table[0]) - 1)})
+        return align_columns(table, right={0, *range(2, len(table[0]) - 1)})
 
-    width = shutil.get_terminal_size().columns if on_terminal() else sys.maxsize
+    width = shutil.get_terminal_size().columns if is_terminal() else sys.maxsize
     # What failed may say more than a line has room for.
     count = [True, *(job.status in ANSWERED for job in ordered)]
     for brief in range(4):
         shown = lines(brief)
         if max(map(len, itertools.compress(shown, count))) < width:
             break
-    say("")
+    print_line("")
     for line in shown:
-        say(line)
+        print_line(line)
     if ranking.seeds or ranking.apart:
-        say(f"\n{SPREAD}")
-        for line in columns(ranking.table(), right={1}):
-            say(line)
+        print_line(f"\n{SPREAD}")
+        for line in align_columns(ranking.table(), right={1}):
+            print_line(line)
     for note in ranking.notes():
-        say(f"note    {note}")
+        print_line(f"note    {note}")
 
 
 def outcome(job: Job) -> str:
@@ -76,4 +76,6 @@ def outcome(job: Job) -> str:
     steps, *values = numbers(job, names, "-")
     told = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
     seconds = job.result.get("seconds")
-    return "  ".join([f"{state_of(job)} after {steps} steps", *told, *([] if seconds is None else [duration(seconds)])])
+    return "  ".join(
+        [f"{state_of(job)} after {steps} steps", *told, *([] if seconds is None else [format_duration(seconds)])]
+    )

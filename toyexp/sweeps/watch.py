@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO
 
-from toyexp.base.terminal import say
+from toyexp.base.terminal import print_line
 from toyexp.sweeps.board import Board
 from toyexp.sweeps.directory import ANSWERED, Job, Order, SweepDir
 from toyexp.sweeps.launchers.job_process import Stop
@@ -66,7 +66,7 @@ class Watch:
             if stream is sys.stderr:
                 print(line, file=stream, flush=True)
             else:
-                say(line)
+                print_line(line)
 
     def close(self) -> None:
         """Take the board off the terminal."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.formatting import typed
+from toyexp.base.formatting import format_value
 from toyexp.base.ownership import Ledger
 from toyexp.interfaces.format import Exported, Format
 from toyexp.interfaces.model import Model
@@ -132,4 +132,4 @@ def _same_settings(one: Model, other: Model) -> None:
     for name, value in other.settings().items():
         read = one.settings()[name]
         same = math.isclose(read, value, rel_tol=1e-6) if isinstance(value, float) else read == value
-        assert same, f"{name}={typed(read)} was {typed(value)}"
+        assert same, f"{name}={format_value(read)} was {format_value(value)}"

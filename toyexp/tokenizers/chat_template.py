@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.packages import needed, told_by
+from toyexp.base.packages import prefix_unavailable, require_package
 from toyexp.tokenizers.tokenizer import Tokenizer
 
 TEMPLATE_LIMIT = 1 << 16  # characters of a chat template
@@ -57,7 +57,7 @@ class Template:
         self._renderer = _renderer()
         self._names = _special_names(tokenizer)
         self._added = self._names["bos_token"] if tokenizer.add_bos else ""  # what every text begins with anyway
-        with told_by(f"the chat template of {path}"):
+        with prefix_unavailable(f"the chat template of {path}"):
             reply = self._ask([], None, [])
         if "invalid" in reply:
             raise UserError(f"{path}: its chat template is not valid ({printable(reply['invalid'])})")
@@ -147,7 +147,7 @@ def _renderer() -> _Renderer:
 
 def sandbox() -> None:
     """Raise Unavailable when jinja2 is missing or broken."""
-    with needed("jinja2", "pip install 'toyexp[data]'"):
+    with require_package("jinja2", "pip install 'toyexp[data]'"):
         import jinja2.sandbox  # noqa: F401 - what renderer.py uses
 
 

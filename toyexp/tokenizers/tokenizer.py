@@ -17,8 +17,8 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.memory import available_bytes
-from toyexp.base.signals import interruptible
-from toyexp.base.terminal import complain
+from toyexp.base.signals import run_interruptibly
+from toyexp.base.terminal import print_error
 
 WHITE = " \t\n\v\f\r"  # white space to llama.cpp where a special token swallows it
 PIECE = 1 << 15  # characters of a piece at least, and twice as many unless it can only be cut later
@@ -346,7 +346,7 @@ def _check_memory(size: int) -> None:
         taken = f"{size / 1e6:.0f} million characters in a row cannot be cut, and take {size * EACH / 1e9:.3g} GB"
         raise UserError(f"{taken}, of {left / 1e9:.3g} GB: give another data.tokenizer")
     if size == LARGE:
-        complain("this tokenizer finds no place to cut the text: it is tokenized in one piece, which takes memory")
+        print_error("this tokenizer finds no place to cut the text: it is tokenized in one piece, which takes memory")
 
 
 def encoded(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
@@ -355,7 +355,7 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterato
     end = np.array([tokenizer.eos], np.int32)
     for batch in _batches(tokenizer, documents):
         texts, begins = [part.text for part in batch], [part.begins for part in batch]
-        found = interruptible(partial(tokenizer.encode_pieces, texts, begins))
+        found = run_interruptibly(partial(tokenizer.encode_pieces, texts, begins))
         for part, ids in zip(batch, found, strict=True):
             yield np.concatenate([start[: part.begins], ids, end[: part.ends]])
 

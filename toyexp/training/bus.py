@@ -11,8 +11,8 @@ from typing import Any
 
 import pluggy
 
-from toyexp.base.attribution import failure
-from toyexp.base.errors import PluginFailed, RunFailed, SessionError, UserError, choose, printable
+from toyexp.base.attribution import plugin_failure
+from toyexp.base.errors import PluginFailed, RunFailed, SessionError, UserError, printable, suggest
 from toyexp.base.signals import hidden_interrupt
 from toyexp.interfaces.callback import Callback, Schedule, answers_lr, implements
 from toyexp.interfaces.dataset import Batch
@@ -151,7 +151,7 @@ class Bus:
             try:
                 return function(*arguments)
             except (Exception, SystemExit) as error:  # a callback may call sys.exit(); the run fails of it
-                found = failure(name, self._when(), error, self.log)
+                found = plugin_failure(name, self._when(), error, self.log)
                 if isinstance(error, SessionError) or (isinstance(error, UserError) and self.step is not None):
                     found = PluginFailed(f"{name} {self._when()}: {str(error) or type(error).__name__}")
                     found.__cause__ = error
@@ -242,7 +242,7 @@ def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
         raise RunFailed(f"{key} is {printable(repr(value))}; it must be a finite number from 0")
     known = set().union(*(group.scalable for group in plan.updates))
     if name not in known:
-        hint = "the hook `lr` is for that" if name == "lr" else choose(str(name), known)
+        hint = "the hook `lr` is for that" if name == "lr" else suggest(str(name), known)
         raise RunFailed(f"{key} is of no number of this optimiser; {hint}")
     for group in plan.updates:
         try:

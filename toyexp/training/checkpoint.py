@@ -24,7 +24,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import open_file
-from toyexp.base.writing import dump_json, make_folder, make_fresh, sync_directory, write_synced
+from toyexp.base.writing import dump_json, make_directory, make_empty_directory, sync_directory, write_synced
 from toyexp.interfaces.snapshot import SLOT
 
 log = logging.getLogger("toyexp")
@@ -64,10 +64,10 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapp
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    make_folder(folder)  # a run directory that was removed is not made anew
+    make_directory(folder)  # a run directory that was removed is not made anew
     final, temporary = folder / f"step-{step}", folder / f".tmp-{step}-{os.getpid()}"
     try:
-        make_fresh(temporary)
+        make_empty_directory(temporary)
         try:
             save_file(dict(arrays), temporary / ARRAYS)
         except SafetensorError as error:  # which says only in words that the disk is full

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.files import cause
+from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.files import system_message
 from toyexp.base.memory import available_bytes
-from toyexp.base.ownership import TEMPORARY, keep_aside
-from toyexp.base.writing import bytes_in
+from toyexp.base.ownership import TEMPORARY_NAME, rename_aside
+from toyexp.base.writing import total_bytes
 from toyexp.interfaces.model import lower_is_better
 from toyexp.interfaces.run import Best
 from toyexp.interfaces.snapshot import SLOT
@@ -72,13 +72,13 @@ class Keeper:
         evals = state.get("evals", {})
         self.evals: dict[int, Mapping[str, float]] = {int(step): found for step, found in evals.items()}
         self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
-        for stale in (path for path in folder.glob(".tmp-*") if TEMPORARY.fullmatch(path.name)):
+        for stale in (path for path in folder.glob(".tmp-*") if TEMPORARY_NAME.fullmatch(path.name)):
             shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
 
     def check(self, scores: Mapping[str, float]) -> None:
         """Raises UserError when the score of the best is not among those of an eval."""
         if self.metric and scores and self.metric not in scores:
-            raise UserError(f"checkpoint_best={printable(self.metric)}: {choose(self.metric, scores)}")
+            raise UserError(f"checkpoint_best={printable(self.metric)}: {suggest(self.metric, scores)}")
 
     def due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
         """Whether the state after `step` should be saved; `scores` are those of an eval there."""
@@ -141,13 +141,15 @@ class Keeper:
                 raise ValueError(f"{bad} is not finite; the one before it stays the newest")
             sync()
             if os.path.lexists(there := self._folder / f"step-{step}") and not is_own_checkpoint(there):
-                log.warning("%s: is not a checkpoint of this run, or damaged; moved to %s", there, keep_aside(there))
+                log.warning("%s: is not a checkpoint of this run, or damaged; moved to %s", there, rename_aside(there))
             path = write(self._folder, step, arrays, state)
-            self._outcomes.append(Saved(step, path, bytes_in(path), time.perf_counter() - began))
+            self._outcomes.append(Saved(step, path, total_bytes(path), time.perf_counter() - began))
             with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
                 self._prune(step)
         except Exception as error:
-            self._outcomes.append(f"checkpoint of step {step}: not written ({cause(error) or type(error).__name__})")
+            self._outcomes.append(
+                f"checkpoint of step {step}: not written ({system_message(error) or type(error).__name__})"
+            )
         finally:
             self._spare.put(arrays if self._overwrites else None)
 

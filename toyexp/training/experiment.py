@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from toyexp.base.attribution import attributed, given, of_a_part, sentences
+from toyexp.base.attribution import attribute_errors, attribute_part_errors, call_checked, call_for_lines
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.memory import running_out
-from toyexp.base.signals import Signals, stop_signals
+from toyexp.base.memory import convert_memory_errors
+from toyexp.base.signals import Signals, catch_signals
 from toyexp.batching.tokens import Dropout
 from toyexp.formats.file_plan import see_as
 from toyexp.interfaces.callback import Schedule
@@ -44,7 +44,7 @@ from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of
 log = logging.getLogger("toyexp")
 
 
-@of_a_part()
+@attribute_part_errors()
 def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     require_utf8(config.plain)
@@ -61,7 +61,7 @@ def prepare(config: Config) -> Prepared:
     model, batches = _fitted(config, dataset)
     _count_steps(config, batches)
     plan = _planned(config, dataset, model, batches)
-    optim = given(Optimiser, config.optim.settled, model.optim_mode or config.recipe.optim_mode)
+    optim = call_checked(Optimiser, config.optim.settled, model.optim_mode or config.recipe.optim_mode)
     plan = optimised(plan, optim, config.settings.lr)
     _check(config, plan)
     batches = Dropout(batches, plan, config.settings.seed) if plan.drops else batches
@@ -90,11 +90,11 @@ def _opened(config: Config) -> Dataset:
 def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     settings = config.settings
     who = f"model.{config.model.name}"
-    fitted = given(Model, config.model.fit, dataset, who=who)
+    fitted = call_checked(Model, config.model.fit, dataset, who=who)
     seed = settings.seed if settings.data_seed is None else settings.data_seed
     if type(fitted).batches is Model.batches:  # which gives the data's own
         who = f"data.{config.data.name}"
-    batches = given(Batches, fitted.batches, dataset, settings.batch_size, seed, who=who)
+    batches = call_checked(Batches, fitted.batches, dataset, settings.batch_size, seed, who=who)
     model = config.base.fit(dataset) if config.base is not None else fitted
     if settings.checkpoint_best is not None:
         model.require_metric("checkpoint_best", settings.checkpoint_best)
@@ -123,7 +123,7 @@ def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -
     )  # fmt: skip
     check_tensors(f"model.{model.name}", model.tensors)
     who = f"recipe.{recipe.name}"
-    plan = given(Plan, recipe.plan, model, setup, who=who)
+    plan = call_checked(Plan, recipe.plan, model, setup, who=who)
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
         raise UserError(f"{who}: its plan trains no tensor")
@@ -146,7 +146,7 @@ def execute(
     prepared: Prepared, directory: Path, say: Callable[[str], None] = lambda line: None, resumed: Resumed | None = None
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
-    with stop_signals() as signals:
+    with catch_signals() as signals:
         loop = run(prepared, directory, signals, say, resumed)
         with interrupting([loop]):
             request = next(loop)
@@ -177,11 +177,11 @@ def run(
             log.info(line)
             say(line)
         state = resumed.checkpoint.arrays if resumed else None
-        with of_a_part(log_file), running_out():
-            with attributed(f"engine.{config.engine.name}", "while it realized the plan", log_file):
+        with attribute_part_errors(log_file), convert_memory_errors():
+            with attribute_errors(f"engine.{config.engine.name}", "while it realized the plan", log_file):
                 opened: Session = yield Realize(config.engine, prepared.plan)
             with warmed(config.recipe, config.engine, opened, state, log_file) as session:
-                for line in sentences(session.notes):
+                for line in call_for_lines(session.notes):
                     log.info("note    %s", line)
                     say(f"note    {line}")
                 about = _run(prepared, run_dir, session, signals, resumed)
@@ -208,7 +208,7 @@ def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals
         plan=prepared.plan,
         session=session,
         dataset=prepared.dataset,
-        facts={**facts(prepared, given(dict, session.describe)), **run_dir.origin},
+        facts={**facts(prepared, call_checked(dict, session.describe)), **run_dir.origin},
         bus=prepared.bus,
         resumed=resumed.checkpoint.step if resumed else 0,
         stops=signals.count,
@@ -225,7 +225,7 @@ def _live(
     saver = RunSaver(run, prepared, resumed, signals)
     bus.best = saver.best
     try:
-        signals.wait_for_the_step()
+        signals.defer_to_step_end()
         bus.hook.on_start(run=run)
         bus.check()
         if resumed:
@@ -236,7 +236,7 @@ def _live(
         for text in prepared.warnings:
             run.emit("warning", text=text)
         outcome = yield from Training(
-            run, bus, prepared.batches, settings.eval_every, signals.caught,
+            run, bus, prepared.batches, settings.eval_every, signals.is_ending,
             saver, resumed.outcome if resumed else Outcome(),
         ).asks()  # fmt: skip
         yield Rest()  # the last checkpoint is being written
@@ -249,9 +249,9 @@ def _live(
         try:
             unsaved = saver.finish()
         finally:  # which a second signal ends
-            failures = bus.end(run, reason, error or bad or unsaved, signals.last_word)
+            failures = bus.end(run, reason, error or bad or unsaved, signals.final_interrupt)
         failures = [*filter(None, (bad, unsaved)), *failures]
-    if signals.last_word():
+    if signals.final_interrupt():
         outcome.reason = "interrupted"
     return outcome, failures
 
@@ -281,12 +281,12 @@ class RunSaver(Saver):
 
     def wants(self, step: int) -> bool:
         """Where a checkpoint is due or asked for, and where one came to stand that nobody was told of."""
-        return self._signals.asked_to_save or self._keeper.comes(step)
+        return self._signals.is_save_requested or self._keeper.comes(step)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Save when it is due, when SIGUSR1 asks for it, and after the last step."""
         self._step = outcome.steps
-        asked = self._signals.should_save()
+        asked = self._signals.take_save_request()
         if asked:
             self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
         due = self._keeper.due(outcome.steps, metrics, last, asked)

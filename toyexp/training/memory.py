@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toyexp.base.errors import UserError
-from toyexp.base.memory import REMEDY, TO_EVALUATE, available_bytes, running_out
+from toyexp.base.memory import EVALUATE_REMEDY, REMEDY, available_bytes, convert_memory_errors
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session
@@ -29,12 +29,12 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
 
 
 @contextlib.contextmanager
-def checked_session(plan: Plan, engine: Engine, file: str, remedy: str = TO_EVALUATE) -> Iterator[Session]:
+def checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EVALUATE_REMEDY) -> Iterator[Session]:
     """Check a plan that trains nothing, read from `file`, and yield a session; RunFailed if memory runs out."""
     check_plan(plan, engine, remedy)
     engine.check_plan(plan)
     check_forward(plan, file)
-    with running_out(remedy), engine.realize(plan) as session:
+    with convert_memory_errors(remedy), engine.realize(plan) as session:
         session.build()
         yield session
 

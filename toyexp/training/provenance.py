@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.attribution import given
+from toyexp.base.attribution import call_checked
 from toyexp.base.errors import RunFailed, UserError, printable
-from toyexp.base.files import cause, open_file, working_directory
-from toyexp.base.ownership import fingerprint_once
+from toyexp.base.files import open_file, system_message, working_directory
+from toyexp.base.ownership import cached_fingerprint
 from toyexp.interfaces.recipe import Recipe
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE, read_if_whole, read_json, result_of
 from toyexp.training.run_config import Prepared
@@ -49,18 +49,18 @@ def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def sources_of(prepared: Prepared) -> dict[str, str]:
     """Return the digests of a run's data and files by role; UserError if a file cannot be read."""
-    facts = given(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
+    facts = call_checked(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
     try:
-        digests = {role: fingerprint_once(path) for role, path in files(prepared.config.recipe).items()}
+        digests = {role: cached_fingerprint(path) for role, path in files(prepared.config.recipe).items()}
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read: {cause(error)}") from None
+        raise UserError(f"{error.filename}: cannot be read: {system_message(error)}") from None
     return {**data_sources(facts), **digests}
 
 
 def require_unwritten(base: Path, then: os.stat_result, digest: str) -> None:
     """Raise RunFailed if `base`, a file that an engine reads in place, was written to since it had that digest."""
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(base.stat(), then) and fingerprint_once(base) != digest:
+        if os.path.samestat(base.stat(), then) and cached_fingerprint(base) != digest:
             raise RunFailed(f"{base}: was written to while the run trained on it, so its numbers are of both contents; "
                             "put that file back and begin anew")  # fmt: skip
 

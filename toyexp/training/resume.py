@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import absent, open_file
-from toyexp.base.formatting import short, typed
-from toyexp.base.ownership import SWEEP, Ledger, require_inside, require_left
-from toyexp.base.validators import is_whole
+from toyexp.base.files import explain_missing, open_file
+from toyexp.base.formatting import format_value, short_path
+from toyexp.base.ownership import SWEEP_FILE, Ledger, require_inside, require_unlocked
+from toyexp.base.validators import is_integer
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.run_preview import defaults
@@ -40,7 +40,7 @@ class Resumed:
     def lines(self) -> list[str]:
         """For the person who watches."""
         changes = [_change(key, a, b) for key, (a, b) in self.changed.items()]
-        new = [f"{printable(key)}={printable(typed(value))}" for key, value in self.added.items()]
+        new = [f"{printable(key)}={printable(format_value(value))}" for key, value in self.added.items()]
         told = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
         told += f"; new since then: {', '.join(new)}" if new else ""
         return [*(f"damaged {line}; the one before it is used" for line in self.damaged), told]
@@ -69,7 +69,7 @@ class Resumed:
 def _change(key: str, then: Any, now: Any) -> str:
     if isinstance(now, Mapping) or isinstance(then, Mapping):  # a callback
         return f"{printable(key)} {'added' if then is None else 'left out'}"
-    return f"{printable(key)} {printable(typed(then))} -> {printable(typed(now))}"
+    return f"{printable(key)} {printable(format_value(then))} -> {printable(format_value(now))}"
 
 
 class Complete(UserError):
@@ -113,7 +113,7 @@ def require_run(directory: Path, key: str) -> None:
         require_inside(directory)
     if not config.is_file():
         raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
-    require_left(directory)
+    require_unlocked(directory)
     if not checkpoint.steps(directory / "checkpoints"):
         settings = settings_in(config)
         if "checkpoint_every" not in settings:
@@ -124,12 +124,12 @@ def require_run(directory: Path, key: str) -> None:
 
 def _no_run(path: Path, key: str) -> str:
     if not path.exists():
-        return absent(path)
-    if (path / SWEEP).is_file():
+        return explain_missing(path)
+    if (path / SWEEP_FILE).is_file():
         return f"holds a sweep; go on with it: sweep.resume={path}"
     around = [p for p in path.absolute().parents if (p / "checkpoints").is_dir()]
     below = sorted((p.parent for p in path.glob("*/checkpoints")), key=lambda d: d.name, reverse=True)
-    hint = f"; did you mean {key}={short(meant[0])}?" if (meant := around + below) else ""
+    hint = f"; did you mean {key}={short_path(meant[0])}?" if (meant := around + below) else ""
     return ("holds no run (config.yaml)" if path.is_dir() else "is no directory of a run") + hint
 
 
@@ -137,7 +137,7 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     """What the run in `directory` goes on from; UserError when `prepared` is another experiment, or all is done."""
     found, damaged = checkpoint.newest(directory / "checkpoints")
     if found is None:
-        raise UserError(f"resume={short(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
+        raise UserError(f"resume={short_path(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
     state, settings = found.state, prepared.config.settings
     parts, then = ("outcome", "callbacks", "engine", "config", "scores"), record_in(state)
     if not all(isinstance(state.get(part), dict) for part in parts) or not then.sources:
@@ -150,18 +150,21 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
     added = {k: now for k, (then, now) in new.items() if then is None and k.split(".")[0] not in ASIDE_KEYS}
     free = {*FREE_KEYS, *(key for key, roles in MOVED.items() if then.sources.keys() & {*roles})}
     fixed = {k: v for k, v in changed.items() if not {k, k.split(".")[0]} & free}
-    told = [f"{printable(k)} was {printable(typed(a))} and is {printable(typed(b))}" for k, (a, b) in fixed.items()]
+    told = [
+        f"{printable(k)} was {printable(format_value(a))} and is {printable(format_value(b))}"
+        for k, (a, b) in fixed.items()
+    ]
     if told := told or then.differing(sources_of(prepared)):
         more = f", and {len(told) - 3} more" if len(told) > 3 else ""
         what = f"that run is another experiment: {'; '.join(told[:3])}{more}"
-        raise UserError(f"resume={short(directory)}: {what}; a new run takes a name=... of its own")
+        raise UserError(f"resume={short_path(directory)}: {what}; a new run takes a name=... of its own")
     if found.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
     ended = checkpoint.result_of(directory)
     if found.step == settings.steps and ended.get("reason") == "completed" and not ended.get("error"):
         raise Complete(
-            f"{short(directory)}: is complete, {found.step} of {settings.steps} steps; "
-            f"to train on: resume={short(directory)} steps={2 * settings.steps}",
+            f"{short_path(directory)}: is complete, {found.step} of {settings.steps} steps; "
+            f"to train on: resume={short_path(directory)} steps={2 * settings.steps}",
             directory,
         )
     if misfit := state_misfit(prepared.plan, found.arrays):
@@ -174,11 +177,11 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
 
 def _require_own(directory: Path, prepared: Prepared) -> None:
     left = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
-    for path in Ledger.open(directory).foreign(["result.json", *left]):
-        what = f"{short(path)} is not what this run wrote there, and would be replaced"
+    for path in Ledger.open(directory).foreign_paths(["result.json", *left]):
+        what = f"{short_path(path)} is not what this run wrote there, and would be replaced"
         if path.is_file():
             open_file(path).close()  # or say that it cannot be read
-        raise UserError(f"resume={short(directory)}: {what}: move it elsewhere first")
+        raise UserError(f"resume={short_path(directory)}: {what}: move it elsewhere first")
 
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
@@ -190,7 +193,7 @@ def _outcome(found: checkpoint.Checkpoint) -> Outcome:
         raise UserError(f"{found.path / checkpoint.STATE}: is of step {outcome.steps}")
     for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
         held = found.state.get(part, {})
-        if not checkpoint.conforms(held, kind) or not all(is_whole(k, 0, found.step) for k in held):
+        if not checkpoint.conforms(held, kind) or not all(is_integer(k, 0, found.step) for k in held):
             raise UserError(f"{found.path / checkpoint.STATE}: its {part} are none")
     return outcome
 

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.attribution import given, sentences
+from toyexp.base.attribution import call_checked, call_for_lines
 from toyexp.base.errors import printable
-from toyexp.base.formatting import count, counted, smooth_loss, typed
+from toyexp.base.formatting import format_count, format_value, pluralise, smooth_loss
 from toyexp.interfaces.callback import Callback, Schedule, answers_lr
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Batches, Dataset
@@ -53,7 +53,7 @@ class Config:
         parts: list[Engine | Recipe | Data | Callback] = [
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
-        told = [text for part in parts for text in sentences(part.warnings, planned)]
+        told = [text for part in parts for text in call_for_lines(part.warnings, planned)]
         others = [c for c in self.callbacks.values() if answers_lr(c) and not isinstance(c, Schedule)]
         if not (self.settings.lr or others):
             told.append("lr=0: nothing will be learned, the weights stay as they are")
@@ -91,7 +91,7 @@ class Prepared:
 
     def left_out(self) -> list[str]:
         """What of the data is not learned from."""
-        return [*sentences(self.dataset.left_out), *self.batches.left_out]
+        return [*call_for_lines(self.dataset.left_out), *self.batches.left_out]
 
 
 @dataclass(frozen=True)
@@ -173,22 +173,22 @@ def introduction(prepared: Prepared) -> list[str]:
     config, plan = prepared.config, prepared.plan
     total = prepared.model.parameters()
     trainable = sum(t.size for t in plan.trainable)
-    share = "" if trainable == total else f", {count(trainable)} train"
+    share = "" if trainable == total else f", {format_count(trainable)} train"
     units = prepared.model.reads.units
-    sizes = given(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
-    known = [f"{count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
+    sizes = call_checked(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
+    known = [f"{format_count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     if known and isinstance(examples := sizes.get("train_examples"), int):
-        known[0] += f" in {counted(examples, 'example')}"
-    known = [*prepared.left_out(), *known, *sentences(prepared.dataset.remarks)]
+        known[0] += f" in {pluralise(examples, 'example')}"
+    known = [*prepared.left_out(), *known, *call_for_lines(prepared.dataset.remarks)]
     facts = f" ({'; '.join(known)})" if known else ""
     origin = config.recipe.origin()
     epochs = f" (epochs={config.settings.epochs:g})" if config.settings.epochs else ""
     return [
         f"engine  {config.engine_note}",
-        *(f"note    {line}" for line in sentences(config.engine.advice)),
-        f"model   {config.model.name}, {count(total)} parameters{share}",
+        *(f"note    {line}" for line in call_for_lines(config.engine.advice)),
+        f"model   {config.model.name}, {format_count(total)} parameters{share}",
         f"data    {config.data.name}{facts}",
-        f"recipe  {config.recipe.name}, {prepared.optim.title}, {counted(config.settings.steps, 'step')}{epochs}",
+        f"recipe  {config.recipe.name}, {prepared.optim.title}, {pluralise(config.settings.steps, 'step')}{epochs}",
         *(f"group   {line}" for line in _groups(prepared)),
         *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
     ]
@@ -199,14 +199,14 @@ def _groups(prepared: Prepared) -> Iterator[str]:
     for pattern, own in optim.groups.items():
         tensors = [t for t in prepared.plan.tensors if optim.group_of(t.name)[0] == pattern]
         number = sum(t.trainable or own.get("frozen", False) for t in tensors)
-        settings = ", ".join(f"{name}={typed(value)}" for name, value in own.items())
-        yield f"{printable(pattern)}: {settings}; {counted(number, 'tensor')}"
+        settings = ", ".join(f"{name}={format_value(value)}" for name, value in own.items())
+        yield f"{printable(pattern)}: {settings}; {pluralise(number, 'tensor')}"
 
 
 def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
     """What run_start records."""
     settings = prepared.config.settings
-    model, data = prepared.model, {**given(Mapping, prepared.dataset.describe), **prepared.batches.facts}
+    model, data = prepared.model, {**call_checked(Mapping, prepared.dataset.describe), **prepared.batches.facts}
     recomputed = {} if prepared.recomputed is None else {"recomputed_blocks": prepared.recomputed}
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="milliseconds"),

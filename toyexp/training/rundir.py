@@ -21,9 +21,18 @@ from typing import Any
 import yaml
 
 from toyexp.base.errors import UserError
-from toyexp.base.files import cause, check_nodes, read_text
-from toyexp.base.ownership import LEDGER, LOCK, TEMPORARY, Ledger, keep_aside, lock, require_empty, require_inside
-from toyexp.base.writing import dump_json, open_for_writing, required, unwritable, write_synced
+from toyexp.base.files import check_nodes, read_text, system_message
+from toyexp.base.ownership import (
+    LEDGER,
+    LOCK_FILE,
+    TEMPORARY_NAME,
+    Ledger,
+    lock,
+    rename_aside,
+    require_empty,
+    require_inside,
+)
+from toyexp.base.writing import convert_write_errors, dump_json, open_for_writing, unwritable_reason, write_synced
 
 log = logging.getLogger("toyexp")
 
@@ -78,10 +87,10 @@ class RunDir:
     def _tidy(self) -> None:
         """Removes what a process that was killed had not finished writing; a config.yaml that was edited is kept."""
         for left in self.path.glob(".*"):
-            if TEMPORARY.fullmatch(left.name):
+            if TEMPORARY_NAME.fullmatch(left.name):
                 (shutil.rmtree if left.is_dir() and not left.is_symlink() else os.unlink)(left)
-        if changed := Ledger.open(self.path).foreign(["config.yaml"]):
-            keep_aside(changed[0])
+        if changed := Ledger.open(self.path).foreign_paths(["config.yaml"]):
+            rename_aside(changed[0])
 
     def _write(self, name: str, text: str) -> None:
         with self.ledger.output(self.path / name) as place:
@@ -90,7 +99,7 @@ class RunDir:
     def _undo(self, made: Sequence[Path], began: bool) -> None:
         if self._log is not None:
             self._log.close()
-        for name in ("config.yaml", "log.txt", LEDGER, LOCK) if began else ():
+        for name in ("config.yaml", "log.txt", LEDGER, LOCK_FILE) if began else ():
             with contextlib.suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
         if self._lock is not None:
@@ -101,7 +110,7 @@ class RunDir:
 
     def result(self, fields: Mapping[str, Any]) -> None:
         """Writes result.json: the final numbers; raises RunFailed."""
-        with required(self.path / "result.json"):
+        with convert_write_errors(self.path / "result.json"):
             self._write("result.json", dump_json({**fields, **self.origin}, indent=2) + "\n")
         self.judged = True
 
@@ -118,7 +127,7 @@ class RunDir:
 
 def require_writable(path: Path, key: str = "hydra.run.dir") -> None:
     """Raises UserError where RunDir would, as far as that is seen without writing anything."""
-    if why := unwritable(path / "config.yaml"):
+    if why := unwritable_reason(path / "config.yaml"):
         raise UserError(f"{path}: cannot be written ({why}); choose: {key}=...")
 
 
@@ -145,7 +154,7 @@ class LogFile(logging.FileHandler):
         self._told = True
         error = sys.exc_info()[1]
         with contextlib.suppress(OSError):
-            why = cause(error) if error else ""
+            why = system_message(error) if error else ""
             sys.stderr.write(f"toyexp: warning: {self.baseFilename}: not written ({why}); the run goes on\n")
 
 

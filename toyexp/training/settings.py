@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from toyexp.base.errors import UserError, choose, printable, require_visible
-from toyexp.base.formatting import counted
+from toyexp.base.errors import UserError, printable, require_visible, suggest
+from toyexp.base.formatting import pluralise
 from toyexp.base.validators import require_float32, require_positive
 from toyexp.interfaces.run_preview import changed
 
@@ -129,7 +129,7 @@ class Settings:
             what = f"checkpoint_best={self.checkpoint_best}"
             raise UserError(f"{what}: checkpoint_every=0 writes none, leave one of them out")
         if self.nonfinite not in NONFINITE:
-            raise UserError(f"nonfinite={self.nonfinite}: {choose(self.nonfinite, NONFINITE)}")
+            raise UserError(f"nonfinite={self.nonfinite}: {suggest(self.nonfinite, NONFINITE)}")
         if self.epochs is not None:
             require_positive("epochs", self.epochs)
         if not (math.isfinite(self.lr) and self.lr >= 0):
@@ -145,10 +145,11 @@ class Settings:
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if changed(self, "eval_every") and self.eval_every > self.steps:
             evals = "there is an eval before the first and after the last"
-            told.append(f"eval_every={self.eval_every}: the run has {counted(self.steps, 'step')}; {evals}")
+            told.append(f"eval_every={self.eval_every}: the run has {pluralise(self.steps, 'step')}; {evals}")
         if saves.steps > self.steps:
             told.append(
-                f"checkpoint_every={saves.steps}: the run has {counted(self.steps, 'step')}; one is written at the end"
+                f"checkpoint_every={saves.steps}: the run has {pluralise(self.steps, 'step')}; "
+                "one is written at the end"
             )
         if changed(self, "checkpoint_keep") and not saves:
             told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.attribution import attributed
+from toyexp.base.attribution import attribute_errors
 from toyexp.base.errors import PluginFailed, RankFailed, RunFailed
-from toyexp.base.formatting import count, counted, in_bytes, short
-from toyexp.base.ownership import SWEEP
+from toyexp.base.formatting import format_bytes, format_count, pluralise, short_path
+from toyexp.base.ownership import SWEEP_FILE
 from toyexp.base.signals import Signals
-from toyexp.base.terminal import say
-from toyexp.base.writing import bytes_in
+from toyexp.base.terminal import print_line
+from toyexp.base.writing import total_bytes
 from toyexp.interfaces.dataset import Batch, batch_digest
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.session import Session
@@ -31,10 +31,10 @@ from toyexp.training.rundir import RunDir
 log = logging.getLogger("toyexp")
 
 
-def boundary(run: Run, bus: Bus, kind: str) -> attributed:
+def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
     """Return what raises an error inside as one of the run's `data` or `optim`, or of its `engine` or model."""
     names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
-    return attributed(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
+    return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
 
 
 def gave_up(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
@@ -94,7 +94,7 @@ def judged(
         run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
     except RunFailed as error:
         unwritten = error
-    if wrong := next(filter(None, (*failures, unwritten, signals.last_word())), None):
+    if wrong := next(filter(None, (*failures, unwritten, signals.final_interrupt())), None):
         raise wrong
     return result
 
@@ -124,22 +124,22 @@ def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> 
     go_on = _how_to_go_on(prepared, run_dir)
     if isinstance(error, KeyboardInterrupt | RankFailed):  # which says so in its own line
         traced = isinstance(error, RankFailed) and error.trace
-        seen = f"; see {short(run_dir.path / 'log.txt')}" if traced else ""
-        where = "" if seen else f"; run {short(run_dir.path)}"
+        seen = f"; see {short_path(run_dir.path / 'log.txt')}" if traced else ""
+        where = "" if seen else f"; run {short_path(run_dir.path)}"
         error.args = (f"{str(error) or 'interrupted'}{seen}{f'; {go_on}' if go_on else where}",)
         return
-    prepared.bus.tell(f"run     {short(run_dir.path)}")
+    prepared.bus.tell(f"run     {short_path(run_dir.path)}")
     if isinstance(error, PluginFailed) and go_on:
         prepared.bus.tell(f"        {go_on}")
 
 
 def _how_to_go_on(prepared: Prepared, run_dir: RunDir) -> str:
     saved = next(iter(steps(run_dir.path / "checkpoints")), None)
-    if not saved or (run_dir.path.parent / SWEEP).exists():
+    if not saved or (run_dir.path.parent / SWEEP_FILE).exists():
         return ""
     settings = prepared.config.settings
     plugins = [f"plugins=[{','.join(settings.plugins)}]"] if settings.plugins else []
-    command = shlex.join(["toyexp", f"resume={short(run_dir.path)}", *plugins])
+    command = shlex.join(["toyexp", f"resume={short_path(run_dir.path)}", *plugins])
     return f"{saved} of {settings.steps} steps are saved; go on: {command}"
 
 
@@ -147,26 +147,26 @@ def print_result(result: Result) -> None:
     """The outcome of one run, and where everything is."""
     outcome = result.outcome
     rate = outcome.tokens_per_second
-    speed = f" · {count(rate)} {result.units}/s (training steps alone)" if rate else ""
+    speed = f" · {format_count(rate)} {result.units}/s (training steps alone)" if rate else ""
     how = "stopped" if outcome.reason == "aborted" else outcome.reason  # by a callback, which may have reached its goal
     how = "diverged" if how == "completed" and outcome.diverged else how
-    say(f"{how} after {counted(outcome.steps, 'step')} in {outcome.seconds:.1f} s{speed}")
+    print_line(f"{how} after {pluralise(outcome.steps, 'step')} in {outcome.seconds:.1f} s{speed}")
     if how == "diverged":
-        say(f"smoothed train loss {outcome.first_train_loss:.4f} -> {outcome.train_loss:.4f}; try a lower lr")
+        print_line(f"smoothed train loss {outcome.first_train_loss:.4f} -> {outcome.train_loss:.4f}; try a lower lr")
     if outcome.why:
-        say(f"stopped because {outcome.why}")
+        print_line(f"stopped because {outcome.why}")
     if outcome.skipped:
-        say(f"{outcome.skipped} of these steps were skipped: their loss or gradient was no finite number")
+        print_line(f"{outcome.skipped} of these steps were skipped: their loss or gradient was no finite number")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
-        say(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
+        print_line(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     for name, value in outcome.eval_scores.items():
-        say(f"held-out {name} {outcome.first_eval_scores.get(name, math.nan):.4f} -> {value:.4f}")
+        print_line(f"held-out {name} {outcome.first_eval_scores.get(name, math.nan):.4f} -> {value:.4f}")
     if result.best and result.best.step != outcome.steps:
-        say(f"best held-out {result.best.metric} {result.best.score:.4f} after step {result.best.step}")
-    say(f"run     {short(result.dir)}")
+        print_line(f"best held-out {result.best.metric} {result.best.score:.4f} after step {result.best.step}")
+    print_line(f"run     {short_path(result.dir)}")
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
         step, best = result.steps_of.get(path, outcome.steps), result.best and result.best.step
         last = ", the last" if best not in (None, step) else ""
         of = f"  of step {step}{', the best' if step == best else last}" if step != outcome.steps or last else ""
-        say(f"        {shown}  {in_bytes(bytes_in(path))}{of}")
+        print_line(f"        {shown}  {format_bytes(total_bytes(path))}{of}")

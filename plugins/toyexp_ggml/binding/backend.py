@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from toyexp.base import others_running
+from toyexp.base import count_busy
 from toyexp_ggml.binding import GraphError, found, ggml
 
 try:
@@ -95,7 +95,7 @@ class Crew:
         fixed: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         lost: Callable[[], int] | None = None,
-        others: Callable[[], int] = others_running,
+        others: Callable[[], int] = count_busy,
     ):
         self._most, self._fixed, self.threads = most, fixed or most == 1, most
         self._clock, self._lost, self._others = clock, lost or cores_lost, others

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toyexp import RunFailed, UserError, printable
-from toyexp.base import interruptible, started_ranks
+from toyexp.base import run_interruptibly, started_ranks
 from toyexp_torch.distributed.supervisor import START
 
 LIMIT = timedelta(hours=1)  # until a collective fails: a rank may have to compile; one that is gone is noticed at once
@@ -119,7 +119,7 @@ def torchruns_store() -> dist.Store:
             f"MASTER_ADDR={printable(host)}: no host of that name is known here ({error.strerror})"
         ) from None
     try:
-        return interruptible(found)  # it waits in native code
+        return run_interruptibly(found)  # it waits in native code
     except (RuntimeError, OSError) as error:
         why = str(error).strip().partition("\n")[0]
         if serves:

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import IO, Any
 
 from toyexp import UserError
-from toyexp.base import RankFailed, complain
+from toyexp.base import RankFailed, print_error
 from toyexp_torch.distributed.rpc import Link, written
 
 PATIENCE = "TOYEXP_RANKS_PATIENCE"  # seconds without a sign of life until a rank counts as failed
@@ -34,7 +34,7 @@ FAREWELL = 5.0  # seconds for the ranks to end once their connection is cut
 # The program of a rank that is started here: the same sys.path, whatever the environment.
 SERVE = (
     "import json, sys; told = json.loads(sys.argv[1]); sys.path[:] = told['path']; "
-    "from toyexp.base import calm_threads; calm_threads(); "
+    "from toyexp.base import reduce_spinning; reduce_spinning(); "
     "from toyexp_torch.distributed.worker import serve; serve(told['file'])"
 )
 
@@ -54,7 +54,7 @@ def patience() -> float:
 @contextlib.contextmanager
 def naming(missing: Callable[[], str]) -> Iterator[None]:
     """Print one line that names the missing ranks if what is done inside takes more than a few seconds."""
-    timer = threading.Timer(SOON, lambda: complain(f"waiting for {missing()}"))
+    timer = threading.Timer(SOON, lambda: print_error(f"waiting for {missing()}"))
     timer.daemon = True
     timer.start()
     try:
@@ -242,7 +242,7 @@ class Supervisor:
         until = time.monotonic() + STUCK
         while self._inside:
             if time.monotonic() > until:  # in native code that nothing ends
-                complain(f"error: {failure[0]}")
+                print_error(f"error: {failure[0]}")
                 os._exit(1)
             time.sleep(0.05)
 

@@ -23,7 +23,7 @@ from contextlib import closing, nullcontext, suppress
 from typing import Any, NoReturn
 
 from toyexp import RunFailed, ToyexpError, UserError
-from toyexp.base import interruptible, place, started_ranks
+from toyexp.base import error_location, run_interruptibly, started_ranks
 from toyexp_torch.distributed.group import torchruns_store
 from toyexp_torch.distributed.rpc import Link, written
 from toyexp_torch.distributed.session import open_rank  # loads PyTorch before the first sign of life
@@ -98,7 +98,7 @@ def follow() -> None:
     rank = started_ranks().rank
     try:
         with naming(lambda: _named([0])) if rank == 1 else nullcontext():  # rank 1 speaks for all of them
-            address, port, token = interruptible(lambda: torchruns_store().get(KEY)).decode().split()
+            address, port, token = run_interruptibly(lambda: torchruns_store().get(KEY)).decode().split()
             connection = socket.create_connection((address, int(port)), timeout=START)
             connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
             taken = connection.recv(1)
@@ -168,6 +168,6 @@ class _Server:
 def _report(error: Exception) -> dict[str, str | bool]:
     """Return an error for rank 0: one line, the traceback, and whether another rank is likelier to be the cause."""
     words = " ".join(str(error).split())[:WORDS]
-    line = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}{place(error)}"
+    line = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}{error_location(error)}"
     lost = any(word in str(error) for word in LOST)
     return {"failed": line, "trace": traceback.format_exc().rstrip(), "lost": lost}

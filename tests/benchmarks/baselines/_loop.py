@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from toyexp import Unavailable
-from toyexp.base.formatting import counted
+from toyexp.base.formatting import pluralise
 from toyexp.base.threads import available_cores
 from toyexp.cli.bench_stepper import Stepper
 
@@ -25,7 +25,7 @@ class Loop(Stepper):
         if engine.device == "cpu":
             threads = engine.threads or available_cores()
             torch.set_num_threads(threads)
-            self.note += f", {counted(threads)}"
+            self.note += f", {pluralise(threads)}"
 
     def train(self, module, adamw, groups):
         """Makes it ready: the module, and what of its weights the optimiser changes."""

@@ -5,7 +5,7 @@ import torch._dynamo  # torch.optim would import it later, and its 70 MB would c
 import torch.nn.functional as F
 
 from toyexp import Unavailable
-from toyexp.base.formatting import counted
+from toyexp.base.formatting import pluralise
 from toyexp.base.threads import available_cores
 from toyexp.cli.bench_stepper import Stepper
 
@@ -28,7 +28,7 @@ class BareTorch(Stepper):
         if model.name != "llama" or plan.adapters or not is_plain(model):
             raise Unavailable("only written for a plain model=llama")
         threads = engine.threads or available_cores()
-        self.note = f"torch {torch.__version__}, {counted(threads)}"
+        self.note = f"torch {torch.__version__}, {pluralise(threads)}"
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
         self.weights = {t.name: torch.from_numpy(plan.initial(t)).requires_grad_() for t in plan.tensors}

@@ -7,7 +7,7 @@ import ggml
 import numpy as np
 
 from toyexp import Unavailable
-from toyexp.base.formatting import counted
+from toyexp.base.formatting import pluralise
 from toyexp.base.threads import available_cores
 from toyexp.cli.bench_stepper import Stepper
 
@@ -28,7 +28,7 @@ class GGMLAutodiff(Stepper):
         if model.n_kv_heads != model.n_heads and rows > 1:
             raise Unavailable("ggml has no gradient of grouped heads in a batch: model.n_kv_heads=model.n_heads")
         threads = engine.threads or available_cores()
-        self.note = f"ggml {ggml.ggml_version().decode()}, {counted(threads)}"
+        self.note = f"ggml {ggml.ggml_version().decode()}, {pluralise(threads)}"
         self.model, self.rows, self.adamw, self.steps = model, rows, adamw, 0
         self.backend = ggml.ggml_backend_cpu_init()
         ggml.ggml_backend_cpu_set_n_threads(self.backend, threads)

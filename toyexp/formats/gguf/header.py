@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.files import READING, absent, misfit
-from toyexp.base.formatting import short
+from toyexp.base.files import READ_FLAGS, explain_missing, wrong_kind
+from toyexp.base.formatting import short_path
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, UNSUPPORTED
 from toyexp.interfaces.format import TensorInfo
 
@@ -52,8 +52,9 @@ def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
     config = folder / "config.json"
     told = config.read_bytes()[:CHUNK] if config.is_file() else b""
     if OF_IMAGES.search(told) and b'"text_config"' not in told:
-        return f"{short(folder)} holds a model of images, of which toyexp reads those that it trained itself alone"
-    return f"llama.cpp makes one of a language model: python {script} {shlex.quote(short(folder))} --outfile model.gguf"
+        return f"{short_path(folder)} holds a model of images, of which toyexp reads those that it trained itself alone"
+    path = shlex.quote(short_path(folder))
+    return f"llama.cpp converts a language model: python {script} {path} --outfile model.gguf"
 
 
 def origin(path: Path) -> Path:
@@ -79,9 +80,9 @@ class Part:
     def __init__(self, path: Path, spent: int = 0):
         self.path, self.spent = path, spent
         try:
-            self._fd = os.open(path, READING)
+            self._fd = os.open(path, READ_FLAGS)
         except FileNotFoundError:
-            raise self.error(absent(path)) from None
+            raise self.error(explain_missing(path)) from None
         except OSError as error:
             raise self.error(f"cannot be opened: {error.strerror}") from None
         self.close = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
@@ -125,7 +126,7 @@ class Part:
         status = os.fstat(self._fd)
         if stat.S_ISDIR(status.st_mode):
             raise self.error("is a directory; name a GGUF file, such as model.gguf in the directory of a run")
-        if reason := misfit(status.st_mode):
+        if reason := wrong_kind(status.st_mode):
             raise self.error(reason)
         self.size = status.st_size
         cursor = _Cursor(self)

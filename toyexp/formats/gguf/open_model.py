@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError, choose, printable
-from toyexp.base.ownership import fingerprint_once
+from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.ownership import cached_fingerprint
 from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
@@ -45,7 +45,7 @@ def class_in(file: ModelFile, models: Iterable[type[Model]]) -> type[Model]:
     require_model(file)
     known = by_architecture(models)
     if file.architecture not in known:
-        raise file.error(f"its architecture is {printable(file.architecture)}; {choose('', known)}; {IN_A_MODULE}")
+        raise file.error(f"its architecture is {printable(file.architecture)}; {suggest('', known)}; {IN_A_MODULE}")
     return known[file.architecture]
 
 
@@ -128,7 +128,7 @@ def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
     """Return the `general.*` keys, without that prefix, of a model trained from `base`: its licence and its origin."""
     passed = ("license", "license.name", "license.link", "adapter_digest")
     found = {key: base.text(f"general.{key}") for key in passed}
-    parent = {key: base.text(f"general.{key}") for key in PARENT} | {"digest": fingerprint_once(base.path)}
+    parent = {key: base.text(f"general.{key}") for key in PARENT} | {"digest": cached_fingerprint(base.path)}
     parent["name"] = parent["name"] or base.path.stem
     found |= {f"base_model.0.{key}": value for key, value in parent.items()}
     return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from toyexp.base.errors import RunFailed, Unavailable, UserError, choose, printable
-from toyexp.base.packages import why_not_apart
-from toyexp.base.writing import in_one_piece, required
+from toyexp.base.errors import RunFailed, Unavailable, UserError, printable, suggest
+from toyexp.base.packages import probe_import
+from toyexp.base.writing import convert_write_errors, write_atomically
 
 # general.file_type of llama.cpp. gguf-py encodes the first; the K-quants take llama.cpp itself.
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9}
@@ -36,7 +36,7 @@ def quantiser(asked: str) -> list[str]:
     program = shutil.which("llama-quantize")
     if program is not None:
         return [program]
-    reason = why_not_apart("llama_cpp")
+    reason = probe_import("llama_cpp")
     if reason is None:
         return [sys.executable, "-P", "-c", CHILD]
     remedy = f"put its llama-quantize on the PATH, or pip install llama-cpp-python (llama_cpp {reason})"
@@ -46,7 +46,7 @@ def quantiser(asked: str) -> list[str]:
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
     """Writes `target`, in one piece, from a GGUF of another type; RunFailed with llama.cpp's words when it cannot."""
     program = [*quantiser(f"type={kind}"), *(["--allow-requantize"] if requantise else [])]
-    with required(target), in_one_piece(target) as temporary:
+    with convert_write_errors(target), write_atomically(target) as temporary:
         run = subprocess.run(
             [*program, str(source), str(temporary), kind.upper()],
             stdin=subprocess.DEVNULL,
@@ -72,7 +72,7 @@ def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None
     That is needed for the K-quants alone. `others` are what could have been given beside these types.
     """
     if kind not in FILE_TYPES | K_QUANTS:
-        raise UserError(f"{key}={kind}: {choose(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
+        raise UserError(f"{key}={kind}: {suggest(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
     if kind in K_QUANTS:
         quantiser(f"{key}={kind}")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError, printable
-from toyexp.base.writing import in_one_piece, required
+from toyexp.base.writing import convert_write_errors, write_atomically
 from toyexp.formats.gguf.form import architecture_of, gguf_form
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, IDS, checked, dequantise, encoded, fitting, pieces_of
 from toyexp.formats.gguf.header import ARRAY, SCALARS, STRING
@@ -185,7 +185,7 @@ class Writer:
 
     def save(self, path: Path) -> list[str]:
         """Writes the file, which appears under its name once it is whole; returns what was odd about its numbers."""
-        with required(path), in_one_piece(path) as temporary, open(temporary, "wb") as file:
+        with convert_write_errors(path), write_atomically(path) as temporary, open(temporary, "wb") as file:
             file.write(self._header())
             for _, _, pieces in self._tensors.values():
                 file.write(bytes(-file.tell() % self._alignment))

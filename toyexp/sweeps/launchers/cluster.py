@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.formatting import counted
-from toyexp.base.ownership import Owned, lock, require_left
+from toyexp.base.formatting import pluralise
+from toyexp.base.ownership import DirectoryLocked, lock, require_unlocked
 from toyexp.sweeps.directory import ANSWERED, Ended, Job, Order
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop, run_process
 from toyexp.sweeps.launchers.launcher import Launcher
@@ -54,8 +54,8 @@ class OnNode:
     def _is_followed(self) -> bool:
         """Return True if a sweep holds the lock of its directory."""
         try:
-            require_left(self.order.log.parent.parent)
-        except Owned:
+            require_unlocked(self.order.log.parent.parent)
+        except DirectoryLocked:
             return True
         except OSError:
             pass
@@ -67,7 +67,7 @@ class OnNode:
         while time.monotonic() < until and not self.stop.requested:
             try:
                 os.close(lock(self.order.directory))
-            except Owned:
+            except DirectoryLocked:
                 time.sleep(POLL)
                 self._poll()
             except OSError:  # there is no such run yet
@@ -144,7 +144,7 @@ class Cluster(Launcher):
                     continue
                 tries[job.number] = tries.get(job.number, 0) + 1
                 if tries[job.number] > self.retries:
-                    given_up = f", begun again {counted(self.retries, 'time')}" if self.retries else ""
+                    given_up = f", begun again {pluralise(self.retries, 'time')}" if self.retries else ""
                     yield job, Ended(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
                     continue
                 again = f"begun again, {tries[job.number]} of {self.retries} times"

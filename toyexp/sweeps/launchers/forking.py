@@ -19,7 +19,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from toyexp.base.ranks import FORKS
+from toyexp.base.ranks import FORK_SERVER_FILE
 
 POLL = 0.1  # seconds between looks at whether the sweep is to stop
 PLATFORMS = ("linux",)  # elsewhere libraries of the system are not fork-safe: jobs are spawned
@@ -56,7 +56,7 @@ class Forks:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "toyexp"], env={**environment, FORKS: str(theirs.fileno())},
+                    [sys.executable, "-m", "toyexp"], env={**environment, FORK_SERVER_FILE: str(theirs.fileno())},
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()], process_group=0,
                 )  # fmt: skip

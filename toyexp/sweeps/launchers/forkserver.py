@@ -23,8 +23,8 @@ import toyexp.batching.tokens
 import toyexp.formats.gguf.write
 import toyexp.training.experiment
 import toyexp.training.resume  # noqa: F401
-from toyexp.base.ranks import FORKS
-from toyexp.base.signals import leave
+from toyexp.base.ranks import FORK_SERVER_FILE
+from toyexp.base.signals import exit_now
 from toyexp.config.compose_cache import keep
 from toyexp.config.flags import split
 from toyexp.config.keys import Keys
@@ -41,7 +41,7 @@ DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers op
 
 def serve() -> bool:
     """Fork a process for each job that the sweep asks for; return True there, and False here once the sweep is gone."""
-    control = Connection(int(os.environ.pop(FORKS)))
+    control = Connection(int(os.environ.pop(FORK_SERVER_FILE)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
     with control, contextlib.suppress(ConnectionError, EOFError):
         asked = control.recv()
@@ -162,4 +162,4 @@ def end(code: int) -> NoReturn:
         if isinstance(file, io.IOBase):
             with contextlib.suppress(Exception):
                 file.flush()  # as happens to files that are left open
-    leave(code)
+    exit_now(code)

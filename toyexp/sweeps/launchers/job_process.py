@@ -16,9 +16,9 @@ from types import FrameType
 from typing import IO, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.signals import Handler, ending, handled
-from toyexp.base.threads import of_cores
-from toyexp.base.writing import make_folder, open_for_writing
+from toyexp.base.signals import Handler, ending_signals, handle_signals
+from toyexp.base.threads import core_variables
+from toyexp.base.writing import make_directory, open_for_writing
 from toyexp.sweeps.combinations import LIFELINE
 from toyexp.sweeps.directory import Ended, Order
 from toyexp.sweeps.launchers.forking import Process, Start, spawned
@@ -81,9 +81,9 @@ class Stop:
     @contextlib.contextmanager
     def handling(self) -> Iterator[None]:
         """The signals that end are ours; SIGUSR1, if it is none of them, is for jobs alone."""
-        handlers: dict[int, Handler] = dict.fromkeys(ending(), self.handle)
+        handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), self.handle)
         handlers.setdefault(signal.SIGUSR1, lambda number, frame: None)
-        with handled(handlers):
+        with handle_signals(handlers):
             yield
 
 
@@ -102,10 +102,10 @@ def run_process(
     last = _LastWords()
     try:
         words = order.words()
-        environment = {**os.environ, **of_cores(order.cores), **order.environment, LIFELINE: "1"}
+        environment = {**os.environ, **core_variables(order.cores), **order.environment, LIFELINE: "1"}
         if order.gpus:
             environment[VISIBLE] = ",".join(order.gpus)
-        make_folder(order.log.parent)
+        make_directory(order.log.parent)
         with (
             open(open_for_writing(order.log, os.O_APPEND), "ab", buffering=0) as log,
             start(words, environment, terminal) as process,

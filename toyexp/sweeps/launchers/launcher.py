@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import counted
-from toyexp.base.packages import needed, told_by
-from toyexp.base.threads import available_cores, of_cores
+from toyexp.base.formatting import pluralise
+from toyexp.base.packages import prefix_unavailable, require_package
+from toyexp.base.threads import available_cores, core_variables
 from toyexp.config.top_level import Sweep
 from toyexp.sweeps.directory import Ended, Job
 from toyexp.sweeps.job_configs import JobConfigs
@@ -76,7 +76,10 @@ class Launcher(ABC):
     def require(cls) -> None:
         """Raise Unavailable when the package that the launcher needs is missing or broken."""
         if cls.package:
-            with told_by(f"sweep.launcher={cls.name}"), needed(cls.package, f"pip install 'toyexp[{cls.package}]'"):
+            with (
+                prefix_unavailable(f"sweep.launcher={cls.name}"),
+                require_package(cls.package, f"pip install 'toyexp[{cls.package}]'"),
+            ):
                 importlib.import_module(cls.package)
 
     @abstractmethod
@@ -104,7 +107,7 @@ class Launcher(ABC):
     def preload(self, words: Sequence[str], stop: Stop) -> None:
         """Start the fork server, which imports what jobs of these words need."""
         if self.is_forked and sys.platform in PLATFORMS:
-            environment = {**os.environ, **of_cores(self.share.cores)}
+            environment = {**os.environ, **core_variables(self.share.cores)}
             self._forks = Forks(environment, words, lambda: stop.requested, self.is_stacked)
 
     def wait(self) -> None:
@@ -128,7 +131,7 @@ class Launcher(ABC):
         """Return what a dry run's estimate of the time leaves out."""
         if at_once > 1 and not self.share.cores:
             return "where the cluster starts so many at once, on machines like this one"
-        cores = counted(self.share.cores, "core")
+        cores = pluralise(self.share.cores, "core")
         return f"{cores} each; tried one at a time, they may be slower side by side" if at_once > 1 else ""
 
     # -- shares of a machine -------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.formatting import counted, typed
-from toyexp.base.signals import ending, handled
-from toyexp.base.terminal import say
-from toyexp.base.threads import CORES, available_cores
+from toyexp.base.formatting import format_value, pluralise
+from toyexp.base.signals import ending_signals, handle_signals
+from toyexp.base.terminal import print_line
+from toyexp.base.threads import CORES_VARIABLE, available_cores
 from toyexp.config.top_level import RAY_ADDRESS
 from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.cluster import POLL, Cluster, Lost, OnNode, last_line
@@ -92,17 +92,24 @@ class OnRay(Cluster):
         self._nodes = _look()
         self._gpus = gpus = settings.gpus or own.gpus_of(int(max((node.gpus for node in self._nodes), default=0)))
         limit, self._cores = share(self._nodes, self.settings.jobs, own.processes, gpus, settings.cpus)
-        each = counted(self._cores, "core") + (f" and {typed(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "")
+        each = pluralise(self._cores, "core") + (
+            f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""
+        )
         if not limit:
-            there = "; ".join(sorted({f"{typed(n.cores)} cores, {typed(n.gpus)} GPUs" for n in self._nodes})) or "none"
+            there = (
+                "; ".join(sorted({f"{format_value(n.cores)} cores, {format_value(n.gpus)} GPUs" for n in self._nodes}))
+                or "none"
+            )
             given = f"sweep.ray.address={address}" if address else "sweep.launcher=ray"
             raise UserError(
                 f"{given}: no node can take a job of {each} (nodes of {there}); "
                 "a cluster that grows when jobs wait is told how many may: sweep.jobs=8"
             )
         self.share = own._replace(jobs=limit)
-        where = f"{address}, {counted(len(self._nodes), 'node')}" if address else "a cluster of its own on this machine"
-        say(f"ray     {where}: {counted(limit, 'job')} at once, {each} each")
+        where = (
+            f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a cluster of its own on this machine"
+        )
+        print_line(f"ray     {where}: {pluralise(limit, 'job')} at once, {each} each")
         self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_at_node)
 
     def limit(self) -> int:
@@ -111,7 +118,7 @@ class OnRay(Cluster):
         return sum(node.fits(self._cores, self._gpus) for node in _look())
 
     def work(self, order: Order) -> OnNode:
-        ours = {k: v for k, v in os.environ.items() if k.startswith(TRAVELS) and k != CORES}
+        ours = {k: v for k, v in os.environ.items() if k.startswith(TRAVELS) and k != CORES_VARIABLE}
         return OnNode(replace(order, cores=self._cores, environment={**ours, **order.environment}))
 
     def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
@@ -160,7 +167,9 @@ def _at_node(work: OnNode, cwd: str) -> Ended:
         os.chdir(cwd)
     except OSError as error:
         return Ended(NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes have to see this disk")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending())  # a worker blocks SIGINT, which the job would take over
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, ending_signals()
+    )  # a worker blocks SIGINT, which the job would take over
     with work.stop.handling():
         return work()
 
@@ -187,7 +196,7 @@ def _join(address: str | None, cores: int) -> None:
     own: dict[str, Any] = {} if address else {"num_cpus": cores, "include_dashboard": False}
     ours: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with handled(ours):  # Ray would take them over
+        with handle_signals(ours):  # Ray would take them over
             ray.init(address or "local", **own, log_to_driver=False, configure_logging=False)
     except (Exception, SystemExit) as error:
         if address == "auto" and isinstance(error, ConnectionError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.writing import make_folder
+from toyexp.base.writing import make_directory
 from toyexp.config.top_level import Submitit
 from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.cluster import MOST, POLL, Cluster, Lost, OnNode, last_line
@@ -38,7 +38,7 @@ class OnSubmitit(Cluster):
     def begin(self, folder: Path) -> None:
         """Its files go to a new folder below the sweep's: submitit unpickles results, and a stranger's is not one."""
         own = Path(
-            tempfile.mkdtemp(dir=make_folder(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
+            tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
         )
         self._executor = executor(own, self.settings.submitit, self.share.gpus)
         self._stop_file = own / "stop"

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from toyexp.base.attribution import of_a_part
-from toyexp.base.process_state import contained
-from toyexp.base.terminal import on_terminal, say, silent
+from toyexp.base.attribution import attribute_part_errors
+from toyexp.base.process_state import restore_process_state
+from toyexp.base.terminal import is_terminal, print_line, silence
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
 from toyexp.sweeps.directory import Ended, Job, Order
 from toyexp.sweeps.launchers.gpus import visible
@@ -42,7 +42,7 @@ class Processes(Launcher):
     def resources(self, jobs: Sequence[Job]) -> Resources:
         share = self.on_this_machine(self.demand(jobs, len(visible())))
         if share.jobs > AT_ONCE:
-            say(f"sweep.jobs={self.settings.jobs}: {AT_ONCE} run at once, more are not started on one machine")
+            print_line(f"sweep.jobs={self.settings.jobs}: {AT_ONCE} run at once, more are not started on one machine")
         return share._replace(jobs=min(share.jobs, AT_ONCE))
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
@@ -50,7 +50,7 @@ class Processes(Launcher):
             with self.gpus.some(self.share.gpus) as gpus:
                 watch.begin([job])
                 order = replace(watch.order(job), gpus=gpus, cores=self.share.cores)
-                terminal = self.alone and on_terminal()
+                terminal = self.alone and is_terminal()
                 ended = run_process(order, watch.stop, partial(watch.hear, job), terminal=terminal, start=self.start)
             hand_on((job, ended))
 
@@ -84,10 +84,10 @@ class InProcess(Launcher):
 
     def _run(self, job: Job, watch: Watch) -> Ended:
         try:
-            with contained(), silent(watch.board is not None):
+            with restore_process_state(), silence(watch.board is not None):
                 order = watch.order(job)
                 os.environ.update(order.environment)
-                with of_a_part():
+                with attribute_part_errors():
                     print_result(self._prepared(job, order).run())
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)

@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from toyexp.base.attribution import of_a_part
+from toyexp.base.attribution import attribute_part_errors
 from toyexp.base.errors import RunFailed
-from toyexp.base.formatting import counted, in_bytes
-from toyexp.base.memory import running_out
-from toyexp.base.process_state import contained
-from toyexp.base.signals import CommonSignals, Interrupted, stop_signals
-from toyexp.base.terminal import say
+from toyexp.base.formatting import format_bytes, pluralise
+from toyexp.base.memory import convert_memory_errors
+from toyexp.base.process_state import restore_process_state
+from toyexp.base.signals import CommonSignals, Interrupted, catch_signals
+from toyexp.base.terminal import print_line
 from toyexp.config.request import Request
 from toyexp.interfaces.data import opened_once
 from toyexp.interfaces.stack import Stack, unlike
@@ -87,7 +87,7 @@ def train_stack(request: Request) -> int:
     signals = CommonSignals()
     with (
         open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,
-        stop_signals(signals),
+        catch_signals(signals),
         opened_once(),
         contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),
         contextlib.redirect_stderr(cast("TextIO", Tagged(sys.stderr))),
@@ -117,13 +117,13 @@ class StackProcess:
         """Trains them all, or until a signal comes; returns the exit code."""
         ahead, left, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
         try:
-            while (left or pool) and not self.signals.caught():
-                while left and len(pool) < (self.limit or POOL) and not self.signals.caught():
+            while (left or pool) and not self.signals.is_ending():
+                while left and len(pool) < (self.limit or POOL) and not self.signals.is_ending():
                     pool += self._made_ready(left.popleft(), ahead)
-                if pool and not self.signals.caught():
+                if pool and not self.signals.is_ending():
                     stack = self._next_stack(pool)
                     pool = [member for member in pool if member not in stack]
-                    with contained():
+                    with restore_process_state():
                         self._train(stack)
         except Interrupted as second:
             return second.exit_code
@@ -144,7 +144,7 @@ class StackProcess:
             return prepare_run(ahead.of_a_run(job), directory, directory if begun else None, taken())
 
         try:
-            with contained(), of_a_part():
+            with restore_process_state(), attribute_part_errors():
                 yield Member(job.number, *context.run(make), context)
         except (Exception, SystemExit) as error:
             self._ended(job.number, Ended.of(error))
@@ -177,7 +177,7 @@ class StackProcess:
 
     def _once(self, line: str) -> None:
         if line not in self._told:
-            say(f"stack   {line}")
+            print_line(f"stack   {line}")
         self._told.add(line)
 
     # -- one stack --
@@ -185,7 +185,9 @@ class StackProcess:
     def _train(self, stack: Sequence[Member]) -> None:
         self.tell(begins=[member.number for member in stack])
         if len(stack) > 1:
-            say(f"stack   {counted(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}")
+            print_line(
+                f"stack   {pluralise(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}"
+            )
         lives = [Life(self._life(member), member.context) for member in stack]
         begun = {}
         with interrupting(lives):
@@ -204,13 +206,13 @@ class StackProcess:
             if len(lives) == 1:
                 found = begun[lives[0]].answer()
             else:
-                with running_out():
+                with convert_memory_errors():
                     found = begun[lives[0]].engine.realize_stack([request.plan for request in begun.values()])
         except Exception as error:
             found = error
         if len(lives) > 1 and isinstance(found, RunFailed):
             half = (len(lives) + 1) // 2
-            say(f"stack   {found}: {half} and {len(lives) - half} jobs train together")
+            print_line(f"stack   {found}: {half} and {len(lives) - half} jobs train together")
             del found  # its traceback holds the memory that was taken
             for part in (lives[:half], lives[half:]):
                 self._drive({life: begun[life] for life in part})
@@ -220,9 +222,9 @@ class StackProcess:
     def _life(self, member: Member) -> Asks[None]:
         """A job's run; whatever becomes of it is told, and touches no other."""
         try:
-            with of_a_part():
-                signals = self.signals.of_a_run()
-                result = yield from run(member.prepared, member.directory, signals, say, member.resumed)
+            with attribute_part_errors():
+                signals = self.signals.add_run()
+                result = yield from run(member.prepared, member.directory, signals, print_line, member.resumed)
                 print_result(result)
         except KeyboardInterrupt as error:
             self._ended(member.number, Ended(getattr(error, "exit_code", 130), str(error)))
@@ -291,13 +293,12 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
     each, free = engine.bytes_in_a_stack(plan) or bytes_in_a_stack(plan), engine.free_bytes()
     most = min(limit or len(alike), len(alike))
     trained = sum(t.size for t in plan.trainable)
-    words = (
-        f"{counted(len(alike), 'job')} of one program, {trained:,} parameters that train, about {in_bytes(each)} each"
-    )
+    jobs = f"{pluralise(len(alike), 'job')} of one program"
+    words = f"{jobs}, {trained:,} parameters that train, about {format_bytes(each)} each"
     if free is not None:
         frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # held once in each stack
         free = max(free // shared_by - frozen, 0)
-        words += f" of {in_bytes(free)} that are free"
+        words += f" of {format_bytes(free)} that are free"
         if each * most > SHARE * free:
             most = max(int(SHARE * free / each), 1)
             words += f": at most {most} at once"
@@ -319,7 +320,7 @@ def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tup
     sizes = [*(size for size in SIZES if size < most), most]
     for size in sizes[::-1] if on_gpu else sizes:
         try:
-            with running_out():
+            with convert_memory_errors():
                 now = _seconds(blank[:size]) / size
         except RunFailed:  # that many do not fit
             if on_gpu:

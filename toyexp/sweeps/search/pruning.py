@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import typed
+from toyexp.base.formatting import format_value
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.run import Run
@@ -85,7 +85,7 @@ class Pruning(Callback):
             log.warning("%s: not written (%s); the run goes on", self.journal, error.strerror)
             return
         if stops and step < run.steps:
-            told = f"the held-out {self.metric} {typed(round(score, 4))} after step {step}"
+            told = f"the held-out {self.metric} {format_value(round(score, 4))} after step {step}"
             self._why = f"{PRUNES}{self.prune}: {told} is bad beside that of other points"
 
     @hookimpl

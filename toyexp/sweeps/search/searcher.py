@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import counted, short
-from toyexp.base.terminal import say, status
-from toyexp.base.writing import dump_json, in_one_piece
+from toyexp.base.formatting import pluralise, short_path
+from toyexp.base.terminal import print_line, show_status
+from toyexp.base.writing import dump_json, write_atomically
 from toyexp.config.top_level import MOST_JOBS
 from toyexp.interfaces.kind import perplexity
 from toyexp.results.ranking import sources_of
@@ -61,7 +61,7 @@ class Search(JobSource):
 
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
         """See JobSource."""
-        status("checking the values of the search")
+        show_status("checking the values of the search")
         for error in first_look(self.samples, configs).values():
             raise error
         self._check_metric(configs)
@@ -79,7 +79,7 @@ class Search(JobSource):
         for job in self.jobs:
             self.told(job)
         told = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
-        say(f"sweep   {short(folder.path)}, {self._how_many()}: {told}")
+        print_line(f"sweep   {short_path(folder.path)}, {self._how_many()}: {told}")
 
     def foreseen(self) -> list[Job]:
         """Return jobs to go on with, and those that are yet to be chosen, as one of the probes each."""
@@ -90,7 +90,7 @@ class Search(JobSource):
     def _how_many(self) -> str:
         asked, repeats = self._settings.trials or 0, self._settings.repeats
         no_more = " (there are no more)" if self._points < asked else ""
-        return counted(self._points, "point") + no_more + (f" of {counted(repeats, 'run')}" if repeats > 1 else "")
+        return pluralise(self._points, "point") + no_more + (f" of {pluralise(repeats, 'run')}" if repeats > 1 else "")
 
     def _check_metric(self, configs: JobConfigs) -> None:
         settings = self._settings
@@ -174,7 +174,7 @@ class Search(JobSource):
         jobs = self._by_trial()[job.trial]
         before, self._data = len(self._data), self._data | {sources_of(job).get("data", "")} - {""}
         if len(self._data) > 1 >= before:
-            say("note    the data differ between points: the search goes on, and their scores do not compare")
+            print_line("note    the data differ between points: the search goes on, and their scores do not compare")
         if self._is_done(jobs):
             self._study.tell(job.trial, None if any(map(_is_bad, jobs)) else statistics.fmean(self._scores(jobs)))
 
@@ -216,25 +216,25 @@ class Search(JobSource):
         shares, why = ({}, "the scores do not compare") if ranking.other_data else study.importances()
         best = None
         if ranking.other_data:
-            say("best    none: the scores of these points do not compare")
+            print_line("best    none: the scores of these points do not compare")
         elif (trial := study.best()) is None:
-            say(f"best    none: no point has a held-out {settings.metric}")
+            print_line(f"best    none: no point has a held-out {settings.metric}")
         else:
             best = self._best(trial)
             told = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
-            say(f"keys    what matters: {told}" if shares else f"keys    what matters is unknown: {why}")
-            say(f"again   {best['command']}")
+            print_line(f"keys    what matters: {told}" if shares else f"keys    what matters is unknown: {why}")
+            print_line(f"again   {best['command']}")
         kept = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
             "best": best, "trials": list(study.outcomes()), "notes": ranking.notes(), "importances": shares,
             "no_importances": why,
         }  # fmt: skip
-        say(f"study   optuna-dashboard {shlex.quote(short(study.path))}")
+        print_line(f"study   optuna-dashboard {shlex.quote(short_path(study.path))}")
         try:
-            with in_one_piece(folder.path / "search.json") as place:
+            with write_atomically(folder.path / "search.json") as place:
                 place.write_text(dump_json(kept, indent=1) + "\n")
         except OSError as error:
-            say(f"search.json: not written ({error.strerror})")
+            print_line(f"search.json: not written ({error.strerror})")
 
     def _best(self, trial: int) -> dict[str, Any]:
         """The best point as it is kept, of which a line is printed."""
@@ -246,7 +246,7 @@ class Search(JobSource):
         shared = [word for word in shared if word.partition("=")[0] not in own]
         mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
         over = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
-        say(f"best    {' '.join(words)}: held-out {self._settings.metric} {mean:.4f}{over}")
+        print_line(f"best    {' '.join(words)}: held-out {self._settings.metric} {mean:.4f}{over}")
         return {
             "trial": trial, "settings": words, "score": mean, "deviation": spread,
             "command": shlex.join(["toyexp", *shared, *jobs[0].overrides]), "jobs": [job.number for job in jobs],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import typed
+from toyexp.base.formatting import format_value
 from toyexp.sweeps.combinations import swept
 from toyexp.sweeps.directory import Job
 
@@ -57,7 +57,7 @@ class Key:
     def setting(self, value: Any) -> str:
         """Return a value of Optuna's as it is typed."""
         if self.is_interval or not self.numbers:
-            return f"{self.key}={typed(value)}"
+            return f"{self.key}={format_value(value)}"
         return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - value))[1]
 
 
@@ -108,7 +108,9 @@ def _key(override: Override) -> Key:
             raise UserError(f"{line}: an interval goes from a number to a higher one: interval(0.1, 0.5)")
         if log and low <= 0:
             raise UserError(f"{line}: with log an interval begins above 0")
-        return Key(key, line, [f"{key}={typed(low)}", f"{key}={typed(high)}"], [low, high], is_interval, log)
+        return Key(
+            key, line, [f"{key}={format_value(low)}", f"{key}={format_value(high)}"], [low, high], is_interval, log
+        )
     found = list(swept(override))
     is_range = override.is_range_sweep() and len(found) > 1
     if is_range:

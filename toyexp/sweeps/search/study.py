@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.packages import needed, told_by
+from toyexp.base.packages import prefix_unavailable, require_package
 from toyexp.base.writing import open_for_writing
 from toyexp.interfaces.model import lower_is_better
 from toyexp.sweeps.search.space import Key, point, size
@@ -39,13 +39,13 @@ OF_CMAES = {
 
 def require(search: str) -> Any:
     """Optuna, quiet; Unavailable when it, or what the search needs beside it, is missing or broken."""
-    with told_by(f"sweep.search={search}"):
-        with needed("optuna", HOW):
+    with prefix_unavailable(f"sweep.search={search}"):
+        with require_package("optuna", HOW):
             import optuna
 
             optuna.logging.set_verbosity(optuna.logging.ERROR)
         if search == "cmaes":
-            with needed("cmaes", HOW):
+            with require_package("cmaes", HOW):
                 import cmaes  # noqa: F401 - Optuna imports it where it is used
     return optuna
 

@@ -34,14 +34,14 @@ TOLD = {
     ),
     "parity": Told(fails="an engine is beyond the tolerances", guide="guides/agreement.md"),
     "bench": Told(guide="guides/speed.md"),
-    "eval": Told(fails="its held-out loss is no number", guide="guides/after.md#how-good-is-a-file-toyexp-eval"),
-    "describe": Told(guide="guides/after.md#what-is-in-a-file-toyexp-describe"),
-    "models": Told(guide="guides/after.md#which-files-are-here-toyexp-models"),
-    "generate": Told(guide="guides/after.md#what-does-it-write-toyexp-generate"),
+    "eval": Told(fails="its held-out loss is no number", guide="guides/after.md#evaluate-a-model-toyexp-eval"),
+    "describe": Told(guide="guides/after.md#inspect-a-file-toyexp-describe"),
+    "models": Told(guide="guides/after.md#list-the-models-on-this-machine-toyexp-models"),
+    "generate": Told(guide="guides/after.md#generate-text-and-chat-toyexp-generate"),
     "predict": Told(
         "nothing, or with `--csv` that file, whole or not at all",
         "an image could not be read",
-        "guides/after.md#what-is-in-the-picture-toyexp-predict",
+        "guides/after.md#classify-images-toyexp-predict",
     ),
     "export": Told(
         "the model in its new type beside the old one, or at `--to`: whole or not at all",
@@ -51,7 +51,7 @@ TOLD = {
     "merge": Told(
         "the merged model, at `--out`: whole or not at all",
         "it could not be written",
-        "guides/after.md#one-file-of-base-and-adapter-toyexp-merge",
+        "guides/after.md#merge-an-adapter-into-its-base-toyexp-merge",
     ),
     "runs": Told(guide="guides/compare.md"),
     "compare": Told("nothing, or with `--html` that file", guide="guides/compare.md"),

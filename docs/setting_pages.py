@@ -10,7 +10,7 @@ from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
 from toyexp.config.top_level import GROUPS, top_level
 from toyexp.plugins.discovery import load
-from toyexp.plugins.settings import Setting, settings_of
+from toyexp.plugins.settings import Setting, list_settings
 from toyexp.training.settings import ASIDE, FREE, Settings, keys_with
 
 TITLES = {
@@ -61,7 +61,7 @@ def grouped(classes: Iterable[tuple[str, type]]) -> list[Row]:
     """The settings of some parts, each once: those that are alike in every word are one."""
     rows: dict[tuple[str, str, str, str], Row] = {}
     for name, cls in classes:
-        for setting in settings_of(cls):
+        for setting in list_settings(cls):
             alike = (setting.name, setting.type, format_value(setting.default), setting.comment)
             rows.setdefault(alike, Row(setting)).parts.append(name)
     order = list(dict.fromkeys(key[0] for key in rows))

@@ -11,7 +11,7 @@ import pytest
 from toyexp.base.formatting import format_value
 from toyexp.config.top_level import top_level
 from toyexp.plugins.discovery import load
-from toyexp.plugins.settings import settings_of
+from toyexp.plugins.settings import list_settings
 
 pytestmark = pytest.mark.release
 ROOT = Path(__file__).parent.parent
@@ -64,7 +64,7 @@ def test_every_key_of_every_part_is_in_the_tables_with_its_default_and_its_reade
         rows = table_of(site[f"reference/settings/{kind}.html"])
         for name in offers:
             prefix = {"callbacks": f"callbacks.{name}.", "format": ""}.get(kind, f"{kind}.")
-            for s in settings_of(registry.get(kind, name)):
+            for s in list_settings(registry.get(kind, name)):
                 told = [prefix + s.name, format_value(s.default) or "empty", s.comment]
                 found = [row[4:] for row in rows if len(row) > 3 and [row[0], row[2], row[3]] == told]
                 assert [r for r in found if not r or r == ["all"] or name in r[0].split(", ")], (name, s.name)

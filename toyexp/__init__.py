@@ -44,23 +44,23 @@ if TYPE_CHECKING:
     from toyexp.interfaces.command import Arguments, Command
     from toyexp.interfaces.data import Data
     from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec, batch_digest
-    from toyexp.interfaces.decoder import Decoder, Piecewise, Recompute
+    from toyexp.interfaces.decoder import Decoder, IncrementalOps, Recompute
     from toyexp.interfaces.engine import Engine
-    from toyexp.interfaces.format import Exported, Format, ModelFile, Models, TensorInfo
+    from toyexp.interfaces.format import Format, ModelExport, ModelFile, Models, TensorInfo
     from toyexp.interfaces.hooks import Register, hookimpl
     from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
     from toyexp.interfaces.micro_batches import HeldOut
     from toyexp.interfaces.model import Model, TensorSpec, lower_is_better
-    from toyexp.interfaces.ops import Adapted, LowRank, Ops, Params, Rotary, Tensor
+    from toyexp.interfaces.ops import AdaptedWeight, LowRank, Ops, Params, Rotary, Tensor
     from toyexp.interfaces.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Group, Optimiser, Rule
     from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
     from toyexp.interfaces.recipe import Recipe, Setup
     from toyexp.interfaces.run import Run
-    from toyexp.interfaces.run_preview import Planned, changed
-    from toyexp.interfaces.sampling import Sampling, endless
+    from toyexp.interfaces.run_preview import RunPreview, changed
+    from toyexp.interfaces.sampling import Sampling, generate_endlessly
     from toyexp.interfaces.session import Session, State, StepInput, StepMetrics
-    from toyexp.interfaces.stack import Stack, unlike
-    from toyexp.interfaces.values import Constant, Given, Normal, Values
+    from toyexp.interfaces.stack import Stack, program_difference
+    from toyexp.interfaces.values import ArrayValues, Constant, Normal, Values
     from toyexp.reference.engine import NumpyArithmetic, updated
     from toyexp.reference.forward import reason_to_recompute
     from toyexp.reference.forward_listing import Traced, listing

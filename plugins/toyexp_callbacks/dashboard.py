@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO, cast
 
-from toyexp import Planned, Run, UserError, hookimpl, printable, require_package
+from toyexp import Run, RunPreview, UserError, hookimpl, printable, require_package
 from toyexp.base import make_directory, require_choice, require_range
 from toyexp_callbacks.events import Listener, told_before
 
@@ -64,9 +64,9 @@ class Dashboard(Listener):
         with require_package(self.library, f"pip install 'toyexp[{self.name}]'"):
             getattr(importlib.import_module(self.library), self.begins)
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That no step is sent."""
-        return planned.beyond(f"callbacks.{self.name}.every", self.every, "none of them is sent")
+        return preview.interval_warnings(f"callbacks.{self.name}.every", self.every, "none of them is sent")
 
     @hookimpl
     def on_start(self, run: Run) -> None:
@@ -157,7 +157,7 @@ class Tracker(Dashboard):
         """Goes on in the same run."""
         self.id, self.resumed = str(state["id"]), True
 
-    def group_of(self, run: Run) -> str | None:
+    def run_group(self, run: Run) -> str | None:
         """The group that was asked for, or the sweep that the run is a job of."""
         sweep = run.dir.parent
         return self.group or (sweep.name if (sweep / "sweep.json").is_file() else None)
@@ -201,13 +201,13 @@ class Scalars:
 
         self._event, self._scalar = Event, scalar
         # A run that is resumed within a second must not write over its first file.
-        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.from-{run.resumed}"
+        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.from-{run.resumed_step}"
         self._path = make_directory(run.dir / FOLDER) / name
         self._path.touch(exist_ok=False)
         self._file = RecordWriter(str(self._path))
         self._write(file_version="brain.Event:2")
-        if run.resumed:
-            self._write(step=run.resumed + 1, session_log=SessionLog(status=SessionLog.START))
+        if run.resumed_step:
+            self._write(step=run.resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         else:
             told = json.dumps(dict(run.config), indent=4, default=str)
             self._write(step=0, summary=text("config", "    " + told.replace("\n", "\n    ")))
@@ -268,7 +268,7 @@ class Trackio(Tracker):
             record: Any = trackio.init(
                 project=self.project,
                 name=name,
-                group=self.group_of(run),
+                group=self.run_group(run),
                 space_id=self.space,
                 config=json.loads(json.dumps(dict(run.config), default=str)),
                 resume="allow" if self.resumed else "never",
@@ -294,7 +294,7 @@ class Trackio(Tracker):
                 part = {"step": "train", "eval": "held_out"}[kind]
                 numbers = {f"{part}/{k}": v for k, v in fields.items() if isinstance(v, int | float)}
                 points[kind, step] = numbers  # an eval of a resumed run may be told twice
-        if sum(kind == "step" for kind, _ in points) < run.resumed // self.every:
+        if sum(kind == "step" for kind, _ in points) < run.resumed_step // self.every:
             return []
         return [(step, numbers) for (_, step), numbers in points.items()]
 
@@ -378,7 +378,7 @@ class Wandb(Tracker):
         record: Any = wandb.init(
             project=self.project,
             entity=self.entity,
-            group=self.group_of(run),
+            group=self.run_group(run),
             tags=[tag.strip() for tag in self.tags.split(",") if tag.strip()] if self.tags else None,
             id=self.id,
             resume="allow" if self.resumed and self.mode == "online" else None,  # offline, the id says enough

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from toyexp import Batch, Callback, Plan, Planned, Run, RunFailed, batch_digest, hookimpl
+from toyexp import Batch, Callback, Plan, Run, RunFailed, RunPreview, batch_digest, hookimpl
 from toyexp.base import dump_json, open_file, open_for_writing, require_range, write_synced
 
 log = logging.getLogger("toyexp")
@@ -87,7 +87,7 @@ class Lines:
 class Listener(Callback):
     """Base of the callbacks that go by what they are told: the next step may begin before they hear of one."""
 
-    def looks(self, step: int) -> bool:
+    def should_wait(self, step: int) -> bool:
         """Return False."""
         return False
 
@@ -117,9 +117,9 @@ class Events(Listener):
         """The record."""
         return ["events.jsonl"]
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That no step is recorded."""
-        return planned.beyond("callbacks.events.every", self.every, "none of them is recorded")
+        return preview.interval_warnings("callbacks.events.every", self.every, "none of them is recorded")
 
     @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
     def on_start(self, run: Run) -> None:
@@ -132,7 +132,7 @@ class Events(Listener):
             if trouble:
                 self._warn(trouble)
             return
-        if run.resumed:
+        if run.resumed_step:
             self._path.unlink(missing_ok=True)  # of an earlier process that went on from here, and did not come far
         facts = {"run_id": run.dir.name, "name": run.name, "phase": "train", **run.facts}
         first = dump_json({"kind": "run_start", "t": 0.0, "schema": "toy/v1", **facts})
@@ -140,7 +140,7 @@ class Events(Listener):
             write_synced(place, first.encode() + b"\n")
         self._lines = Lines(self._path)
         if self._place is not None:
-            self._warn(f"events.jsonl is gone, and with it what it said of the steps up to {run.resumed}")
+            self._warn(f"events.jsonl is gone, and with it what it said of the steps up to {run.resumed_step}")
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._add(dump_json({"kind": kind, "t": round(time.monotonic() - self._began, 6), **fields}))
@@ -228,7 +228,7 @@ def told_before(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
             event = json.loads(line)
             kind, step = event.pop("kind", None), event.pop("step", None)
             event.pop("t", None)
-            if isinstance(step, int) and step <= run.resumed:
+            if isinstance(step, int) and step <= run.resumed_step:
                 yield str(kind), step, event
 
 

@@ -93,7 +93,7 @@ class Plots(Listener):
         self._curves.title = run.name if recipe in run.name else f"{run.name}, {recipe}"
         self._curves.below = " · ".join(filter(None, told))
         self._curves.per = "token" if "tokenizer" in data else "target"
-        if run.resumed:
+        if run.resumed_step:
             self._take_back(run)
         self._next = time.monotonic() + FIRST
 

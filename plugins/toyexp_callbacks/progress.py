@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Planned, Run, hookimpl
+from toyexp import Run, RunPreview, hookimpl
 from toyexp.base import (
     drop_output,
     escape_controls,
@@ -47,9 +47,9 @@ class Progress(Listener):
         """Raises UserError for a negative interval."""
         require_range("callbacks.progress", self, every="[0,inf)")
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That the plain lines are of the first step and the last alone."""
-        return planned.beyond("callbacks.progress.every", self.every, "the first and the last have a line")
+        return preview.interval_warnings("callbacks.progress.every", self.every, "the first and the last have a line")
 
     @hookimpl
     def on_start(self, run: Run) -> None:
@@ -57,14 +57,14 @@ class Progress(Listener):
         self._tokens = self._seconds = 0.0
         self._lines = self.every or -(-run.steps // 10)
         self._redrawn, self._told = 0.0, time.monotonic()
-        self._first = run.resumed + 1
+        self._first = run.resumed_step + 1
         if is_silent():
             return
         if is_notebook():
-            self._bar = Cell(run.steps, run.resumed)
+            self._bar = Cell(run.steps, run.resumed_step)
         elif sys.stdout is not None and sys.stdout.isatty():
             with self._terminal():
-                self._bar = Bar(run.steps, run.resumed)
+                self._bar = Bar(run.steps, run.resumed_step)
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import Callback, Dataset, Planned, Run, UserError, changed, hookimpl, printable
+from toyexp import Callback, Dataset, Run, RunPreview, UserError, changed, hookimpl, printable
 from toyexp.base import require_range, stream
 
 PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
@@ -34,13 +34,13 @@ class Sample(Callback):
         require_range("callbacks.sample", self, every="[0,inf)", top_k="[0,inf)", tokens="[1,inf)")
         require_range("callbacks.sample", self, temperature="[0,100)", top_p="(0,1]", min_p="[0,1]")
 
-    def looks(self, step: int) -> bool:
+    def should_wait(self, step: int) -> bool:
         """Where it samples."""
         return bool(self.every) and step % self.every == 0
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That there is one sample alone, and that nothing is drawn."""
-        yield from planned.beyond("callbacks.sample.every", self.every, "there is a sample at the end")
+        yield from preview.interval_warnings("callbacks.sample.every", self.every, "there is a sample at the end")
         drawing = [key for key in ("top_k", "top_p", "min_p") if changed(self, key)]
         if not self.temperature and drawing:
             given = f"callbacks.sample.{drawing[0]}={getattr(self, drawing[0])}"
@@ -62,7 +62,7 @@ class Sample(Callback):
     @hookimpl
     def on_start(self, run: Run) -> None:
         """Notes where a resumed run stands."""
-        self._step = run.resumed
+        self._step = run.resumed_step
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:
@@ -83,10 +83,10 @@ class Sample(Callback):
         prompt = tokenizer.decode(self._prompt) if self.prompt is None else self.prompt
         sampling = toyexp.Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         words, last, began = stream(run.seed, "sample", self._step), tokenizer.ends, time.monotonic()
-        drawn = toyexp.endless(run.session, self._prompt, sampling, words, tokenizer.vocab)
+        drawn = toyexp.generate_endlessly(run.session, self._prompt, sampling, words, tokenizer.vocab)
 
         def goes_on(token: int) -> bool:
-            return token not in last and not (run.stops() and time.monotonic() - began > PATIENCE)
+            return token not in last and not (run.stop_signals() and time.monotonic() - began > PATIENCE)
 
         ids = takewhile(goes_on, islice(drawn, self.tokens))
         text = b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")

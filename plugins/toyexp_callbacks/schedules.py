@@ -8,7 +8,7 @@ from dataclasses import dataclass, make_dataclass
 from functools import cache
 from typing import ClassVar
 
-from toyexp import Planned, Schedule, UserError, changed
+from toyexp import RunPreview, Schedule, UserError, changed
 from toyexp.base import pluralise, require_range
 
 SHARES = ("decay", "floor")  # settings from 0 to 1
@@ -46,14 +46,14 @@ class WarmupSchedule(Schedule):
         warmup = self.rising(steps)
         return min((step - warmup) / (steps - warmup), 1) if steps > warmup else 1
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That the run ends in its warm-up, beside what any schedule warns of."""
-        yield from super().warnings(planned)
-        if self.scales == "lr" and self.warmup >= planned.steps:
+        yield from super().warnings(preview)
+        if self.scales == "lr" and self.warmup >= preview.steps:
             yield (
-                f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {pluralise(planned.steps, 'step')}, "
+                f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {pluralise(preview.steps, 'step')}, "
                 "in which the learning rate only rises, "
-                f"to {planned.steps / self.warmup:.3g} times lr; warm up for fewer"
+                f"to {preview.steps / self.warmup:.3g} times lr; warm up for fewer"
             )
 
 
@@ -104,14 +104,14 @@ class WarmupStableDecay(WarmupSchedule):
     decay: float = 0.2  # share of the run that the final descent takes
     floor: float = 0.0  # final value, as a share of the base value
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That the warm-up leaves no plateau, or that there is no descent to the floor."""
-        yield from super().warnings(planned)
-        descent = self.decay * planned.steps
-        if self.rising(planned.steps) < planned.steps < self.rising(planned.steps) + descent:
+        yield from super().warnings(preview)
+        descent = self.decay * preview.steps
+        if self.rising(preview.steps) < preview.steps < self.rising(preview.steps) + descent:
             yield (
                 f"callbacks.wsd.warmup={self.warmup:g}: reaches into the descent, the last {descent:g} of "
-                f"{planned.steps} steps; lower it, or callbacks.wsd.decay"
+                f"{preview.steps} steps; lower it, or callbacks.wsd.decay"
             )
         if changed(self, "floor") and not self.decay:
             yield f"callbacks.wsd.floor={self.floor}: with callbacks.wsd.decay=0 the learning rate never falls"

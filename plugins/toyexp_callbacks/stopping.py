@@ -11,9 +11,9 @@ import toyexp
 from toyexp import (
     Dataset,
     Plan,
-    Planned,
     Run,
     RunFailed,
+    RunPreview,
     UserError,
     changed,
     hookimpl,
@@ -63,17 +63,17 @@ class EarlyStop(Scored):
         """Raises UserError for values that cannot work."""
         require_range("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
-    def best_by(self) -> str | None:
+    def best_metric(self) -> str | None:
         """The run keeps the weights that were best: they are what is exported."""
         return self.metric
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That the run is over before its patience is."""
-        first = self.patience * planned.config["eval_every"]
-        if first >= planned.steps:
+        first = self.patience * preview.config["eval_every"]
+        if first >= preview.steps:
             yield (
-                f"callbacks.early_stop.patience={self.patience}: with eval_every={planned.config['eval_every']} it can "
-                f"stop a run at step {first} at the earliest; this one has {planned.steps} steps"
+                f"callbacks.early_stop.patience={self.patience}: with eval_every={preview.config['eval_every']} it can "
+                f"stop a run at step {first} at the earliest; this one has {preview.steps} steps"
             )
 
     def state(self) -> dict[str, Any]:
@@ -223,12 +223,12 @@ class Watch(Listener):
         require_range("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)",
                        factor="(0,inf)", rise="(0,inf)")  # fmt: skip
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That it cannot warn in so short a run, where it was told how long it takes."""
         for key, of in (("warmup", "a spike"), ("patience", "a training loss that climbs")):
             if changed(self, key):
                 value = getattr(self, key)
-                yield from planned.beyond(f"callbacks.watch.{key}", value, f"it never warns of {of}")
+                yield from preview.interval_warnings(f"callbacks.watch.{key}", value, f"it never warns of {of}")
 
     def state(self) -> dict[str, Any]:
         """Everything that it goes by."""

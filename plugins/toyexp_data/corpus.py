@@ -74,7 +74,7 @@ class Facts:
     size: int  # bytes of all files that can be used
     skipped: list[str]  # files that cannot be used, and why
 
-    def left_out(self) -> list[str]:
+    def omissions(self) -> list[str]:
         """How much of how much is taken, and which key changes that."""
         part = [f"{megabytes(self.taken, self.size)}: data.max_mb"] if self.taken < self.size else []
         count = len(self.skipped)
@@ -217,7 +217,7 @@ class Found:
     others: int = 0  # files whose name has another ending
     strange: list[str] = field(default_factory=list)
 
-    def left_out(self) -> list[str]:
+    def omissions(self) -> list[str]:
         """What of all that lies there is not among the files, and which key changes that."""
         count = len(self.files)
         told = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []

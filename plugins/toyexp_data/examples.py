@@ -54,7 +54,7 @@ class ExampleDataset(Dataset):
         read = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
         return cast("list[int]", self.held_out.ids[:read].tolist())
 
-    def left_out(self) -> list[str]:
+    def omissions(self) -> list[str]:
         """Lines that cannot be used."""
         skipped, count = self._facts.get("skipped", 0), len(self.train.lengths) + len(self.held_out.lengths)
         first = next(iter(self._facts.get("skipped_lines", ())), "")
@@ -151,7 +151,7 @@ class ExampleBatches(Batches):
             f"{cut} of {count} examples cut to the context (model.context)": cut,
             f"{too_long} of {count} examples left out, prompts longer than the context (model.context)": too_long,
         }
-        self.left_out = [text for text, number in told.items() if number]
+        self.omissions = [text for text, number in told.items() if number]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")

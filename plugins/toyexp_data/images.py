@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import IMAGES, Kind, Planned, Unavailable, UserError, changed, printable
+from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, changed, printable
 from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
 from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
 
@@ -47,7 +47,7 @@ class Images(SplitData):
         return 2 if any(f.suffix.lower() in toyexp.IMAGE_SUFFIXES for f in below) else 0
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
+    def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """As the model was trained to see them."""
         size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
         return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
@@ -107,9 +107,9 @@ class Images(SplitData):
             self._left_out({file for file, _ in listed}, skipped), told, apart if held else None,
         )  # fmt: skip
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield that the folders say what is held out, and what SplitData has to say."""
-        yield from super().warnings(planned)
+        yield from super().warnings(preview)
         if changed(self, "val_fraction") and (held := self._split()[1]):
             yield f"data.val_fraction={self.val_fraction}: has no effect; {held} is held out"
 

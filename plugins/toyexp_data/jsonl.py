@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import toyexp.formats
 import toyexp.tokenizers
-from toyexp import Planned, UserError, changed, printable, suggest
+from toyexp import RunPreview, UserError, changed, printable, suggest
 from toyexp.base import NOT_TEXT_HINTS, pluralise, read_file, require_choice, require_file, run_interruptibly
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.corpus import meant
@@ -74,10 +74,10 @@ class Jsonl(TokenizedData):
         """What a template is told that the time is: a day begins at midnight, so that the day alone tells all."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That there is no conversation that a template would write."""
-        yield from super().warnings(planned)
-        if changed(self, "template") and not planned.dataset.describe()["chats"]:
+        yield from super().warnings(preview)
+        if changed(self, "template") and not preview.dataset.describe()["chats"]:
             yield f"data.template={self.template}: is of conversations; {self.path} holds none"
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:

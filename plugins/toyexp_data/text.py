@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
 import toyexp.tokenizers
-from toyexp import TOKENS, Kind, Planned, UserError, changed, suggest
+from toyexp import TOKENS, Kind, RunPreview, UserError, changed, suggest
 from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.corpus import Corpus, Found, characters, find, meant, megabytes, spread
@@ -51,11 +51,11 @@ class TokenizedData(SplitData):
             toyexp.tokenizers.check_bpe_vocab(self.bpe_vocab)
         super().check()
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That no bpe is trained, and what is held out."""
         if changed(self, "bpe_vocab") and self.tokenizer != "bpe":
             yield f"data.bpe_vocab={self.bpe_vocab}: is of data.tokenizer=bpe, and data.tokenizer={self.tokenizer}"
-        yield from super().warnings(planned)
+        yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
         """The GGUF whose tokenizer is used, if it is one's."""
@@ -115,7 +115,7 @@ class TextData(TokenizedData):
         train = train if self.val_fraction < 1 else train[:0]  # what tokenizers begin and end a document with
         return toyexp.TokenDataset(
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
-            [*text.left_out(), *limits, *found.left_out()], self.few_learned(tokenizer),
+            [*text.omissions(), *limits, *found.omissions()], self.few_learned(tokenizer),
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
@@ -174,7 +174,7 @@ class Stdlib(TextData):
     max_mb: float = 4.0  # million characters of text to learn from at most, from the start; 0: all
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
+    def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """For a model whose tokenizer takes any text."""
         try:
             if tokenizer and tokenizer.vocab <= SMALL:
@@ -203,7 +203,7 @@ class Text(TextData):
     suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
+    def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """For a model with a tokenizer."""
         return "data.path=TEXT.txt" if tokenizer else None
 
@@ -222,9 +222,9 @@ class Text(TextData):
             raise UserError("data=text needs a file or folder: data.path=...")
         meant(self.path)
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That a file is read whatever its name ends in."""
-        yield from super().warnings(planned)
+        yield from super().warnings(preview)
         if changed(self, "suffixes") and Path(self.path).is_file():
             yield f"data.suffixes={self.suffixes}: chooses files of a folder; data.path={self.path} is a file"
 

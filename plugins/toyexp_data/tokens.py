@@ -43,7 +43,7 @@ class Tokens(SplitData):
         return 2 if path.suffix in (".bin", ".npy") else 0
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
+    def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
         """For a model that knows ids alone."""
         return None if tokenizer else "data.path=IDS.bin"
 

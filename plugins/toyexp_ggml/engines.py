@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp import Engine, Plan, Planned, Unavailable, UserError, printable, require_package
+from toyexp import Engine, Plan, RunPreview, Unavailable, UserError, printable, require_package
 from toyexp.base import MAX_THREADS, available_cores, check_threads, crowding_note, pluralise, reduce_spinning
 from toyexp_ggml import profiles
 
@@ -99,10 +99,10 @@ class GGMLCPU(GGMLEngine):
 
         return profiles.CPU_BLAS if self.blas and "BLAS" in devices() else profiles.CPU
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         from toyexp_ggml.binding import devices
 
-        yield from super().warnings(planned)
+        yield from super().warnings(preview)
         if not self.blas and "BLAS" not in devices():
             yield "engine.blas=false: this ggml-python is built without BLAS, so it changes nothing"
 
@@ -153,8 +153,8 @@ class GGMLGPU(GGMLEngine):
     threads: int = 0  # cores of the CPU, which computes what the GPU refuses, or all if emulated; 0: all there are
     emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        yield from super().warnings(planned)
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
+        yield from super().warnings(preview)
         if self.emulate and getattr(self, key := self.rounding, False):
             yield f"engine.{key}=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
         if self.threads and not self.emulate:
@@ -220,7 +220,7 @@ class GGMLCUDA(GGMLGPU):
     """A static ggml graph on an NVIDIA GPU."""
 
     name: ClassVar[str] = "ggml_cuda"
-    shows: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+    device_variable: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 15
     profile: ClassVar[profiles.Profile] = profiles.CUDA
@@ -261,7 +261,7 @@ class GGMLVulkan(GGMLGPU):
     """A static ggml graph on any GPU with Vulkan."""
 
     name: ClassVar[str] = "vulkan"
-    shows: ClassVar[str] = VISIBLE
+    device_variable: ClassVar[str] = VISIBLE
     own_memory: ClassVar[bool] = True
     priority: ClassVar[int] = 12
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")

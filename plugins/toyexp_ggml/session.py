@@ -167,7 +167,7 @@ class GGMLSession(Session):
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
         node = self._weights[tensor.name]
-        return self.plan.initial(tensor) if node.packed else get(node)
+        return self.plan.initial_values(tensor) if node.packed else get(node)
 
     def do_build(self) -> None:
         if not self.plan.trainable:
@@ -227,7 +227,7 @@ class GGMLSession(Session):
         return total
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        nodes = self.named(self._weights, self._update.state)
+        nodes = self.name_arrays(self._weights, self._update.state)
         arrays = into or host_arrays(self._backend, nodes)
         get_all(self._backend, ((node, arrays[name]) for name, node in nodes.items()))
         return arrays

@@ -86,7 +86,7 @@ class Update:
             put(node, float32_hp(vector) if self._is_fused(group) else vector.astype(np.float32))
 
     def _is_fused(self, group: Group) -> bool:
-        return group.rule.fused == "adamw" and self._profile.has("OPT_STEP_ADAMW")
+        return group.rule.fused_kernel == "adamw" and self._profile.has("OPT_STEP_ADAMW")
 
     def build(self, graph: Graph, weights: Mapping[str, Node], gradients: Mapping[str, Node]) -> None:
         """Makes the graph change the weights and the state."""

@@ -251,7 +251,7 @@ class Patches(Batches):
     """Batches of images, each cut into a sequence of patches."""
 
     def __init__(self, images: Batches, patch: int):
-        self._images, self._patch, self.facts, self.left_out = images, patch, images.facts, images.left_out
+        self._images, self._patch, self.facts, self.omissions = images, patch, images.facts, images.omissions
         self.rows_per_epoch = images.rows_per_epoch
         height, width, channels = images.inputs["images"].shape
         shape = ((height // patch) * (width // patch), channels * patch**2)

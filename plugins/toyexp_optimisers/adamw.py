@@ -27,16 +27,16 @@ class AdamWOptimiser(Optimiser):
         require_choice("optim", self, mode=(*MODES, "auto"))
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
-    def settled(self, mode: str) -> AdamWOptimiser:
+    def with_mode(self, mode: str) -> AdamWOptimiser:
         """In `mode` unless one was chosen, with the mode's beta2; UserError for a beta that the mode cannot take."""
         mode = mode if self.mode == "auto" else self.mode
-        settled = dataclasses.replace(self, mode=mode, beta2=DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2)
-        settled.adamw.check()
-        return settled
+        merged = dataclasses.replace(self, mode=mode, beta2=DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2)
+        merged.adamw.check()
+        return merged
 
     @property
     def adamw(self) -> AdamW:
-        """The rule that these settings describe; its mode is unset until they are `settled`."""
+        """The rule that these settings describe; its mode is unset until `with_mode` sets it."""
         mode = None if self.mode == "auto" else self.mode
         beta2 = self.beta2 if self.beta2 is not None else DEFAULT_BETA2[mode or FROM_SCRATCH]
         return AdamW(beta1=self.beta1, beta2=beta2, eps=self.eps, weight_decay=self.weight_decay, mode=mode)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import toyexp.formats
-from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, Planned, PlanTensor, Recipe, Setup, TensorSpec, UserError
+from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, RunPreview, Setup, TensorSpec, UserError
 
 
 @dataclass
@@ -38,25 +38,25 @@ class FromBase(Recipe):
         """The base."""
         return "base", str(self.base_file())
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That the data's ids are not those of the base."""
         path = self.base_file()
-        return other_tokens("base", path, planned) if path else ()
+        return other_tokens("base", path, preview) if path else ()
 
     def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
         return PlanTensor(spec.name, spec.shape, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
 
 
-def other_tokens(role: str, path: Path, planned: Planned) -> Iterable[str]:
+def other_tokens(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
     """A warning where an id of the data stands for another token than in the file whose embedding it chooses from."""
-    tokenizer = planned.dataset.tokenizer
+    tokenizer = preview.dataset.tokenizer
     if tokenizer is None:
         return
     file = toyexp.formats.opened(str(path))
     tokens = file.metadata["tokenizer.ggml.tokens"] if toyexp.formats.has_text(file) else []
     if tokens and tokens[: tokenizer.vocab] != list(tokenizer.pieces):
         yield (
-            f"data.tokenizer={planned.config['data'].get('tokenizer')}: its ids stand for other tokens than in the "
+            f"data.tokenizer={preview.config['data'].get('tokenizer')}: its ids stand for other tokens than in the "
             f"{role}, whose embedding is of no use for them; leave data.tokenizer out for the {role}'s own"
         )
 
@@ -74,7 +74,7 @@ class Full(FromBase):
     train_embeddings: bool = True  # false keeps the token and position embeddings as they are
     new_head: bool = False  # of a classifier: a new output layer, for the classes of the data in place of the base's
 
-    def of_base(self, model: Model) -> Model:
+    def prepare_base(self, model: Model) -> Model:
         """With a new head the classes are the data's; UserError for a model that has none."""
         if self.new_head and "classes" not in model.settings():
             raise UserError(f"recipe.new_head=true: is for classifiers, and a {model.name} has no classes")

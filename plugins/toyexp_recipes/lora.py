@@ -22,8 +22,8 @@ from toyexp import (
     Model,
     Normal,
     Plan,
-    Planned,
     PlanTensor,
+    RunPreview,
     Setup,
     TensorSpec,
     UserError,
@@ -75,15 +75,15 @@ class Lora(FromBase):
         if self.targets == []:
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That both ways to scale are the same, and that an adapter that is there has its values."""
-        yield from super().warnings(planned)
+        yield from super().warnings(preview)
         if self.rslora and self.rank == 1:
             yield "recipe.rslora=true: with recipe.rank=1 an adapter is scaled by alpha either way"
         if self.adapter and changed(self, "init_scale"):
             yield f"recipe.init_scale={self.init_scale}: is of new adapters, and recipe.adapter has its own values"
         if self.adapter and (base := self.base_file()):
-            yield from toyexp.check_base(toyexp.adapter_of(Path(self.adapter), lambda: planned.plan.model), base)
+            yield from toyexp.check_base(toyexp.adapter_of(Path(self.adapter), lambda: preview.plan.model), base)
 
     def further_files(self) -> Sequence[Path]:
         """The adapter that is trained on from."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import toyexp.formats
-from toyexp import Lens, Model, Normal, Plan, Planned, PlanTensor, Recipe, Setup, UserError, printable
+from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, RunPreview, Setup, UserError, printable
 from toyexp.base import require_choice
 from toyexp_recipes.base import other_tokens
 from toyexp_recipes.scratch import DONOR, INITS
@@ -65,9 +65,9 @@ class Warm(Recipe):
         """The donor, and whether it is toyexp's own."""
         return "donor", f"{self.path}" if self.donor else f"toyexp's own small one, {self.path}"
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That the data's ids are not those of the donor."""
-        return other_tokens("donor", self.path, planned)
+        return other_tokens("donor", self.path, preview)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """The model's tensors, with the embedding replaced by the donor's table and, unless lens=none, the lens."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
-from toyexp import Engine, Plan, Planned, Unavailable, UserError, printable, require_package
+from toyexp import Engine, Plan, RunPreview, Unavailable, UserError, printable, require_package
 from toyexp.base import (
     CORES_VARIABLE,
     MAX_INT,
@@ -62,13 +62,13 @@ class TorchEngine(Engine):
     devices: str = "1"  # that compute together, each its rows of a batch; all: as many as there are here
     shard: bool = False  # each device keeps the optimiser's state of its own part of the weights alone
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         if self.packed:
             import_torch()
             from toyexp.formats import in_place
             from toyexp_torch.kernels.packed import KINDS
 
-            types = {info.type for tensor in planned.plan.tensors if (info := in_place(tensor))} - {"F32"}
+            types = {info.type for tensor in preview.plan.tensors if (info := in_place(tensor))} - {"F32"}
             if not types:
                 yield "engine.packed=true: no frozen matrix of this run comes from a GGUF file that has it packed"
             elif whole := sorted(types - {*KINDS}):
@@ -144,7 +144,7 @@ class TorchEngine(Engine):
 
         toyexp_torch.stacks.shapes.preload()
 
-    def of_one_row(self) -> Engine:
+    def generation_engine(self) -> Engine:
         return self if self.count() == 1 else replace(self, devices="1", shard=False)
 
     def rounds_to(self) -> str:
@@ -162,7 +162,7 @@ class TorchEngine(Engine):
 
         return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gather_ranks(count)).open()
 
-    def unstackable(self, plans: Sequence[Plan]) -> str:
+    def stack_conflict(self, plans: Sequence[Plan]) -> str:
         asked = {
             "engine.compile=true": self.compile,
             "engine.recompute=true": self.recompute,
@@ -172,11 +172,11 @@ class TorchEngine(Engine):
         of_one = next((key for key, on in asked.items() if on), "")
         if of_one:
             return f"{of_one}: is of one run at a time"
-        if why := toyexp.unlike(plans):
+        if why := toyexp.program_difference(plans):
             return why
         return self._try_step(plans[0])[0]
 
-    def bytes_in_a_stack(self, plan: Plan) -> int:
+    def stack_bytes(self, plan: Plan) -> int:
         return self._try_step(plan)[1]
 
     def _try_step(self, plan: Plan) -> tuple[str, int]:
@@ -187,7 +187,7 @@ class TorchEngine(Engine):
 
     def realize_stack(self, plans: Sequence[Plan]) -> Stack:
         title = self.check()
-        if why := self.unstackable(plans):
+        if why := self.stack_conflict(plans):
             raise UserError(why)
         from toyexp_torch.stacks.stack import TorchStack
 
@@ -264,7 +264,7 @@ class TorchCUDA(TorchEngine):
 
     name: ClassVar[str] = "cuda"
     on_gpu: ClassVar[bool] = True
-    shows: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+    device_variable: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
     own_memory: ClassVar[bool] = True
     device: ClassVar[str] = "cuda"
     library: ClassVar[str] = "nccl"
@@ -273,8 +273,8 @@ class TorchCUDA(TorchEngine):
     capture: bool = True  # launch the kernels of a step as one graph; false: one by one
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
-        yield from super().warnings(planned)
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
+        yield from super().warnings(preview)
         if self.tf32 and self.dtype == "float64":
             yield "engine.tf32=true: is of products in float32; with engine.dtype=float64 there are none"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from toyexp import Adapted
+from toyexp import AdaptedWeight
 from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.ops import TorchOps
 
@@ -22,7 +22,7 @@ class Unprojected:
     A model that goes on with them has them as they are: `whole()` computes all.
     """
 
-    def __init__(self, ops: TorchOps, x: Tensor, w: Tensor | Packed | Adapted):
+    def __init__(self, ops: TorchOps, x: Tensor, w: Tensor | Packed | AdaptedWeight):
         self.ops, self.x, self.w = ops, x, w
 
     def whole(self) -> Tensor:
@@ -55,9 +55,9 @@ class LossOps(TorchOps):
         super().__init__(ops.recompute, ops.activations)
         self.rotations = ops.rotations  # which the compiler is to find as constants
 
-    def waits(self, x: Tensor, w: Tensor | Packed | Adapted) -> bool:
+    def waits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
         """Whether a last product is left to the loss."""
-        masked = isinstance(w, Adapted) and w.low_rank is not None and w.low_rank.dropout is not None
+        masked = isinstance(w, AdaptedWeight) and w.low_rank is not None and w.low_rank.dropout is not None
         # How many positions weigh something is another number every time, which the compiler has no use for.
         return not (masked or torch.compiler.is_compiling())
 
@@ -68,7 +68,7 @@ class LossOps(TorchOps):
         x, kept = logits.x.flatten(0, -2), weights.flatten().nonzero()[:, 0]
         return super().cross_entropy(self.linear(x[kept], logits.w), targets.flatten()[kept], weights.flatten()[kept])
 
-    def logits(self, x: Tensor, w: Tensor | Packed | Adapted) -> Tensor | Unprojected:
+    def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | Unprojected:
         """See Ops; all of them, or what they are to be made of."""
         if not self.waits(x, w):
             return super().logits(x, w)
@@ -92,9 +92,9 @@ class ProjectedLossOps(LossOps):
 
         self._projected_loss = projected_loss
 
-    def waits(self, x: Tensor, w: Tensor | Packed | Adapted) -> bool:
+    def waits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
         """See LossOps; an adapter's product stands beside another one."""
-        return not isinstance(w, Adapted) and x.numel() // x.shape[-1] * len(w) >= LARGE
+        return not isinstance(w, AdaptedWeight) and x.numel() // x.shape[-1] * len(w) >= LARGE
 
     @staticmethod
     def selects(count: int) -> bool:

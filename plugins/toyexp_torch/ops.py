@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from toyexp import Decoder, Ops, Params, Piecewise, Rotary, Session, SessionError
+from toyexp import Decoder, IncrementalOps, Ops, Params, Rotary, Session, SessionError
 from toyexp_torch.kernels.packed import Packed
 
 CHUNK = 256  # ids read at a time: the logits of each of them are computed, which for a long prompt is much memory
@@ -166,10 +166,10 @@ def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any
     return partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
-class CachedOps(Piecewise, TorchOps):
+class CachedOps(IncrementalOps, TorchOps):
     """The ops for the positions from `start` on of one sequence [1, T]; attention also sees those before."""
 
-    keeps = frozenset({"rope"})  # which counts from `start`
+    incremental_ops = frozenset({"rope"})  # which counts from `start`
 
     def __init__(self, context: int):
         super().__init__()

@@ -78,7 +78,7 @@ class TorchSession(Session):
         self._grads: list[Tensor] = []  # of each leaf
         for name, here in self._places.items():
             tensor = self.plan.tensor(name)
-            weights = self._flat if self._rounded is None or not tensor.decays else self._rounded
+            weights = self._flat if self._rounded is None or not tensor.has_weight_decay else self._rounded
             self._tensors[tensor.name] = leaf = weights[here].view(tensor.shape).detach().requires_grad_()
             self._leaves.append(leaf)
             self._grads.append(self._grad[here].view(tensor.shape))
@@ -129,7 +129,7 @@ class TorchSession(Session):
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if not tensor.trainable:
             dtype = self._dtype
-            if self._halved and tensor.decays:  # a matrix: its products round it anyway
+            if self._halved and tensor.has_weight_decay:  # a matrix: its products round it anyway
                 self._exact[tensor.name], dtype = array.copy(), torch.bfloat16
             self._tensors[tensor.name] = torch.from_numpy(array).to(self._device, dtype, copy=True)
             return
@@ -155,7 +155,7 @@ class TorchSession(Session):
         return _host(values.dense() if isinstance(values, Packed) else values)
 
     def do_build(self) -> None:
-        self._params = None if self.plan.drops else self.plan.params(self._tensors)
+        self._params = None if self.plan.dropout_adapters else self.plan.params(self._tensors)
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
         self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
         if self._wanted.compile:
@@ -273,7 +273,7 @@ class TorchSession(Session):
             return _host(self._forward(self._upload_batch(micro))[:rows])
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        tensors = self.named({t.name: self._weights(t) for t in self.plan.trainable}, self._update.state)
+        tensors = self.name_arrays({t.name: self._weights(t) for t in self.plan.trainable}, self._update.state)
         copy = into if isinstance(into, HostCopy) and into.fits(tensors) else HostCopy(tensors)
         copy.take(tensors)
         wait_for_copies(self._device)

@@ -268,7 +268,7 @@ class TritonAdamW(Formula):
 
 def kernel_of(rule: Rule, flat: Tensor) -> type[Formula]:
     """What changes weights in that vector by that rule."""
-    if rule.fused != "adamw":
+    if rule.fused_kernel != "adamw":
         return Formula
     if flat.device.type != "cuda" or flat.dtype != torch.float32:
         return FusedAdamW

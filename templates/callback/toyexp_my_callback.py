@@ -32,7 +32,7 @@ class MyCallback(Callback):
         if self.horizon < 1:
             raise UserError(f"callbacks.my_callback.horizon={self.horizon}: must be at least 1")
 
-    def looks(self, step):
+    def should_wait(self, step):
         """Whether it has to see the weights after this step; one that only counts lets a GPU run ahead."""
         return False
 

@@ -52,7 +52,7 @@ class MyEngineSession(Session):
         return self.tensors[tensor.name].numpy().astype("float32")
 
     def do_snapshot(self, into):
-        return {name: array.copy() for name, array in self.named(self.arrays(), self.kept).items()}
+        return {name: array.copy() for name, array in self.name_arrays(self.arrays(), self.kept).items()}
 
     def do_restore(self, tensor, values, state):
         self.do_upload(tensor, values)

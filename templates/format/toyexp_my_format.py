@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import Exported, Format, UserError, hookimpl
+from toyexp import Format, ModelExport, UserError, hookimpl
 
 MOST = 2_000_000  # numbers; more make a file that nobody wants to open
 
@@ -31,20 +31,20 @@ class MyFormat(Format):
         if model.parameters() > MOST:
             raise UserError(f"model={model.name} has {model.parameters():,} numbers; JSON is for up to {MOST:,}")
 
-    def write(self, exported, path):
-        """Writes `exported` (its model, tensors in float32, tokenizer); a sentence for each tensor that is not finite."""
-        odd = [f"{name} holds numbers that are not finite" for name, t in exported.tensors.items() if not finite(t)]
+    def write(self, export, path):
+        """Writes `export` (its model, tensors in float32, tokenizer); a sentence for each tensor that is not finite."""
+        odd = [f"{name} holds numbers that are not finite" for name, t in export.tensors.items() if not finite(t)]
         tensors = {
             name: {"shape": list(tensor.shape), "values": np.asarray(tensor).ravel().tolist()}
-            for name, tensor in exported.tensors.items()
+            for name, tensor in export.tensors.items()
         }
-        whole = {"model": exported.model.name, "sizes": exported.model.settings(), "tensors": tensors}
+        whole = {"model": export.model.name, "sizes": export.model.settings(), "tensors": tensors}
         path.write_text(json.dumps(whole, indent=1 if self.indent else None))
         return odd
 
-    def notes(self, exported):
+    def notes(self, export):
         """What the file leaves out, a sentence each."""
-        return ["its tokenizer is left out: what is read from it knows ids alone"] if exported.tokenizer else []
+        return ["its tokenizer is left out: what is read from it knows ids alone"] if export.tokenizer else []
 
     def read(self, path, models):
         """The other way round; `models` are the classes that are known here. UserError for what is no such file."""
@@ -53,7 +53,7 @@ class MyFormat(Format):
             model, tensors = whole["model"], whole["tensors"]
             known = next(cls for cls in models if cls.name == model)
             arrays = {n: np.array(t["values"], np.float32).reshape(t["shape"]) for n, t in tensors.items()}
-            return Exported(known(**whole["sizes"]), arrays)
+            return ModelExport(known(**whole["sizes"]), arrays)
         except StopIteration:
             raise UserError(f"{path}: holds the model {model!r}, which is not known here") from None
         except (ValueError, KeyError, TypeError) as error:

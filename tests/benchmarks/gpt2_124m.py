@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from toyexp import AdamW, Setup
 from toyexp.batching.tokens import TokenBatches
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp_models.gpt2 import GPT2
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCUDA
@@ -85,7 +85,7 @@ def toyexp_loop(rows, batches):
     """A function that takes some steps of toyexp's engine."""
     model = GPT2(d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, d_ff=4 * WIDTH, context=CONTEXT, vocab=VOCAB)
     plan = Scratch().plan(model, Setup(batches.inputs, rows=rows, grad_clip=1.0))
-    session = start(Scratch(), TorchCUDA(dtype="bfloat16", compile=True, tf32=True), plan)
+    session = start_session(Scratch(), TorchCUDA(dtype="bfloat16", compile=True, tf32=True), plan)
     adamw = AdamW(lr=6e-4, beta2=0.95, weight_decay=0.1, mode="lora")
 
     def steps(count, first):

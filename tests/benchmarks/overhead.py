@@ -42,7 +42,7 @@ def toyexp_seconds(model, steps, registry):
 def bare_seconds(experiment, steps):
     """The loop a person would write for this one experiment."""
     plan, ids = experiment.plan, torch.from_numpy(experiment.dataset.train).long()
-    params = {t.name: torch.from_numpy(plan.initial(t)).requires_grad_() for t in plan.tensors}
+    params = {t.name: torch.from_numpy(plan.initial_values(t)).requires_grad_() for t in plan.tensors}
     optimiser = torch.optim.AdamW(params.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     ops, seen = TorchOps(), plan.params(params)
     rows, context = plan.rows, plan.inputs["tokens"].shape[0]

@@ -20,7 +20,7 @@ import numpy as np
 from toyexp import AdamW, Setup, TokenBatches
 from toyexp.base.threads import reduce_spinning
 from toyexp.formats.gguf.write import write_model
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp_models.llama import Llama
 
 SHAPE = {"d_model": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "d_ff": 1536, "vocab": 49152}
@@ -48,7 +48,7 @@ def engine_steps(side, base):
     recipe = Lora(base=base, rank=RANK)
     data, adamw = batches(), AdamW.for_lora()
     plan = recipe.plan(Llama(**SHAPE, context=CONTEXT, tied=True), Setup(data.inputs, rows=1))
-    session = start(recipe, engine, plan)
+    session = start_session(recipe, engine, plan)
     k = 0
     while True:
         hp = adamw.hp_for_step(k)

@@ -19,7 +19,7 @@ import torch
 
 from toyexp import AdamW, Setup, Stack
 from toyexp.batching.tokens import TokenBatches
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp_models.gpt2 import GPT2
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCUDA
@@ -34,7 +34,7 @@ def opened(engine, rows, model=SHAPE):
     ids = np.random.default_rng(0).integers(0, min(model.vocab, 50257), 5_000_000, dtype=np.int32)
     batches = TokenBatches(ids, ids[:10_000], model.context, rows, 0, 1)
     plan = Scratch().plan(model, Setup(batches.inputs, rows=rows, grad_clip=1.0))
-    return start(Scratch(), engine, plan), batches
+    return start_session(Scratch(), engine, plan), batches
 
 
 def steps(session, batches, count, first):

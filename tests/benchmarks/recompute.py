@@ -21,7 +21,7 @@ from allocated import peak_of_tensors
 
 from toyexp import AdamW, Setup, TokenBatches
 from toyexp.base.threads import reduce_spinning
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
 from toyexp_models.llama import Llama
 from toyexp_recipes.scratch import Scratch
@@ -64,7 +64,7 @@ def child(name, recompute):
         engine.threads = THREADS
     engine.check()
     before, _ = megabytes(name)
-    session = start(Scratch(), engine, Scratch().plan(MODEL, Setup(data.inputs, rows=ROWS)))
+    session = start_session(Scratch(), engine, Scratch().plan(MODEL, Setup(data.inputs, rows=ROWS)))
     for line in sys.stdin:
         begun = time.perf_counter()
         for _ in range(int(line)):

@@ -39,7 +39,7 @@ PHASES = [
     ("toyexp.training.experiment", "RunDir", "directories made"),
     ("toyexp.training.experiment", "introduction", "introductions"),
     ("toyexp.sweeps.launchers.stack", "_realized", "realized"),
-    ("toyexp.interfaces.plan", "Plan.initial", "initial values"),
+    ("toyexp.interfaces.plan", "Plan.initial_values", "initial values"),
     ("toyexp.interfaces.session", "Session.build", "built"),
     ("toyexp.training.experiment", "facts", "facts of a run"),
     ("toyexp_torch.stacks.stack", "StackedResident", "captured"),

@@ -22,14 +22,14 @@ STEP = "-- a step"
 def child(shape, engine, steps):
     """Takes steps, and prints the milliseconds of each."""
     from toyexp.config.request import Request
-    from toyexp.interfaces.recipe import start
+    from toyexp.interfaces.recipe import start_session
     from toyexp.training.experiment import prepare
 
     request = Request.of([f"experiment=bench_{shape}", "callbacks=[]", "steps=5"])
     ((_, asked),) = request.on_engines([engine]).items()
     prepared = prepare(asked.parts())
     plan = prepared.plan
-    with start(prepared.config.recipe, prepared.config.engine, plan) as session:
+    with start_session(prepared.config.recipe, prepared.config.engine, plan) as session:
         print(f"{session.describe()['nodes']} nodes", flush=True)
         for step in range(steps):
             batch = prepared.batches.batch(step)

@@ -14,7 +14,7 @@ import toyexp
 from toyexp.base import dump_json
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.interfaces.model import LOGGED
+from toyexp.interfaces.model import LOGGED_METRICS
 from toyexp.interfaces.run import Run
 from toyexp.training import checkpoint
 from toyexp_callbacks import events as events_module
@@ -373,7 +373,7 @@ def register_callbacks(register):
 @pytest.fixture
 def logger(local_plugin):
     yield local_plugin(LOGGER)
-    LOGGED.discard("goodness")
+    LOGGED_METRICS.discard("goodness")
 
 
 def test_numbers_that_a_callback_logs_reach_whatever_records_and_decides(train, logger):

@@ -157,7 +157,7 @@ def test_a_negative_interval_is_refused(train):
 
 def test_skipped_steps_in_a_row_are_a_line_for_the_first_and_one_that_counts_them(capsys):
     model = SimpleNamespace(reads=SimpleNamespace(units="tokens"))
-    run, bar = SimpleNamespace(steps=9, resumed=0, plan=SimpleNamespace(model=model)), Progress(every=100)
+    run, bar = SimpleNamespace(steps=9, resumed_step=0, plan=SimpleNamespace(model=model)), Progress(every=100)
     bar.on_start(run)
     for step in range(1, 10):
         loss = math.nan if step in (2, 4, 5, 6, 9) else 1.5
@@ -175,7 +175,7 @@ def test_plain_output_is_not_silent_for_longer_than_a_minute(every, steps, monke
     monkeypatch.setattr("toyexp_callbacks.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)
     model = SimpleNamespace(reads=SimpleNamespace(units="tokens"))
-    run = SimpleNamespace(steps=1000, resumed=0, plan=SimpleNamespace(model=model))
+    run = SimpleNamespace(steps=1000, resumed_step=0, plan=SimpleNamespace(model=model))
     progress = Progress(every=every)
     progress.on_start(run)
     for step in range(1, 101):

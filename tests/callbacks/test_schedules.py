@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toyexp import Planned
+from toyexp import RunPreview
 from toyexp.cli.main import main
 from toyexp_callbacks.schedules import Constant, Cosine, Linear, WarmupStableDecay
 
@@ -80,7 +80,7 @@ def test_a_warmup_of_one_is_a_step_and_no_share(kind):
 
 def test_a_share_of_warmup_that_reaches_into_the_descent_is_told():
     """Of 10 steps the last 6 descend: a warmup of half reaches into them, one of 0.4 ends where they begin."""
-    planned = Planned({"steps": 10}, None, None, SimpleNamespace(updates=()))
+    planned = RunPreview({"steps": 10}, None, None, SimpleNamespace(updates=()))
     told = [[*WarmupStableDecay(warmup=share, decay=0.6).warnings(planned)] for share in (0.5, 0.4)]
     assert [len(lines) for lines in told] == [1, 0] and "warmup=0.5: reaches into the descent" in told[0][0]
 

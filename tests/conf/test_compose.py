@@ -22,7 +22,7 @@ from toyexp.config.schema import Root, Source
 from toyexp.config.top_level import GROUPS, PARTS, top_level
 from toyexp.config.words import parse
 from toyexp.plugins.discovery import load
-from toyexp.plugins.settings import settings_of
+from toyexp.plugins.settings import list_settings
 from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp_recipes.scratch import DONOR
@@ -96,7 +96,7 @@ def leaves(node: dict, prefix: str = "") -> dict[str, object]:
 def test_a_model_preset_holds_only_differences(registry, name):
     body = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     base = next(part for part in body.pop("defaults") if part != "_self_")
-    defaults = {s.name: s.default for s in settings_of(registry.get("model", base))}
+    defaults = {s.name: s.default for s in list_settings(registry.get("model", base))}
     assert {key: value for key, value in body.items() if defaults[key] == value} == {}
 
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from tiny import plan
 
-from toyexp import unlike
+from toyexp import program_difference
 from toyexp.base.errors import UserError
 from toyexp.base.ownership import cached_fingerprint, fingerprint
 from toyexp.config import build
 from toyexp.config.request import Request
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp.training.rundir import runnable
 from toyexp_optimisers.sgd import SGD
 
@@ -115,10 +115,10 @@ class Along(SGD):
 
 def test_rules_are_one_program_by_what_they_do_also_where_their_settings_cannot_be_compared(monkeypatch):
     def of(own, **settings):
-        return optimised(plan("llama"), Along(own=own, **settings), 0.1)
+        return apply_optimiser(plan("llama"), Along(own=own, **settings), 0.1)
 
     for own in (np.ones(3), 1):
-        assert unlike([of(own), of(own)]) == unlike([of(own), of(own + 1)]) == ""
-        assert "another formula" in unlike([of(own), of(own, nesterov=True)])
+        assert program_difference([of(own), of(own)]) == program_difference([of(own), of(own + 1)]) == ""
+        assert "another formula" in program_difference([of(own), of(own, nesterov=True)])
     monkeypatch.delattr("toyexp.interfaces.stack._formula")
-    assert unlike([of(1), of(1)]) == ""  # and nothing was written out
+    assert program_difference([of(1), of(1)]) == ""  # and nothing was written out

@@ -20,7 +20,7 @@ from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Sweep
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.interfaces.data import opened_once
+from toyexp.interfaces.data import share_open_data
 from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers import stack_process as of_stack
@@ -382,7 +382,7 @@ def ready():
 
 
 def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
-    each = ready[0].config.engine.bytes_in_a_stack(ready[0].plan)
+    each = ready[0].config.engine.stack_bytes(ready[0].plan)
     weights = 4 * sum(t.size for t in ready[0].plan.trainable)
     assert 4 * weights < each < 40 * weights
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 5 * each)
@@ -400,7 +400,7 @@ def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
 def test_each_stack_that_shares_a_device_holds_what_does_not_train(ready, monkeypatch):
     first, *others = ready[0].plan.tensors
     plan = replace(ready[0].plan, groups=(), tensors=(replace(first, trainable=False), *others))
-    monkeypatch.setattr(TorchCPU, "bytes_in_a_stack", lambda self, plan: 100)
+    monkeypatch.setattr(TorchCPU, "stack_bytes", lambda self, plan: 100)
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 2 * (4 * first.size + 500))
     assert of_stack.size_of([replace(one, plan=plan) for one in ready], 10, 6, shared_by=2)[0] == 4
 
@@ -460,7 +460,7 @@ def test_jobs_that_are_likely_of_one_program_are_dealt_together():
 
 def test_runs_of_one_process_share_data_of_the_same_settings_and_no_batches():
     request = Request.of([*QUICK, "callbacks=[]"])
-    with opened_once():
+    with share_open_data():
         one, two, other = (prepare(request.parts(*words)) for words in (["seed=0"], ["seed=1"], ["data.vocab=99"]))
     assert one.dataset is two.dataset is not other.dataset and one.config.data is two.config.data
     assert one.batches is not two.batches and (one.batches.batch(0)["tokens"] != two.batches.batch(0)["tokens"]).any()

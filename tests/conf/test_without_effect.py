@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from lines import last_of_each
 
-from toyexp import Planned, PlanTensor
+from toyexp import PlanTensor, RunPreview
 from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.formats.gguf.open_model import FromGGUF
@@ -170,13 +170,13 @@ def test_more_held_out_images_than_there_are(registry):
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
     prepared = prepare(Request([], registry, MODULES).parts(*words))
     assert prepared.warnings == ["data.eval_images=360: 359 are held out, which are all taken"]
-    planned = Planned(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
+    planned = RunPreview(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
 
 
 def test_engines_say_which_of_their_settings_have_nothing_to_do():
     frozen = PlanTensor("blk.0.attn_q.weight", (2, 2), FromGGUF("base.gguf", "blk.0.attn_q.weight"), False)
-    bare, packed = (Planned({}, None, None, SimpleNamespace(tensors=ts)) for ts in ((), (frozen,)))
+    bare, packed = (RunPreview({}, None, None, SimpleNamespace(tensors=ts)) for ts in ((), (frozen,)))
     for engine, planned, words in (
         (GGMLCPU(threads=1), bare, None),
         (TorchCPU(packed=True), bare, "engine.packed=true"),

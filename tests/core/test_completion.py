@@ -18,7 +18,7 @@ from toyexp.config.flags import FLAGS
 from toyexp.config.top_level import GROUPS, LAUNCHERS, top_level
 from toyexp.interfaces.optimiser import MODES
 from toyexp.plugins.discovery import load
-from toyexp.plugins.settings import settings_of
+from toyexp.plugins.settings import list_settings
 from toyexp.training.settings import NONFINITE
 from toyexp_optimisers.adamw import AdamWOptimiser
 
@@ -140,13 +140,13 @@ def test_what_a_value_may_be_is_what_the_code_takes():
     keys = dict(top_level())
     assert values_of(keys["nonfinite"])[0] == list(NONFINITE)
     assert values_of(keys["sweep.launcher"])[0] == list(LAUNCHERS)
-    assert set(values_of(next(s for s in settings_of(AdamWOptimiser) if s.name == "mode"))[0]) == {"auto", *MODES}
+    assert set(values_of(next(s for s in list_settings(AdamWOptimiser) if s.name == "mode"))[0]) == {"auto", *MODES}
 
 
 def test_the_default_of_a_setting_is_among_its_choices():
     for offers in load().offers.values():
         for offer in offers.values():
-            for setting in settings_of(offer.cls):
+            for setting in list_settings(offer.cls):
                 choices, paths = values_of(setting)
                 if choices and setting.type.startswith("str") and paths is None:
                     assert setting.default in choices, (offer.name, setting)

@@ -73,7 +73,7 @@ def test_seeds_of_data_and_model_are_set_apart():
     def drawn(*words):
         """The digests of the first batch and of the initial values."""
         run = prepare(Request([], registry, ["toyexp.testing.null"]).parts(*small, *words))
-        return batch_digest(run.batches.batch(0)), run.plan.initial(run.plan.tensors[0]).tobytes()
+        return batch_digest(run.batches.batch(0)), run.plan.initial_values(run.plan.tensors[0]).tobytes()
 
     (order, values), (other_order, other_values) = drawn("seed=1"), drawn("seed=2")
     assert order != other_order and values != other_values
@@ -341,7 +341,7 @@ def test_max_mb_stops_reading_and_says_so_and_a_text_of_ones_own_is_read_whole(t
     lengths = [len(d.train) + len(d.held_out) for d in found]
     assert lengths == [1000 + 2, 1 + 1, 3000 + 2, 3000 + 2], "the least that is asked for is not everything"
     told = ["0.001 of 0.003 MB: data.max_mb"], ["0.000001 of 0.003000 MB: data.max_mb"], [], []
-    assert [d.left_out() for d in found] == list(told)
+    assert [d.omissions() for d in found] == list(told)
 
 
 def test_what_is_left_out_stands_in_the_data_line_the_log_and_run_start(tmp_path, capsys):
@@ -363,13 +363,13 @@ def test_what_is_left_out_stands_in_the_data_line_the_log_and_run_start(tmp_path
 
 def test_of_text_in_other_letters_the_megabytes_told_are_bytes(tmp_path):
     (tmp_path / "t.txt").write_text("я" * 600_000)
-    assert opened(tmp_path / "t.txt", max_mb=0.5).left_out() == ["1.0 of 1.2 MB: data.max_mb"]
+    assert opened(tmp_path / "t.txt", max_mb=0.5).omissions() == ["1.0 of 1.2 MB: data.max_mb"]
 
 
 def test_the_standard_library_says_how_much_of_it_is_read():
     data = Stdlib(tokenizer="byte")
     assert data.max_mb == 4.0
-    (told,) = Stdlib(max_mb=0.5, tokenizer="byte").open(None).left_out()
+    (told,) = Stdlib(max_mb=0.5, tokenizer="byte").open(None).omissions()
     assert re.fullmatch(r"0\.5 of \d+\.\d MB: data\.max_mb", told)
 
 
@@ -380,11 +380,11 @@ def test_what_of_a_folder_is_no_text_is_counted(tmp_path):
     os.mkfifo(tmp_path / "in" / "pipe.txt")
     (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "in" / "link").symlink_to(tmp_path, target_is_directory=True)
-    others, strange = opened(tmp_path / "in").left_out()
+    others, strange = opened(tmp_path / "in").omissions()
     assert others == "2 of 4 files: data.suffixes"
     assert strange.startswith("3 skipped, such as ")
     everything = opened(tmp_path / "in", suffixes="*")
-    assert everything.describe()["documents"] == 4 and len(everything.left_out()) == 1
+    assert everything.describe()["documents"] == 4 and len(everything.omissions()) == 1
 
 
 def test_files_that_are_no_text_are_refused_or_skipped_and_counted(tmp_path):
@@ -399,7 +399,7 @@ def test_files_that_are_no_text_are_refused_or_skipped_and_counted(tmp_path):
     for name in ("a.txt", "c.txt"):
         (good / name).write_bytes((tmp_path / name).read_bytes())
     assert opened(good).describe()["text_sha256"] == dataset.describe()["text_sha256"], "what it left is no trace"
-    (told,) = dataset.left_out()
+    (told,) = dataset.omissions()
     assert told.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in told
 
 
@@ -452,7 +452,7 @@ def test_a_text_with_a_nul_is_refused_with_its_place_or_skipped(tmp_path, monkey
         assert words in str(error.value)
     (tmp_path / "u.txt").write_text("good text")
     dataset = opened(tmp_path, on_error="skip")
-    assert dataset.describe()["documents"] == 1 and f"byte {place} is NUL" in dataset.left_out()[0]
+    assert dataset.describe()["documents"] == 1 and f"byte {place} is NUL" in dataset.omissions()[0]
 
 
 def test_a_character_on_the_edge_of_what_is_read_at_once_stays_whole(tmp_path, monkeypatch):
@@ -787,7 +787,7 @@ def test_the_second_run_does_not_read_the_text_again(tmp_path, monkeypatch, toke
             patch.setattr(reading, name, None)
         patch.setattr(BPE, "train", None)
         again = opened(tmp_path / "t.txt", **settings)
-    assert again.describe() == first.describe() and again.left_out() == first.left_out() != []
+    assert again.describe() == first.describe() and again.omissions() == first.omissions() != []
     assert np.array_equal(again.train, first.train) and again.tokenizer.pieces == first.tokenizer.pieces
 
 
@@ -826,8 +826,8 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
 def test_a_bpe_of_a_long_text_learns_from_a_part_and_says_so(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 12_000)
     settings = {"tokenizer": "bpe", "bpe_vocab": 270, "val_fraction": 0.05}
-    assert opened(tmp_path / "t.txt", **settings).left_out() == []
-    (told,) = opened(tmp_path / "t.txt", **settings, bpe_mb=0.1).left_out()
+    assert opened(tmp_path / "t.txt", **settings).omissions() == []
+    (told,) = opened(tmp_path / "t.txt", **settings, bpe_mb=0.1).omissions()
     assert told == "bpe learned from 0.1 of 0.3 MB: data.bpe_mb"
 
 

@@ -72,7 +72,7 @@ class Clips(Dataset):
     def describe(self):
         return {"clips": 40}
 
-    def left_out(self):
+    def omissions(self):
         return ["4 of 44 clips: data.limit"]
 
     def batches(self, context, rows, seed):
@@ -152,7 +152,7 @@ FAULTS = {
         {"what_it_says_of_itself_is_plain_and_stays", "it_opens_the_same_every_time"},
     ),
     "it does not say what it leaves out": (
-        "Clips.left_out = lambda self: []", {"what_is_left_out_is_told"},
+        "Clips.omissions = lambda self: []", {"what_is_left_out_is_told"},
     ),
     "it declares another type": (
         "ClipBatches.inputs = {**ClipBatches.inputs, 'clips': InputSpec((6,), 'float64')}",

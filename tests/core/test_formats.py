@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import MODELS, VOCAB, write_base
 
 import toyexp
-from toyexp import Callback, Exported, Format, RunFailed, UserError, hookimpl
+from toyexp import Callback, Format, ModelExport, RunFailed, UserError, hookimpl
 from toyexp.cli.main import main
 from toyexp.formats.gguf.form import PlainForm
 from toyexp.formats.gguf.read import GGUFFile
@@ -24,7 +24,7 @@ from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 from toyexp.plugins.discovery import load
 from toyexp.plugins.exporter import exporter
 from toyexp.plugins.rules import check_class
-from toyexp.plugins.settings import settings_of
+from toyexp.plugins.settings import list_settings
 from toyexp.testing import FormatSuite, OpModel
 from toyexp.testing.formats import _content as content
 from toyexp.testing.formats import _end as end
@@ -60,7 +60,7 @@ class Npz(Format):
 
     def read(self, path, models):
         arrays = dict(np.load(path))
-        return Exported(Bare(**json.loads(str(arrays.pop("sizes")))), arrays)
+        return ModelExport(Bare(**json.loads(str(arrays.pop("sizes")))), arrays)
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Tall(Format):
 def test_a_formats_callback_has_its_settings_with_their_types_and_help_behind_its_own():
     cls = exporter(Tall)
     check_class(cls, Callback)
-    found = {s.name: (s.default, s.comment) for s in settings_of(cls)}
+    found = {s.name: (s.default, s.comment) for s in list_settings(cls)}
     assert list(found) == ["every", "weights", "digits", "names"]
     assert found["digits"] == (9, "of a number") and found["every"][1]
     with pytest.raises(UserError, match=r"^callbacks\.tall_export\.digits=0: must be above 0"):

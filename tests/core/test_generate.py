@@ -27,7 +27,7 @@ from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.inference.generate import Scribe
-from toyexp.interfaces.sampling import Sampling, continuation, endless, likeliest
+from toyexp.interfaces.sampling import Sampling, generate_endlessly, generate_tokens, top_tokens
 from toyexp.plugins.discovery import load
 from toyexp.testing import image_dataset
 from toyexp.tokenizers.byte_level import Bytes
@@ -88,7 +88,7 @@ def test_what_is_cut_away_is_never_chosen_and_the_rest_keeps_its_shares(cuts, ke
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(numbers, top_p, top_k):
     logits = np.array(numbers, np.float32)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    assert likeliest(logits, top_k).tolist() == order[: top_k or None]
+    assert top_tokens(logits, top_k).tolist() == order[: top_k or None]
     order = order[: top_k or None]
     shares = softmax(logits[order])
     fewest = next((n for n in range(1, len(order) + 1) if math.fsum(shares[:n]) >= top_p), len(order))
@@ -146,13 +146,13 @@ GREEDY = Sampling(temperature=0)
 
 def test_tokens_follow_until_the_context_is_full():
     decoder = Counting(5)
-    assert list(continuation(decoder, [1, 2], GREEDY, stream(0), 100)) == [3, 4, 5, 6]
+    assert list(generate_tokens(decoder, [1, 2], GREEDY, stream(0), 100)) == [3, 4, 5, 6]
     assert decoder.fed == [1, 2, 3, 4, 5]
-    assert list(continuation(Counting(1), [1, 2], GREEDY, stream(0), 100)) == []
+    assert list(generate_tokens(Counting(1), [1, 2], GREEDY, stream(0), 100)) == []
 
 
 def test_no_token_beyond_the_vocabulary_is_drawn():
-    assert next(continuation(Counting(5), [4], GREEDY, stream(0), 5)) < 5
+    assert next(generate_tokens(Counting(5), [4], GREEDY, stream(0), 5)) < 5
 
 
 @pytest.mark.parametrize(("context", "prompt"), [(6, 2), (6, 9), (5, 5), (1, 3)])
@@ -164,7 +164,7 @@ def test_an_endless_text_reads_the_later_half_anew(context, prompt):
             decoders.append(Counting(context))
             return decoders[-1]
 
-    words = endless(Session(), list(range(prompt)), GREEDY, stream(0), 100)
+    words = generate_endlessly(Session(), list(range(prompt)), GREEDY, stream(0), 100)
     assert [next(words) for _ in range(20)] == list(range(prompt, prompt + 20))
     assert decoders[0].fed[0] == max(0, prompt - context)
     for before, after in itertools.pairwise(decoders):
@@ -210,7 +210,7 @@ def files(tmp_path):
     write_model(tmp_path / "vit.gguf", model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None)
     write_base(tmp_path / "base.gguf", "llama")
     lora = plan("llama", recipe=Lora(base="base.gguf", rank=2))
-    write_adapter(tmp_path / "adapter.gguf", lora, {t.name: lora.initial(t) for t in lora.tensors})
+    write_adapter(tmp_path / "adapter.gguf", lora, {t.name: lora.initial_values(t) for t in lora.tensors})
     (tmp_path / "broken.gguf").write_bytes(b"GGUF and then nothing")
     (tmp_path / "run").mkdir()
     (tmp_path / "empty").mkdir()

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from texts import write_untrained
 from tiny import MODELS, split, write_base
 
-from toyexp import Exported, Rotary, RunFailed, UserError
+from toyexp import ModelExport, Rotary, RunFailed, UserError
 from toyexp.base.formatting import format_bytes
 from toyexp.cli.main import main
 from toyexp.formats.gguf.open_model import exported_of
@@ -334,7 +334,7 @@ def test_rows_of_a_batch_are_filled_up_with_the_token_that_the_file_names_for_it
     tokenizer, model = Bytes(), replace(MODELS["llama"], vocab=257)
     tokenizer.source = {"ggml.padding_token_id": named}
     zeros = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
-    write_folder(Path("out"), Exported(model, zeros, tokenizer))
+    write_folder(Path("out"), ModelExport(model, zeros, tokenizer))
     for name in ("config.json", "generation_config.json"):
         assert json_of(f"out/{name}")["pad_token_id"] == padding
 
@@ -458,14 +458,14 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
 
 def test_a_card_of_a_run_on_data_without_a_file_has_no_row_for_one():
     about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {})
-    card = model_card(Exported(Llama(d_model=16), {}, about=about))
+    card = model_card(ModelExport(Llama(d_model=16), {}, about=about))
     assert "| data | random |" in card and "| data file |" not in card
 
 
 @pytest.mark.parametrize("url", ["https://huggingface.co/org/base", "https://huggingface.co/org/base/"])
 def test_a_card_names_the_licence_and_the_repository_of_the_base(url):
     general = {"name": "mine", "run_id": "of-mine", "license": "apache-2.0", "base_model.0.repo_url": url}
-    card = model_card(Exported(Llama(d_model=16), {}, general=general, about={"base": "b.gguf"}), adapter=True)
+    card = model_card(ModelExport(Llama(d_model=16), {}, general=general, about={"base": "b.gguf"}), adapter=True)
     assert "library_name: peft" in card and "license: apache-2.0\nbase_model: org/base\n---" in card
     assert "PeftModel.from_pretrained(base" in card and "| run | of-mine |" in card
 
@@ -475,7 +475,7 @@ def test_a_card_names_the_licence_and_the_repository_of_the_base(url):
 def test_a_card_names_a_base_without_a_repository_in_its_text_alone(url, base):
     general = {"base_model.0.repo_url": url, "base_model.0.name": "Small One"}
     for about, row in (({"base": base}, base), ({"base": None}, "Small One")):
-        card = model_card(Exported(Llama(d_model=16), {}, general=general, about=about))
+        card = model_card(ModelExport(Llama(d_model=16), {}, general=general, about=about))
         assert "base_model:" not in card and f"| base | {row} |" in card
 
 

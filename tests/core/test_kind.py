@@ -11,7 +11,7 @@ from toyexp import IMAGES, TOKENS, InputSpec, Kind, PlanTensor, Setup, TokenData
 from toyexp.batching.tokens import Dropout
 from toyexp.cli.bench import positions
 from toyexp.inference.evaluate import Evaluation
-from toyexp.plugins.compatibility import of_kind, refusal, unread
+from toyexp.plugins.compatibility import incompatibility, kind_mismatch, matching_data
 from toyexp.plugins.discovery import load
 from toyexp.reference.opmodel import OpModel, op_plan
 from toyexp.testing import image_dataset
@@ -38,31 +38,31 @@ class Listens(Scratch):
 
 
 def test_two_kinds_are_the_same_by_name_alone():
-    assert refusal(Listens(), Hears("rows")) is None
-    assert refusal(Scratch(), Hears("rows")) == (
+    assert incompatibility(Listens(), Hears("rows")) is None
+    assert incompatibility(Scratch(), Hears("rows")) == (
         "recipe=scratch trains models that read tokens or images; model=op reads sounds"
     )
-    assert "read images; model=op reads sounds" in refusal(VitTiny(), Hears("rows"))
-    assert unread("model=vit", IMAGES, Digits()) is None
-    assert unread("x.gguf", SOUNDS, Digits) == "x.gguf reads sounds; data=digits gives images"
+    assert "read images; model=op reads sounds" in incompatibility(VitTiny(), Hears("rows"))
+    assert kind_mismatch("model=vit", IMAGES, Digits()) is None
+    assert kind_mismatch("x.gguf", SOUNDS, Digits) == "x.gguf reads sounds; data=digits gives images"
 
 
 def test_who_names_no_data_gets_the_first_that_is_registered_of_the_kind():
     registry = load()
-    assert of_kind(TOKENS, registry)[0] == "stdlib"
-    assert of_kind(IMAGES, registry) == ["digits", "images"]
-    assert of_kind(SOUNDS, registry) == []
+    assert matching_data(TOKENS, registry)[0] == "stdlib"
+    assert matching_data(IMAGES, registry) == ["digits", "images"]
+    assert matching_data(SOUNDS, registry) == []
 
 
 @pytest.mark.parametrize(("tokenizer", "bits"), [(Bytes(), 2.0), (None, None)])
 def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
     dataset = TokenDataset(np.arange(9), np.arange(9), tokenizer, 257, 1, {})
     batch = {"targets": np.array([[97, 98, 99]]), "weights": np.array([[1, 0, 1]])}  # a byte each, of which two count
-    figures = TOKENS.figures(2 * math.log(2), [batch], dataset)
+    figures = TOKENS.derived_metrics(2 * math.log(2), [batch], dataset)
     values = {figure.name: figure.value for figure in figures}
     assert values == {"perplexity": pytest.approx(4), "bits_per_byte": bits and pytest.approx(bits)}
-    assert TOKENS.figures(1e6, [batch], dataset)[0].value < math.inf
-    assert IMAGES.figures(2.0, [batch], dataset) == SOUNDS.figures(2.0, [batch], dataset) == []
+    assert TOKENS.derived_metrics(1e6, [batch], dataset)[0].value < math.inf
+    assert IMAGES.derived_metrics(2.0, [batch], dataset) == SOUNDS.derived_metrics(2.0, [batch], dataset) == []
     found = Evaluation("f", "m", None, "e", "d", None, [], {}, True, 2, 1.0, figures, {})
     assert "perplexity 4.00" in found.lines()[-1] and ("2.000 bits per byte" in found.lines()[-1]) is bool(bits)
     assert found.plain()["perplexity"] == pytest.approx(4) and "figures" not in found.plain()
@@ -71,7 +71,7 @@ def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
 def test_ids_stay_below_what_the_data_says_of_them_or_else_the_vocabulary():
     inputs = TOKENS.inputs(4)
     inputs["targets"] = InputSpec((4,), "int32", below=3)
-    assert {n: spec.below for n, spec in TOKENS.bounded(inputs, 9).items()} == {
+    assert {n: spec.below for n, spec in TOKENS.with_bounds(inputs, 9).items()} == {
         "tokens": 9, "targets": 3, "weights": None,
     }  # fmt: skip
 
@@ -90,6 +90,6 @@ def test_a_row_of_a_kind_without_positions_counts_as_one():
 
 def test_batches_made_of_others_tell_what_those_leave_out():
     inner = image_dataset().batches(0, 4, 0)
-    inner.facts, inner.left_out = {"too_dark": 2}, ["2 of 60 images, too dark"]
+    inner.facts, inner.omissions = {"too_dark": 2}, ["2 of 60 images, too dark"]
     for outer in (Patches(inner, 2), Dropout(inner, op_plan("matmul"))):
-        assert (outer.facts, outer.left_out) == (inner.facts, inner.left_out)
+        assert (outer.facts, outer.omissions) == (inner.facts, inner.omissions)

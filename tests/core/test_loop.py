@@ -13,7 +13,7 @@ from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, Setup, StepMe
 from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.base.formatting import smooth_loss
 from toyexp.interfaces.dataset import batch_digest
-from toyexp.interfaces.micro_batches import micro_batches, readied
+from toyexp.interfaces.micro_batches import micro_batches, prepare_batches
 from toyexp.interfaces.plan import PlanTensor, grouped
 from toyexp.interfaces.stack import Stack
 from toyexp.testing import NullEngine, OpModel, token_dataset
@@ -86,8 +86,8 @@ class Recorder(Callback):
     metrics: list = field(default_factory=list)
     events: list = field(default_factory=list)
 
-    def looks(self, step):
-        return super().looks(step) if self.looked_at is None else step in self.looked_at
+    def should_wait(self, step):
+        return super().should_wait(step) if self.looked_at is None else step in self.looked_at
 
     @hookimpl
     def lr(self, step, steps):
@@ -300,7 +300,7 @@ def test_batches_that_are_made_ahead_are_to_the_bit_what_they_are_in_their_turn(
     block = batches.block(2, 4)
     if not even:
         block["weights"] = np.random.default_rng(0).uniform(0, 2, block["weights"].shape).astype(np.float32)
-    for i, ours in enumerate(readied(plan, block, 4)):
+    for i, ours in enumerate(prepare_batches(plan, block, 4)):
         batch = {name: values[6 * i : 6 * i + 6] for name, values in block.items()}
         assert batch_digest(ours) == batch_digest(batch)
         for mine, theirs in zip(ours.micros, micro_batches(plan, batch), strict=True):
@@ -869,8 +869,8 @@ def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():
         def stop_reason(self, metrics):
             pass
 
-    assert not Flat().looks(3) and Plateau().looks(3) and Falls().looks(3)
-    assert not Callback().looks(3) and Recorder().looks(3)
+    assert not Flat().should_wait(3) and Plateau().should_wait(3) and Falls().should_wait(3)
+    assert not Callback().should_wait(3) and Recorder().should_wait(3)
 
 
 # -- what a run says of its loss ------------------------------------------------------------------------------------

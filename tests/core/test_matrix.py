@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from toyexp import IMAGES, Kind, Recipe, UserError
-from toyexp.plugins.compatibility import cells, refusal, table
+from toyexp.plugins.compatibility import cells, incompatibility, table
 from toyexp.plugins.registry import Offer, Registry
 from toyexp.reference.opmodel import OpModel
 
@@ -60,7 +60,7 @@ MODEL = OpModel("rows")
     ],
 )
 def test_a_refusal_says_what_is_missing(recipe, reason):
-    assert refusal(recipe, MODEL) == reason
+    assert incompatibility(recipe, MODEL) == reason
 
 
 @dataclass

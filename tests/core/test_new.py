@@ -18,7 +18,7 @@ from toyexp.cli.new import KINDS, renamed
 from toyexp.cli.pages import read, topics
 from toyexp.config.paths import TEMPLATES
 from toyexp.interfaces.run import Run
-from toyexp.plugins.discovery import load_beside
+from toyexp.plugins.discovery import load_package
 from toyexp.plugins.rules import KINDS as REGISTERED
 
 SMALL = ["steps=2", "eval_every=1", "data.max_mb=0.1", "model.context=16", "model.d_model=16", "model.d_ff=16"]
@@ -226,7 +226,7 @@ def test_a_test_that_ends_the_process_fails_and_one_that_ends_its_child_does_not
 
 
 def test_a_plugin_that_is_installed_too_is_no_second_one_of_its_name():
-    registry = load_beside([EntryPoint("mine", "toyexp_optimisers", "toyexp")], "under test")
+    registry = load_package([EntryPoint("mine", "toyexp_optimisers", "toyexp")], "under test")
     assert registry.problems == [] and registry.offers["optim"]["adamw"].package == "under test"
 
 

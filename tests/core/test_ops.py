@@ -8,7 +8,7 @@ import pytest
 from tiny import VOCAB, batches, plan
 
 from toyexp import Ops, SessionError
-from toyexp.interfaces.decoder import Piecewise, Recompute
+from toyexp.interfaces.decoder import IncrementalOps, Recompute
 from toyexp.reference.opmodel import CASES
 from toyexp.testing import OpModel, ReferenceOps, op_batch, op_plan, reference_logits
 from toyexp_ggml.engines import GGMLCPU
@@ -24,7 +24,7 @@ LOOKS_FURTHER = {"reshape", "part", "concat", "first_rows", "prepend", "select",
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_made_of_primitives_is_its_definition(case):
     the_plan, batch = op_plan(case), op_batch(case=case)
-    values = {t.name: the_plan.initial(t).astype(np.float64) for t in the_plan.tensors}
+    values = {t.name: the_plan.initial_values(t).astype(np.float64) for t in the_plan.tensors}
     made = the_plan.model.forward(Primitives(), the_plan.params(values), batch)
     np.testing.assert_allclose(made, reference_logits(the_plan, values, batch), rtol=1e-12, atol=1e-12)
 
@@ -49,7 +49,7 @@ def test_an_op_that_is_positionwise_gives_each_position_what_it_gives_it_alone(c
             return super().__getattribute__(name)
 
     the_plan, batch = op_plan(case), op_batch(case=case)
-    params = the_plan.params({t.name: the_plan.initial(t).astype(np.float64) for t in the_plan.tensors})
+    params = the_plan.params({t.name: the_plan.initial_values(t).astype(np.float64) for t in the_plan.tensors})
     whole = the_plan.model.forward(Noting(), params, batch)
     if used - {"__class__"} <= Ops.positionwise:
         for i in range(whole.shape[1]):
@@ -96,7 +96,7 @@ def planned(kind):
 @pytest.mark.parametrize("kind", [Shifted, Squared])
 def test_an_op_that_a_model_makes_of_primitives_works_on_every_engine(kind, engine):
     the_plan, batch = planned(kind), batches().batch(0)
-    expected = reference_logits(the_plan, {t.name: the_plan.initial(t) for t in the_plan.tensors}, batch)
+    expected = reference_logits(the_plan, {t.name: the_plan.initial_values(t) for t in the_plan.tensors}, batch)
     with engine.realize(the_plan) as session:
         session.build()
         np.testing.assert_allclose(session.logits(batch), expected, atol=1e-5 * np.abs(expected).max())
@@ -164,4 +164,4 @@ def test_a_decoder_of_new_ops_refuses_those_that_do_not_say_what_they_look_at():
         WiderPieces(3).flip(x)
     with pytest.raises(SessionError, match=r"ops\.select may look beyond"):
         Knowing(3).select(x, 0)
-    assert issubclass(CachedOps, Piecewise)
+    assert issubclass(CachedOps, IncrementalOps)

@@ -67,7 +67,7 @@ def test_bias_correction_makes_every_step_of_a_constant_gradient_the_learning_ra
 
 @pytest.mark.parametrize(("default", "beta2"), [(FROM_SCRATCH, 0.95), (LORA, 0.999)])
 def test_settings_take_mode_and_beta2_from_the_recipe(default, beta2):
-    adamw = replace(AdamWOptimiser().settled(default).adamw, lr=0.01)
+    adamw = replace(AdamWOptimiser().with_mode(default).adamw, lr=0.01)
     assert (adamw.mode, adamw.beta2, adamw.lr) == (default, beta2, 0.01)
     assert adamw.hp_for_step(0).shape == (7,)
 
@@ -82,10 +82,10 @@ def test_who_wants_which_mode():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_setting_comes_into_its_slot_in_both_modes(mode):
-    assert AdamWOptimiser(weight_decay=0.1).settled(mode).adamw.hp_for_step(0)[4] == 0.1
+    assert AdamWOptimiser(weight_decay=0.1).with_mode(mode).adamw.hp_for_step(0)[4] == 0.1
     settings = AdamWOptimiser(beta1=0.25, beta2=0.75, eps=1e-3, weight_decay=0.1)
     slots = {FROM_SCRATCH: [0.25, 0.75], LORA: [1 / (1 - 0.25**2), 1 / (1 - 0.75**2)]}
-    hp = replace(settings.settled(mode).adamw, lr=0.5).hp_for_step(1)
+    hp = replace(settings.with_mode(mode).adamw, lr=0.5).hp_for_step(1)
     assert hp.tolist() == [0.5, 0.25, 0.75, 1e-3, 0.1, *slots[mode]]
 
 
@@ -95,19 +95,19 @@ def test_a_beta_of_0_is_taken_where_it_has_its_meaning_and_refused_where_not(nam
     settings = AdamWOptimiser(**{name: 0.0})
     settings.check()
     slot = {"beta1": 5, "beta2": 6}[name]
-    assert [settings.settled(LORA).adamw.hp_for_step(step)[slot] for step in (0, 6)] == [1.0, 1.0]
+    assert [settings.with_mode(LORA).adamw.hp_for_step(step)[slot] for step in (0, 6)] == [1.0, 1.0]
     with pytest.raises(UserError, match=rf"optim\.{name}=0: .*optim\.mode=lora"):
-        settings.settled(FROM_SCRATCH)
+        settings.with_mode(FROM_SCRATCH)
 
 
 @pytest.mark.parametrize("chosen", MODES)
 @pytest.mark.parametrize("default", MODES)
 def test_a_chosen_mode_wins_over_the_recipes_and_brings_its_own_beta2(chosen, default):
-    assert AdamWOptimiser(mode=chosen).settled(default).adamw == AdamWOptimiser().settled(chosen).adamw
+    assert AdamWOptimiser(mode=chosen).with_mode(default).adamw == AdamWOptimiser().with_mode(chosen).adamw
 
 
 def test_a_chosen_beta2_wins_over_the_modes():
-    assert AdamWOptimiser(mode=LORA, beta2=0.5).settled(FROM_SCRATCH).adamw.beta2 == 0.5
+    assert AdamWOptimiser(mode=LORA, beta2=0.5).with_mode(FROM_SCRATCH).adamw.beta2 == 0.5
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_settings_that_cannot_work_are_refused_by_name(settings, words):
 
 def test_what_a_run_records_of_its_optimiser_has_the_name_and_the_runs_rate():
     for name, offer in load().offers["optim"].items():
-        recorded = offer.cls().settled(LORA).describe(0.02)
+        recorded = offer.cls().with_mode(LORA).describe(0.02)
         assert (recorded["name"], recorded["lr"]) == (name, 0.02)
 
 
@@ -177,5 +177,5 @@ def test_numbers_are_taken_by_their_names_and_others_are_refused():
 @pytest.mark.parametrize("name", sorted(load().offers["optim"]))
 def test_what_a_run_records_of_its_optimiser_has_what_all_are_set_by(name):
     own = {"grad_clip": 0.5, "accumulate": 2, "groups": {"w": {"lr": 0.1}}}
-    recorded = load().offers["optim"][name].cls(**own).settled(LORA).describe(0.02)
+    recorded = load().offers["optim"][name].cls(**own).with_mode(LORA).describe(0.02)
     assert {k: recorded[k] for k in own} == own

@@ -201,7 +201,7 @@ def test_auto_names_an_engine_after_it_for_which_the_environment_names_gpus(monk
     registry = load(installed=[])
     for priority, (name, is_gpu) in enumerate({"taken": on_gpu, "later": True, "other": True}.items()):
         cls = engine(name, "a device")
-        cls.priority, cls.on_gpu, cls.shows = -priority, is_gpu, "LATER_VISIBLE" if name == "later" else ""
+        cls.priority, cls.on_gpu, cls.device_variable = -priority, is_gpu, "LATER_VISIBLE" if name == "later" else ""
         registry.offers["engine"][name] = Offer("engine", name, cls, "some_plugin", "some package")
     monkeypatch.setenv("LATER_VISIBLE", visible)
     assert pick_engine({"name": "auto"}, registry)[1] == f"taken: a device{told}"

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from toyexp import Constant, Given, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
-from toyexp.interfaces.plan import inherited, one_alpha
+from toyexp import ArrayValues, Constant, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
+from toyexp.interfaces.plan import inherited_metadata, shared_alpha
 from toyexp.interfaces.snapshot import state_misfit, state_shapes
 from toyexp.testing import OpModel, op_batch, op_plan
 
@@ -72,7 +72,7 @@ def test_a_plan_that_can_work_is_taken(changes):
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():
-    decays = {t.name: t.decays for t in op_plan("bias").tensors}
+    decays = {t.name: t.has_weight_decay for t in op_plan("bias").tensors}
     assert decays == {"x": True, "w": True, "b": False}
 
 
@@ -86,22 +86,22 @@ def test_what_trains_is_found_by_name_and_flag():
 
 def test_values_of_another_shape_than_their_tensors_are_refused():
     with pytest.raises(UserError, match=r"w: expected shape \[8, 8\], its source has \[3, 8\]"):
-        plan().initial(PlanTensor("w", (8, 8), Given(np.ones((3, 8), np.float32))))
+        plan().initial_values(PlanTensor("w", (8, 8), ArrayValues(np.ones((3, 8), np.float32))))
 
 
 def test_initial_values_depend_on_the_seed_and_the_name_alone():
     first = op_plan("swiglu")
     w = first.tensor("w")
     moved = dataclasses.replace(first, tensors=first.tensors[::-1])
-    np.testing.assert_array_equal(first.initial(w), moved.initial(w))
-    assert (first.initial(w) != dataclasses.replace(first, seed=4).initial(w)).all()
-    assert (first.initial(w) != first.initial(dataclasses.replace(w, name="v"))).all()
+    np.testing.assert_array_equal(first.initial_values(w), moved.initial_values(w))
+    assert (first.initial_values(w) != dataclasses.replace(first, seed=4).initial_values(w)).all()
+    assert (first.initial_values(w) != first.initial_values(dataclasses.replace(w, name="v"))).all()
 
 
 def test_dropout_without_its_batch_is_refused():
     drops = plan(adapters=(LoraAdapter("w", 1.0, 0.1),), inputs={**INPUTS, **MASK})
-    values = {t.name: drops.initial(t) for t in drops.tensors}
-    assert [a.mask for a in drops.drops] == ["w.dropout"]
+    values = {t.name: drops.initial_values(t) for t in drops.tensors}
+    assert [a.mask for a in drops.dropout_adapters] == ["w.dropout"]
     with pytest.raises(UserError, match="w: has dropout"):
         drops.params(values)
     mask = np.zeros((3, 5, 8), np.float32)
@@ -111,9 +111,9 @@ def test_dropout_without_its_batch_is_refused():
 def test_a_file_of_adapters_holds_one_alpha():
     pairs = [PlanTensor(f"p.lora_{x}", shape, Constant(0.5)) for x, shape in (("a", (4, 8)), ("b", (8, 4)))]
     tensors = (*TENSORS, *PAIR, *pairs)
-    assert one_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 1.0)))) == 4.0
+    assert shared_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 1.0)))) == 4.0
     with pytest.raises(UserError, match=r"one alpha, these have \[4.0, 8.0\]"):
-        one_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 2.0))))
+        shared_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 2.0))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Licensed(Constant):
 
     licence: str = ""
 
-    def passed_on(self):
+    def export_metadata(self):
         return {"license": self.licence} if self.licence else {}
 
 
@@ -137,7 +137,7 @@ class Licensed(Constant):
 )
 def test_what_one_file_says_is_passed_on_and_of_files_that_differ_nothing(licences, said):
     tensors = [PlanTensor(t.name, t.shape, Licensed(0.5, said)) for t, said in zip(TENSORS, licences, strict=True)]
-    assert inherited(plan(tensors=tuple(tensors))) == said
+    assert inherited_metadata(plan(tensors=tuple(tensors))) == said
 
 
 def test_a_snapshot_of_another_optimiser_says_what_both_keep():

@@ -18,7 +18,7 @@ from toyexp.config.paths import CONF
 from toyexp.interfaces.hooks import Registration, RunHooks
 from toyexp.plugins.discovery import load
 from toyexp.plugins.rules import KINDS
-from toyexp.plugins.settings import settings_of
+from toyexp.plugins.settings import list_settings
 
 COUNTER = itertools.count()
 ROOT = Path(toyexp.__file__).resolve().parent.parent
@@ -198,12 +198,12 @@ BROKEN = {
         ["Mine does not implement inputs", "images"],
     ),
     "writes no adapters after all": (
-        part("Format", "suffix = '.mine'", "adapters = True", "def write(self, exported, path): ..."),
+        part("Format", "suffix = '.mine'", "writes_adapters = True", "def write(self, exported, path): ..."),
         ["Mine does not implement write_adapter"],
     ),
     "writes numbers of what is no setting": (
-        part("Format", "suffix = '.mine'", "numbers = 'type'", "def write(self, exported, path): ..."),
-        ["Mine.numbers is 'type'", "no setting"],
+        part("Format", "suffix = '.mine'", "dtype_setting = 'type'", "def write(self, exported, path): ..."),
+        ["Mine.dtype_setting is 'type'", "no setting"],
     ),
     "gives a format a setting of its callback": (
         part("Format", "suffix = '.mine'", "every: int = 2  # files", "def write(self, exported, path): ..."),
@@ -472,14 +472,14 @@ def test_every_setting_that_ships_has_a_comment_in_the_help(shipped):
         f"{kind}={name} {setting.name}"
         for kind, offers in shipped.offers.items()
         for name, offer in offers.items()
-        for setting in settings_of(offer.cls)
+        for setting in list_settings(offer.cls)
         if not setting.comment
     ]
     assert missing == []
 
 
 def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped):
-    found = {s.name: (s.default, s.type, s.comment) for s in settings_of(shipped.get("callbacks", "cosine"))}
+    found = {s.name: (s.default, s.type, s.comment) for s in list_settings(shipped.get("callbacks", "cosine"))}
     told = "steps in which the number rises linearly to its base value; below 1: a share of the run's"
     assert found["warmup"] == (5, "int | float", told)
     assert found["floor"][:2] == (0.01, "float")

@@ -9,7 +9,7 @@ from several import OPTIMISERS, make_infinite, read
 from tiny import batches, plan, write_base
 
 from toyexp import Unavailable
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_torch import loss, resident
@@ -58,18 +58,18 @@ def assert_same(the_plan, **how):
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_every_optimiser_gives_the_same_bits(model, name):
-    assert_same(optimised(plan(model), OPTIMISERS[name].settled("lora"), 1e-2))
+    assert_same(apply_optimiser(plan(model), OPTIMISERS[name].with_mode("lora"), 1e-2))
 
 
 @pytest.mark.parametrize("changes", [{"accumulate": 3}, {"grad_clip": 0.05}, {"skip_nonfinite": True}])
 def test_what_a_plan_asks_for_gives_the_same_bits(changes):
-    assert_same(optimised(plan("llama", **changes), OPTIMISERS["adamw"], 1e-2))
+    assert_same(apply_optimiser(plan("llama", **changes), OPTIMISERS["adamw"], 1e-2))
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}, {"tf32": True}])
 def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
-    assert_same(optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2), **settings)
+    assert_same(apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2), **settings)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # of the compiler
@@ -77,7 +77,7 @@ def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
 @pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}])
 def test_positions_that_weigh_nothing_are_left_out_of_a_large_loss(monkeypatch, changes, settings):
     """A graph for each number of them that comes; the numbers are those of all."""
-    the_plan = optimised(plan("llama", rows=8, **changes), OPTIMISERS["adamw"], 1e-3)
+    the_plan = apply_optimiser(plan("llama", rows=8, **changes), OPTIMISERS["adamw"], 1e-3)
     whole = outcome(the_plan, **settings)
     counts, found = [], head.ProjectedLoss.forward
 
@@ -101,12 +101,12 @@ def test_positions_that_weigh_nothing_are_left_out_of_a_large_loss(monkeypatch, 
 def test_dropout_on_adapters_gives_the_same_bits(tmp_path, packed):
     write_base(tmp_path / "base.gguf", "llama", "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
-    assert_same(optimised(plan("llama", recipe=recipe), OPTIMISERS["adamw"], 1e-2), packed=packed)
+    assert_same(apply_optimiser(plan("llama", recipe=recipe), OPTIMISERS["adamw"], 1e-2), packed=packed)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_a_bad_step_leaves_everything_as_it_was(name):
-    the_plan = optimised(plan("llama", skip_nonfinite=True), OPTIMISERS[name].settled("lora"), 1e-2)
+    the_plan = apply_optimiser(plan("llama", skip_nonfinite=True), OPTIMISERS[name].with_mode("lora"), 1e-2)
     metrics, _, arrays, _ = assert_same(the_plan, bad=5)
     assert [np.isfinite(step).all() for step in metrics] == [step != 5 for step in range(STEPS)]
     arrays["token_embd.weight"] = arrays["token_embd.weight"][:-1]
@@ -128,7 +128,7 @@ class Waits(Llama):
 
 @pytest.mark.parametrize("in_a_step", [True, False])
 def test_what_waits_for_the_gpu_is_not_captured_and_computes_the_same(caplog, in_a_step):
-    the_plan = optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2)
+    the_plan = apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2)
     waits = replace(the_plan, model=Waits(**vars(the_plan.model), in_a_step=in_a_step))
     wanted = outcome(the_plan)
     with caplog.at_level("INFO", "toyexp"):
@@ -145,12 +145,12 @@ def test_what_waits_for_the_gpu_is_not_captured_and_computes_the_same(caplog, in
 
 def test_evaluations_of_what_can_be_are_captured(caplog):
     with caplog.at_level("INFO", "toyexp"):
-        outcome(optimised(plan("gpt2"), OPTIMISERS["adamw"], 1e-2))
+        outcome(apply_optimiser(plan("gpt2"), OPTIMISERS["adamw"], 1e-2))
     assert not [line for line in caplog.messages if "kernel by kernel" in line]
 
 
 def test_a_clipped_step_is_that_of_pytorch():
-    the_plan = optimised(plan("llama", grad_clip=0.05), OPTIMISERS["adamw"], 1e-2)
+    the_plan = apply_optimiser(plan("llama", grad_clip=0.05), OPTIMISERS["adamw"], 1e-2)
     with TorchCUDA().realize(the_plan) as session:
         session.build()
         batch = batches(rows=3).batch(0)
@@ -158,8 +158,8 @@ def test_a_clipped_step_is_that_of_pytorch():
         for name, gradient in session.gradients(batch).items():
             leaves[name].grad = torch.from_numpy(gradient)
         torch.nn.utils.clip_grad_norm_(leaves.values(), 0.05)
-        decays = [leaves[t.name] for t in the_plan.trainable if t.decays]
-        rest = [leaves[t.name] for t in the_plan.trainable if not t.decays]
+        decays = [leaves[t.name] for t in the_plan.trainable if t.has_weight_decay]
+        rest = [leaves[t.name] for t in the_plan.trainable if not t.has_weight_decay]
         groups = [{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999)).step()
         session.step(batch, the_plan.numbers(0, 1e-2))
@@ -169,7 +169,7 @@ def test_a_clipped_step_is_that_of_pytorch():
 
 def test_any_number_of_an_optimiser_can_change_from_step_to_step():
     """The graph reads all of them."""
-    the_plan = optimised(plan("llama"), OPTIMISERS["adamw"], 1e-2)
+    the_plan = apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2)
     data = batches(rows=3)
     curves = []
     for capture in (True, False):

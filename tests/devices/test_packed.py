@@ -8,7 +8,7 @@ from tiny import batches, write_base
 
 from toyexp import Setup, Unavailable
 from toyexp.formats import GGUF_TYPES, dequantise
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
 from toyexp_torch import loss
@@ -86,7 +86,7 @@ def steps(base, **settings):
     """The numbers of ten steps of lora on a model whose rows are blocks of 256, and whether they were captured."""
     path, model = base
     recipe, data = Lora(base=str(path), rank=4, targets=["q", "gate"]), batches(rows=3)
-    the_plan = optimised(recipe.plan(model, Setup(data.inputs, rows=3)), AdamWOptimiser().settled("lora"), 1e-2)
+    the_plan = apply_optimiser(recipe.plan(model, Setup(data.inputs, rows=3)), AdamWOptimiser().with_mode("lora"), 1e-2)
     with TorchCUDA(deterministic=True, **settings).realize(the_plan) as session:
         session.build()
         metrics = [session.step(data.batch(step), the_plan.numbers(step, 1e-2)) for step in range(10)]

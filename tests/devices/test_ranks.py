@@ -11,7 +11,7 @@ from several import ADAMW, OPTIMISERS, Started, taken
 from tiny import plan, write_base
 
 from toyexp import Unavailable
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCUDA
 
@@ -37,14 +37,14 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_50_steps_on_two_have_the_losses_of_one(name):
-    the_plan = optimised(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
     found, wanted = (taken(TorchCUDA(devices=n), the_plan, 50, lr=1e-3)[0][:, 0] for n in ("2", "1"))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser_has_the_same_bits_captured_or_not_and_in_shards_or_not(name):
-    the_plan = optimised(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].settled("lora"), 1e-2)
+    the_plan = apply_optimiser(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].with_mode("lora"), 1e-2)
     whole = taken(on_two(), the_plan)
     with on_two().realize(the_plan) as session:
         session.build()
@@ -64,7 +64,7 @@ def test_every_optimiser_has_the_same_bits_captured_or_not_and_in_shards_or_not(
 )  # fmt: skip
 @pytest.mark.parametrize("shard", [False, True])
 def test_every_setting_of_an_engine_is_as_on_one(settings, shard):
-    the_plan = optimised(plan("gpt2", rows=4, accumulate=2), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan("gpt2", rows=4, accumulate=2), ADAMW, 1e-2)
     found, wanted = (
         taken(TorchCUDA(devices="2", shard=shard, **settings), the_plan),
         taken(TorchCUDA(**settings), the_plan),
@@ -78,14 +78,14 @@ def test_every_setting_of_an_engine_is_as_on_one(settings, shard):
 def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(tmp_path, packed):
     write_base(tmp_path / "base.gguf", "llama", "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
-    the_plan = optimised(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
     found, wanted = (taken(TorchCUDA(devices=n, packed=packed), the_plan)[0] for n in ("2", "1"))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_bad_step_that_is_skipped_changes_nothing_on_any(shard):
-    the_plan = optimised(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
     metrics, _, arrays = taken(on_two(shard=shard), the_plan, bad=3)
     assert [bool(np.isfinite(step).all()) for step in metrics] == [step != 3 for step in range(6)]
     arrays = {name: a[:-1] if name.startswith("token_embd.weight") else a for name, a in arrays.items()}
@@ -93,7 +93,7 @@ def test_a_bad_step_that_is_skipped_changes_nothing_on_any(shard):
 
 
 def test_a_snapshot_goes_on_to_the_bit_on_two_and_in_tolerance_on_one():
-    the_plan = optimised(plan("llama", rows=4), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan("llama", rows=4), ADAMW, 1e-2)
     whole = taken(on_two(), the_plan, 8)
     half = dict(taken(on_two(shard=True), the_plan, 4)[2])
     for shard in (True, False):

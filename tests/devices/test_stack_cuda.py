@@ -10,7 +10,7 @@ from tiny import batches, plan, weighted
 
 from toyexp import Stack, Unavailable
 from toyexp.batching.tokens import Dropout
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp_torch.engines import TorchCPU, TorchCUDA
 
 pytestmark = pytest.mark.device("cuda")
@@ -25,13 +25,13 @@ EXACT = TorchCUDA(dtype="float64")
 
 
 def plans_of(name="adamw", model="llama", **changes):
-    rule = OPTIMISERS[name].settled("lora")
-    return [optimised(plan(model, seed=i, **changes), rule, lr) for i, lr in enumerate(RATES)]
+    rule = OPTIMISERS[name].with_mode("lora")
+    return [apply_optimiser(plan(model, seed=i, **changes), rule, lr) for i, lr in enumerate(RATES)]
 
 
 def batch(the_plan, i, step):
     stream = batches(the_plan.rows * the_plan.accumulate, i)
-    return weighted((Dropout(stream, the_plan) if the_plan.drops else stream).batch(step), step)
+    return weighted((Dropout(stream, the_plan) if the_plan.dropout_adapters else stream).batch(step), step)
 
 
 def given(session, i, step):

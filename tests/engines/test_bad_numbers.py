@@ -125,7 +125,7 @@ def test_a_step_whose_gradient_alone_overflows_is_left_out_too(engine):
     plan = replace(op_plan("matmul"), skip_nonfinite=True)
     with engine.realize(plan) as session:
         for name, size in (("x", 1e25), ("w", 1e-25)):
-            session.upload(name, size * plan.initial(plan.tensor(name)))
+            session.upload(name, size * plan.initial_values(plan.tensor(name)))
         session.build()
         before = dict(session.snapshot())
         metrics = session.step(op_batch(), AdamW.for_from_scratch().hp_for_step(0))

@@ -34,7 +34,7 @@ from toyexp.cli.bench_stepper import (
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
 from toyexp.formats.gguf.write import write_model
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.testing import DataSuite, ReferenceOps, token_dataset
 from toyexp.testing.null import NullSession
 from toyexp_data.tokens import Random
@@ -315,7 +315,7 @@ def test_a_baseline_trains_the_same_model(file, name, rows, kv_heads, tied):
     model = Llama(d_model=32, n_layers=2, n_heads=4, n_kv_heads=kv_heads, d_ff=48, context=12, tied=tied)
     plan, data = a_plan(model, rows), batches(rows)
     adamw = replace(AdamW.for_lora(), lr=0.01)
-    with start(Scratch(), TorchCPU(threads=1), plan) as session:
+    with start_session(Scratch(), TorchCPU(threads=1), plan) as session:
         expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
     bare = baseline(file, name)(plan, adamw, TorchCPU(threads=1))
     losses = [bare.step(data.batch(k)) for k in range(10)]
@@ -346,7 +346,7 @@ def test_pefts_loop_trains_the_same_adapters(tmp_path):
 def follows(opened, plan, recipe):
     """Asserts that a loop has the losses of an engine, and that its updates are seen."""
     data, adamw = batches(plan.rows), replace(AdamW.for_lora(), lr=0.01)
-    with start(recipe, TorchCPU(threads=1), plan) as session:
+    with start_session(recipe, TorchCPU(threads=1), plan) as session:
         expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
     loop = opened(adamw)
     losses = [loop.step(data.batch(k)) for k in range(10)]

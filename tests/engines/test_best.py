@@ -10,7 +10,7 @@ from faults import TEXT, words
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.model_files import _set_up, gguf_of
-from toyexp.plugins.discovery import loaded
+from toyexp.plugins.discovery import current_registry
 from toyexp.results.found import look
 from toyexp.training import checkpoint
 
@@ -167,7 +167,7 @@ def test_what_a_checkpoint_does_not_hold_comes_from_where_the_run_had_it(recipe)
 def test_what_a_recipe_draws_and_does_not_train_is_drawn_again_by_the_seed_of_the_model(own):
     """Which holds of recipes of plugins: all that those of toyexp draw is in the checkpoint."""
     assert main([*WILD, "callbacks=[events]", "steps=1", "seed=3", *own, "hydra.run.dir=run"]) == 0
-    _, plan, _, _ = _set_up(Path("run/checkpoints/step-1"), loaded())
+    _, plan, _, _ = _set_up(Path("run/checkpoints/step-1"), current_registry())
     assert plan.seed == (5 if own else 3)
 
 

@@ -9,7 +9,7 @@ from tiny import CONTEXT, MODELS, VOCAB, batches, plan, write_base
 
 from toyexp import AdamW, Recompute, SessionError, Setup, reason_to_recompute
 from toyexp.cli.main import main
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.reference.engine import reference_logits
 from toyexp.testing import ModelSuite, image_dataset, token_dataset
 from toyexp.testing.null import NullEngine
@@ -86,7 +86,7 @@ def test_a_quantised_base_with_adapters_and_dropout(name, tmp_path):
     write_base(tmp_path / "base.gguf", name, "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), targets=["*"], dropout=0.3)
     the_plan = plan(name, rows=1, recipe=recipe)
-    dropped = {a.mask: np.zeros((1, *the_plan.inputs[a.mask].shape), np.float32) for a in the_plan.drops}
+    dropped = {a.mask: np.zeros((1, *the_plan.inputs[a.mask].shape), np.float32) for a in the_plan.dropout_adapters}
     with built(the_plan, packed=True) as session:
         session.step({**batches(1).batch(0), **dropped}, AdamW.for_lora().hp_for_step(0))
         assert_decodes(session)
@@ -95,7 +95,7 @@ def test_a_quantised_base_with_adapters_and_dropout(name, tmp_path):
 def test_a_lens(tmp_path):
     write_base(tmp_path / "donor.gguf", "llama", d_model=48)
     recipe = Warm(donor=str(tmp_path / "donor.gguf"))
-    with start(recipe, TorchCPU(threads=1), plan("llama", recipe=recipe)) as session:
+    with start_session(recipe, TorchCPU(threads=1), plan("llama", recipe=recipe)) as session:
         assert_decodes(session)
 
 
@@ -160,7 +160,7 @@ class Saying(Llama):
     cached_decoding = False
 
 
-def of_kind(kind, rows=1):
+def matching_data(kind, rows=1):
     model = kind(**{f.name: getattr(MODELS["llama"], f.name) for f in dataclasses.fields(Llama)})
     return dataclasses.replace(plan("llama", rows=rows), model=model.fit(token_dataset(VOCAB)))
 
@@ -168,8 +168,8 @@ def of_kind(kind, rows=1):
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1, dtype="float64"), TorchCPU(threads=1), GGMLCPU(threads=1)])
 @pytest.mark.parametrize("kind", [Scan, Scaled, Dynamic, Saying])
 def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(kind, engine):
-    the_plan = of_kind(kind)
-    values = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+    the_plan = matching_data(kind)
+    values = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
     expected = reference_logits(the_plan, values, {"tokens": IDS[None]})[0]
     with built(the_plan, engine) as session:
         decoder = session.decoder()
@@ -193,13 +193,13 @@ def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(k
 )
 def test_the_kit_finds_a_model_that_no_decoder_can_keep_positions_of(kind, words):
     suite = ModelSuite()
-    suite.model = of_kind(kind).model
+    suite.model = matching_data(kind).model
     if words is None:
         suite.test_it_says_whether_a_decoder_can_keep_positions()
     else:
         with pytest.raises(AssertionError, match=rf"{words}.*cached_decoding: ClassVar\[bool\] = False"):
             suite.test_it_says_whether_a_decoder_can_keep_positions()
-    assert bool(reason_to_recompute(of_kind(kind))) is (kind is not Llama)
+    assert bool(reason_to_recompute(matching_data(kind))) is (kind is not Llama)
 
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), NullEngine()], ids=["cached", "recompute"])

@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tiny import batches, weighted
 
-from toyexp import AdamW, FromGGUF, Given, Normal, PlanTensor, SessionError, Setup, UserError
+from toyexp import AdamW, ArrayValues, FromGGUF, Normal, PlanTensor, SessionError, Setup, UserError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.plan import LoraAdapter, lora_names
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
@@ -70,7 +70,7 @@ def plan(path, frozen):
 
 def dequantised(path, name):
     with GGUFFile(path) as file:
-        return Given(file.read(name))
+        return ArrayValues(file.read(name))
 
 
 def run(engine, the_plan):

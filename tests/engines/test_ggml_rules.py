@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe import Probe, float32, probe_plan
 
-from toyexp import Adapted, LowRank, Ops, Params, Rotary
+from toyexp import AdaptedWeight, LowRank, Ops, Params, Rotary
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
 from toyexp_ggml.profiles import CPU_BLAS
 
@@ -221,7 +221,7 @@ def rows_case(draw):
 def lens_case(draw):
     case = rows_case(draw)
     case.array("lens", draw(sizes), case.arrays["table"].shape[1])
-    case.function = lambda ops, p, batch: ops.embed(Adapted(p["table"], lens=p["lens"]), batch["ids"])
+    case.function = lambda ops, p, batch: ops.embed(AdaptedWeight(p["table"], lens=p["lens"]), batch["ids"])
     return case
 
 
@@ -253,7 +253,7 @@ def low_rank_case(draw):
     case.array("w", out, x[-1], magnitude=1.0)
     case.array("a", rank, x[-1], magnitude=1.0)
     case.array("b", out, rank, magnitude=1.0)
-    case.function = lambda ops, p, batch: ops.linear(p["x"], Adapted(p["w"], LowRank(p["a"], p["b"], scale)))
+    case.function = lambda ops, p, batch: ops.linear(p["x"], AdaptedWeight(p["w"], LowRank(p["a"], p["b"], scale)))
     return case
 
 

@@ -10,7 +10,7 @@ from toyexp import Setup
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data import jsonl
 from toyexp_data.chat import PLAIN_TEMPLATE
@@ -41,7 +41,7 @@ def test_a_prompt_is_read_and_its_own_targets_teach_nothing(lines):
     plan = recipe.plan(model, Setup(batches.inputs, rows=4, seed=1))
     learned = batch["weights"] > 0
     assert learned.any() and not learned[:, 0].any()
-    with start(recipe, GGMLCPU(threads=1), plan) as session:
+    with start_session(recipe, GGMLCPU(threads=1), plan) as session:
         logits = session.logits({"tokens": batch["tokens"]}).astype(np.float64)
         chosen = np.take_along_axis(logits, batch["targets"][..., None].astype(int), -1)[..., 0]
         losses = np.log(np.exp(logits).sum(-1)) - chosen

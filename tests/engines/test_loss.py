@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import batches, plan, write_base
 
-from toyexp import AdamW, Adapted, LowRank, Setup
+from toyexp import AdamW, AdaptedWeight, LowRank, Setup
 from toyexp_recipes.lora import Lora
 from toyexp_torch import ops
 from toyexp_torch.engines import TorchCPU
@@ -78,7 +78,7 @@ def test_so_on_a_frozen_base_whose_embedding_is_the_last_product(tmp_path, monke
 def test_an_adapter_of_the_last_product_has_its_part(masked):
     """Its mask is one of all positions: there all are computed."""
     x, w, a, b = (torch.randn(shape) for shape in ((2, 3, 5), (7, 5), (2, 5), (7, 2)))
-    adapted = Adapted(w, low_rank=LowRank(a, b, 0.5, torch.randn(2, 3, 5) if masked else None))
+    adapted = AdaptedWeight(w, low_rank=LowRank(a, b, 0.5, torch.randn(2, 3, 5) if masked else None))
     targets, weights = torch.tensor([[1, 6, 0], [2, 3, 4]]), torch.tensor([[0.5, 0, 0.25], [0, 0, 0]])
     found, wanted = (
         made.cross_entropy(made.logits(x, adapted), targets, weights) for made in (LossOps(TorchOps()), TorchOps())

@@ -33,7 +33,7 @@ def test_the_reference_gradient_is_that_of_autograd():
     import torch
 
     plan, batch = op_plan("swiglu"), op_batch()
-    values = {t.name: plan.initial(t) for t in plan.tensors}
+    values = {t.name: plan.initial_values(t) for t in plan.tensors}
     leaves = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
     x = leaves["x"][torch.from_numpy(batch["tokens"]).long()]
     logits = torch.nn.functional.silu(x @ leaves["w"].T) * x
@@ -210,7 +210,7 @@ def test_references_hold_every_op_of_the_vocabulary():
             return super().__getattribute__(name)
 
     for op in every(Op):
-        values = {t.name: op.plan.initial(t).astype(np.float64) for t in op.plan.tensors}
+        values = {t.name: op.plan.initial_values(t).astype(np.float64) for t in op.plan.tensors}
         op.plan.model.forward(Noting(), op.plan.params(values, op.batch), op.batch)
     assert Ops.__abstractmethods__ - {"cross_entropy"} <= used
     assert all(dataclasses.is_dataclass(op) for op in every(Op))

@@ -47,7 +47,9 @@ def run(tmp_path, monkeypatch, capsys):
 
 def plain_loop(plan, steps, mode, beta1, beta2, eps, weight_decay, grad_clip):
     """The weights after AdamW in one of its two modes, by autograd in float64."""
-    weights = {t.name: torch.tensor(plan.initial(t), dtype=torch.float64, requires_grad=True) for t in plan.tensors}
+    weights = {
+        t.name: torch.tensor(plan.initial_values(t), dtype=torch.float64, requires_grad=True) for t in plan.tensors
+    }
     moments = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in weights.items()}
     for t, micros in enumerate(steps, start=1):
         tokens, targets = (torch.tensor(np.concatenate([m[k] for m in micros])).long() for k in ("tokens", "targets"))

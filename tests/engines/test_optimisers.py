@@ -13,7 +13,7 @@ from toyexp import AdamW, Rule, SessionError, Unavailable, UserError
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.optimiser import Group
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.engine import updated
 from toyexp.testing import OptimiserSuite
@@ -55,8 +55,8 @@ def assert_ten_steps(name, engine, rtol=1e-5):
     optimiser, make = OPTIMISERS[name]
     optimiser.weight_decay = 0.1
     for model in ("llama", "gpt2"):
-        the_plan = optimised(plan(model), optimiser, LR)
-        expected = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+        the_plan = apply_optimiser(plan(model), optimiser, LR)
+        expected = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
         references = {n: make(n, w, 0.1 if w.ndim > 1 else 0.0) for n, w in expected.items()}
         with built(engine, the_plan) as session:
             for step in range(10):
@@ -141,7 +141,7 @@ def test_a_number_that_is_halved_on_the_way_is_half_the_setting(name, engine):
     halved = replace(optimiser, **{n: getattr(optimiser, n) / 2 for n in numbers})
     found = []
     for settings, factors in ((optimiser, dict.fromkeys(numbers, 0.5)), (halved, {}), (optimiser, {})):
-        the_plan = optimised(plan("llama"), settings, LR)
+        the_plan = apply_optimiser(plan("llama"), settings, LR)
         with built(engine, the_plan) as session:
             for step in range(3):
                 session.step(batches().batch(step), the_plan.numbers(step, LR, factors))
@@ -173,7 +173,7 @@ def test_the_state_takes_the_memory_that_its_slots_say(engine):
     """Adafactor next to none, plain SGD none; the memory check counts the same."""
     numbers = {}
     for name in ("adamw_lora", "sgd", "sgd_momentum", "adafactor", "muon"):
-        the_plan = optimised(plan("llama"), OPTIMISERS[name][0], LR)
+        the_plan = apply_optimiser(plan("llama"), OPTIMISERS[name][0], LR)
         with built(engine, the_plan) as session:
             arrays = session.snapshot()
         assert {n: a.shape for n, a in arrays.items()} == state_shapes(the_plan)
@@ -197,7 +197,7 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
     }
     optimiser = AdamWOptimiser(mode="lora", weight_decay=0.1, groups=groups)
     optimiser.check()
-    the_plan = optimised(plan("llama"), optimiser, LR)
+    the_plan = apply_optimiser(plan("llama"), optimiser, LR)
     assert [t.name for t in the_plan.tensors if not t.trainable] == ["output.weight"]
 
     def own(name, w):
@@ -206,7 +206,7 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
         rate = 0.03 if name.startswith("blk.0.") else LR
         return rate, 0.0 if w.ndim == 1 or name == "token_embd.weight" else 0.1
 
-    expected = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+    expected = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
     references = {n: float64.adamw(w, own(n, w)[1]) for n, w in expected.items()}
     with built(engine, the_plan) as session:
         for step in range(6):
@@ -224,10 +224,10 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
 def test_a_pattern_over_tensors_of_two_rules_leaves_each_the_rate_of_its_rule():
     """And what was typed, which is recorded, stays as it was."""
     groups = {"blk.0.*": {"weight_decay": 0.5}, "blk.1.*": {"lr": 0.03}}
-    the_plan = optimised(plan("llama"), Muon(adamw_lr=0.002, groups=groups), LR)
+    the_plan = apply_optimiser(plan("llama"), Muon(adamw_lr=0.002, groups=groups), LR)
     rates = {name: group.lr_scale * LR for group in the_plan.updates for name in group.tensors}
     for name, rate in rates.items():
-        rest = LR if name.startswith("blk.") and the_plan.tensor(name).decays else 0.002
+        rest = LR if name.startswith("blk.") and the_plan.tensor(name).has_weight_decay else 0.002
         assert rate == pytest.approx(0.03 if name.startswith("blk.1.") else rest, rel=1e-12), name
     assert groups == {"blk.0.*": {"weight_decay": 0.5}, "blk.1.*": {"lr": 0.03}}
 
@@ -241,7 +241,7 @@ def test_a_pattern_over_tensors_of_two_rules_leaves_each_the_rate_of_its_rule():
 )
 def test_groups_that_cannot_be_are_refused_when_the_tensors_are_known(groups, told):
     with pytest.raises(UserError) as error:
-        optimised(plan("llama"), SGD(groups=groups), LR)
+        apply_optimiser(plan("llama"), SGD(groups=groups), LR)
     assert all(word in str(error.value) for word in told)
 
 
@@ -263,24 +263,24 @@ def test_groups_that_cannot_be_are_refused_before_a_run(groups, told):
 
 def test_an_own_rate_needs_one_to_be_scaled_with():
     with pytest.raises(UserError, match=r"^lr=0: .* has lr 0\.1 of its own.*give lr=0\.001"):
-        optimised(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
+        apply_optimiser(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
 
 
 def test_a_pattern_of_tensors_that_the_recipe_freezes_says_so():
     llama = plan("llama")
     tensors = tuple(replace(t, trainable=t.name != "token_embd.weight") for t in llama.tensors)
     with pytest.raises(UserError, match=r"token_embd\.\*: the recipe freezes token_embd\.weight; leave"):
-        optimised(replace(llama, tensors=tensors), SGD(groups={"token_embd.*": {"lr": 0.1}}), LR)
+        apply_optimiser(replace(llama, tensors=tensors), SGD(groups={"token_embd.*": {"lr": 0.1}}), LR)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_rules_with_equal_numbers_are_two_rules(engine):
     """Also where their tensors lie behind each other in an engine's memory."""
     llama = plan("llama")
-    parts = [[t.name for t in llama.trainable if t.decays is decays] for decays in (True, False)]
+    parts = [[t.name for t in llama.trainable if t.has_weight_decay is decays] for decays in (True, False)]
     rules = [SGD(nesterov=True), SGD()]
     the_plan = replace(llama, groups=tuple(Group(r, tuple(p)) for r, p in zip(rules, parts, strict=True)))
-    expected = {t.name: the_plan.initial(t) for t in the_plan.tensors}
+    expected = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
     references = {n: float64.sgd(w, 0.0, nesterov=w.ndim > 1) for n, w in expected.items()}
     with built(engine, the_plan) as session:
         for step in range(4):
@@ -339,7 +339,7 @@ def test_a_state_that_is_what_came_in_is_that_of_before_the_step(engine):
 def test_a_rule_reads_the_weights_and_the_state_of_before_the_step(engine):
     llama = plan("llama")
     the_plan = replace(llama, groups=(Group(Delayed(), tuple(t.name for t in llama.trainable)),))
-    expected = {t.name: (the_plan.initial(t).astype(np.float64), 0.0, 0.0) for t in the_plan.tensors}
+    expected = {t.name: (the_plan.initial_values(t).astype(np.float64), 0.0, 0.0) for t in the_plan.tensors}
     with built(engine, the_plan) as session:
         for step in range(5):
             gradients = session.gradients(batches().batch(step))
@@ -374,7 +374,7 @@ def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
         gradients = session.gradients(batches().batch(0))
         session.step(batches().batch(0), the_plan.numbers(0, 0.1))
         for name, g in gradients.items():
-            wanted = the_plan.initial(the_plan.tensor(name)) - 0.1 * (np.maximum(g, 0) + g)
+            wanted = the_plan.initial_values(the_plan.tensor(name)) - 0.1 * (np.maximum(g, 0) + g)
             np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -383,7 +383,7 @@ def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_a_snapshot_is_taken_back_however_its_arrays_lie_in_memory(engine):
-    the_plan = optimised(plan("llama"), AdamWOptimiser(mode="lora"), LR)
+    the_plan = apply_optimiser(plan("llama"), AdamWOptimiser(mode="lora"), LR)
     with built(engine, the_plan) as session:
         session.step(batches().batch(0), the_plan.numbers(0, LR))
         wanted = {name: array.copy() for name, array in session.snapshot().items()}
@@ -395,7 +395,7 @@ def test_a_snapshot_is_taken_back_however_its_arrays_lie_in_memory(engine):
 
 
 def test_a_session_refuses_numbers_that_are_not_its_groups():
-    the_plan = optimised(plan("llama"), SGD(), LR)
+    the_plan = apply_optimiser(plan("llama"), SGD(), LR)
     batch = batches().batch(0)
     with built("cpu", the_plan) as session:
         with pytest.raises(SessionError, match="another optimiser than AdamW"):

@@ -109,7 +109,7 @@ def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatc
 def test_a_launcher_that_starts_no_ranks_is_warned_of(monkeypatch, told, line):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    warnings = Request.of(["engine=cpu", "data=random"]).parts().left_out
+    warnings = Request.of(["engine=cpu", "data=random"]).parts().omissions
     assert len(warnings) == (line is not None)
     assert all(re.match(line, warning) for warning in warnings), warnings
 

@@ -25,7 +25,7 @@ from tiny import VOCAB, batches, plan, write_base
 
 from toyexp import RunFailed, Setup, UserError
 from toyexp.cli.main import main
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
@@ -120,7 +120,7 @@ class Doubling:
 def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first(monkeypatch):
     """Those of large models go out in many parts, and some as soon as they are there; none waits for a tensor that has
     no gradient."""
-    the_plan = optimised(plan("llama"), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan("llama"), ADAMW, 1e-2)
     places, size = laid_out(the_plan)
     monkeypatch.setattr(session, "BUCKET", 4 * size // 6)
     names, orders, early = [t.name for t in the_plan.trainable], [], []
@@ -142,7 +142,7 @@ def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first
 @pytest.mark.parametrize("name", ["sgd", "adafactor"])  # element by element, and by whole tensors
 def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
     """As on GPUs, which alone hold them so: with formulas in place of kernels, and threads in place of processes."""
-    the_plan = optimised(plan("llama"), OPTIMISERS[name], 1e-2)
+    the_plan = apply_optimiser(plan("llama"), OPTIMISERS[name], 1e-2)
     draw, (places, start) = torch.Generator().manual_seed(1), laid_out(the_plan)
     values, gradient = torch.zeros(start), torch.zeros(start)
     for place in places.values():
@@ -170,7 +170,7 @@ def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_50_steps_on_two_have_the_losses_of_one(two, name):
-    the_plan = optimised(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
     # Sums in another order, of which 50 steps let the last bits grow; at a higher rate they grow further.
     found, wanted = taken(two(), the_plan, 50, lr=1e-3)[0], alone(the_plan, steps=50, lr=1e-3)[0]
     np.testing.assert_allclose(found[:, 0], wanted[:, 0], rtol=1e-4)
@@ -179,7 +179,7 @@ def test_50_steps_on_two_have_the_losses_of_one(two, name):
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser_is_that_of_one_device_and_shards_change_no_bit(two, name):
     """In float64, where a sign or a root does not make much of a last bit."""
-    the_plan = optimised(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].settled("lora"), 1e-2)
+    the_plan = apply_optimiser(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].with_mode("lora"), 1e-2)
     wanted = alone(the_plan, engine={"dtype": "float64"})
     whole, shared = (taken(two(dtype="float64", shard=shard), the_plan) for shard in (False, True))
     assert_close(dict(enumerate(whole)), dict(enumerate(wanted)), rtol=1e-6, atol=1e-6)
@@ -191,7 +191,7 @@ def test_every_optimiser_is_that_of_one_device_and_shards_change_no_bit(two, nam
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_bad_step_that_is_skipped_changes_nothing_on_any(two, shard):
-    the_plan = optimised(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
     metrics, _, arrays = taken(two(shard=shard), the_plan, bad=3)
     assert [bool(np.isfinite(step).all()) for step in metrics] == [step != 3 for step in range(6)]
     np.testing.assert_allclose(metrics[4:], alone(the_plan, bad=3)[0][4:], rtol=1e-4)
@@ -203,7 +203,7 @@ def test_a_bad_step_that_is_skipped_changes_nothing_on_any(two, shard):
 def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(two, tmp_path, packed):
     write_base(tmp_path / "base.gguf", "llama", "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
-    the_plan = optimised(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
+    the_plan = apply_optimiser(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
     found = taken(two(packed=packed, shard=True), the_plan)
     wanted = alone(the_plan, engine={"packed": packed})
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4)
@@ -212,7 +212,7 @@ def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(two, tmp
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_snapshot_goes_on_to_the_bit_on_as_many_and_in_tolerance_on_one(two, name):
-    the_plan = optimised(plan("llama", rows=4), OPTIMISERS[name].settled("lora"), 1e-2)
+    the_plan = apply_optimiser(plan("llama", rows=4), OPTIMISERS[name].with_mode("lora"), 1e-2)
     whole = taken(two(), the_plan, 8)
     _, _, half = taken(two(shard=True), the_plan, 4)
     for shard in (True, False):
@@ -226,7 +226,7 @@ def test_a_snapshot_goes_on_to_the_bit_on_as_many_and_in_tolerance_on_one(two, n
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_snapshot_is_taken_over_an_earlier_one(two, shard):
     """As on one device: a checkpoint takes no new memory, and does not wait for the one that is being written."""
-    the_plan, data = optimised(plan("llama", rows=4), ADAMW, 1e-2), batches(rows=4)
+    the_plan, data = apply_optimiser(plan("llama", rows=4), ADAMW, 1e-2), batches(rows=4)
     with two(shard=shard).realize(the_plan) as session:
         session.build()
         first = session.snapshot()

@@ -43,7 +43,7 @@ def test_every_gradient_is_the_same_to_the_bit(name, engine, tmp_path):
         recipe = Lora(base=str(tmp_path / "base.gguf"), targets=["*"], dropout=0.3)
         the_plan, batch = plan("llama", recipe=recipe), batches().batch(0)
         draw = np.random.default_rng(0)
-        masks = {a.mask: draw.choice([-1, 0.5], (3, *the_plan.inputs[a.mask].shape)) for a in the_plan.drops}
+        masks = {a.mask: draw.choice([-1, 0.5], (3, *the_plan.inputs[a.mask].shape)) for a in the_plan.dropout_adapters}
         batch = {**batch, **{n: m.astype(np.float32) for n, m in masks.items()}}
     elif name == "vit":
         dataset = image_dataset()

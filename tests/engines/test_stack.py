@@ -24,9 +24,9 @@ from stacks import (
 )  # fmt: skip
 from tiny import batches, plan
 
-from toyexp import Given, InputSpec, RunFailed, Setup, UserError, unlike
+from toyexp import ArrayValues, InputSpec, RunFailed, Setup, UserError, program_difference
 from toyexp.base.errors import BadBatch
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp.training.driver import drive
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
@@ -72,7 +72,7 @@ def nudged(job, towards):
     def of(tensor):
         values = tensor.values.draw(tensor.shape, job.plan.seed, tensor.name)
         moved = np.nextafter(values.astype(np.float32), np.float32(towards))
-        return dataclasses.replace(tensor, values=Given(moved)) if tensor.trainable else tensor
+        return dataclasses.replace(tensor, values=ArrayValues(moved)) if tensor.trainable else tensor
 
     tensors = tuple(map(of, job.plan.tensors))
     return dataclasses.replace(job, plan=dataclasses.replace(job.plan, tensors=tensors))
@@ -126,7 +126,7 @@ def test_vits_are_those_of_each_run_alone(block):
             }  # fmt: skip
 
     assert_as_alone([
-        Images(optimised(VitTiny().plan(model, Setup(inputs, rows=3, seed=i)), optimiser, lr), lr, i)
+        Images(apply_optimiser(VitTiny().plan(model, Setup(inputs, rows=3, seed=i)), optimiser, lr), lr, i)
         for i, (optimiser, lr) in enumerate(ADAMW)
     ])  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_adapters_are_those_of_each_run_alone(tmp_path, bases, dropout):
 
 def test_a_base_that_runs_share_is_held_once(tmp_path):
     sessions = ENGINE.realize_stack([job.plan for job in lora_jobs(tmp_path, (0, 0, 1), 0.0)]).sessions
-    frozen = [t.name for t in sessions[0].plan.tensors if not t.trainable and t.decays]
+    frozen = [t.name for t in sessions[0].plan.tensors if not t.trainable and t.has_weight_decay]
     for name in frozen:
         places = [session._tensors[name].data_ptr() for session in sessions]
         assert places[0] == places[1] != places[2]
@@ -195,7 +195,7 @@ def test_a_run_takes_the_memory_that_was_said_beforehand(name, tmp_path):
         stack.step(ahead)
     state = {x.untyped_storage() for it in stack.update.state.values() for x in it.values()}
     rows = sum(x.nbytes for x in (stack.flat, stack.grad)) + sum(it.nbytes() for it in state)
-    said = 2 * ENGINE.bytes_in_a_stack(jobs[0].plan)
+    said = 2 * ENGINE.stack_bytes(jobs[0].plan)
     assert 0.9 * said < rows + held.most < 1.1 * said
 
 
@@ -210,8 +210,8 @@ def test_each_run_is_clipped_to_its_own_norm():
 
 
 def test_both_modes_of_adamw_are_one_program():
-    modes = [(AdamWOptimiser(mode=mode).settled(mode), 0.003) for mode in ("lora", "from_scratch")]
-    assert unlike([job.plan for job in jobs_of("llama", modes)]) == ""
+    modes = [(AdamWOptimiser(mode=mode).with_mode(mode), 0.003) for mode in ("lora", "from_scratch")]
+    assert program_difference([job.plan for job in jobs_of("llama", modes)]) == ""
     assert_as_alone(jobs_of("llama", modes))
 
 
@@ -393,11 +393,14 @@ def test_loops_that_fail_of_one_error_tell_each_its_own_way(tmp_path, monkeypatc
         (plan("llama"), plan("llama_all"), "model.head_dim is 0 and 12"),
         (plan("llama", rows=4), plan("llama", rows=2), "rows is 4 and 2"),
         (plan("llama", rows=2), plan("llama", rows=2, accumulate=2), "accumulate is 1 and 2"),
-        (optimised(plan("llama"), SGD(), 0.1), optimised(plan("llama"), Lion(), 0.1), "another formula"),
-        (optimised(plan("llama"), SGD(), 0.1), optimised(plan("llama"), SGD(nesterov=True), 0.1), "another formula"),
-        (optimised(plan("llama"), Adafactor(), 0.1), optimised(plan("llama"), Adafactor(clip=2.0), 0.1), "another f"),
-        (optimised(plan("llama"), Muon(), 0.1), optimised(plan("llama"), AdamWOptimiser(mode="lora"), 0.1), "groups"),
-        (plan("llama"), optimised(plan("llama"), SGD(groups={"output*": {"frozen": True}}), 0.1), "tensors"),
+        (apply_optimiser(plan("llama"), SGD(), 0.1), apply_optimiser(plan("llama"), Lion(), 0.1), "another formula"),
+        (apply_optimiser(plan("llama"), SGD(), 0.1),
+         apply_optimiser(plan("llama"), SGD(nesterov=True), 0.1), "another formula"),
+        (apply_optimiser(plan("llama"), Adafactor(), 0.1),
+         apply_optimiser(plan("llama"), Adafactor(clip=2.0), 0.1), "another f"),
+        (apply_optimiser(plan("llama"), Muon(), 0.1),
+         apply_optimiser(plan("llama"), AdamWOptimiser(mode="lora"), 0.1), "groups"),
+        (plan("llama"), apply_optimiser(plan("llama"), SGD(groups={"output*": {"frozen": True}}), 0.1), "tensors"),
     ],
 )  # fmt: skip
 def test_plans_of_two_programs_are_refused_with_what_they_differ_in(first, second, why):

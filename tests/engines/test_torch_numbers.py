@@ -14,7 +14,7 @@ from float64_models import loss as reference_loss
 from tiny import MODELS, batches, plan, weighted
 
 from toyexp import AdamW, Rotary
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_torch import update
 from toyexp_torch.engines import TorchCPU
@@ -30,7 +30,7 @@ def built(the_plan, **settings):
 
 
 def reference_weights(the_plan):
-    return {t.name: torch.from_numpy(the_plan.initial(t)).double().requires_grad_() for t in the_plan.tensors}
+    return {t.name: torch.from_numpy(the_plan.initial_values(t)).double().requires_grad_() for t in the_plan.tensors}
 
 
 def reference_backward(the_plan, weights, batch):
@@ -75,7 +75,7 @@ def test_ten_adamw_steps_of_a_model(name, mode):
             # Ten steps move a weight by up to 1e-2. Adam divides by the root of the second moment, so a gradient that
             # is nearly zero keeps only the sign of its rounding error; hence a bound on the whole tensor.
             error = np.linalg.norm(session.download(tensor) - w.detach().numpy())
-            moved = np.linalg.norm(w.detach().numpy() - the_plan.initial(the_plan.tensor(tensor)))
+            moved = np.linalg.norm(w.detach().numpy() - the_plan.initial_values(the_plan.tensor(tensor)))
             assert error <= 2e-3 * moved, tensor
 
 
@@ -183,7 +183,7 @@ def test_bfloat16_follows_float32(name):
 @pytest.mark.parametrize("optimiser", [SGD(weight_decay=0.1), Lion(weight_decay=0.1)], ids=["sgd", "lion"])
 def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimiser):
     """To the bit, however the pieces' ends lie in tensors, groups and the state of both."""
-    the_plan, found = optimised(plan("llama"), optimiser, 0.01), []
+    the_plan, found = apply_optimiser(plan("llama"), optimiser, 0.01), []
     for size in (update.CHUNK, 1000, 7919):
         monkeypatch.setattr(update, "CHUNK", size)
         with built(the_plan) as session:

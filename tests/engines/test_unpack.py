@@ -13,9 +13,9 @@ from requantised import q4_k, requantised
 from tiny import batches, write_base
 
 import toyexp_torch.kernels
-from toyexp import Planned, Setup
+from toyexp import RunPreview, Setup
 from toyexp.formats import GGUF_TYPES, dequantise
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCPU
@@ -62,10 +62,10 @@ def test_other_types_are_read_as_numbers(tmp_path):
         path = requantised(tmp_path / "base.gguf", tmp_path / f"{name}.gguf", kind, lambda x, k=kind: quantize(x, k))
         plan = Lora(base=str(path), rank=4).plan(model, Setup(batches().inputs, rows=3))
         engine = TorchCPU(packed=True)
-        with engine.realize(optimised(plan, AdamWOptimiser().settled("lora"), 1e-2)) as session:
+        with engine.realize(apply_optimiser(plan, AdamWOptimiser().with_mode("lora"), 1e-2)) as session:
             held = session._tensors["blk.0.attn_q.weight"]
         assert isinstance(held, Packed) is kept
-        told = list(engine.warnings(Planned({}, None, None, plan)))
+        told = list(engine.warnings(RunPreview({}, None, None, plan)))
         assert told == [] if kept else "MXFP4 is held as numbers" in told[0]
 
 

@@ -33,7 +33,9 @@ def planned(block, rows=6, accumulate=1):
     draw = np.random.default_rng(3)
     recipe = VitTiny()
     plan = recipe.plan(model, Setup(inputs, rows=rows, accumulate=accumulate))
-    values = {t.name: plan.initial(t) + 0.1 * draw.standard_normal(t.shape).astype(np.float32) for t in plan.tensors}
+    values = {
+        t.name: plan.initial_values(t) + 0.1 * draw.standard_normal(t.shape).astype(np.float32) for t in plan.tensors
+    }
     return plan, values
 
 

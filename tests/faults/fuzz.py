@@ -27,7 +27,7 @@ from toyexp.cli.main import main
 from toyexp.config import request as requests
 from toyexp.formats.gguf.open_model import model_of
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
 from toyexp.sweeps.directory import Job, Status, SweepDir
 from toyexp.sweeps.summary_table import print_table
@@ -220,7 +220,7 @@ def fresh(cfg, **parts):
 
 
 def one_step(prepared):
-    with start(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
+    with start_session(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
         session.step(prepared.batches.batch(0), prepared.plan.numbers(0, 0.001))
 
 

@@ -92,7 +92,7 @@ def test_a_sweep_on_ray_is_stopped_and_killed_and_goes_on():
     assert statuses() == "iiwwwwwww"
     taken = steps_of(0)
     assert (run_of(0) / "checkpoints" / f"step-{taken[-1]}").is_dir()
-    Path("mishap.py").write_text(MISHAP.replace("and not run.resumed:", "or True:"))  # slow for good
+    Path("mishap.py").write_text(MISHAP.replace("and not run.resumed_step:", "or True:"))  # slow for good
     process = start("sweep.resume=s", MODULES)
     wait_for(lambda: len(steps_of(0)) > len(taken) and not is_free(1), process)
     os.killpg(process.pid, signal.SIGKILL)

@@ -84,7 +84,7 @@ def test_llama_cpp_takes_the_adapter_and_every_cut(generated, tmp_path):
 def test_llama_cpp_is_asked_by_the_adapters_template(generated, tokenizer, tmp_path):
     write_base(tmp_path / "model.gguf", "llama", tokenizer=tokenizer, context=100)
     lora = plan("llama", recipe=Lora(base=str(tmp_path / "model.gguf"), rank=2))
-    values = {t.name: lora.initial(t) for t in lora.trainable}
+    values = {t.name: lora.initial_values(t) for t in lora.trainable}
     write_adapter(tmp_path / "adapter.gguf", lora, values, chat_template="{{ messages[0]['content'] }}<|im_end|>")
     words = ["--prompt=Once", "--chat", "--tokens=3", "--temperature=0", "--adapter=adapter.gguf"]
     theirs, ours = (generated(*words, engine) for engine in (LLAMA_CPP, "--engine=ggml:threads=1"))

@@ -16,7 +16,7 @@ from texts import NASTY, hard_pieces
 from tiny import VOCAB
 from transformers_ids import answers
 
-from toyexp import Exported, InputSpec, Model, Setup, Tokenizer
+from toyexp import InputSpec, Model, ModelExport, Setup, Tokenizer
 from toyexp.cli.main import main
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.form import read_model
@@ -199,7 +199,7 @@ def directories(tmp_path_factory, tokenizer):
         path, t = root / f"{family}-{kind}", made[kind]
         model = replace(MODELS[family], vocab=t.vocab)
         zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in model.tensors()}
-        write_folder(path, Exported(model, zeros, t))
+        write_folder(path, ModelExport(model, zeros, t))
         ids = [t.encode(text, special=True).tolist() for text in TEXTS]
         chat = TALK if t.chat_template else None
         said = Template(t.chat_template, t, path).render(TALK, answer=False).text if chat else ""

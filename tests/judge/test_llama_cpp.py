@@ -22,7 +22,7 @@ from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.interfaces.plan import export_tensors
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.exporter import exporter
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.training.experiment import prepare
@@ -189,7 +189,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     assert tokenizer is not None
     batch = prepared.batches.held_out()[0]
     batch["weights"][:, -1] = 0  # the last target of each window has no place in llama.cpp
-    with start(recipe, config.engine, plan) as session:
+    with start_session(recipe, config.engine, plan) as session:
         run = Run("judged", directory, 0, 80, 0.02, {}, "cpu", plan, session, dataset, bus=bus)
         Training(run, bus, prepared.batches, eval_every=0).train()
         assert bus.end(run, "completed", None) == []

@@ -29,7 +29,7 @@ from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.interfaces.plan import export_tensors
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.gpt2 import GPT2
@@ -234,7 +234,7 @@ def train(recipe: Recipe, model: Model, steps: int, lr: float) -> Trained:
     recipe.check()
     plan = recipe.plan(model, SETUP)
     adamw = replace(AdamW.for_lora(), lr=lr)
-    with start(recipe, GGMLCPU(threads=1), plan) as session:
+    with start_session(recipe, GGMLCPU(threads=1), plan) as session:
         before = Seen.of(session)
         for step in range(steps):
             session.step(BATCHES.batch(step), adamw.hp_for_step(step))

@@ -206,7 +206,7 @@ def test_a_recipe_and_data_of_a_stranger_are_offered_by_what_they_say_of_themsel
         name: ClassVar[str] = "their_ids"
 
         @classmethod
-        def suggested(cls, sizes, tokenizer):
+        def suggest_settings(cls, sizes, tokenizer):
             return None if tokenizer else f"data.path=THEIRS data.below={sizes['vocab']}"
 
     offers = {

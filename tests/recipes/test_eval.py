@@ -112,8 +112,8 @@ def test_other_images_are_seen_as_the_model_saw_its_own(capsys):
 
 @pytest.mark.parametrize("color", [True, False])
 def test_a_folder_of_images_is_seen_at_the_size_of_the_models_file(capsys, monkeypatch, color):
-    more = classmethod(lambda cls, *given, own=Images.suggested: f"data.labels=LABELS.csv {own(*given)}")
-    monkeypatch.setattr(Images, "suggested", more)  # what a person is to fill in is left out
+    more = classmethod(lambda cls, *given, own=Images.suggest_settings: f"data.labels=LABELS.csv {own(*given)}")
+    monkeypatch.setattr(Images, "suggest_settings", more)  # what a person is to fill in is left out
     assert main([*write_photos(), f"data.color={color}", *TINY, "engine=ggml", "steps=1"]) == 0
     shutil.copy("run/model.gguf", "alone.gguf")
     alone, whole = (of(capsys, what, "--data", "photos")["loss"] for what in ("alone.gguf", "run"))

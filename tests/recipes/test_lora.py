@@ -17,7 +17,7 @@ from toyexp.config.request import Request
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter
 from toyexp.interfaces.plan import export_tensors, lora_names
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
 from toyexp.reference.engine import reference_loss as reference_ops_loss
 from toyexp.tokenizers.byte_level import Bytes
@@ -46,7 +46,7 @@ def stirred(plan):
 
 def reference(plan):
     """float64 leaves for the adapters, and a function that gives the weights W + scale B A for a batch's logits."""
-    values = {t.name: torch.from_numpy(plan.initial(t)).double() for t in plan.tensors}
+    values = {t.name: torch.from_numpy(plan.initial_values(t)).double() for t in plan.tensors}
     leaves = {t.name: values[t.name].requires_grad_() for t in plan.trainable}
 
     def logits(batch):
@@ -67,7 +67,7 @@ def test_logits_and_every_adapters_gradient_against_float64(tmp_path, name, engi
     leaves, forward = reference(plan)
     logits = forward(batch)
     grads = torch.autograd.grad(reference_loss(logits, batch), list(leaves.values()))
-    with start(recipe, ENGINES[engine], plan) as session:
+    with start_session(recipe, ENGINES[engine], plan) as session:
         np.testing.assert_allclose(session.logits(batch), logits.detach().numpy(), atol=2e-5)
         ours = session.gradients(batch)
         assert ours.keys() == leaves.keys()
@@ -80,7 +80,7 @@ def test_twenty_steps_are_those_of_torch_optim_adamw_on_the_adapters(tmp_path):
     leaves, forward = reference(plan)
     optimiser = torch.optim.AdamW(leaves.values(), lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     adamw = dataclasses.replace(AdamW.for_lora(), lr=0.01, weight_decay=0.1)
-    with start(recipe, TorchCPU(threads=1, dtype="float64"), plan) as session:
+    with start_session(recipe, TorchCPU(threads=1, dtype="float64"), plan) as session:
         for step in range(20):
             batch = batches().batch(step)
             value = reference_loss(forward(batch), batch)
@@ -92,7 +92,7 @@ def test_twenty_steps_are_those_of_torch_optim_adamw_on_the_adapters(tmp_path):
 
 def losses(recipe, engine, plan, stream, steps):
     adamw = dataclasses.replace(AdamW.for_lora(), lr=0.01)
-    with start(recipe, engine, plan) as session:
+    with start_session(recipe, engine, plan) as session:
         curve = [session.step(stream.batch(k), adamw.hp_for_step(k)).loss for k in range(steps)]
         return curve, session.evaluate(stream.held_out()), {t.name: session.download(t.name) for t in plan.tensors}
 
@@ -100,7 +100,7 @@ def losses(recipe, engine, plan, stream, steps):
 @pytest.mark.parametrize(("name", "settings"), [("llama", {"dropout": 0.2, "accumulate": 3}), ("gpt2", {})])
 def test_fifty_steps_agree_between_torch_and_ggml(tmp_path, name, settings):
     recipe, plan = planned(tmp_path, name, **settings)
-    stream = Dropout(batches(), plan) if plan.drops else batches()
+    stream = Dropout(batches(), plan) if plan.dropout_adapters else batches()
     (one, held, _), (other, held_other, _) = (losses(recipe, e, plan, stream, 50) for e in ENGINES.values())
     assert one[-1] < one[0] - 0.02
     np.testing.assert_allclose(one, other, atol=1e-3)
@@ -112,7 +112,7 @@ def test_the_base_stays_as_it_is_and_takes_no_optimiser_memory(tmp_path, engine)
     recipe, plan = planned(tmp_path, "llama")
     digest = hashlib.sha256((tmp_path / "base.gguf").read_bytes()).hexdigest()
     assert {t.name for t in plan.trainable} == {n for a in plan.adapters for n in lora_names(a.target)}
-    with start(recipe, ENGINES[engine], plan) as session:
+    with start_session(recipe, ENGINES[engine], plan) as session:
         for step in range(3):
             session.step(batches().batch(step), AdamW.for_lora().hp_for_step(step))
         with GGUFFile(tmp_path / "base.gguf") as file:
@@ -130,8 +130,8 @@ def test_training_starts_from_the_base_itself(tmp_path):
     recipe, plan = planned(tmp_path, "llama", init_scale=0.5)
     full = Full(base=recipe.base)
     with (
-        start(recipe, TorchCPU(threads=1), plan) as one,
-        start(full, TorchCPU(threads=1), full.plan(plan.model, Setup(batches().inputs, rows=3))) as other,
+        start_session(recipe, TorchCPU(threads=1), plan) as one,
+        start_session(full, TorchCPU(threads=1), full.plan(plan.model, Setup(batches().inputs, rows=3))) as other,
     ):
         np.testing.assert_array_equal(one.logits(batches().batch(0)), other.logits(batches().batch(0)))
         assert one.download("blk.0.attn_q.weight.lora_a").std() == pytest.approx(0.5, rel=0.3)
@@ -144,7 +144,7 @@ def test_training_starts_from_the_base_itself(tmp_path):
 def test_the_adapter_file_holds_what_llama_cpp_reads(tmp_path, settings, scale, alpha):
     _, plan = planned(tmp_path, "llama", rank=4, targets=["k"], **settings)
     assert {a.scale for a in plan.adapters} == {scale}
-    values = {t.name: plan.initial(t) for t in stirred(plan).trainable}
+    values = {t.name: plan.initial_values(t) for t in stirred(plan).trainable}
     write_adapter(tmp_path / "adapter.gguf", plan, values, {"name": "mine"})
     with GGUFFile(tmp_path / "adapter.gguf") as file:
         assert file.metadata == {
@@ -162,12 +162,12 @@ def test_the_adapter_file_holds_what_llama_cpp_reads(tmp_path, settings, scale, 
 def test_the_merged_model_computes_what_base_and_adapter_do(tmp_path):
     recipe, plan = planned(tmp_path, "gpt2", alpha=5.0)
     plan, batch = stirred(plan), batches().batch(0)
-    with start(recipe, TorchCPU(threads=1), plan) as session:
+    with start_session(recipe, TorchCPU(threads=1), plan) as session:
         logits = session.logits(batch)
         merged = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
     full = Full(base=recipe.base)
     plain = given(full.plan(plan.model, Setup(batches().inputs, rows=3)), merged)
-    with start(full, TorchCPU(threads=1), plain) as session:
+    with start_session(full, TorchCPU(threads=1), plain) as session:
         np.testing.assert_allclose(session.logits(batch), logits, atol=2e-5)
 
 
@@ -277,7 +277,7 @@ def test_masks_are_drawn_by_seed_whatever_the_seeds_of_data_and_model_are(tmp_pa
 
     def drawn(*seeds):
         run = prepare(request.parts(*words, *seeds))
-        batch, (name, *_) = run.batches.batch(0), [adapter.mask for adapter in run.plan.drops]
+        batch, (name, *_) = run.batches.batch(0), [adapter.mask for adapter in run.plan.dropout_adapters]
         return batch[name].tobytes(), batch["tokens"].tobytes()
 
     masks, tokens = drawn("seed=1")
@@ -292,11 +292,11 @@ def test_dropout_acts_on_training_and_not_on_looking(tmp_path, engine):
     recipe, plan = planned(tmp_path, "llama", dropout=0.4)
     plan = stirred(plan)
     batch, plain = Dropout(batches(), plan).batch(0), batches().batch(0)
-    values = {t.name: plan.initial(t) for t in plan.tensors}
-    none = {a.mask: np.zeros_like(batch[a.mask]) for a in plan.drops}
+    values = {t.name: plan.initial_values(t) for t in plan.tensors}
+    none = {a.mask: np.zeros_like(batch[a.mask]) for a in plan.dropout_adapters}
     masked, bare = reference_ops_loss(plan, values, batch), reference_ops_loss(plan, values, {**plain, **none})
     assert abs(masked - bare) > 0.01
-    with start(recipe, ENGINES[engine], plan) as session:
+    with start_session(recipe, ENGINES[engine], plan) as session:
         assert session.evaluate([plain]) == pytest.approx(bare, abs=1e-5)
         np.testing.assert_allclose(session.logits({"tokens": plain["tokens"]}), session.logits(plain), atol=1e-6)
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(masked, abs=1e-5)
@@ -336,7 +336,7 @@ def test_packed_computes_the_same_and_holds_no_more_than_the_file(tmp_path, kind
     batch, results = batches().batch(0), {}
     for packed in (False, True):
         plan = stirred(recipe.plan(model, Setup(batches().inputs, rows=3)))
-        with start(recipe, TorchCPU(threads=1, packed=packed), plan) as session:
+        with start_session(recipe, TorchCPU(threads=1, packed=packed), plan) as session:
             held = {t.name: session.download(t.name) for t in plan.tensors}
             results[packed] = (session.logits(batch), session.gradients(batch), held)
             if packed:

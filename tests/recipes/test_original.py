@@ -9,7 +9,7 @@ from tiny import CONTEXT, MODELS, VOCAB, batches, plan
 
 from toyexp import UserError
 from toyexp.cli.main import main
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.interfaces.session import Session
 from toyexp.testing import RecipeSuite, image_dataset
 from toyexp_models.vit import ViT
@@ -71,7 +71,7 @@ def gguf_names(seed_engine, n_layers, n_heads):
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3])
 def test_gpt2_starts_from_the_seeds_very_numbers(seed):
     expected = gguf_names(GPT2SeqEngine(VOCAB, 32, 4, 64, 2, CONTEXT, seed), n_layers=2, n_heads=4)
-    with start(Scratch(init="toy"), ENGINE, plan("gpt2", seed=seed)) as session:
+    with start_session(Scratch(init="toy"), ENGINE, plan("gpt2", seed=seed)) as session:
         for tensor in session.plan.tensors:
             values = session.download(tensor.name)
             if tensor.name in expected:
@@ -170,13 +170,13 @@ def assert_starts_from(session: Session, expected):
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied_bias"])
 def test_llama_starts_from_the_originals_numbers(name):
-    with start(Scratch(init="toy"), ENGINE, plan(name, seed=3)) as session:
+    with start_session(Scratch(init="toy"), ENGINE, plan(name, seed=3)) as session:
         assert_starts_from(session, llama_values(3, MODELS[name]))
 
 
 def test_warm_draws_the_table_at_the_donors_width_and_then_the_lens(donor):
     recipe = Warm(donor=donor, lens="random", init="toy")
-    with start(recipe, ENGINE, plan("llama", seed=3, recipe=recipe)) as session:
+    with start_session(recipe, ENGINE, plan("llama", seed=3, recipe=recipe)) as session:
         expected = llama_values(3, MODELS["llama"], width=48)
         expected["token_embd.weight"] = np.full((VOCAB, 48), 0.25)  # the donor's rows, over what was drawn
         assert_starts_from(session, expected)

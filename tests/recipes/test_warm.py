@@ -10,7 +10,7 @@ from tiny import MODELS, batches, given
 from toyexp import AdamW, SessionError, Setup, UserError
 from toyexp.formats.gguf.write import write_model
 from toyexp.interfaces.plan import export_tensors
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.testing import token_dataset
 from toyexp_models.llama import Llama
 from toyexp_recipes.warm import PROJECTION, TABLE, Warm, donor_embed_width, pca
@@ -44,7 +44,7 @@ def test_the_donors_first_rows_fill_the_table_and_stay_frozen(donor):
     assert donor_embed_width(path) == WIDTH
     assert plan.tensor(TABLE).shape == (VOCAB, WIDTH)
     assert plan.tensor(PROJECTION).shape == (32, WIDTH)
-    with start(recipe, TorchCPU(), plan) as session:
+    with start_session(recipe, TorchCPU(), plan) as session:
         np.testing.assert_array_equal(session.download(TABLE), rows[:VOCAB])
         lens = session.download(PROJECTION)
         for step in range(3):
@@ -55,7 +55,7 @@ def test_the_donors_first_rows_fill_the_table_and_stay_frozen(donor):
 
 def test_an_unfrozen_donor_trains(donor):
     recipe = Warm(donor=str(donor[0]), freeze_donor=False)
-    with start(recipe, TorchCPU(), planned(recipe)) as session:
+    with start_session(recipe, TorchCPU(), planned(recipe)) as session:
         session.step(batches().batch(0), AdamW.for_from_scratch().hp_for_step(0))
         assert not np.array_equal(session.download(TABLE), donor[1][:VOCAB])
 
@@ -64,7 +64,7 @@ def test_an_unfrozen_donor_trains(donor):
 def test_a_donor_of_another_type_is_dequantised(tmp_path, kind):
     path, rows = make_donor(tmp_path / "donor.gguf", width=64, kind=kind)
     recipe = Warm(donor=str(path))
-    with start(recipe, TorchCPU(), planned(recipe)) as session:
+    with start_session(recipe, TorchCPU(), planned(recipe)) as session:
         got = session.download(TABLE)
     # One part in 256 for bf16, and a 127th of a block's largest value for q8_0.
     np.testing.assert_allclose(got, rows[:VOCAB], atol=0.02)
@@ -88,14 +88,14 @@ def test_folding_the_lens_leaves_the_logits_as_they_are(donor):
     recipe = Warm(donor=str(donor[0]))
     plan = planned(recipe)
     batch = batches().batch(0)
-    with start(recipe, TorchCPU(), plan) as session:
+    with start_session(recipe, TorchCPU(), plan) as session:
         session.step(batch, AdamW.for_from_scratch().hp_for_step(0))
         through_lens = session.logits(batch)
         folded = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
     from toyexp_recipes.scratch import Scratch
 
     plain = given(Scratch().plan(plan.model, Setup(batches().inputs, rows=3)), folded)
-    with start(Scratch(), TorchCPU(), plain) as session:
+    with start_session(Scratch(), TorchCPU(), plain) as session:
         np.testing.assert_allclose(session.logits(batch), through_lens, atol=2e-5)
 
 
@@ -114,14 +114,14 @@ def test_lens_none_uploads_straight_into_the_embedding(tmp_path):
     path, rows = make_donor(tmp_path / "donor.gguf", width=32)
     recipe = Warm(donor=str(path), lens="none", freeze_donor=False)
     for name in ("llama", "llama_tied_bias", "gpt2"):
-        with start(recipe, TorchCPU(), planned(recipe, MODELS[name])) as session:
+        with start_session(recipe, TorchCPU(), planned(recipe, MODELS[name])) as session:
             np.testing.assert_array_equal(session.download(TABLE), rows[:VOCAB])
 
 
 def test_auto_lens_is_random_for_a_model_wider_than_the_donor(tmp_path):
     path, _ = make_donor(tmp_path / "donor.gguf", width=16)
     recipe = Warm(donor=str(path))
-    with start(recipe, TorchCPU(), planned(recipe)) as session:
+    with start_session(recipe, TorchCPU(), planned(recipe)) as session:
         assert abs(session.download(PROJECTION).std() - 16**-0.5) < 0.02
 
 

@@ -423,10 +423,18 @@ def test_no_secret_of_the_environment_or_of_git_is_left_in_a_run(tmp_path, monke
 
 
 def test_wandb_has_no_setting_for_a_key():
-    from toyexp.plugins.settings import settings_of
+    from toyexp.plugins.settings import list_settings
     from toyexp_callbacks.dashboard import Wandb
 
-    assert {s.name for s in settings_of(Wandb)} == {"mode", "project", "entity", "group", "tags", "artifacts", "every"}
+    assert {s.name for s in list_settings(Wandb)} == {
+        "mode",
+        "project",
+        "entity",
+        "group",
+        "tags",
+        "artifacts",
+        "every",
+    }
 
 
 # -- the source itself ------------------------------------------------------------------------------------------------

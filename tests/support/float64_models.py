@@ -138,7 +138,7 @@ def loss(logits, batch):
 
 def gradients(forward, plan, batch):
     """Logits, loss and every tensor's gradient as numpy, of the plan's initial values on a batch of tokens."""
-    weights = {t.name: torch.from_numpy(plan.initial(t)).double().requires_grad_() for t in plan.tensors}
+    weights = {t.name: torch.from_numpy(plan.initial_values(t)).double().requires_grad_() for t in plan.tensors}
     logits = forward(weights, plan.model, torch.from_numpy(batch["tokens"]).long())
     value = loss(logits, batch)
     found = torch.autograd.grad(value, list(weights.values()))

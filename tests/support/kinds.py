@@ -28,7 +28,7 @@ def write_lora(path, base):
     inputs = {"tokens": Mock(shape=(CONTEXT,)), "targets": Mock(dtype="int32"), "weights": Mock(dtype="float32")}
     recipe = Lora(base=str(base), rank=4, alpha=6.0, targets=["q", "v"])
     plan = recipe.plan(model, Setup(inputs, rows=1))
-    values = {t.name: plan.initial(t) for t in plan.trainable}
+    values = {t.name: plan.initial_values(t) for t in plan.trainable}
     write_adapter(path, plan, values, {"name": "lora-llama"})
 
 

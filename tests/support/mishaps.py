@@ -42,9 +42,9 @@ class Mishap(Callback):
         if Path("mended").exists():
             return
         time.sleep(self.wait)
-        if run.steps >= self.slow and not run.resumed:
+        if run.steps >= self.slow and not run.resumed_step:
             time.sleep(0.05)
-        if run.resumed or step != run.steps - 1:
+        if run.resumed_step or step != run.steps - 1:
             return
         if run.steps == self.raises:
             raise ZeroDivisionError("on purpose")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Given, InputSpec, Kind, Model, Params, Plan, PlanTensor, TensorSpec
+from toyexp import TOKENS, ArrayValues, InputSpec, Kind, Model, Params, Plan, PlanTensor, TensorSpec
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Probe(Model):
         pass
 
     def tensors(self):
-        return [TensorSpec(n, a.shape, Given(a)) for n, a in self.arrays.items()]
+        return [TensorSpec(n, a.shape, ArrayValues(a)) for n, a in self.arrays.items()]
 
     def forward(self, ops, p, batch):
         return self.function(

@@ -8,7 +8,7 @@ from tiny import VOCAB, batches, plan, weighted, write_base
 from toyexp import Bus, Callback, Run, Setup, hookimpl
 from toyexp.batching.tokens import Dropout
 from toyexp.formats.gguf.write import write_model
-from toyexp.interfaces.plan import optimised
+from toyexp.interfaces.plan import apply_optimiser
 from toyexp.testing import token_dataset
 from toyexp.training.loop import Training
 from toyexp_optimisers.adamw import AdamWOptimiser
@@ -32,7 +32,7 @@ class Job:
     def batch(self, step):
         rows = self.plan.rows * self.plan.accumulate
         stream = batches(rows, self.data)
-        return weighted((Dropout(stream, self.plan) if self.plan.drops else stream).batch(step), step)
+        return weighted((Dropout(stream, self.plan) if self.plan.dropout_adapters else stream).batch(step), step)
 
     def given(self, session, step):
         return session.step_input(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
@@ -90,7 +90,7 @@ OPTIMISERS = {
 
 def jobs_of(name, optimisers, **settings):
     return [
-        Job(optimised(plan(name, seed=i, **settings), optimiser, lr), lr, i)
+        Job(apply_optimiser(plan(name, seed=i, **settings), optimiser, lr), lr, i)
         for i, (optimiser, lr) in enumerate(optimisers)
     ]
 
@@ -107,7 +107,7 @@ def lora_jobs(tmp_path, bases, dropout):
         recipe = Lora(base=str(folder / "base.gguf"), rank=3, targets=["q", "v", "ffn_*"], dropout=dropout)
         recipe.check()
         made = recipe.plan(model, Setup(batches().inputs, rows=3, seed=i))
-        jobs.append(Job(optimised(made, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))
+        jobs.append(Job(apply_optimiser(made, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))
     return jobs
 
 

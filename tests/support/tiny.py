@@ -7,7 +7,7 @@ import numpy as np
 from toyexp import Setup
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer, write_model
-from toyexp.interfaces.values import Given
+from toyexp.interfaces.values import ArrayValues
 from toyexp.testing import token_dataset
 from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp_models.gpt2 import GPT2
@@ -96,5 +96,6 @@ def chat_tokenizer():
 def given(plan, values):
     """The same plan starting from `values` where they name its tensors."""
     return replace(
-        plan, tensors=tuple(replace(t, values=Given(values[t.name])) if t.name in values else t for t in plan.tensors)
+        plan,
+        tensors=tuple(replace(t, values=ArrayValues(values[t.name])) if t.name in values else t for t in plan.tensors),
     )

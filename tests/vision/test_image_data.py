@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toyexp import ImageDataset, Planned, UserError
+from toyexp import ImageDataset, RunPreview, UserError
 from toyexp.batching.images import augmented, held_out_mask
 from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite, image_dataset
@@ -156,15 +156,15 @@ def test_a_look_takes_so_many_images_of_all_classes_and_fills_up_with_weightless
 def test_classes_get_the_numbers_that_a_models_file_gives_their_names():
     images, labels = np.zeros((6, 2, 2, 1), np.uint8), np.arange(6) % 2
     data = ImageDataset(images, labels, ["cat", "dog"], 1 / 3)
-    data.see_as({"classes": ["bird", "cat", "dog", "emu"]})
+    data.match_preprocessing({"classes": ["bird", "cat", "dog", "emu"]})
     assert sorted(data.held_out[1]) == [1, 2] and data.vocab == 4
     listed = ImageDataset(images, labels, ["0", "1"], 1 / 3)  # of a list of labels, which has numbers alone
-    listed.see_as({"classes": ["bird", "cat", "dog"]})
+    listed.match_preprocessing({"classes": ["bird", "cat", "dog"]})
     assert sorted(listed.held_out[1]) == [0, 1]
     with pytest.raises(UserError, match=r"(?s)cat.*bird, dog"):
-        ImageDataset(images, labels, ["cat", "dog"], 1 / 3).see_as({"classes": ["bird", "dog"]})
+        ImageDataset(images, labels, ["cat", "dog"], 1 / 3).match_preprocessing({"classes": ["bird", "dog"]})
     named = ImageDataset(images, np.arange(6) // 2, ["0", "1", "2"], 1 / 2)  # names that are numbers, in another order
-    named.see_as({"classes": ["0", "1", "10", "2"]})
+    named.match_preprocessing({"classes": ["0", "1", "10", "2"]})
     assert {*named.held_out[1], *named.train[1]} == {0, 1, 3}
 
 
@@ -174,7 +174,7 @@ def test_classes_get_the_numbers_that_a_models_file_gives_their_names():
 def test_what_a_models_file_cannot_say_of_its_data_is_refused(written):
     data = ImageDataset(np.zeros((6, 2, 2, 1), np.uint8), np.arange(6) % 2, ["cat", "dog"], 1 / 3)
     with pytest.raises(UserError, match=next(iter(written))):
-        data.see_as(written)
+        data.match_preprocessing(written)
 
 
 def test_digits_are_scikit_learns():
@@ -217,7 +217,7 @@ def test_of_val_and_test_the_first_is_held_out_and_the_other_left_out(tmp_path):
         folder(tmp_path / part, red=count, blue=count)
     data = opened(tmp_path)
     assert (len(data.train[1]), len(data.held_out[1])) == (8, 4)
-    assert data.left_out() == ["6 other files, such as test/blue/0.png"]
+    assert data.omissions() == ["6 other files, such as test/blue/0.png"]
 
 
 def test_a_part_without_images_is_refused(tmp_path):
@@ -246,7 +246,7 @@ def test_a_share_to_hold_out_has_no_effect_where_a_folder_is_held_out(tmp_path):
         folder(tmp_path / name, red=3, blue=3)
     for settings, told in (({}, []), ({"val_fraction": 0.3}, ["data.val_fraction=0.3: has no effect"])):
         data = Images(path=str(tmp_path), image_size=8, **settings)
-        found = [*data.warnings(Planned({}, data.open(None), None, None))]
+        found = [*data.warnings(RunPreview({}, data.open(None), None, None))]
         assert len(found) == len(told) and all(f"{tmp_path}/val is held out" in line for line in found)
         assert [line.partition(";")[0] for line in found] == told
 

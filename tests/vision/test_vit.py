@@ -167,7 +167,7 @@ def test_init_scale_scales_the_blocks_matrices_and_nothing_else():
     one, half = (VitTiny(init_scale=s).plan(model, Setup(inputs, rows=2)) for s in (1.0, 0.5))
     for a, b in zip(one.tensors, half.tensors, strict=True):
         scaled = a.name.startswith("v.blk.") and len(a.shape) == 2
-        np.testing.assert_allclose(half.initial(b), one.initial(a) * (0.5 if scaled else 1), rtol=1e-6)
+        np.testing.assert_allclose(half.initial_values(b), one.initial_values(a) * (0.5 if scaled else 1), rtol=1e-6)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

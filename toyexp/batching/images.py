@@ -66,7 +66,7 @@ class ImageDataset(Dataset):
         """Image counts, their shape, and a digest of pixels and classes."""
         return self._facts
 
-    def left_out(self) -> Sequence[str]:
+    def omissions(self) -> Sequence[str]:
         """What whoever opened the data has left out."""
         return self._left_out
 
@@ -81,7 +81,7 @@ class ImageDataset(Dataset):
         mean, std = ([float(x) for x in values] for values in (self.mean, self.std))
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
-    def see_as(self, written: Mapping[str, Any]) -> None:
+    def match_preprocessing(self, written: Mapping[str, Any]) -> None:
         """Take pixel mean, deviation and class numbers from the model's file; UserError for an unknown class."""
         for name in ("image_mean", "image_std"):
             ours = self.gguf_metadata()[name]

@@ -61,7 +61,7 @@ class TokenDataset(Dataset):
         line = next((line for line in whole if not line[0].isspace()), "".join(whole[:1]))
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
-    def left_out(self) -> Sequence[str]:
+    def omissions(self) -> Sequence[str]:
         """What whoever opened the data has left out."""
         return self._left_out
 
@@ -158,13 +158,13 @@ class Dropout(Batches):
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
         self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
-        self.inputs, self.facts, self.left_out = plan.inputs, batches.facts, batches.left_out
+        self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
 
     def batch(self, k: int) -> Batch:
         """Training batch `k` and its masks, each [rows, *spec.shape]."""
         batch = self._batches.batch(k)
         rows = len(batch["targets"])
-        masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.drops}
+        masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.dropout_adapters}
         return {**batch, **masks}
 
     def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:

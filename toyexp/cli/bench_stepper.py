@@ -33,7 +33,7 @@ from toyexp.interfaces.kind import TOKENS, Kind
 from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.plan import Plan, PlanTensor
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.interfaces.session import StepMetrics
 from toyexp.interfaces.stack import Stack
 from toyexp.interfaces.values import Normal
@@ -97,7 +97,7 @@ class EngineStepper(Stepper):
     """An engine's session, driven as a run without callbacks that look drives it."""
 
     def __init__(self, prepared: Prepared):
-        self.session = start(prepared.config.recipe, prepared.config.engine, prepared.plan)
+        self.session = start_session(prepared.config.recipe, prepared.config.engine, prepared.plan)
         self.stack = Stack([self.session])
         self._plan, self._lr = prepared.plan, prepared.config.settings.lr
         self._steps = 0

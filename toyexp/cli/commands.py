@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 from toyexp.base.errors import UserError
 from toyexp.base.validators import is_integer
 from toyexp.config.top_level import TEXT_LIMITS
-from toyexp.interfaces.command import Arguments, Command, Parser, modules_in
+from toyexp.interfaces.command import Arguments, Command, Parser, parse_modules
 from toyexp.interfaces.hooks import Register, hookimpl
 
 Option = tuple[str, dict[str, Any]]  # what argparse takes
@@ -65,7 +65,7 @@ class Shipped(Command):
                 raise UserError(f"{self.name} {word}: is no setting; write key=value; see toyexp {self.name} --help")
         return found
 
-    def no_option(self, word: str, after: Sequence[str]) -> UserError:
+    def unknown_option(self, word: str, after: Sequence[str]) -> UserError:
         """An error about a word with dashes that is none of its options; it may be a setting."""
         from toyexp.config.flags import other_tools, setting_with_dashes
 
@@ -75,7 +75,7 @@ class Shipped(Command):
         # Only parity takes a number of steps, and none of these commands takes epochs.
         if setting and not setting.startswith("epochs=" if self.name == "parity" else ("steps=", "epochs=")):
             return UserError(f"{self.name} {word}: a setting has no dashes: {setting}")
-        return super().no_option(word, after)
+        return super().unknown_option(word, after)
 
     def run(self, arguments: Arguments) -> int:
         """Does it; returns the exit code."""
@@ -215,7 +215,7 @@ def find(name: str, words: Sequence[str]) -> Command | None:
         return COMMANDS[name]()
     from toyexp.plugins.discovery import load
 
-    registry = load(modules_in(words))
+    registry = load(parse_modules(words))
     broken = any(("command", name) in problem.offered for problem in registry.problems)
     if not broken and name not in registry.offers["command"]:
         return None

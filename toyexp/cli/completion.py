@@ -28,7 +28,7 @@ from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.interfaces.command import Arguments, Command
 from toyexp.plugins.discovery import load
-from toyexp.plugins.settings import Setting, settings_of
+from toyexp.plugins.settings import Setting, list_settings
 
 PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
 RUNS = 20  # the newest of them are offered
@@ -190,7 +190,7 @@ class Line:
         for name, offer in offers.items():
             where = f"{kind}.{name}" if kind == "callbacks" else kind
             if where != kind or name == chosen or chosen not in offers:
-                yield from ((f"{where}.{s.name}", s) for s in settings_of(offer.cls))
+                yield from ((f"{where}.{s.name}", s) for s in list_settings(offer.cls))
 
 
 def values_of(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:

@@ -28,7 +28,7 @@ from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.optimiser import AdamW
 from toyexp.interfaces.plan import Plan
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Offer, Registry
 from toyexp.reference.engine import TOLERANCES, precision, reference_adamw, reference_logits, reference_loss
@@ -96,7 +96,7 @@ def placement(runs: Mapping[str, Prepared]) -> list[str]:
     """For each engine, on which device the nodes of its training step run, and which ops they are."""
     lines = []
     for label, prepared in runs.items():
-        with start(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
+        with start_session(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
             facts = session.describe()
         where = facts.get("residency")
         if where is None:
@@ -253,7 +253,7 @@ def references(rows: int = ROWS) -> list[Op | Training]:
     found: list[Op | Training] = []
     for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:
         plan, batch = op_plan(case, adapter, rows=rows), op_batch(rows, case=case)
-        values = {t.name: plan.initial(t) for t in plan.tensors}
+        values = {t.name: plan.initial_values(t) for t in plan.tensors}
         gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
         loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
         found.append(Op(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients))
@@ -276,7 +276,7 @@ def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-
 def training(adamw: AdamW, rows: int) -> Training:
     """Train a few steps in float64, with a gradient that is clipped and weights that decay."""
     plan = op_plan(TRAINED, rows=rows, grad_clip=CLIP)
-    start = {t.name: plan.initial(t).astype(np.float64) for t in plan.tensors}
+    start = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)
     moments = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
     losses = []

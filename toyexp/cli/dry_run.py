@@ -31,7 +31,7 @@ from toyexp.config.request import Request
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import setting
 from toyexp.formats.gguf.open_model import in_place
-from toyexp.interfaces.model import scores_of
+from toyexp.interfaces.model import compute_scores
 from toyexp.runner.one_run import locate, prepare_run
 from toyexp.sweeps.directory import Job, Order, shared_words
 from toyexp.sweeps.launchers.gpus import visible
@@ -213,7 +213,7 @@ def _evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
     def seconds(some: Sequence[Any]) -> float:
         began = time.perf_counter()
         stepper.session.evaluate(some)
-        scores_of(prepared.model, stepper.session.logits, some)
+        compute_scores(prepared.model, stepper.session.logits, some)
         return time.perf_counter() - began
 
     first = [held_out[0]]

@@ -21,7 +21,7 @@ from toyexp.base.user_paths import expand_overrides
 from toyexp.base.writing import reject_bad_names
 from toyexp.cli.commands import COMMANDS, find
 from toyexp.config.flags import SHOWING, read, request_of
-from toyexp.interfaces.command import Command, modules_in
+from toyexp.interfaces.command import Command, parse_modules
 from toyexp.sweeps.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def answer(typed: Sequence[str]) -> int:
 def _call(command: Command, words: Sequence[str]) -> int:
     if "-h" not in words and "--help" not in words:
         return command.run(command.read(words))
-    print(command.usage(modules_in(words)))
+    print(command.usage(parse_modules(words)))
     return 0
 
 

@@ -23,7 +23,7 @@ from toyexp.cli.parity_plot import sheet
 from toyexp.config.request import Request
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batches
-from toyexp.interfaces.recipe import start
+from toyexp.interfaces.recipe import start_session
 from toyexp.interfaces.run import Run
 from toyexp.reference.engine import TOLERANCES, Tolerances, coarser, precision
 from toyexp.sweeps.combinations import combinations, own_sweep
@@ -144,7 +144,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
 def measure(prepared: Prepared, batches: Batches) -> Measured:
     """One run without evaluation: the first batch's gradients, then training with the run's own schedule."""
     plan, config, settings = prepared.plan, prepared.config, prepared.config.settings
-    with start(config.recipe, config.engine, plan) as session:
+    with start_session(config.recipe, config.engine, plan) as session:
         run = Run(settings.name, Path(), settings.seed, settings.steps, settings.lr, config.plain,
                   config.engine.name, plan, session, prepared.dataset)  # fmt: skip
         began = {t.name: session.download(t.name) for t in plan.tensors}

@@ -21,7 +21,7 @@ from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.formatting import align_columns
 from toyexp.base.packages import block_exit, explain_import_error, require_package
 from toyexp.interfaces.command import Answer
-from toyexp.plugins.discovery import GROUP, load_beside
+from toyexp.plugins.discovery import GROUP, load_package
 from toyexp.plugins.exporter import Exporter
 from toyexp.plugins.registry import Offer, Registry
 
@@ -92,7 +92,7 @@ def check(path: str) -> Checked:
     modules, folders = _modules(place)
     for folder in reversed(folders):
         sys.path.insert(0, str(folder))
-    registry = load_beside([EntryPoint(name, module, GROUP) for name, module in modules.items()], HERE)
+    registry = load_package([EntryPoint(name, module, GROUP) for name, module in modules.items()], HERE)
     broken = [p for p in registry.problems if p.package == HERE]
     if broken:
         return Checked(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])

@@ -217,7 +217,9 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
                 absent[str(reason)] = None
         else:
             later = [cast("type[Engine]", o.cls) for o in ([] if engine.on_gpu else offers[i:])]
-            shown = [e.name for e in later if e.on_gpu and os.environ.get(e.shows or "-", "-1") not in ("", "-1")]
+            shown = [
+                e.name for e in later if e.on_gpu and os.environ.get(e.device_variable or "-", "-1") not in ("", "-1")
+            ]
             return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken, shown)})"
     found = "".join(f"; {fact}" for fact in (*broken, *absent))
     command = f"`toyexp doctor{registry.loading}`"

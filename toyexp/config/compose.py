@@ -27,11 +27,11 @@ from toyexp.config.schema import AUTO, Root, Source, default_callbacks
 from toyexp.config.top_level import OF_LAUNCHERS, Sweep
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in, opened
-from toyexp.interfaces.callback import Callback, answers_lr
+from toyexp.interfaces.callback import Callback, sets_lr
 from toyexp.interfaces.engine import Engine
-from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.recipe import Recipe
-from toyexp.plugins.compatibility import misfit, suited
+from toyexp.plugins.compatibility import model_mismatch, suggest_command
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import Record
 from toyexp.training.resume import differences
@@ -150,8 +150,10 @@ class Composed:
         return Config(
             **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks,
             begun=self.source.begun.cwd,
-            suited=lambda: suited(by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry),
-            left_out=[
+            suggest_command=lambda: suggest_command(
+                by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry
+            ),
+            omissions=[
                 *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),
                 *registry.notes,
                 *_replaced(self.given),
@@ -210,8 +212,8 @@ def _without_default(given: Sequence[Override], callbacks: Mapping[str, Callback
         raise UserError(f"{lists[-1].input_line}: has {twice} twice; name it once (a second schedule is linear_2)")
     if not names or not all(name in registry.offers["callbacks"] for name in names):
         return []
-    scheduled = any(answers_lr(c) for c in callbacks.values())
-    usual = {name: answers_lr(registry.get("callbacks", name)()) for name in default_callbacks()}
+    scheduled = any(sets_lr(c) for c in callbacks.values())
+    usual = {name: sets_lr(registry.get("callbacks", name)()) for name in default_callbacks()}
     missing = [name for name, schedule in usual.items() if name not in callbacks and not (schedule and scheduled)]
     if not missing:
         return []
@@ -243,14 +245,14 @@ def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Recor
     if cls.base_file is Recipe.base_file:
         return None
     recipe: Recipe = made(cls, located(cls, typed(cls, resolved(cfg)["recipe"], "recipe"), begun))
-    if unfit := misfit(recipe, described()):
-        raise UserError(f"{unfit}{suited(by_key(given), recipe, described(), data, keys.registry)}")
+    if unfit := model_mismatch(recipe, described()):
+        raise UserError(f"{unfit}{suggest_command(by_key(given), recipe, described(), data, keys.registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:
         return None
-    model = recipe.of_base(model_in(opened(str(path)), keys.registry, recipe.reads))
-    settings = {"name": model.name, **sizes_of(model)}
+    model = recipe.prepare_base(model_in(opened(str(path)), keys.registry, recipe.reads))
+    settings = {"name": model.name, **model_settings(model)}
     for override in given:
         _require_same(override, cfg, f"recipe={recipe.name} takes the model from {origin(path)}, a {model.name}", model)
     if model.context:
@@ -266,7 +268,7 @@ def _require_same(override: Override, cfg: DictConfig, taken: str, model: Model)
     kind, _, key = override.key_or_group.partition(".")
     if kind != "model" or key == "context":
         return
-    held = sizes_of(model)
+    held = model_settings(model)
     wanted, there = (cfg.model[key], held.get(key)) if key else (override.value(), model.name)
     if wanted != there:
         but = f" with {key}={there}" if key in held else ""

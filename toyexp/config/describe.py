@@ -13,7 +13,7 @@ from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
 from toyexp.config.top_level import GROUPS
 from toyexp.plugins.registry import Registry
-from toyexp.plugins.settings import settings_of
+from toyexp.plugins.settings import list_settings
 
 
 def lines_about(name: str, registry: Registry) -> list[str]:
@@ -60,7 +60,7 @@ def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
 
 def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
     """The settings of a class with their defaults, or the `values` that take their place."""
-    shown = [(s, (values or {}).get(s.name, s.default)) for s in settings_of(cls)]
+    shown = [(s, (values or {}).get(s.name, s.default)) for s in list_settings(cls)]
     return [f"  {f'{prefix}{s.name}={format_value(value)}':<34} {s.comment}" for s, value in shown]
 
 

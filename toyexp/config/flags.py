@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.config.top_level import GROUPS, in_our_words, other_tools
-from toyexp.interfaces.command import Arguments, Parser, modules_in
+from toyexp.interfaces.command import Arguments, Parser, parse_modules
 from toyexp.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     settings: list[str] = []
     for i, word in enumerate(rest):
         if word.startswith("-"):
-            raise no_option(word, rest[i + 1 :], FLAGS)
+            raise unknown_option(word, rest[i + 1 :], FLAGS)
         if "=" not in word and word[:1] not in "~+":
             from toyexp.plugins.discovery import load  # deferred: to read a command line needs no plugins
 
-            raise no_setting(word, settings, rest[i + 1 :], load(modules_in(words)).offers["command"])
+            raise no_setting(word, settings, rest[i + 1 :], load(parse_modules(words)).offers["command"])
         settings += HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
     flags = {f"--{name.replace('_', '-')}": "" if value is True else value for name, value in vars(found).items()}
     return flags, settings
@@ -139,7 +139,7 @@ def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
 VERBS = ("train", "run", "fit", "start", "sweep")
 
 
-def no_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
+def unknown_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
     """An error about a word with dashes that is no flag, by what comes `after` it."""
     if setting := setting_with_dashes(word, after) or (word.lstrip("-") if "=" in word else None):
         return UserError(f"{word}: a setting has no dashes: {setting}")

@@ -14,7 +14,7 @@ from toyexp.config.build import read_label
 from toyexp.config.compose import Composed, compose
 from toyexp.config.schema import Source, store_schemas
 from toyexp.config.words import lines, parse, setting
-from toyexp.interfaces.command import modules_in
+from toyexp.interfaces.command import parse_modules
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import MOVED
@@ -34,7 +34,7 @@ class Request:
     def of(cls, words: Sequence[str], source: Source | None = None) -> Request:
         """Reads words of the command line, and loads the plugins that they name; UserError for what cannot be read."""
         settings = parse(words)
-        modules = modules_in(lines(settings))
+        modules = parse_modules(lines(settings))
         return cls(settings, load(modules), modules, source or Source.of())
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from toyexp.base.errors import UserError
 from toyexp.base.validators import MAX_INT, require_choice, require_range
 from toyexp.interfaces.run_preview import changed
-from toyexp.plugins.settings import Setting, settings_of
+from toyexp.plugins.settings import Setting, list_settings
 from toyexp.training.settings import Settings
 
 PARTS = ("model", "data", "recipe", "engine", "optim")
@@ -145,4 +145,4 @@ def top_level() -> Iterator[tuple[str, Setting]]:
     """Every key that is no part's, by its whole name."""
     own = ((f"sweep.{launcher}.", cls) for launcher, cls in OF_LAUNCHERS.items())
     for prefix, cls in (("", Settings), ("sweep.", Sweep), *own):
-        yield from ((prefix + s.name, s) for s in settings_of(cls) if s.name not in OF_LAUNCHERS)
+        yield from ((prefix + s.name, s) for s in list_settings(cls) if s.name not in OF_LAUNCHERS)

@@ -12,7 +12,7 @@ from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import FromGGUF, opened
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.dataset import Dataset
-from toyexp.interfaces.model import Model, TensorSpec, sizes_of
+from toyexp.interfaces.model import Model, TensorSpec, model_settings
 from toyexp.interfaces.plan import LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.interfaces.recipe import Setup
 
@@ -32,15 +32,15 @@ def frozen_tensors(
     return [*tensors, *pairs], adapters
 
 
-def see_as(dataset: Dataset, model: Model, path: Path) -> None:
+def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
     """Shows data to the model of a file as that file says its own were; UserError for what it cannot be shown.
 
     A model that leaves its classes to the data has no numbers for them.
     """
-    metadata, own = opened(str(path)).metadata, {"classes"} if sizes_of(model).get("classes") == 0 else set()
+    metadata, own = opened(str(path)).metadata, {"classes"} if model_settings(model).get("classes") == 0 else set()
     keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata() if name not in own}
     try:
-        dataset.see_as({name: metadata[key] for name, key in keys.items() if key in metadata})
+        dataset.match_preprocessing({name: metadata[key] for name, key in keys.items() if key in metadata})
         model.fit(dataset)
     except UserError as error:
         raise type(error)(f"{origin(path)}: {error}") from None

@@ -20,9 +20,9 @@ from toyexp.formats.layout import HF_TYPES, Conversion, Place, layout_of
 from toyexp.formats.peft import ORIGIN
 from toyexp.formats.safetensors import Tensor, write_safetensors
 from toyexp.formats.sentencepiece_model import lacking, sentencepiece_model
-from toyexp.interfaces.format import Exported
+from toyexp.interfaces.format import ModelExport
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, one_alpha
+from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, shared_alpha
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.sentencepiece import SentencePiece
 from toyexp.tokenizers.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ OF_TEXT = "AutoModelForCausalLM", "text-generation"
 OF_IMAGES = "AutoModelForImageClassification", "image-classification"
 
 
-def write_folder(path: Path, exported: Exported, dtype: str = "float32") -> list[str]:
+def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> list[str]:
     """Writes the directory `path` in one piece, in place of an earlier one: to a temporary name, flushed, renamed.
 
     Tensors are asked for one at a time. Returns a sentence for each tensor whose numbers are not finite, or are not in
@@ -78,7 +78,7 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
     return lines
 
 
-def write_adapter_folder(path: Path, plan: Plan, exported: Exported) -> list[str]:
+def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[str]:
     """Writes the plan's LoRA adapters for PEFT, in one piece like `write_folder`, in float32.
 
     PEFT adds lora_alpha / r * B A to the linears of the base in transformers, so B's rows stand in their order.
@@ -101,7 +101,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: Exported) -> list[str
         "inference_mode": True,
         "r": rank,
         "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
-        "lora_alpha": one_alpha(plan),
+        "lora_alpha": shared_alpha(plan),
         "lora_dropout": adapters[0].dropout,
         "target_modules": [*ranks],
         "fan_in_fan_out": any(places[a.target].form is np.transpose for a in adapters),
@@ -114,7 +114,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: Exported) -> list[str
         return write_safetensors(folder / "adapter_model.safetensors", tensors, "F32", METADATA | origin)
 
 
-def model_card(exported: Exported, adapter: bool = False) -> str:
+def model_card(exported: ModelExport, adapter: bool = False) -> str:
     """Return the text of README.md: what the model is, where it comes from, its scores, and how to load it."""
     model, general, repository = exported.model, exported.general, _repository(exported)
     (auto, task), licence = OF_TEXT if model.reads.text else OF_IMAGES, str(general.get("license", ""))
@@ -138,7 +138,7 @@ def model_card(exported: Exported, adapter: bool = False) -> str:
     ])  # fmt: skip
 
 
-def _repository(exported: Exported) -> str | None:
+def _repository(exported: ModelExport) -> str | None:
     """Return the base's repository at Hugging Face, OWNER/NAME, if the base's file names one."""
     found = HUB.fullmatch(str(exported.general.get("base_model.0.repo_url", "")))
     return found[1] if found else None

@@ -31,9 +31,9 @@ from toyexp.interfaces.command import Answer
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.format import TensorInfo
 from toyexp.interfaces.kind import IMAGES, TOKENS
-from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.recipe import Recipe, Setup
-from toyexp.plugins.compatibility import misfit, of_kind
+from toyexp.plugins.compatibility import matching_data, model_mismatch
 from toyexp.plugins.registry import Registry
 from toyexp.reference.forward_listing import BLOCK, Listing, Traced, inside, listing
 from toyexp.tokenizers.tokenizer import CONTROL, Tokenizer
@@ -181,7 +181,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
         file=str(path), bytes=file.size, converted=path != file.path, version=file.version,
         kind=kind, architecture=architecture,
         family=model.name if model else None, refused=refused,
-        sizes=sizes_of(model) if model else sizes, parameters=parameters, outside=outside,
+        sizes=model_settings(model) if model else sizes, parameters=parameters, outside=outside,
         types=types_of(file), tokenizer=_tokenizer(file, offers), general=_general(file),
         adapter=_adapter(file) if kind == "adapter" else None,
         parts=parts, uses=uses, forward=forward,
@@ -374,10 +374,10 @@ class Offers:
     @cached_property
     def _data(self) -> str:
         """The data to name where those that are read by default are not for this file."""
-        tokenizer, sizes = self.tokenizer, sizes_of(self.model) if self.model else {}
-        for name in of_kind(self.model.reads if self.model else TOKENS, self._registry):
+        tokenizer, sizes = self.tokenizer, model_settings(self.model) if self.model else {}
+        for name in matching_data(self.model.reads if self.model else TOKENS, self._registry):
             cls = cast("type[Data]", self._registry.get("data", name))
-            words = cls.suggested(sizes, tokenizer if isinstance(tokenizer, Tokenizer) else None)
+            words = cls.suggest_settings(sizes, tokenizer if isinstance(tokenizer, Tokenizer) else None)
             if words is not None:
                 return f" data={name} {words}" if words else ""
         return ""
@@ -417,7 +417,7 @@ class Offers:
     def _unfit_donor(self, recipe: type[Recipe], rows: int = 1) -> str | None:
         """Why the recipe cannot take that many rows of the file for the default model; None where it can."""
         model = cast("Model", self._default(recipe))
-        vocab = {"vocab": rows} if "vocab" in sizes_of(model) else {}
+        vocab = {"vocab": rows} if "vocab" in model_settings(model) else {}
         return self._refusal(recipe, replace(model, **vocab))
 
     @property
@@ -431,7 +431,7 @@ class Offers:
     def _refusal(self, cls: type[Recipe], model: Model) -> str | None:
         """Why a recipe refuses to plan a run of one step from this file; None where it does not."""
         recipe = cls(**{cls.starts_from: str(self._file.path)})
-        if unread := misfit(recipe, model):
+        if unread := model_mismatch(recipe, model):
             return unread
         try:
             recipe.check()
@@ -441,7 +441,7 @@ class Offers:
         return None
 
     def _prompt(self, model: Model) -> str:
-        tokenizer, context, vocab = self.tokenizer, model.context, int(sizes_of(model).get("vocab", 2))
+        tokenizer, context, vocab = self.tokenizer, model.context, int(model_settings(model).get("vocab", 2))
         if isinstance(tokenizer, Tokenizer):
             with contextlib.suppress(UserError):
                 if len(tokenizer.prompt(PROMPT)) <= context:

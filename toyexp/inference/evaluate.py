@@ -23,7 +23,7 @@ from toyexp.config.request import Request
 from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import class_of, load_yaml
 from toyexp.config.words import setting
-from toyexp.formats.file_plan import see_as
+from toyexp.formats.file_plan import match_preprocessing
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.tokenizer import has_text
 from toyexp.inference.loaded_model import LoadedModel
@@ -31,9 +31,9 @@ from toyexp.inference.model_files import is_checkpoint
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.data import Data, open_data
 from toyexp.interfaces.dataset import Batch, Dataset
-from toyexp.interfaces.kind import Figure
-from toyexp.interfaces.model import Model, scores_of, sizes_of
-from toyexp.plugins.compatibility import of_kind, unread
+from toyexp.interfaces.kind import DerivedMetric
+from toyexp.interfaces.model import Model, compute_scores, model_settings
+from toyexp.plugins.compatibility import kind_mismatch, matching_data
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import Record, data_sources, recorded
 from toyexp.training.run_config import Config
@@ -57,7 +57,7 @@ class Evaluation(Answer):
     own: bool  # whether it is what the model's run was trained on, by its digest
     targets: int  # tokens predicted, or images classified
     loss: float  # nats a target
-    figures: Sequence[Figure]  # what the kind of data makes of it: of text, perplexity and bits per byte
+    figures: Sequence[DerivedMetric]  # what the kind of data makes of it: of text, perplexity and bits per byte
     scores: Mapping[str, float]  # what else the model reports, such as accuracy
     note: str = ""  # on the data of a run, where it is not, or may not be, its own
     classes: list[OfClass] | None = None  # how it did by class, where there is one for a whole example
@@ -70,7 +70,7 @@ class Evaluation(Answer):
 
     def lines(self) -> list[str]:
         """What it read, and what it scored."""
-        found = [f"loss {self.loss:.4f}", *(figure.shown for figure in self.figures if figure.value is not None)]
+        found = [f"loss {self.loss:.4f}", *(figure.text for figure in self.figures if figure.value is not None)]
         found += [f"{name} {value:.4f}" for name, value in self.scores.items()]
         named = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else self.note)
         data = "; ".join((named, *self.left_out))
@@ -104,11 +104,11 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     own, note = trained.compare(dataset, keys, str(data_of.get("path") or "")) if trained else (False, "")
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, built.settings.batch_size, built.settings.seed)
-    inputs = model.reads.bounded(batches.inputs, dataset.vocab)
+    inputs = model.reads.with_bounds(batches.inputs, dataset.vocab)
     boundary = attribute_errors(f"engine.{built.engine.name}", "while it evaluated", data=built.data.name)
     with boundary, loaded.session(built.engine, inputs, built.settings.batch_size) as session:
         held_out = batches.held_out()  # made once it is known that they fit
-        loss, scores = session.evaluate(held_out), scores_of(model, session.logits, held_out)
+        loss, scores = session.evaluate(held_out), compute_scores(model, session.logits, held_out)
         read = [name for name in inputs if name not in ("targets", "weights")]
         names = dataset.classes if isinstance(dataset, ImageDataset) else ()
         of_an_example = not inputs["targets"].shape  # and not of each of its positions
@@ -118,10 +118,10 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     return Evaluation(
         file=loaded.name, model=f"{model.name}, {model.parameters()} parameters",
         adapter=str(origin(loaded.adapter)) if loaded.adapter else None, engine=built.engine_note, data=built.data.name,
-        path=data_of.get("path"), left_out=[*dataset.left_out(), *held, *batches.left_out], own=own, note=note,
+        path=data_of.get("path"), left_out=[*dataset.omissions(), *held, *batches.omissions], own=own, note=note,
         share={key: data_of[key] for key in (SHARE[1:] if held else SHARE) if key in data_of},
         targets=round(weights), loss=loss,
-        figures=model.reads.figures(loss, held_out, dataset), scores=scores, classes=classes,
+        figures=model.reads.derived_metrics(loss, held_out, dataset), scores=scores, classes=classes,
     )  # fmt: skip
 
 
@@ -144,22 +144,22 @@ def _data(
         name = kind_of(Path(data), model, registry)
         kind, given = f"data={name}", [setting("data.path", data)]
         cls = cast("type[Data]", registry.get("data", name))
-        fit = "" if model.reads.text else cls.suggested(sizes_of(model), None) or ""
-        given += [setting(f"data.{key}", value) for key, value in cls.whole.items()]
+        fit = "" if model.reads.text else cls.suggest_settings(model_settings(model), None) or ""
+        given += [setting(f"data.{key}", value) for key, value in cls.eval_settings.items()]
         return [*(own if kind in own else [kind, *(w for w in fit.split() if not re.search("=[A-Z]", w))]), *given]
     if "data" in typed:
         return []
-    return own or [f"data={name}" for name in of_kind(model.reads, registry)[:1]]
+    return own or [f"data={name}" for name in matching_data(model.reads, registry)[:1]]
 
 
 def _opened(built: Config, loaded: LoadedModel) -> Dataset:
     reads = loaded.model.reads
-    if reason := unread(loaded.name, reads, built.data):
+    if reason := kind_mismatch(loaded.name, reads, built.data):
         raise UserError(reason)
     dataset = open_data(built.data, loaded.path if reads.text else None)
-    if reads.text and dataset.vocab > sizes_of(loaded.model).get("vocab", dataset.vocab):
+    if reads.text and dataset.vocab > model_settings(loaded.model).get("vocab", dataset.vocab):
         raise UserError(f"{loaded.name}: the data's token ids go beyond its vocabulary; leave data.tokenizer out")
-    see_as(dataset, loaded.model, loaded.path)
+    match_preprocessing(dataset, loaded.model, loaded.path)
     return dataset
 
 
@@ -307,7 +307,7 @@ def kind_of(path: Path, model: Model, registry: Registry) -> str:
     fits: dict[type[Data], int] = {
         cls: call_checked(int, cls.recognises, path, who=f"data.{cls.name}") for cls in classes
     }
-    readable = of_kind(model.reads, registry)
+    readable = matching_data(model.reads, registry)
     best = max(classes, key=lambda cls: (fits[cls] > 0, cls.name in readable, fits[cls]))
     if not fits[best]:
         raise UserError(f"--data {path}: nothing in there is known to be data; say what it is: data=NAME data.path=...")

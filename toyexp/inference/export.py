@@ -29,7 +29,7 @@ from toyexp.formats.gguf.write import Writer, require_exact
 from toyexp.formats.layout import HF_TYPES
 from toyexp.inference.model_files import adapter_of, check_base, file_of
 from toyexp.interfaces.command import Answer
-from toyexp.interfaces.format import Exported, Format, TensorInfo, require_written
+from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_written
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
@@ -123,7 +123,7 @@ def export(
 
 def _write(
     form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
-) -> tuple[Exported | None, list[str]]:
+) -> tuple[ModelExport | None, list[str]]:
     """Write `target`; return the model, unless the file alone was enough, and what is odd about its numbers."""
     found = class_in(file, registry.models())
     with (
@@ -136,14 +136,14 @@ def _write(
             problems = form.write_again(file, place, requantize)
             if problems is not None:
                 converted = origin(file.path) != file.path and origin(file.path).is_file()
-                lacks = exported_of(file, registry.models()).lacks if converted else ()  # a tokenizer
+                lacks = exported_of(file, registry.models()).unreadable if converted else ()  # a tokenizer
                 return None, [*lacks, *require_written(form, place, problems)]
             exported = exported_of(file, registry.models())
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
             require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
             told = require_written(form, place, form.write(replace(exported, about=_about(file)), place))
-            return exported, [*exported.lacks, *told]
+            return exported, [*exported.unreadable, *told]
         except RunFailed as error:
             raise RunFailed(str(error).replace(str(place), str(target))) from error
 

@@ -24,7 +24,7 @@ from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tok
 from toyexp.inference import llamacpp
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.inference.loaded_model import LoadedModel, engine_for
-from toyexp.interfaces.sampling import Sampling, endless
+from toyexp.interfaces.sampling import Sampling, generate_endlessly
 from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
 from toyexp.tokenizers.chat_template import BadChat, Template
@@ -183,7 +183,7 @@ class Author:
 
         with convert_memory_errors(LESS):
             session, began, reason = self._opened(len(ids) + self.asked.tokens), time.perf_counter(), LIMIT
-            for token in endless(session, ids, self.asked.sampling, words, self.vocab, slides):
+            for token in generate_endlessly(session, ids, self.asked.sampling, words, self.vocab, slides):
                 if stopped():
                     reason = STOPPED
                 elif token in ends:

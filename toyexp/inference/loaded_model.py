@@ -92,7 +92,7 @@ def fit_rows(engine: Engine, note: str, rows: int) -> tuple[Engine, str]:
     try:
         engine.check_rows(rows, 1)
     except UserError:
-        engine = engine.of_one_row()
+        engine = engine.generation_engine()
         engine.check_rows(rows, 1)  # which repeats what is wrong with the setting itself
         return engine, f"{engine.name}: {engine.check()}, of its devices the first"
     return engine, note

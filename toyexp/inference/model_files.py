@@ -19,7 +19,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.files import ADDRESS_MESSAGE, is_address, require_file
 from toyexp.base.ownership import Ledger, cached_fingerprint
 from toyexp.base.terminal import print_note
-from toyexp.formats.file_plan import check_adapter, see_as
+from toyexp.formats.file_plan import check_adapter, match_preprocessing
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.header import MADE_OF, how_to_convert, origin
 from toyexp.formats.gguf.open_model import model_of, opened
@@ -27,11 +27,11 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model, write_pairs
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.interfaces.data import open_data
-from toyexp.interfaces.format import Exported, Format, LazyTensors
+from toyexp.interfaces.format import Format, LazyTensors, ModelExport
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
-from toyexp.interfaces.recipe import Setup, start
-from toyexp.plugins.discovery import load, loaded
+from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
+from toyexp.interfaces.recipe import Setup, start_session
+from toyexp.plugins.discovery import current_registry, load
 from toyexp.plugins.registry import Registry
 from toyexp.training import checkpoint
 from toyexp.training.provenance import NAMES, Record, data_sources, files, record_in, require_own_checkpoint
@@ -59,7 +59,7 @@ def newest_in(path: Path) -> Path | None:
 
 def gguf_of(path: Path, registry: Registry | None = None) -> Path:
     """Return a checkpoint's model as a GGUF file in float32, which this process deletes when it ends."""
-    write = partial(_write, path, registry=registry or loaded())
+    write = partial(_write, path, registry=registry or current_registry())
     return made_once([path / checkpoint.MANIFEST], path, path.name, write)
 
 
@@ -84,12 +84,12 @@ def _read_by(path: Path, registry: Registry) -> Format | None:
 def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:
     who = f"format.{form.name}"
     with attribute_errors(who, f"while it read {path}"):
-        found = call_checked(Exported, form.read, path, registry.models(), who=who)
+        found = call_checked(ModelExport, form.read, path, registry.models(), who=who)
         tensors = _fitting(found, f"{path}: format.{form.name} read")
         write_model(target, found.model, tensors, found.tokenizer, "f32", found.general, found.data)
 
 
-def _fitting(found: Exported, what: str) -> LazyTensors:
+def _fitting(found: ModelExport, what: str) -> LazyTensors:
     """Return what was read of a model's tensors; UserError for one that the model lacks, or has in another shape."""
     if not isinstance(found.model, Model):
         raise UserError(f"{what} {printable(repr(found.model))} for a model")
@@ -114,7 +114,7 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
     found, plan, recipe, dataset = _set_up(path, registry)
     from toyexp.reference.null import NullEngine  # which holds tensors, and computes nothing
 
-    with start(recipe, NullEngine(), plan) as session:
+    with start_session(recipe, NullEngine(), plan) as session:
         values = {t.name: session.download(t.name) for t in plan.tensors}
     values |= {name: np.asarray(array, np.float32) for name, array in found.arrays.items()}
     keys = dataset.gguf_metadata()
@@ -154,7 +154,7 @@ def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan
 
 
 def _general(path: Path, found: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
-    plain, passed = found.state["config"], inherited(plan)
+    plain, passed = found.state["config"], inherited_metadata(plan)
     names = [name for a in plan.adapters if isinstance(a, LoraAdapter) for name in lora_names(a.target)]
     pairs = {name: np.asarray(found.arrays[name]) for name in names}
     return {
@@ -179,9 +179,9 @@ def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[
         path = getattr(data, "path", None)
         where = f"data.path={path}" if path else f"data={data.name}"
         raise UserError(f"{where}: is other data than it was: {changes[0]}; put that data back")
-    whole = recipe.of_base(model_of(base, registry, recipe.reads)) if base else None
+    whole = recipe.prepare_base(model_of(base, registry, recipe.reads)) if base else None
     if base and whole:
-        see_as(dataset, whole, base)
+        match_preprocessing(dataset, whole, base)
         whole = whole.fit(dataset)
     fitted = model.fit(dataset)
     inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
@@ -195,7 +195,7 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
         if is_address(path):
             raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS_MESSAGE}")
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
-    if form := _read_by(path, known := registry or loaded()):
+    if form := _read_by(path, known := registry or current_registry()):
         inside = sorted(path.iterdir()) if form.contents else [path]
         require_file(inside[0] if inside else path, str(path))
         stem = path.name.removesuffix(form.suffix)

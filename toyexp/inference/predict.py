@@ -25,7 +25,7 @@ from toyexp.interfaces.command import Answer
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import IMAGES
-from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
 
@@ -186,7 +186,7 @@ class Seen:
         if model.reads != IMAGES:
             hint = "toyexp generate, or toyexp eval" if model.reads.sequence else "toyexp eval"
             raise UserError(f"{what}: a {model.name} reads {model.reads}, and predict is for images; try {hint}")
-        size, channels = (sizes_of(model).get(name) for name in ("image_size", "channels"))
+        size, channels = (model_settings(model).get(name) for name in ("image_size", "channels"))
         if not isinstance(size, int) or size < 1 or channels not in (1, 3):
             raise file.error("does not say which images its model reads (image_size; channels, 1 or 3)")
         keys = (file.metadata.get(f"{architecture_of(model)}.{name}") for name in ("image_mean", "image_std"))
@@ -195,7 +195,7 @@ class Seen:
             raise file.error("does not say by which mean and deviation its model sees pixels (image_mean, image_std)")
         named = file.metadata.get(f"{architecture_of(model)}.classes")
         names = [str(name) for name in named] if isinstance(named, list) else []
-        count = int(sizes_of(model).get("classes") or len(names))
+        count = int(model_settings(model).get("classes") or len(names))
         classes = [*names[:count], *(f"class {i}" for i in range(len(names), count))]
         return cls(model, size, channels, classes, mean, std)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.formatting import format_value
 from toyexp.interfaces.hooks import hookimpl
-from toyexp.interfaces.model import LOGGED
+from toyexp.interfaces.model import LOGGED_METRICS
 from toyexp.interfaces.run import Run
-from toyexp.interfaces.run_preview import Planned
+from toyexp.interfaces.run_preview import RunPreview
 
 if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Dataset
@@ -41,7 +41,7 @@ class Callback(ABC):
     closes_last: ClassVar[bool] = False  # it records how the run ended: its on_end comes after those of others
 
     def __init_subclass__(cls) -> None:
-        LOGGED.update(cls.logs)
+        LOGGED_METRICS.update(cls.logs)
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
         """Raises UserError for settings that cannot work, and Unavailable for a missing package."""
@@ -52,19 +52,19 @@ class Callback(ABC):
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raises UserError for a model or recipe it cannot work with, before anything is written."""
 
-    def looks(self, step: int) -> bool:
+    def should_wait(self, step: int) -> bool:
         """Whether it needs the run as it stands after `step`: the weights, or a say before the next step begins.
 
         Where no callback does, and the engine's steps run beside the host's work, `on_step` may come while the next
         step is already under way. Unless told otherwise, one looks that hears of steps or answers about them.
         """
-        return any(implements(self, hook) for hook in ("on_step", "lr", "factors", "stop_reason"))
+        return any(has_hook(self, hook) for hook in ("on_step", "lr", "factors", "stop_reason"))
 
-    def best_by(self) -> str | None:
+    def best_metric(self) -> str | None:
         """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
         return None
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
         return ()
 
@@ -99,9 +99,9 @@ class Schedule(Callback):
     def factor(self, step: int, steps: int) -> float:
         """What the number is multiplied by at the 0-based `step` of `steps`."""
 
-    def looks(self, step: int) -> bool:
+    def should_wait(self, step: int) -> bool:
         """Only one that hears of steps or stops runs: `factor` goes by the step alone."""
-        return implements(self, "on_step") or implements(self, "stop_reason")
+        return has_hook(self, "on_step") or has_hook(self, "stop_reason")
 
     @final
     def check_scales(self, plan: Plan, steps: int) -> None:
@@ -128,9 +128,9 @@ class Schedule(Callback):
                 of = ", ".join(f"{name}={value}" for name, value in own.items())
                 raise UserError(f"{key}: its factor {factor:g}{of and f' ({of})'} cannot be: {error}") from error
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That what it scales is 0."""
-        groups = planned.plan.updates
+        groups = preview.plan.updates
         values = [getattr(g if self.scales == "weight_decay" else g.rule, self.scales, 0) for g in groups]
         if self.scales != "lr" and not any(values):
             yield f"callbacks.{self.name}.scales={self.scales}: scales optim.{self.scales}=0, which stays 0"
@@ -146,11 +146,11 @@ class Schedule(Callback):
         return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 
-def answers_lr(callback: Callback) -> bool:
+def sets_lr(callback: Callback) -> bool:
     """Whether a callback sets the learning rate."""
-    return implements(callback, "lr") and not (isinstance(callback, Schedule) and callback.scales != "lr")
+    return has_hook(callback, "lr") and not (isinstance(callback, Schedule) and callback.scales != "lr")
 
 
-def implements(callback: Callback, hook: str) -> bool:
+def has_hook(callback: Callback, hook: str) -> bool:
     """Whether a callback has that hook of `RunHooks`."""
     return getattr(getattr(callback, hook, None), "toyexp_impl", None) is not None

@@ -27,7 +27,7 @@ class Arguments(argparse.Namespace):
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
 
 
-class Once(argparse.Action):
+class StoreOnce(argparse.Action):
     """What an option does unless it names another action: store its value, and refuse a second one that differs."""
 
     given: Any = None
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(f"toyexp {command}", add_help=False, allow_abbrev=False, formatter_class=form, **more)
         self.command = command
-        self.register("action", None, Once)
+        self.register("action", None, StoreOnce)
 
     def split(self, words: Sequence[str], found: Arguments) -> list[str]:
         """Set what the options say in `found`, and return the other words in their order."""
@@ -144,17 +144,17 @@ class Command(ABC):
     def read(self, words: Sequence[str]) -> Arguments:
         """Parse the words; UserError for an option that there is not, and one without its value."""
         typed = [word for word in words if not word.startswith("plugins=")]
-        found = Arguments(modules=modules_in(words))
+        found = Arguments(modules=parse_modules(words))
         rest = self.parser().split(typed, found)
         for i, word in enumerate(rest):
             if word.startswith("-"):
-                raise self.no_option(word, rest[i + 1 :])
+                raise self.unknown_option(word, rest[i + 1 :])
         if "" in rest:
             raise UserError(f"{self.name} '': is empty (a variable that is not set?); leave it out")
         found.rest = rest
         return found
 
-    def no_option(self, word: str, after: Sequence[str]) -> UserError:
+    def unknown_option(self, word: str, after: Sequence[str]) -> UserError:
         """Return an error about a word with dashes that is none of its options, and what comes `after` it."""
         flag, known = word.partition("=")[0], sorted(self.parser().options)
         parts = re.split("[-_]", flag.lstrip("-"))  # of --max_new_tokens
@@ -170,7 +170,7 @@ class Command(ABC):
         """Does it; returns the exit code: 0 done, 1 failed. UserError for bad input makes it 2."""
 
 
-def modules_in(words: Iterable[str]) -> list[str]:
+def parse_modules(words: Iterable[str]) -> list[str]:
     """The local modules that `plugins=[...]` on a command line names; UserError for what is no module's name."""
     found: list[str] = []
     for word in words:

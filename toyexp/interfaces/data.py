@@ -16,7 +16,7 @@ from toyexp.base.attribution import call_checked
 from toyexp.base.errors import PluginFailed
 from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.kind import Kind
-from toyexp.interfaces.run_preview import Planned
+from toyexp.interfaces.run_preview import RunPreview
 
 if TYPE_CHECKING:
     from toyexp.tokenizers.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class Data(ABC):
     name: ClassVar[str]  # what `data=` takes
     gives: ClassVar[Kind]  # TOKENS, IMAGES, or a kind of your own
     fills: ClassVar[tuple[str, ...]] = ()  # settings that opening the data fills in where they are empty
-    whole: ClassVar[Mapping[str, Any]] = {}  # settings that hold out all of it, for `toyexp eval --data PATH`
+    eval_settings: ClassVar[Mapping[str, Any]] = {}  # settings that hold out all of it, for `toyexp eval --data PATH`
 
     @classmethod
     def recognises(cls, path: Path) -> int:
@@ -38,7 +38,7 @@ class Data(ABC):
         return 0
 
     @classmethod
-    def suggested(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
+    def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
         """What to type beside `data=<name>` for a file's model of these sizes, names in capitals; None: not for it."""
         return None
 
@@ -50,7 +50,7 @@ class Data(ABC):
     def open(self, vocabulary: Path | None) -> Dataset:
         """Reads the data; `vocabulary` is the GGUF whose tokenizer the recipe would like it to have, if any."""
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
         return ()
 
@@ -61,7 +61,7 @@ _known: ContextVar[_Known | None] = ContextVar("known", default=None)
 
 
 @contextmanager
-def opened_once() -> Iterator[None]:
+def share_open_data() -> Iterator[None]:
     """Inside, runs whose data have the same settings have them in common; their batches are each run's own."""
     before = _known.set({})
     try:
@@ -70,7 +70,7 @@ def opened_once() -> Iterator[None]:
         _known.reset(before)
 
 
-def shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset]:
+def open_shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset]:
     """The opened data, and what opened them: `data`, unless a run that shares them has done so."""
     known = _known.get()
     if known is None:

@@ -43,7 +43,7 @@ class Dataset(ABC):
     def describe(self) -> dict[str, Any]:
         """What run_start records: sizes and a digest of the contents."""
 
-    def left_out(self) -> Sequence[str]:
+    def omissions(self) -> Sequence[str]:
         """What of the source is not learned from, a phrase each: how much of how much, and which key changes that."""
         return ()
 
@@ -55,7 +55,7 @@ class Dataset(ABC):
         """What a reader of the exported model must know of its data, without the architecture's prefix."""
         return {}
 
-    def see_as(self, written: Mapping[str, Any]) -> None:
+    def match_preprocessing(self, written: Mapping[str, Any]) -> None:
         """Shows itself as the data did whose `gguf_metadata` are in a model's file, for `toyexp eval`.
 
         Raises UserError for data that this model cannot be scored on. Keys that the file lacks are missing.
@@ -79,7 +79,7 @@ class Batches(ABC):
 
     inputs: Mapping[str, InputSpec]  # the arrays of each batch; always with integer `targets` and float `weights`
     facts: Mapping[str, Any] = MappingProxyType({})  # what run_start records of them beside what describes the data
-    left_out: Sequence[str] = ()  # what of the data their rows have no room for, in the words of Dataset.left_out
+    omissions: Sequence[str] = ()  # what of the data their rows have no room for, in the words of Dataset.omissions
     rows_per_epoch: int | None = None  # rows of one pass over the training data; None: not known, or without end
 
     @abstractmethod

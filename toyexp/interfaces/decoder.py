@@ -66,32 +66,34 @@ class Decoder(ABC):
         """The logits after the last of int32 `ids`, which take the positions from `position` on."""
 
 
-class Piecewise(Ops):
+class IncrementalOps(Ops):
     """Ops for new positions alone, of a decoder that keeps what it needs of the earlier ones.
 
     Subclass it together with the ops of whole sequences. Of those what is not positionwise is refused, unless the
     subclass defines it anew or names it in `keeps`.
     """
 
-    keeps: ClassVar[frozenset[str]] = frozenset()  # inherited ops that do the right thing for new positions alone
+    incremental_ops: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # inherited ops that do the right thing for new positions alone
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        own = {name for base in cls.__mro__ if issubclass(base, Piecewise) for name in vars(base)}
+        own = {name for base in cls.__mro__ if issubclass(base, IncrementalOps) for name in vars(base)}
         whole = {n for b in cls.__mro__ if issubclass(b, Ops) for n, op in vars(b).items() if isfunction(op)}
-        for name in whole - own - cls.keeps - cls.positionwise:
+        for name in whole - own - cls.incremental_ops - cls.positionwise:
             if not name.startswith("_"):
                 setattr(cls, name, cls._refusal(name))
 
     @staticmethod
     def _refusal(name: str) -> Callable[..., Tensor]:
-        def refuse(self: Piecewise, *_: Any, **__: Any) -> Tensor:
-            raise self.unkept(name)
+        def refuse(self: IncrementalOps, *_: Any, **__: Any) -> Tensor:
+            raise self.position_error(name)
 
         return refuse
 
     @staticmethod
-    def unkept(name: str) -> SessionError:
+    def position_error(name: str) -> SessionError:
         """Return the error for a model whose `ops.name` cannot be computed of new positions alone."""
         return SessionError(f"decoder(): the model's ops.{name} may look beyond its own position")
 
@@ -105,25 +107,25 @@ class Piecewise(Ops):
 
     def _ending(self, op: str, b: Tensor, a: Tensor) -> Tensor:
         if a.shape[len(a.shape) - len(b.shape) :] != b.shape:
-            raise self.unkept(op)
+            raise self.position_error(op)
         return b
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """Reshape the features of each position."""
         if tuple(shape[:2]) != tuple(x.shape[:2]):
-            raise self.unkept("reshape")
+            raise self.position_error("reshape")
         return cast("Any", super()).reshape(x, shape)
 
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
         """Take some features of each position."""
         if axis < 2:
-            raise self.unkept("part")
+            raise self.position_error("part")
         return cast("Any", super()).part(x, axis, start, stop)
 
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
         """Join the features of each position."""
         if axis < 2:
-            raise self.unkept("concat")
+            raise self.position_error("concat")
         return cast("Any", super()).concat(parts, axis)
 
 

@@ -11,7 +11,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.memory import available_bytes
 from toyexp.base.ranks import started_ranks
 from toyexp.interfaces.plan import Plan
-from toyexp.interfaces.run_preview import Planned
+from toyexp.interfaces.run_preview import RunPreview
 
 if TYPE_CHECKING:
     from toyexp.interfaces.session import Session
@@ -27,13 +27,15 @@ class Engine(ABC):
     priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
     own_memory: ClassVar[bool] = False  # its device has memory of its own, beside the machine's
     on_gpu: ClassVar[bool] = False  # it computes on a GPU
-    shows: ClassVar[str] = ""  # the environment's variable that says which of the machine's devices it sees, if any
+    device_variable: ClassVar[str] = (
+        ""  # the environment's variable that says which of the machine's devices it sees, if any
+    )
 
     @abstractmethod
     def check(self) -> str:
         """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
         return ()
 
@@ -79,7 +81,7 @@ class Engine(ABC):
         Called once `check` has found nothing wrong; what goes wrong here is left to whoever needs the device to say.
         """
 
-    def of_one_row(self) -> Engine:
+    def generation_engine(self) -> Engine:
         """The engine that writes text, one row of it: itself, or its first device alone where it has several."""
         return self
 
@@ -99,11 +101,11 @@ class Engine(ABC):
     def realize(self, plan: Plan) -> Session:
         """An open session, whose tensors hold the plan's initial values: `return MySession(plan).open()`."""
 
-    def unstackable(self, plans: Sequence[Plan]) -> str:
+    def stack_conflict(self, plans: Sequence[Plan]) -> str:
         """Why sessions of these plans cannot take their training steps together, in words; empty where they can."""
         return f"engine={self.name}: takes the steps of one run at a time"
 
-    def bytes_in_a_stack(self, plan: Plan) -> int | None:
+    def stack_bytes(self, plan: Plan) -> int | None:
         """What a run takes of its device's memory in a stack, beside tensors that do not train; None: it cannot say.
 
         Its weights, gradients and optimiser's state, and what a step holds of it at most.
@@ -117,4 +119,4 @@ class Engine(ABC):
         touch no other, nor does closing one. In everything else they are sessions like any. Raises UserError for plans
         that cannot be stacked.
         """
-        raise UserError(self.unstackable(plans))
+        raise UserError(self.stack_conflict(plans))

@@ -87,7 +87,7 @@ class LazyTensors(Mapping[str, "np.ndarray"]):
 
 
 @dataclass(frozen=True)
-class Exported:
+class ModelExport:
     """A model to be written to a file, or one that was read from it."""
 
     model: Model
@@ -97,7 +97,7 @@ class Exported:
     data: Mapping[str, Any] = field(default_factory=dict)  # what a reader must know of its data: classes, image_mean
     chat_template: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)  # what its run adds to a model card: recipe, base, scores
-    lacks: Sequence[str] = ()  # a sentence for each thing that could not be read of its file
+    unreadable: Sequence[str] = ()  # a sentence for each thing that could not be read of its file
 
 
 @dataclass
@@ -111,9 +111,11 @@ class Format(ABC):
     name: ClassVar[str]  # what `toyexp export --type` takes
     suffix: ClassVar[str]  # what stands behind `model` in the name of its file or directory: .onnx
     types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # further words of --type, and the settings they stand for
-    numbers: ClassVar[str] = ""  # the setting that says which type of numbers is written; without one they are f32
+    dtype_setting: ClassVar[str] = (
+        ""  # the setting that says which type of numbers is written; without one they are f32
+    )
     contents: ClassVar[frozenset[str]] = frozenset()  # of a directory: what may be in it, by name; of a file nothing
-    adapters: ClassVar[bool] = False  # whether LoRA adapters have it too: `write_adapter`
+    writes_adapters: ClassVar[bool] = False  # whether LoRA adapters have it too: `write_adapter`
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many formats have nothing to check
         """Raises UserError, `<setting>=<value>: <why>`, for what cannot work, and Unavailable for what is not here."""
@@ -122,14 +124,14 @@ class Format(ABC):
         """Raises UserError in one line for a model that it cannot hold; asked before anything is trained or written."""
 
     @abstractmethod
-    def write(self, exported: Exported, path: Path) -> list[str]:
+    def write(self, export: ModelExport, path: Path) -> list[str]:
         """Writes the file or directory `path`, which is not there yet and is renamed once it is whole.
 
         Returns a sentence for each tensor whose numbers are not finite, or not in the type that was asked for.
         """
 
-    def write_adapter(self, plan: Plan, exported: Exported, path: Path) -> list[str]:
-        """Likewise the plan's LoRA adapters, whose tensors `exported` holds; only asked of formats with `adapters`."""
+    def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
+        """Likewise the plan's LoRA adapters, whose tensors `export` holds; only asked if `writes_adapters`."""
         raise NotImplementedError
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
@@ -139,18 +141,18 @@ class Format(ABC):
         """
         return None
 
-    def read(self, path: Path, models: Models) -> Exported:
+    def read(self, path: Path, models: Models) -> ModelExport:
         """What a file holds, a model of one of these classes; UserError for any other, and of a format that writes."""
         raise UserError(f"{path}: toyexp writes {self.name} files, and does not read them")
 
-    def notes(self, exported: Exported) -> list[str]:
+    def notes(self, export: ModelExport) -> list[str]:
         """A sentence for each thing that the file leaves out, and each program that makes something else of it."""
         return []
 
     @property
     def kind(self) -> str:
         """The type of its numbers."""
-        return str(getattr(self, self.numbers)) if self.numbers else "f32"
+        return str(getattr(self, self.dtype_setting)) if self.dtype_setting else "f32"
 
 
 def require_written(form: Format, place: Path, problems: list[str]) -> list[str]:

@@ -18,12 +18,12 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))
 
 
-class Figure(NamedTuple):
+class DerivedMetric(NamedTuple):
     """A number that follows from a held-out loss: its name, and how it is shown to a person."""
 
     name: str
     value: float | None  # None where the data does not tell
-    shown: str
+    text: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +55,12 @@ class Kind:
         kinds = {self.sequence: "int32", "targets": "int32", "weights": "float32"}
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
 
-    def bounded(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
+    def with_bounds(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
         """The arrays of a batch with a bound for ids and targets: their own, or `vocab`."""
         ids = self.sequence, "targets"
         return {n: replace(s, below=s.below or vocab) if n in ids else s for n, s in inputs.items()}
 
-    def figures(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[Figure]:
+    def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
         """What else follows from a held-out loss, in nats a target; a model's own scores stand beside it."""
         return []
 
@@ -68,12 +68,12 @@ class Kind:
 class Text(Kind):
     """Text as token ids."""
 
-    def figures(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[Figure]:
+    def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
         """Perplexity, and the bits of a byte where a tokenizer says which bytes a token stands for."""
         bits = self._bits_per_byte(loss, held_out, dataset)
         return [
-            Figure("perplexity", perplexity(loss), f"perplexity {perplexity(loss):.2f}"),
-            Figure("bits_per_byte", bits, "" if bits is None else f"{bits:.3f} bits per byte"),
+            DerivedMetric("perplexity", perplexity(loss), f"perplexity {perplexity(loss):.2f}"),
+            DerivedMetric("bits_per_byte", bits, "" if bits is None else f"{bits:.3f} bits per byte"),
         ]
 
     def _bits_per_byte(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> float | None:

@@ -15,32 +15,32 @@ from toyexp.interfaces.plan import Plan
 
 def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
     """The batch's micro-batches, their weights scaled so that the loss is the mean over its targets."""
-    micros, total = cut(plan, batch)
+    micros, total = split_batch(plan, batch)
     if total <= 0:
         raise BadBatch(f"a batch whose targets weigh {total:g} in all has no loss")
     return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
 
 
-class Ready(dict[str, np.ndarray]):
+class PreparedBatch(dict[str, np.ndarray]):
     """A batch that was checked and cut for a plan before its step's turn came."""
 
     plan: Plan
     micros: Sequence[Batch]
 
 
-def readied(plan: Plan, block: Batch, count: int) -> list[Ready]:
+def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]:
     """The batches of `count` steps, whose rows stand one after another in `block`; BadBatch where one is none."""
-    whole, total = _whole(plan, block)
+    whole, total = _check_batch(plan, block)
     each, size = plan.rows * plan.accumulate, plan.accumulate
     if len(block["targets"]) != count * each:
         raise BadBatch(f"a block of {len(block['targets'])} rows, expected {count * each}")
-    batches = _parts_of(block, each, Ready)
+    batches = _slice_rows(block, each, PreparedBatch)
     if (block["weights"] == 1).all():  # each weighs the same
         scaled = (block["weights"] / (total / count)).astype(np.float32)
         if size == 1 and whole is block:
             micros = [{**batch, "weights": scaled[i * each : (i + 1) * each]} for i, batch in enumerate(batches)]
         else:
-            micros = _parts_of({**whole, "weights": scaled}, plan.rows)
+            micros = _slice_rows({**whole, "weights": scaled}, plan.rows)
     else:
         micros = [dict(micro) for batch in batches for micro in micro_batches(plan, batch)]
     for i, batch in enumerate(batches):
@@ -56,7 +56,7 @@ class HeldOut:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._batches:
-            for micro in cut(self._plan, batch)[0]:
+            for micro in split_batch(self._plan, batch)[0]:
                 self._weight += float(micro["weights"].sum(dtype=np.float64))
                 yield micro
 
@@ -67,20 +67,20 @@ class HeldOut:
         return total / self._weight
 
 
-def cut(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
+def split_batch(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
     """The micro-batches of a batch that is as the plan wants it, and what its targets weigh in all."""
-    whole, total = _whole(plan, batch)
-    return [whole] if len(whole["targets"]) == plan.rows else _parts_of(whole, plan.rows), total
+    whole, total = _check_batch(plan, batch)
+    return [whole] if len(whole["targets"]) == plan.rows else _slice_rows(whole, plan.rows), total
 
 
-def _parts_of(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
+def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
     """So many rows at a time."""
     places = [slice(i, i + rows) for i in range(0, len(batch["targets"]), rows)]
     parts = ([array[here] for here in places] for array in batch.values())
     return [kind(zip(batch, arrays, strict=True)) for arrays in zip(*parts, strict=True)]
 
 
-def _whole(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
+def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
     """A batch with all that the plan has in it, and what its targets weigh in all; BadBatch for one that is none."""
     if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
         raise BadBatch("a batch is a mapping of names to numpy's arrays, and this is none")
@@ -116,7 +116,7 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
             raise BadBatch(f"batch[{name!r}] holds numbers that are NaN or infinite")
 
 
-def padded(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
+def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
     """`batch` grown to the plan's shape with zeros, and the ranges of the logits that belong to it."""
     full: dict[str, np.ndarray] = {}
     kept: tuple[range, ...] = ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Batch, Batches, Dataset
 
 
-LOGGED: set[str] = set()  # held-out scores that callbacks say they log
+LOGGED_METRICS: set[str] = set()  # held-out scores that callbacks say they log
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Model(ABC):
         What a model scores without naming it in `score_names` shows at the first eval.
         """
         unnamed = not self.score_names and type(self).scores is not Model.scores
-        known = ("loss", "ppl", *self.score_names, *sorted(LOGGED))
+        known = ("loss", "ppl", *self.score_names, *sorted(LOGGED_METRICS))
         if name not in known and not unnamed:
             raise UserError(f"{key}={printable(name)}: {suggest(name, known)}")
 
@@ -111,12 +111,12 @@ class Model(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def sizes_of(model: Model) -> dict[str, Any]:
+def model_settings(model: Model) -> dict[str, Any]:
     """Its `settings`; PluginFailed for what is none."""
     return call_checked(dict, model.settings)
 
 
-def scores_of(model: Model, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
+def compute_scores(model: Model, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
     """Its `scores`; PluginFailed for what is no number by its name."""
     found = call_checked(dict, model.scores, logits, batches)
     for name, score in found.items():

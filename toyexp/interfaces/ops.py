@@ -59,7 +59,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedWeight:
     """A weight with what the recipe put around it: a low-rank update, or a lens behind an embedding table."""
 
     base: Tensor
@@ -108,17 +108,17 @@ class Ops(ABC):
     # -- what models call, the same for every engine ------------------------------------------------------------
 
     @final
-    def embed(self, table: Tensor | Adapted, ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor | AdaptedWeight, ids: Tensor) -> Tensor:
         """Rows of `table` [V, d] at integer `ids` [...] -> [..., d]; with a lens L [d', d]: [..., d'] = row L^T."""
-        if not isinstance(table, Adapted):
+        if not isinstance(table, AdaptedWeight):
             return self.rows(table, ids)
         x = self.rows(table.base, ids)
         return x if table.lens is None else self.matmul(x, table.lens)
 
     @final
-    def linear(self, x: Tensor, w: Tensor | Adapted, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: Tensor | AdaptedWeight, bias: Tensor | None = None) -> Tensor:
         """x [..., in] times w [out, in] transposed, plus bias [out] -> [..., out]; applies w's low-rank update."""
-        if not isinstance(w, Adapted):
+        if not isinstance(w, AdaptedWeight):
             return self.matmul(x, w, bias)
         y = self.matmul(x, w.base, bias)
         if w.low_rank is None:
@@ -128,7 +128,7 @@ class Ops(ABC):
         update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
         return self.add(y, self.scale(update, w.low_rank.scale))
 
-    def logits(self, x: Tensor, w: Tensor | Adapted) -> Tensor:
+    def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
         """A model's last product: x [..., d] times w [V, d] transposed -> [..., V].
 
         What `linear` gives, but for what goes to the loss as it stands: an engine may join the two, so that the logits

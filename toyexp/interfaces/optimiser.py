@@ -75,7 +75,7 @@ class Rule(ABC):
         return True
 
     @property
-    def fused(self) -> str | None:
+    def fused_kernel(self) -> str | None:
         """The name by which engines know a kernel that computes just this, if there is such a kernel."""
         return None
 
@@ -208,7 +208,7 @@ class AdamW(Rule):
                 raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
 
     @property
-    def fused(self) -> str:
+    def fused_kernel(self) -> str:
         """adamw."""
         return "adamw"
 
@@ -242,7 +242,7 @@ class AdamW(Rule):
         return ops.sub(w, ops.scale(along, n["lr"])), {"m": m, "v": v}
 
 
-OWN = ("lr", "weight_decay", "frozen")  # what a group of `optim.groups` may have of its own
+GROUP_SETTINGS = ("lr", "weight_decay", "frozen")  # what a group of `optim.groups` may have of its own
 
 
 @dataclass
@@ -266,11 +266,11 @@ class Optimiser(Rule):
         for pattern, own in self.groups.items():
             _check_group(pattern, own)
 
-    def group_of(self, tensor: str) -> tuple[str, Mapping[str, Any]]:
+    def find_group(self, tensor: str) -> tuple[str, Mapping[str, Any]]:
         """The first pattern of `groups` that fits a tensor, and what it gives it; nothing where none does."""
         return next(((p, own) for p, own in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
 
-    def settled(self, mode: str) -> Self:
+    def with_mode(self, mode: str) -> Self:
         """The same with what model and recipe decide: `mode` is the one they want of AdamW."""
         return self
 
@@ -300,8 +300,8 @@ def _check_group(pattern: str, own: Any) -> None:
     if not isinstance(own, Mapping):
         raise UserError(f"{key}: takes settings in braces, such as {{{pattern}: {{lr: 0.001}}}}")
     for name, value in own.items():
-        if name not in OWN:
-            raise UserError(f"{key} has no setting {printable(str(name))}; {suggest(str(name), OWN)}")
+        if name not in GROUP_SETTINGS:
+            raise UserError(f"{key} has no setting {printable(str(name))}; {suggest(str(name), GROUP_SETTINGS)}")
         if name == "frozen":
             if not isinstance(value, bool):
                 raise UserError(f"{key}: frozen={printable(str(value))}: must be true or false")

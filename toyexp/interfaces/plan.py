@@ -16,7 +16,7 @@ from toyexp.base.packages import error_location
 from toyexp.base.validators import require_range
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.ops import Adapted, LowRank, Params, Tensor
+from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
 from toyexp.interfaces.optimiser import AdamW, Group, Optimiser, Rule, check_rule
 from toyexp.interfaces.values import Values
 
@@ -34,7 +34,7 @@ class PlanTensor:
     trainable: bool = True
 
     @property
-    def decays(self) -> bool:
+    def has_weight_decay(self) -> bool:
         """Whether weight decay applies: to matrices, never to norms and biases."""
         return len(self.shape) > 1
 
@@ -136,7 +136,7 @@ class Plan:
     def _rules(self) -> Mapping[str, Rule]:
         return {name: group.rule for group in self.updates for name in group.tensors}
 
-    def initial(self, tensor: PlanTensor) -> np.ndarray:
+    def initial_values(self, tensor: PlanTensor) -> np.ndarray:
         """The float32 values that `tensor` starts from."""
         array = tensor.values.draw(tensor.shape, self.seed, tensor.name)
         if array.shape != tensor.shape:
@@ -144,7 +144,7 @@ class Plan:
         return array
 
     @property
-    def drops(self) -> tuple[LoraAdapter, ...]:
+    def dropout_adapters(self) -> tuple[LoraAdapter, ...]:
         """The adapters with dropout."""
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
@@ -157,7 +157,7 @@ class Plan:
         for adapter in self.adapters:
             base = values[adapter.target]
             if isinstance(adapter, Lens):
-                seen[adapter.target] = Adapted(base, lens=values[adapter.projection])
+                seen[adapter.target] = AdaptedWeight(base, lens=values[adapter.projection])
             else:
                 a, b = (values[name] for name in lora_names(adapter.target))
                 dropout = None
@@ -165,7 +165,7 @@ class Plan:
                     if batch is None:
                         raise UserError(f"{adapter.target}: has dropout, which plan.params needs the batch for")
                     dropout = batch[adapter.mask]
-                seen[adapter.target] = Adapted(base, low_rank=LowRank(a, b, adapter.scale, dropout))
+                seen[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
         return Params(seen)
 
 
@@ -185,12 +185,14 @@ def grouped(
         if index is None:
             raise UserError(f"optim: no rule takes {t.name} {list(t.shape)}")
         decay, lr_scale = own(t, rules[index])
-        members.setdefault((index, not t.decays, decay if t.decays else 0.0, lr_scale), []).append(t.name)
+        members.setdefault((index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale), []).append(
+            t.name
+        )
     # Of each rule what decays comes first, so that it is one stretch of an engine's memory.
     return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
 
 
-def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
+def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     """The plan with each tensor that trains in its group, and without those that `optim.groups` freezes.
 
     Raises UserError for patterns that match nothing, and where nothing is left to train.
@@ -205,13 +207,13 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
                 raise UserError(f"{key}: the recipe freezes {fixed[0]}{also}; leave it out")
             hint = suggest(pattern, names) if len(names) < 20 else f"one that trains is {names[0]}"
             raise UserError(f"{key} is no tensor that trains; {hint}")
-    frozen = {name for name in names if optimiser.group_of(name)[1].get("frozen")}
+    frozen = {name for name in names if optimiser.find_group(name)[1].get("frozen")}
     if names and frozen.issuperset(names):
         raise UserError("optim.groups: freezes every tensor, and nothing is left to train")
     tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
 
     def own(tensor: PlanTensor, rule: Rule) -> tuple[float, float]:
-        mine = optimiser.group_of(tensor.name)[1]
+        mine = optimiser.find_group(tensor.name)[1]
         base = mine.get("lr", optimiser.base_lr(rule))
         if base is not None and not lr:
             raise UserError(f"lr=0: {tensor.name} has lr {base:g} of its own, a multiple of lr; give lr=0.001 or so")
@@ -227,20 +229,20 @@ def optimised(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     return replace(plan, tensors=tensors, groups=groups)
 
 
-def idle_groups(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
+def idle_group_warnings(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
     """A sentence for each part of `optim.groups` that changes nothing in the plan which was `optimised` by them."""
-    trained = [t for t in plan.tensors if t.trainable or optimiser.group_of(t.name)[1].get("frozen")]
+    trained = [t for t in plan.tensors if t.trainable or optimiser.find_group(t.name)[1].get("frozen")]
     for pattern, own in optimiser.groups.items():
         key = f"optim.groups: {printable(pattern)}"
         tensors = [t for t in trained if fnmatchcase(t.name, pattern)]
-        takers = [optimiser.group_of(t.name)[0] for t in tensors]
+        takers = [optimiser.find_group(t.name)[0] for t in tensors]
         if takers and pattern not in takers:
             yield f"{key}: {printable(takers[0])} takes all its tensors; the first that fits counts: put it before that"
-        elif own.get("weight_decay") and not any(t.decays for t in tensors):
+        elif own.get("weight_decay") and not any(t.has_weight_decay for t in tensors):
             yield f"{key}: weight_decay={own['weight_decay']}: norms and biases never decay"
 
 
-def turning_decay(plan: Plan, lr: float) -> Iterator[str]:
+def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
     """A sentence for each group whose decay takes more than all of a weight at a step, which turns its sign."""
     for group in plan.updates:
         rate = lr * group.lr_scale
@@ -268,9 +270,9 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
     return {spec.name: out[spec.name] for spec in plan.model.tensors()}
 
 
-def inherited(plan: Plan) -> Mapping[str, Any]:
+def inherited_metadata(plan: Plan) -> Mapping[str, Any]:
     """What a model that is trained by the plan says of the one file that its values come from; of several nothing."""
-    told = [told for tensor in plan.tensors if (told := tensor.values.passed_on())]
+    told = [told for tensor in plan.tensors if (told := tensor.values.export_metadata())]
     return told[0] if told and all(other == told[0] for other in told) else {}
 
 
@@ -297,7 +299,7 @@ def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
     return ",".join(filter(None, (merged, digest.hexdigest()[:16])))
 
 
-def one_alpha(plan: Plan) -> float:
+def shared_alpha(plan: Plan) -> float:
     """Scale times rank, of which a file of adapters holds one; UserError where they differ."""
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     # Scales that were divided from one alpha by several ranks give it again but for their last bits.

@@ -15,7 +15,7 @@ from toyexp.interfaces.kind import TOKENS, Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import FROM_SCRATCH
 from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor
-from toyexp.interfaces.run_preview import Planned
+from toyexp.interfaces.run_preview import RunPreview
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +73,7 @@ class Recipe(ABC):
         """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
         return None
 
-    def of_base(self, model: Model) -> Model:
+    def prepare_base(self, model: Model) -> Model:
         """The model in its base file as it trains it: one that leaves a size at 0 takes it from the data again."""
         return model
 
@@ -85,7 +85,7 @@ class Recipe(ABC):
         """What a run says of where its values come from: the role of a file, and the file. None: of no file."""
         return None
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
         return ()
 
@@ -93,7 +93,7 @@ class Recipe(ABC):
         """Replaces initial values, with `session.upload(name, array)`, before the training step is built."""
 
 
-def start(
+def start_session(
     recipe: Recipe,
     engine: Engine,
     plan: Plan,
@@ -106,11 +106,11 @@ def start(
     """
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
-        session = engine.realize(plan).opened()
-    return warmed(recipe, engine, session, state, log)
+        session = engine.realize(plan).require_open()
+    return prepare_session(recipe, engine, session, state, log)
 
 
-def warmed(
+def prepare_session(
     recipe: Recipe, engine: Engine, session: Session, state: Mapping[str, np.ndarray] | None, log: Path | None
 ) -> Session:
     """The same from an open session on."""

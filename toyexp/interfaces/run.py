@@ -90,9 +90,9 @@ class Run:
     dataset: Dataset
     facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
     bus: Listeners | None = field(default=None, repr=False)
-    resumed: int = 0  # the step it continues from, of a run that was resumed
+    resumed_step: int = 0  # the step it continues from, of a run that was resumed
     ledger: Ledger | None = field(default=None, repr=False)  # what it wrote into its directory
-    stops: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
+    stop_signals: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
 
     def best(self) -> Best | None:
         """The best eval so far, with its weights; None of a run that keeps no best."""

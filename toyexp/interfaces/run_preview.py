@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Planned:
+class RunPreview:
     """What engine, recipe, model, data and callbacks may know of the run they are in."""
 
     config: Mapping[str, Any]  # the resolved configuration
@@ -28,7 +28,7 @@ class Planned:
         """How many steps the run takes."""
         return int(self.config["steps"])
 
-    def beyond(self, key: str, every: int, instead: str) -> list[str]:
+    def interval_warnings(self, key: str, every: int, instead: str) -> list[str]:
         """A warning where the run has fewer than `every` steps, as a list: `instead` says what happens then."""
         return [f"{key}={every}: the run has {pluralise(self.steps, 'step')}; {instead}"] if every > self.steps else []
 

@@ -33,7 +33,7 @@ class Sampling:
             raise RunFailed("the model's logits are not finite: its weights hold NaN or infinity, or overflow")
         if self.temperature == 0:
             return int(logits.argmax())
-        order = likeliest(logits, self.top_k)
+        order = top_tokens(logits, self.top_k)
         ranked = logits[order].astype(np.float64) - float(logits[order[0]])
         shares = np.exp(ranked)  # of the likeliest one's probability
         cumulative = shares.cumsum()
@@ -47,7 +47,7 @@ class Sampling:
         return int(order[min(drawn, kept - 1)])
 
 
-def likeliest(logits: np.ndarray, count: int) -> np.ndarray:
+def top_tokens(logits: np.ndarray, count: int) -> np.ndarray:
     """The `count` largest of logits [V] (0: all) from the largest down, of equal ones the earlier first."""
     if not 0 < count < len(logits):
         return np.argsort(-logits, kind="stable")
@@ -56,7 +56,7 @@ def likeliest(logits: np.ndarray, count: int) -> np.ndarray:
     return among[np.argsort(-logits[among], kind="stable")][:count]
 
 
-def continuation(
+def generate_tokens(
     decoder: Decoder, ids: Sequence[int] | np.ndarray, sampling: Sampling, random: np.random.Philox, vocab: int
 ) -> Iterator[int]:
     """Tokens below `vocab` that follow `ids`, without end but for the decoder's context; `random` draws them."""
@@ -67,7 +67,7 @@ def continuation(
         ids = [token]
 
 
-def endless(
+def generate_endlessly(
     session: Session, ids: Sequence[int], sampling: Sampling, random: np.random.Philox, vocab: int,
     slides: Callable[[], object] = lambda: None,
 ) -> Iterator[int]:  # fmt: skip
@@ -76,7 +76,7 @@ def endless(
     while True:
         decoder = session.decoder()
         window = seen[-decoder.context if len(seen) == len(ids) else -max(1, decoder.context // 2) :]
-        for token in continuation(decoder, window, sampling, random, vocab):
+        for token in generate_tokens(decoder, window, sampling, random, vocab):
             seen.append(token)
             yield token
         slides()

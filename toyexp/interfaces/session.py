@@ -19,7 +19,7 @@ from toyexp.base.attribution import call_checked
 from toyexp.base.errors import BadBatch, PluginFailed, SessionError, suggest
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.decoder import Decoder, Recompute
-from toyexp.interfaces.micro_batches import HeldOut, Ready, micro_batches, padded
+from toyexp.interfaces.micro_batches import HeldOut, PreparedBatch, micro_batches, pad_batch
 from toyexp.interfaces.optimiser import AdamW
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.snapshot import slot_name, state_misfit
@@ -62,7 +62,7 @@ def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Seque
         if numbers.shape != (7,):
             raise SessionError(f"step(): hp has the shape {list(numbers.shape)}, expected [7]")
         keeps = np.where(np.arange(7) == 4, 0.0, numbers)
-        numbers = [numbers if plan.tensor(group.tensors[0]).decays else keeps for group in groups]
+        numbers = [numbers if plan.tensor(group.tensors[0]).has_weight_decay else keeps for group in groups]
     if len(numbers) != len(groups):
         raise SessionError(f"step(): numbers for {len(numbers)} groups, and the plan has {len(groups)}")
     for vector in numbers:
@@ -137,7 +137,7 @@ class Session(ABC):
         """Check what a step is given, and cut the batch into micro-batches; raises BadBatch for one that is none."""
         self._require_training("step()")
         numbers = _for_groups(self.plan, numbers)
-        if isinstance(batch, Ready) and batch.plan is self.plan:
+        if isinstance(batch, PreparedBatch) and batch.plan is self.plan:
             micros: Sequence[Batch] = batch.micros
         else:
             micros = micro_batches(self.plan, batch)
@@ -238,10 +238,10 @@ class Session(ABC):
             self.do_close()
 
     def __enter__(self) -> Self:
-        return self.opened()
+        return self.require_open()
 
     @final
-    def opened(self) -> Self:
+    def require_open(self) -> Self:
         """Itself; raises SessionError for one that `Engine.realize` made and did not open."""
         if self.state is State.NEW:
             name = type(self).__name__
@@ -264,7 +264,7 @@ class Session(ABC):
         return ()
 
     @final
-    def named(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
+    def name_arrays(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
         """What stands in `values` and `states` for the trainable tensors, by the names of a snapshot."""
         found: dict[str, X] = {}
         for tensor in self.plan.trainable:
@@ -280,7 +280,7 @@ class Session(ABC):
 
     def do_load(self, tensor: PlanTensor) -> None:
         """Gives the tensor its initial values; an engine may take those of a file as they stand there."""
-        self.do_upload(tensor, self.plan.initial(tensor))
+        self.do_upload(tensor, self.plan.initial_values(tensor))
 
     @abstractmethod
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
@@ -372,5 +372,5 @@ class Session(ABC):
             raise SessionError(f"{what}: no tensor {name!r} in the plan; {suggest(name, self._by_name)}") from None
 
     def _padded_logits(self, batch: Batch) -> np.ndarray:
-        full, kept = padded(self.plan, batch)
+        full, kept = pad_batch(self.plan, batch)
         return np.ascontiguousarray(self.do_logits(full, len(kept[0]))[tuple(slice(len(k)) for k in kept)])

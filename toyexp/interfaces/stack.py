@@ -10,7 +10,7 @@ from typing import Any, final
 from toyexp.base.errors import printable
 from toyexp.interfaces.arithmetic import Shaped, Shapes
 from toyexp.interfaces.dataset import Batch
-from toyexp.interfaces.model import sizes_of
+from toyexp.interfaces.model import model_settings
 from toyexp.interfaces.optimiser import Group
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session, StepInput, StepMetrics
@@ -44,7 +44,7 @@ class Stack:
         return {row: partial(self.sessions[row].evaluate, batches) for row, batches in asked.items()}
 
 
-def unlike(plans: Sequence[Plan]) -> str:
+def program_difference(plans: Sequence[Plan]) -> str:
     """In what the plans' programs differ, in words; empty where they are one.
 
     One program has one model, batches and tensors of the same shapes, the same adapters, and changes each tensor by the
@@ -55,7 +55,7 @@ def unlike(plans: Sequence[Plan]) -> str:
 
 def _between(a: Plan, b: Plan) -> Iterator[str]:
     yield from _differing("model", type(a.model).__name__, type(b.model).__name__)
-    sizes, others = sizes_of(a.model), sizes_of(b.model)
+    sizes, others = model_settings(a.model), model_settings(b.model)
     for name in sizes:
         yield from _differing(f"model.{name}", sizes[name], others.get(name))
     for name in ("rows", "accumulate"):

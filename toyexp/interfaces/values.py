@@ -27,7 +27,7 @@ class Values(ABC):
         """Raises UserError for values that are read from elsewhere and hold what is no finite number."""
         return
 
-    def passed_on(self) -> Mapping[str, Any]:
+    def export_metadata(self) -> Mapping[str, Any]:
         """What a model that was trained from them has to say of where they come from; nothing of values drawn here."""
         return {}
 
@@ -70,7 +70,7 @@ class Constant(Values):
 
 
 @dataclass(frozen=True)
-class Given(Values):
+class ArrayValues(Values):
     """Values that are already here: a float32 array of the tensor's shape."""
 
     array: np.ndarray
@@ -82,4 +82,4 @@ class Given(Values):
         return np.ascontiguousarray(self.array, np.float32)
 
     def __repr__(self) -> str:
-        return f"Given(array{list(self.array.shape)})"
+        return f"ArrayValues(array{list(self.array.shape)})"

@@ -15,25 +15,25 @@ from toyexp.interfaces.recipe import Recipe, Setup
 from toyexp.plugins.registry import Registry
 
 
-def refusal(recipe: Recipe, model: Model) -> str | None:
+def incompatibility(recipe: Recipe, model: Model) -> str | None:
     """Why this recipe cannot train this model, on any engine; None where it can."""
-    if reason := misfit(recipe, model):
+    if reason := model_mismatch(recipe, model):
         return reason
     missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()} if recipe.needs_tensors else set()
     return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have" if missing else None
 
 
-def unread(reader: str, kind: Kind, data: Data | type[Data]) -> str | None:
+def kind_mismatch(reader: str, kind: Kind, data: Data | type[Data]) -> str | None:
     """Why `reader`, which reads this kind of data, cannot read `data`; None where it can."""
     return None if data.gives == kind else f"{reader} reads {kind}; data={data.name} gives {data.gives}"
 
 
-def of_kind(kind: Kind, registry: Registry) -> list[str]:
+def matching_data(kind: Kind, registry: Registry) -> list[str]:
     """The names of the data of a kind; the first of them is taken where none is named."""
     return [name for name, cls in registry.classes("data").items() if cls.gives == kind]
 
 
-def misfit(recipe: Recipe, model: Model) -> str | None:
+def model_mismatch(recipe: Recipe, model: Model) -> str | None:
     """Why the recipe is for other kinds of models; None where it is not."""
     if model.reads in recipe.reads:
         return None
@@ -41,7 +41,9 @@ def misfit(recipe: Recipe, model: Model) -> str | None:
     return f"recipe={recipe.name} trains models that read {kinds}; model={model.name} reads {model.reads}"
 
 
-def suited(typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry) -> str:
+def suggest_command(
+    typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry
+) -> str:
     """What to type instead: data that was typed stays, with a recipe and a model for it; else the recipe stays.
 
     `typed` has what was typed by its key. A recipe that nobody typed stays where the kind of data is its first, one
@@ -55,7 +57,7 @@ def suited(typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Da
     recipes = [recipe.name] if fits else [n for n, cls in registry.classes("recipe").items() if cls.reads[0] == kind]
     others = [n for n, cls in registry.classes("model").items() if cls.reads == kind]
     models = [model.name] if model.reads == kind else others
-    words = own_data if "data" in typed else [f"data={name}" for name in of_kind(kind, registry)[:1]]
+    words = own_data if "data" in typed else [f"data={name}" for name in matching_data(kind, registry)[:1]]
     if not (recipes and models and words):
         return ""
     return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(words)}{registry.loading}"
@@ -76,7 +78,7 @@ def cells(registry: Registry) -> Iterator[Cell]:
     recipes, models = (sorted(registry.classes(kind).items()) for kind in ("recipe", "model"))
     for recipe, r in recipes:
         for model, m in models:
-            refused = refusal(r(), m())
+            refused = incompatibility(r(), m())
             yield Cell(recipe, model, refused, None if refused else _setting(r(), m()))
 
 

@@ -17,7 +17,7 @@ from toyexp.base.packages import block_exit, explain_import_error
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.hooks import Registration
 from toyexp.plugins.exporter import exporter
-from toyexp.plugins.registry import LOCAL, OWN, Problem, Registry
+from toyexp.plugins.registry import DISTRIBUTION, LOCAL, Problem, Registry
 from toyexp.plugins.rules import KINDS, Candidate, check_class, check_classes, check_hooks
 
 GROUP = "toyexp"  # of entry points
@@ -64,7 +64,7 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
     return registry
 
 
-def loaded() -> Registry:
+def current_registry() -> Registry:
     """Return what was loaded last, with its local modules; for code that is handed no registry, such as a recipe's."""
     return _latest or load()
 
@@ -81,14 +81,14 @@ def _elsewhere(module: str, reason: str) -> str:
     return f" here; {there.relative_to(here)} is: go there with cd {folder}, or pip install -e {folder}"
 
 
-def load_beside(entries: Sequence[EntryPoint], package: str) -> Registry:
+def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
     """All installed plugins but those of the same modules, and then these `entries`, told as those of a `package`."""
     modules = {entry.module for entry in entries}
     others = [(entry, origin) for entry, origin in _installed() if entry.module not in modules]
     return load(installed=[*others, *((entry, package) for entry in entries)])
 
 
-def keep(registry: Registry) -> None:
+def cache_registry(registry: Registry) -> None:
     """What `load` returns from now on, in this process and those forked from it, where the same modules are named."""
     global _kept
     _kept = registry
@@ -117,10 +117,10 @@ def _looked_up(_: tuple[tuple[str, int], ...]) -> list[tuple[EntryPoint, str]]:
             metadata = entry.dist.metadata
             packages[id(entry.dist)] = f"{metadata['Name']} {metadata['Version']}"
         found.setdefault((entry.name, entry.value), (entry, packages.get(id(entry.dist), "?")))
-    shipped = sorted(found.values(), key=lambda e: (not e[1].startswith(f"{OWN} "), e[0].name))
+    shipped = sorted(found.values(), key=lambda e: (not e[1].startswith(f"{DISTRIBUTION} "), e[0].name))
     from toyexp import __version__
 
-    return [(OWN_COMMANDS, f"{OWN} {__version__}"), *shipped]
+    return [(OWN_COMMANDS, f"{DISTRIBUTION} {__version__}"), *shipped]
 
 
 def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
@@ -128,9 +128,9 @@ def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
 
     pip holds it to that when it is installed; toyexp may have been replaced since.
     """
-    if entry.dist is None or package.startswith(f"{OWN} "):
+    if entry.dist is None or package.startswith(f"{DISTRIBUTION} "):
         return None
-    stated = [line for line in (entry.dist.requires or ()) if OWN in line.lower()]
+    stated = [line for line in (entry.dist.requires or ()) if DISTRIBUTION in line.lower()]
     if not stated:
         return None
     from packaging.requirements import InvalidRequirement, Requirement  # deferred: few runs need it
@@ -142,7 +142,7 @@ def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
             wanted = Requirement(line)
         except InvalidRequirement:
             continue
-        meant = wanted.name.lower() == OWN and (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
+        meant = wanted.name.lower() == DISTRIBUTION and (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
         if meant and not wanted.specifier.contains(__version__, prereleases=True):
             return f"needs toyexp {wanted.specifier}; this is {__version__}"
     return None

@@ -15,11 +15,11 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.validators import require_choice, require_range
 from toyexp.base.writing import total_bytes
 from toyexp.interfaces.callback import Callback
-from toyexp.interfaces.format import Exported, Format, require_written
+from toyexp.interfaces.format import Format, ModelExport, require_written
 from toyexp.interfaces.hooks import hookimpl
-from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited, lora_names
+from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.run import Best, Run
-from toyexp.interfaces.run_preview import Planned, changed
+from toyexp.interfaces.run_preview import RunPreview, changed
 from toyexp.plugins.rules import types_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Exporter(Callback):
         except UserError as error:
             raise UserError(f"{error}; to train without this file: '~callbacks.{self.name}'") from None
 
-    def looks(self, step: int) -> bool:
+    def should_wait(self, step: int) -> bool:
         """Where it writes a file."""
         return bool(self.every) and step % self.every == 0
 
@@ -73,15 +73,15 @@ class Exporter(Callback):
         """The model, and what is written beside it."""
         return [f"model{self.form.suffix}"]
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That there is a file at the end alone."""
-        return planned.beyond(f"callbacks.{self.name}.every", self.every, "there is a file at the end")
+        return preview.interval_warnings(f"callbacks.{self.name}.every", self.every, "there is a file at the end")
 
     @hookimpl
     def on_start(self, run: Run) -> None:
         """Notes where a resumed run stands, and what a run's base passes on; at the end its file may be gone."""
-        self._step = run.resumed
-        self._inherited = dict(inherited(run.plan))
+        self._step = run.resumed_step
+        self._inherited = dict(inherited_metadata(run.plan))
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:
@@ -103,7 +103,7 @@ class Exporter(Callback):
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
         """Exports the weights, unless the run failed, for they may be no numbers, or someone cannot wait."""
-        if reason != "errored" and self._step and run.stops() < 2:
+        if reason != "errored" and self._step and run.stop_signals() < 2:
             self._best = run.best() if self.weights == "best" else None
             self._step = self._best.step if self._best else self._step
             self._export(run, run.dir / f"model{self.form.suffix}")
@@ -119,7 +119,7 @@ class Exporter(Callback):
             log.info("model%s: %s", self.form.suffix, note)
         self._write(run, path, self._format.kind, partial(self._format.write, exported))
 
-    def exported(self, run: Run, tensors: Tensors) -> Exported:
+    def exported(self, run: Run, tensors: Tensors) -> ModelExport:
         """The run's model with these tensors, and where it comes from."""
         digest, data = run.facts.get("config_sha256"), run.dataset
         general = {
@@ -133,7 +133,7 @@ class Exporter(Callback):
             general["adapter_digest"] = adapter_digest(self._pairs, self._inherited.get("adapter_digest", ""))
         parts = (run.plan.model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
         best = {self._best.metric: self._best.score} if self._best else {}
-        return Exported(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
+        return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
         """Writes a file, and says loudly what is wrong with it: it is kept, as all that a long run may leave."""
@@ -157,14 +157,14 @@ class AdapterExporter(Exporter):
         adapter = [f"adapter{self.form.suffix}"] if adapted else []
         return [*adapter, *(super().outputs(plan) if self.merged or not adapted else ())]
 
-    def warnings(self, planned: Planned) -> Iterable[str]:
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That there is no adapter to write alone, or no model beside it."""
-        yield from super().warnings(planned)
-        adapters = bool(_adapter_tensors(planned.plan))
+        yield from super().warnings(preview)
+        adapters = bool(_adapter_tensors(preview.plan))
         if not self.merged and not adapters:
             yield f"callbacks.{self.name}.merged=false: the run has no adapter, so the model is written"
-        if not self.merged and adapters and self.form.numbers and changed(self, self.form.numbers):
-            given = f"callbacks.{self.name}.{self.form.numbers}={self._format.kind}"
+        if not self.merged and adapters and self.form.dtype_setting and changed(self, self.form.dtype_setting):
+            given = f"callbacks.{self.name}.{self.form.dtype_setting}={self._format.kind}"
             yield f"{given}: is the type of the merged model, which merged=false leaves out; an adapter is f32"
 
     def _export(self, run: Run, path: Path) -> None:
@@ -200,7 +200,7 @@ def exporter(form: type[Format]) -> type[Exporter]:
 
     Raises UserError for a setting of a name that these have.
     """
-    base = AdapterExporter if form.adapters else Exporter
+    base = AdapterExporter if form.writes_adapters else Exporter
     if taken := {f.name for f in fields(base)} & {f.name for f in fields(form)}:
         what = f"{form.__qualname__}.{min(taken)}"
         raise UserError(f"{what} cannot be a setting: the callback that writes it in a run has its own")
@@ -208,7 +208,7 @@ def exporter(form: type[Format]) -> type[Exporter]:
     settings = [
         (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in fields(form)
     ]
-    adapter = f"; of a lora run also adapter{form.suffix}" if form.adapters else ""
+    adapter = f"; of a lora run also adapter{form.suffix}" if form.writes_adapters else ""
     about = f"Writes model{form.suffix} at the end and every so many steps{adapter}. {(form.__doc__ or '').strip()}"
     own = {"name": f"{form.name}_export", "form": form, "__doc__": about}
     return make_dataclass(f"{form.__name__}Export", settings, bases=(base,), namespace=own, eq=False)

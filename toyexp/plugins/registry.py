@@ -12,7 +12,7 @@ from toyexp.interfaces.format import Format
 from toyexp.interfaces.model import Model
 from toyexp.plugins.rules import KINDS, Candidate
 
-OWN = "toyexp"  # the distribution whose names nobody can take over
+DISTRIBUTION = "toyexp"  # the distribution whose names nobody can take over
 LOCAL = "local module"  # the package of plugins=[...]
 IN_A_MODULE = "one in a module of yours: add 'plugins=[my_module]'"
 IN_A_FILE = "one in a file of yours, DIR/experiment/NAME.yaml: --config-dir DIR experiment=NAME"
@@ -36,7 +36,7 @@ class Offer:
     @property
     def origin(self) -> str:
         """What stands behind that in a list: where it comes from, if that is not toyexp itself."""
-        return "" if self.package.startswith(f"{OWN} ") else f"  [{self.plugin}, {self.package}]"
+        return "" if self.package.startswith(f"{DISTRIBUTION} ") else f"  [{self.plugin}, {self.package}]"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Registry:
             if (kind, name) in problem.offered:
                 why_not = f"comes from plugin {problem.plugin}, which is broken: {problem.reason}"
                 return f"{kind}={name} {why_not}; {suggest('', known)}"  # nothing near: what was meant is known
-            if not problem.offered and problem.plugin in (name, f"{OWN}_{name}"):
+            if not problem.offered and problem.plugin in (name, f"{DISTRIBUTION}_{name}"):
                 return f"{kind}={name}: there is none of that name; plugin {problem.plugin} is broken: {problem.reason}"
         broken = "; ".join(f"{p.plugin}: {p.reason}" for p in self.problems)
         note = f" (a broken plugin may have offered it: {broken})" if broken else ""
@@ -149,6 +149,6 @@ class Registry:
         if name.lower() in ("gpu", "nvidia", "amd", "apple"):
             names = ", ".join(sorted(n for n, cls in known.items() if cls.on_gpu))
             return f"there is none of that name; those on a GPU are {names}: `toyexp doctor` says which work here"
-        if engine in known and number.isdecimal() and (shown := known[engine].shows):
+        if engine in known and number.isdecimal() and (shown := known[engine].device_variable):
             return f"which GPUs it sees is set before the command: {shown}={number} toyexp engine={engine}"
         return None

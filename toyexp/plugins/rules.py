@@ -115,7 +115,7 @@ types_of = functools.cache(typing.get_type_hints)  # of a class by name: to read
 
 def _check_settings(cls: type, base: type, label: str) -> None:
     """Each field has a default, and a name that stands for nothing else."""
-    of_base = [vars(b) for b in base.__mro__] + [inspect.get_annotations(b) for b in base.__mro__]
+    prepare_base = [vars(b) for b in base.__mro__] + [inspect.get_annotations(b) for b in base.__mro__]
     settings_of_base = {f.name for f in dataclasses.fields(base)}
     try:
         if base is not Command:  # whose fields nothing reads
@@ -128,7 +128,7 @@ def _check_settings(cls: type, base: type, label: str) -> None:
         refused = f"{label}.{f.name} cannot be a setting"
         if f.name in NAMES_CODE:
             raise UserError(f"{refused}: elsewhere a key of that name says what to call")
-        meant = next((names[f.name] for names in of_base if f.name in names), None)
+        meant = next((names[f.name] for names in prepare_base if f.name in names), None)
         if meant is not None and f.name not in settings_of_base and not isinstance(meant, property):
             raise UserError(f"{refused}: toyexp.{base.__name__} has something else of that name; is it a ClassVar?")
 
@@ -163,9 +163,9 @@ def _check_recipe(cls: type[Recipe], label: str) -> None:
 def _check_format(cls: type[Format], label: str) -> None:
     if not re.fullmatch(r"[.-][A-Za-z0-9._-]+", cls.suffix):
         raise UserError(f"{label}.suffix is {cls.suffix!r}; it must be what a file's name ends in, such as .onnx")
-    if cls.adapters and cls.write_adapter is Format.write_adapter:
+    if cls.writes_adapters and cls.write_adapter is Format.write_adapter:
         raise UserError(f"{label} does not implement write_adapter, as a format with adapters has to")
-    _check_setting(cls, "numbers", cls.numbers, label)
+    _check_setting(cls, "dtype_setting", cls.dtype_setting, label)
 
 
 def _check_optimiser(cls: type[Optimiser], label: str) -> None:

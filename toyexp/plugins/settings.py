@@ -22,7 +22,7 @@ class Setting:
     comment: str
 
 
-def settings_of(cls: type) -> list[Setting]:
+def list_settings(cls: type) -> list[Setting]:
     """The settings of a dataclass, each with its help: that of the field, or the comment behind it in the source."""
     comments = _comments(cls) | (_comments(cls.form) if issubclass(cls, Exporter) else {})
     values = defaults(cls)

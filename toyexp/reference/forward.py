@@ -17,9 +17,9 @@ from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.formatting import pluralise
 from toyexp.base.packages import error_location
 from toyexp.interfaces.arithmetic import Shaped, is_shape
-from toyexp.interfaces.decoder import Piecewise
+from toyexp.interfaces.decoder import IncrementalOps
 from toyexp.interfaces.model import TensorSpec
-from toyexp.interfaces.ops import Adapted, Ops, Params, Rotary
+from toyexp.interfaces.ops import AdaptedWeight, Ops, Params, Rotary
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.values import Values
 
@@ -234,10 +234,10 @@ class OpShapes(Ops):
         return Shaped(())
 
 
-class PieceShapes(Piecewise, OpShapes):
+class PieceShapes(IncrementalOps, OpShapes):
     """A decoder's ops on shapes; records each op with its weights and constants, but no activation's size."""
 
-    keeps = frozenset({"attention"})
+    incremental_ops = frozenset({"attention"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,6 +295,6 @@ def _of(x: object) -> str:
     """What an op was given, in words."""
     if isinstance(x, Shaped):
         return f"{'integers ' if isinstance(x, Ids) else ''}{list(x.shape)}"
-    if isinstance(x, Adapted):
+    if isinstance(x, AdaptedWeight):
         return "a tensor with an adapter"
     return printable(repr(x)) if x is None or isinstance(x, bool | int | float | str) else f"a {type(x).__name__}"

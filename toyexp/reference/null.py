@@ -81,7 +81,7 @@ class NullSession(Session):
             t.name: {slot: np.full(shape, self._steps, np.float32) for slot, shape in self.plan.slots(t).items()}
             for t in self.plan.trainable
         }
-        return self.named({name: array.copy() for name, array in self._tensors.items()}, states)
+        return self.name_arrays({name: array.copy() for name, array in self._tensors.items()}, states)
 
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
         self._tensors[tensor.name] = values.copy()

@@ -17,7 +17,7 @@ from toyexp.config.request import Request
 from toyexp.config.schema import BEGUN, Source
 from toyexp.config.top_level import COMPARED, Sweep
 from toyexp.config.words import lines, parse
-from toyexp.interfaces.command import modules_in
+from toyexp.interfaces.command import parse_modules
 from toyexp.sweeps.combinations import check_once, combinations, own_sweep, swept
 from toyexp.sweeps.directory import Job, SweepDir, shared_words
 from toyexp.sweeps.job_configs import JobConfigs
@@ -87,7 +87,7 @@ def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
     folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # below which its jobs lie
     try:
         memory = folder.asked
-        wanted = modules_in(memory["settings"])
+        wanted = parse_modules(memory["settings"])
         if missing := [name for name in wanted if name not in request.modules]:
             raise UserError(
                 f"sweep.resume={path}: its jobs use the local plugin {missing[0]}; code is only loaded from the "

@@ -131,7 +131,7 @@ class JobConfigs:
         engine = self._engine(job)
         cls = self._auto_gpu() if engine == AUTO else type(engine)
         with contextlib.suppress(UserError):  # which is told when it is the job's turn
-            if cls and issubclass(cls, Engine) and cls.on_gpu and cls.unstackable is not Engine.unstackable:
+            if cls and issubclass(cls, Engine) and cls.on_gpu and cls.stack_conflict is not Engine.stack_conflict:
                 of_one = isinstance(engine, Engine) and engine.gpus() not in (0, 1)
                 return not of_one and sum(math.prod(t.shape) for t in self.model(job).tensors()) <= SMALL
         return False
@@ -140,7 +140,9 @@ class JobConfigs:
         """The engine that engine=auto is likely to take where there are NVIDIA GPUs."""
         offered = self.request.registry.classes("engine").values() if visible() else ()
         engines = [cast("type[Engine]", cls) for cls in offered]
-        return max((cls for cls in engines if cls.shows == VISIBLE), key=lambda cls: cls.priority, default=None)
+        return max(
+            (cls for cls in engines if cls.device_variable == VISIBLE), key=lambda cls: cls.priority, default=None
+        )
 
     def processes(self, job: Job) -> int:
         """How many processes the job is that compute on the CPU, as far as its settings tell."""

@@ -49,18 +49,18 @@ class DataSuite(PluginSuite):
     def test_what_it_says_of_itself_is_plain_and_stays(self) -> None:
         """No batch that is made changes what a run has recorded, and JSON holds it."""
         dataset = self.opened()
-        said = [json.dumps((dataset.describe(), list(dataset.left_out()), dataset.remarks()), allow_nan=False)]
+        said = [json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks()), allow_nan=False)]
         for context in (self.context, self.context + 1):
             batches = dataset.batches(context, self.rows, 0)
             batches.batch(0), batches.held_out()
-            json.dumps((dict(batches.facts), list(batches.left_out)), allow_nan=False)
-            said.append(json.dumps((dataset.describe(), list(dataset.left_out()), dataset.remarks())))
+            json.dumps((dict(batches.facts), list(batches.omissions)), allow_nan=False)
+            said.append(json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks())))
         assert said == said[:1] * 3
 
     def test_what_is_left_out_is_told(self) -> None:
         """In phrases of a line, which name what `tells` says."""
         dataset = self.opened()
-        told = [*dataset.left_out(), *dataset.batches(self.context, self.rows, 0).left_out]
+        told = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
         assert all(text and "\n" not in text for text in told)
         assert [word for word in self.tells if not any(word in text for text in told)] == []
 
@@ -128,7 +128,7 @@ def fingerprint(data: Data, context: int, rows: int) -> str:
     data.check()
     dataset = data.open(None)
     batches = dataset.batches(context, rows, 3)
-    said = json.dumps((dataset.describe(), list(dataset.left_out()), dict(batches.facts)))
+    said = json.dumps((dataset.describe(), list(dataset.omissions()), dict(batches.facts)))
     parts = [said, *(batch_digest(batch) for batch in (batches.batch(0), batches.batch(11), *batches.held_out()))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

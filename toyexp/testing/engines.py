@@ -26,7 +26,7 @@ ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
 
 
 def _values(plan: Plan) -> dict[str, np.ndarray]:
-    return {t.name: plan.initial(t) for t in plan.tensors}
+    return {t.name: plan.initial_values(t) for t in plan.tensors}
 
 
 class EngineNumbers(PluginSuite):
@@ -105,7 +105,7 @@ class EngineNumbers(PluginSuite):
     def test_runs_of_a_stack_take_the_steps_that_they_take_alone(self, case: str, adapter: str | None) -> None:
         """Each from values, with clipping and a rate of its own; an engine without stacks refuses them as it says."""
         plans = [op_plan(case, adapter, seed=seed, grad_clip=clip) for seed, clip in ((3, 0.0), (4, 0.05), (5, 0.0))]
-        if why := self.engine.unstackable(plans):
+        if why := self.engine.stack_conflict(plans):
             with pytest.raises(UserError, match=re.escape(why)):
                 self.engine.realize_stack(plans)
             return
@@ -145,7 +145,7 @@ class EngineNumbers(PluginSuite):
                 session.step(batch, hp)
                 for name in names:
                     own = hp.copy()
-                    own[4] = hp[4] if plan.tensor(name).decays else 0
+                    own[4] = hp[4] if plan.tensor(name).has_weight_decay else 0
                     w, m, v = expected[name]
                     expected[name] = reference_adamw(w, gradients[name].astype(np.float64), m, v, own)
             for name in names:
@@ -183,7 +183,7 @@ class EngineNumbers(PluginSuite):
             plan = self.op_plan("matmul", grad_clip=clip)
             with self.built(plan) as session:
                 norm = session.step(self.op_batch(), hp).grad_norm
-                moved.append(np.linalg.norm(session.download("w") - plan.initial(plan.tensor("w"))))
+                moved.append(np.linalg.norm(session.download("w") - plan.initial_values(plan.tensor("w"))))
         assert norm > 0.01  # the reported norm is the one before clipping
         assert moved[1] < moved[0]
 
@@ -198,7 +198,7 @@ class EngineSuite(EngineNumbers):
             for step in range(3):
                 session.step(self.op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
             for tensor in plan.tensors:
-                same = np.array_equal(session.download(tensor.name), plan.initial(tensor))
+                same = np.array_equal(session.download(tensor.name), plan.initial_values(tensor))
                 assert same is not tensor.trainable, tensor.name
 
     def test_evaluate_and_gradients_change_nothing(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import format_value
 from toyexp.base.ownership import Ledger
-from toyexp.interfaces.format import Exported, Format
+from toyexp.interfaces.format import Format, ModelExport
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.recipe import Setup
 from toyexp.interfaces.run import Run
@@ -32,11 +32,11 @@ class FormatSuite(PluginSuite):
     models: Sequence[Model]
     refused: Sequence[Model] = ()
 
-    def exported(self, model: Model) -> Exported:
+    def exported(self, model: Model) -> ModelExport:
         """The model with random numbers, and what a run adds."""
         tensors = {t.name: t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
         tokenizer = Bytes() if model.reads.text else None
-        return Exported(model, tensors, tokenizer, {"name": "kit", "step": 3})
+        return ModelExport(model, tensors, tokenizer, {"name": "kit", "step": 3})
 
     def callback(self) -> Exporter:
         """What writes the format in a run."""

@@ -100,7 +100,7 @@ class ModelSuite(PluginSuite):
         batches = model.batches(dataset, 2, 0)
         plan = Bare().plan(model, Setup(batches.inputs, rows=2, seed=1))
         draw = np.random.default_rng(3)
-        values = {t.name: plan.initial(t) + draw.normal(0, 0.2, t.shape) for t in plan.tensors}
+        values = {t.name: plan.initial_values(t) + draw.normal(0, 0.2, t.shape) for t in plan.tensors}
         return plan, batches.batch(0), {n: v.astype(np.float32) for n, v in values.items()}
 
     # -- the function -------------------------------------------------------------------------------------------

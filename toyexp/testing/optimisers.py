@@ -35,14 +35,16 @@ class OptimiserSuite(PluginSuite):
         for rule in self.rules():
             for case in ("attention_grouped", "layer_norm"):
                 plan = op_plan(case)
-                parts = [[t for t in plan.trainable if t.decays is decays] for decays in (True, False)]
+                parts = [[t for t in plan.trainable if t.has_weight_decay is decays] for decays in (True, False)]
                 if all(rule.takes(f"blk.0.{t.name}", t.shape) for t in plan.trainable):
-                    groups = [Group(rule, tuple(t.name for t in ts), 0.1 * ts[0].decays) for ts in parts if ts]
+                    groups = [
+                        Group(rule, tuple(t.name for t in ts), 0.1 * ts[0].has_weight_decay) for ts in parts if ts
+                    ]
                     yield dataclasses.replace(plan, groups=tuple(groups))
 
     def rules(self) -> list[Rule]:
         """The optimiser's rules."""
-        return list(self.optimiser.settled(FROM_SCRATCH).rules())
+        return list(self.optimiser.with_mode(FROM_SCRATCH).rules())
 
     def test_its_numbers_have_the_same_names_at_every_step(self) -> None:
         """And are finite."""
@@ -78,7 +80,7 @@ class OptimiserSuite(PluginSuite):
     def test_the_engine_computes_the_formula(self) -> None:
         """Its steps, fused or not, equal those in float64 that are fed with the engine's own gradients."""
         for plan in self.plans():
-            weights = {t.name: plan.initial(t).astype(np.float64) for t in plan.trainable}
+            weights = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.trainable}
             state = {t.name: {s: np.zeros(shape) for s, shape in plan.slots(t).items()} for t in plan.trainable}
             with built(self.engine, plan) as session:
                 for step in range(self.steps):

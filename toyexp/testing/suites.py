@@ -29,11 +29,11 @@ from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import AdamW, Rule
 from toyexp.interfaces.plan import Plan, PlanTensor, export_tensors, grouped
-from toyexp.interfaces.recipe import Recipe, Setup, start
+from toyexp.interfaces.recipe import Recipe, Setup, start_session
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.session import Session, State
 from toyexp.plugins.rules import KINDS, check_class
-from toyexp.plugins.settings import settings_of
+from toyexp.plugins.settings import list_settings
 from toyexp.reference.opmodel import OpModel
 from toyexp.testing.null import NullEngine
 from toyexp.tokenizers.byte_level import Bytes
@@ -67,7 +67,7 @@ class PluginSuite:
 
     def test_every_setting_is_explained(self) -> None:
         """Each field has a comment, which help shows."""
-        assert [s.name for s in settings_of(self.subject()) if not s.comment] == []
+        assert [s.name for s in list_settings(self.subject()) if not s.comment] == []
 
 
 class RecipeSuite(PluginSuite):
@@ -96,18 +96,18 @@ class RecipeSuite(PluginSuite):
             (t.name, t.shape, t.trainable) for t in two.tensors
         ]
         for a, b in zip(one.tensors, two.tensors, strict=True):
-            np.testing.assert_array_equal(one.initial(a), two.initial(b))
+            np.testing.assert_array_equal(one.initial_values(a), two.initial_values(b))
 
     def test_plan_trains_something_and_holds_the_whole_model(self) -> None:
         """Every tensor of the model is there, and what is exported has the model's own shapes."""
         plan = self.planned()
         assert plan.trainable
-        exported = export_tensors(plan, {t.name: plan.initial(t) for t in plan.tensors})
+        exported = export_tensors(plan, {t.name: plan.initial_values(t) for t in plan.tensors})
         assert {n: a.shape for n, a in exported.items()} == {t.name: t.shape for t in plan.model.tensors()}
 
     def test_life_of_the_recipe(self) -> None:
         """realize, the warm window, build: after it the session can step."""
-        with start(self.recipe, self.engine, self.planned()) as session:
+        with start_session(self.recipe, self.engine, self.planned()) as session:
             assert session.state is State.BUILT
 
 
@@ -161,7 +161,7 @@ class CallbackSuite(PluginSuite):
         callback.check()
         callback.check_run(settings, dataset)
         bus = Bus({callback.name: callback})
-        with start(Bare(), engine, plan) as session:
+        with start_session(Bare(), engine, plan) as session:
             run = Run("test", directory, 0, self.steps, 1e-3, settings, engine.name, plan, session, dataset, {}, bus)
             reason: str = "errored"
             try:

@@ -14,7 +14,7 @@ import pluggy
 from toyexp.base.attribution import plugin_failure
 from toyexp.base.errors import PluginFailed, RunFailed, SessionError, UserError, printable, suggest
 from toyexp.base.signals import hidden_interrupt
-from toyexp.interfaces.callback import Callback, Schedule, answers_lr, implements
+from toyexp.interfaces.callback import Callback, Schedule, has_hook, sets_lr
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.hooks import RunHooks
 from toyexp.interfaces.plan import Plan
@@ -58,21 +58,21 @@ class Bus:
         self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; with its weights, or without
         self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
         scaled = {name: c.scales for name, c in callbacks.items() if isinstance(c, Schedule)}
-        scaled |= {name: "lr" for name, c in callbacks.items() if answers_lr(c)}
+        scaled |= {name: "lr" for name, c in callbacks.items() if sets_lr(c)}
         for number in set(scaled.values()):
             rivals = [name for name in callbacks if scaled.get(name) == number]
             if len(rivals) > 1:
                 least = next((name for name in rivals if name in by_default()), rivals[0])
                 what = "the learning rate" if number == "lr" else number
                 raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
-        asked = dict.fromkeys(name for name, c in callbacks.items() if implements(c, "factors"))
+        asked = dict.fromkeys(name for name, c in callbacks.items() if has_hook(c, "factors"))
         self.scheduled: dict[str, str | None] = asked | scaled  # what each scales; None: it says so at each step
         answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
         self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
         self._of_lr = self._calls("lr", "run", "step", "steps")
         self._of_steps = self._calls("on_step", "run", "step", "metrics", "batch")
-        self._looking = [c.looks for c in callbacks.values() if not _never_looks(c)]
+        self._looking = [c.should_wait for c in callbacks.values() if not _never_looks(c)]
 
     def lr(self, run: Run, step: int) -> float:
         """Return the learning rate of the 0-based `step`; RunFailed for an answer that is no finite number from 0."""
@@ -140,7 +140,7 @@ class Bus:
                 found[name], owners[name] = float(value), who
         return found
 
-    def looks(self, step: int) -> bool:
+    def should_wait(self, step: int) -> bool:
         """Whether a callback needs the run as it stands after `step`."""
         return any(looks(step) for looks in self._looking)
 
@@ -227,9 +227,9 @@ def _taking(function: Callable[..., Any], places: Sequence[int]) -> Callable[...
 
 
 def _never_looks(callback: Callback) -> bool:
-    """Whether a callback has no `looks` of its own and looks at no step for what it hears of, whichever that is."""
-    own = getattr(callback.looks, "__func__", None)
-    return own in (Callback.looks, Schedule.looks) and not callback.looks(1)
+    """Return True if a callback inherits `should_wait` and its answer is False, which then holds for every step."""
+    own = getattr(callback.should_wait, "__func__", None)
+    return own in (Callback.should_wait, Schedule.should_wait) and not callback.should_wait(1)
 
 
 def _scales_lr_alone(callback: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.engine import Engine
-from toyexp.interfaces.model import scores_of
+from toyexp.interfaces.model import compute_scores
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import StepInput
 from toyexp.interfaces.stack import Stack
@@ -25,7 +25,7 @@ class Realize:
 
     def answer(self) -> Stack:
         """Open a session of its own."""
-        return Stack([self.engine.realize(self.plan).opened()])
+        return Stack([self.engine.realize(self.plan).require_open()])
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def interrupting(loops: Iterable[Asks[Any]]) -> Iterator[None]:
 def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) -> Mapping[int, Answer]:
     def wait(row: int, loss: Callable[[], float]) -> tuple[float, Mapping[str, float]]:
         session = stack.sessions[row]
-        return loss(), scores_of(session.plan.model, session.logits, evals[row]())
+        return loss(), compute_scores(session.plan.model, session.logits, evals[row]())
 
     try:
         losses = stack.losses({row: batches() for row, batches in evals.items()})

@@ -14,19 +14,19 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.signals import Signals, catch_signals
 from toyexp.batching.tokens import Dropout
-from toyexp.formats.file_plan import see_as
+from toyexp.formats.file_plan import match_preprocessing
 from toyexp.interfaces.callback import Schedule
-from toyexp.interfaces.data import shared_data
+from toyexp.interfaces.data import open_shared_data
 from toyexp.interfaces.dataset import Batches, Dataset
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import Optimiser
-from toyexp.interfaces.plan import Plan, optimised
-from toyexp.interfaces.recipe import Setup, warmed
+from toyexp.interfaces.plan import Plan, apply_optimiser
+from toyexp.interfaces.recipe import Setup, prepare_session
 from toyexp.interfaces.run import Best, Run
-from toyexp.interfaces.run_preview import Planned
+from toyexp.interfaces.run_preview import RunPreview
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.stack import Stack
-from toyexp.plugins.compatibility import refusal, unread
+from toyexp.plugins.compatibility import incompatibility, kind_mismatch
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import Damaged, steps
@@ -49,10 +49,10 @@ def prepare(config: Config) -> Prepared:
     """Opens the data and plans the run; raises UserError for whatever cannot work."""
     require_utf8(config.plain)
     model, recipe, accumulate = config.model, config.recipe, config.optim.accumulate
-    if reason := refusal(recipe, model):
-        raise UserError(reason + (config.suited() if model.reads not in recipe.reads else ""))
-    if reason := unread(f"model={model.name}", model.reads, config.data):
-        raise UserError(reason + config.suited())
+    if reason := incompatibility(recipe, model):
+        raise UserError(reason + (config.suggest_command() if model.reads not in recipe.reads else ""))
+    if reason := kind_mismatch(f"model={model.name}", model.reads, config.data):
+        raise UserError(reason + config.suggest_command())
     config.engine.check_rows(config.settings.batch_size // accumulate, accumulate)
     with contextlib.suppress(Exception):
         config.engine.wake()
@@ -61,11 +61,11 @@ def prepare(config: Config) -> Prepared:
     model, batches = _fitted(config, dataset)
     _count_steps(config, batches)
     plan = _planned(config, dataset, model, batches)
-    optim = call_checked(Optimiser, config.optim.settled, model.optim_mode or config.recipe.optim_mode)
-    plan = optimised(plan, optim, config.settings.lr)
+    optim = call_checked(Optimiser, config.optim.with_mode, model.optim_mode or config.recipe.optim_mode)
+    plan = apply_optimiser(plan, optim, config.settings.lr)
     _check(config, plan)
-    batches = Dropout(batches, plan, config.settings.seed) if plan.drops else batches
-    warnings = config.warnings(Planned(config.plain, dataset, batches, plan))
+    batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_adapters else batches
+    warnings = config.warnings(RunPreview(config.plain, dataset, batches, plan))
     recomputed = blocks_of(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # a matter between engine and model, neither of which knows the other
         warnings.append(f"engine.recompute=true: has no effect; model={model.name} has no ops.block")
@@ -73,7 +73,7 @@ def prepare(config: Config) -> Prepared:
 
 
 def _opened(config: Config) -> Dataset:
-    config.data, dataset = shared_data(config.data, config.recipe.vocabulary())
+    config.data, dataset = open_shared_data(config.data, config.recipe.vocabulary())
     for key in config.data.fills:
         config.plain["data"][key] = getattr(config.data, key)
     for callback in config.callbacks.values():
@@ -83,7 +83,7 @@ def _opened(config: Config) -> Dataset:
         what = f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens"
         raise UserError(f"{what}; leave data.tokenizer out")
     if config.base is not None and (path := config.recipe.base_file()):
-        see_as(dataset, config.base, path)
+        match_preprocessing(dataset, config.base, path)
     return dataset
 
 
@@ -116,7 +116,7 @@ def _count_steps(config: Config, batches: Batches) -> None:
 def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
     settings, optim, recipe = config.settings, config.optim, config.recipe
     setup = Setup(
-        model.reads.bounded(batches.inputs, dataset.vocab),
+        model.reads.with_bounds(batches.inputs, dataset.vocab),
         settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip,
         settings.seed if settings.model_seed is None else settings.model_seed,
         settings.nonfinite == "skip",
@@ -180,7 +180,7 @@ def run(
         with attribute_part_errors(log_file), convert_memory_errors():
             with attribute_errors(f"engine.{config.engine.name}", "while it realized the plan", log_file):
                 opened: Session = yield Realize(config.engine, prepared.plan)
-            with warmed(config.recipe, config.engine, opened, state, log_file) as session:
+            with prepare_session(config.recipe, config.engine, opened, state, log_file) as session:
                 for line in call_for_lines(session.notes):
                     log.info("note    %s", line)
                     say(f"note    {line}")
@@ -210,8 +210,8 @@ def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals
         dataset=prepared.dataset,
         facts={**facts(prepared, call_checked(dict, session.describe)), **run_dir.origin},
         bus=prepared.bus,
-        resumed=resumed.checkpoint.step if resumed else 0,
-        stops=signals.count,
+        resumed_step=resumed.checkpoint.step if resumed else 0,
+        stop_signals=signals.count,
     )
 
 
@@ -262,7 +262,7 @@ class RunSaver(Saver):
     def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None, signals: Signals):
         settings = prepared.config.settings
         self._run, self._prepared, self._signals = run, prepared, signals
-        self._folder, self._step = run.dir / "checkpoints", run.resumed
+        self._folder, self._step = run.dir / "checkpoints", run.resumed_step
         base, engine = prepared.config.recipe.base_file(), prepared.config.engine
         in_place = base and not engine.own_memory and getattr(engine, "packed", True)
         self._base = (base, base.stat(), run.facts["sources"]["base"]) if base and in_place else None
@@ -271,7 +271,7 @@ class RunSaver(Saver):
             self._folder,
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
             settings.checkpoint_keep,
-            settings.checkpoint_best or next(filter(None, (c.best_by() for c in callbacks.values())), None),
+            settings.checkpoint_best or next(filter(None, (c.best_metric() for c in callbacks.values())), None),
             resumed.checkpoint if resumed else None,
         )
 

@@ -93,7 +93,7 @@ class Training:
     def _looked_at(self, step: int) -> bool:
         """Return True if something reads the weights after this many steps."""
         ends = step == self.run.steps or self.stopped()
-        return ends or self._eval_is_due(step) or self.saver.wants(step) or self.bus.looks(step)
+        return ends or self._eval_is_due(step) or self.saver.wants(step) or self.bus.should_wait(step)
 
     def _launch(self, step: int) -> Asks[None]:
         """Launch a step, and with it the following ones, as many as the session takes at once and nothing looks at."""

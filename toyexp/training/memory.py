@@ -53,7 +53,7 @@ def snapshot_bytes(plan: Plan) -> int:
     return 4 * sum(math.prod(shape) for shape in state_shapes(plan).values())
 
 
-def bytes_in_a_stack(plan: Plan) -> int:
+def stack_bytes(plan: Plan) -> int:
     """Return about how much device memory a run takes beside others; each activation has a gradient."""
     batch = plan.rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * numbers_kept(plan)

@@ -12,7 +12,7 @@ import numpy as np
 
 from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.interfaces.dataset import Batch, Batches
-from toyexp.interfaces.micro_batches import readied
+from toyexp.interfaces.micro_batches import prepare_batches
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.session import StepInput, StepMetrics
@@ -105,7 +105,7 @@ class NextSteps:
         block = self._batches.block(k, count) if count > 1 else None
         if block is not None:
             try:
-                return readied(self._run.plan, block, count)
+                return prepare_batches(self._run.plan, block, count)
             except BadBatch:  # each is refused, or not, when its turn comes
                 self._count = 1
         return [self._batches.batch(k)]

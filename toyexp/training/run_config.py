@@ -13,17 +13,17 @@ from typing import Any
 from toyexp.base.attribution import call_checked, call_for_lines
 from toyexp.base.errors import printable
 from toyexp.base.formatting import format_count, format_value, pluralise, smooth_loss
-from toyexp.interfaces.callback import Callback, Schedule, answers_lr
+from toyexp.interfaces.callback import Callback, Schedule, sets_lr
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Batches, Dataset
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import perplexity
-from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.optimiser import Optimiser
-from toyexp.interfaces.plan import Plan, idle_groups, turning_decay
+from toyexp.interfaces.plan import Plan, idle_group_warnings, sign_flip_warnings
 from toyexp.interfaces.recipe import Recipe
 from toyexp.interfaces.run import Best
-from toyexp.interfaces.run_preview import Planned
+from toyexp.interfaces.run_preview import RunPreview
 from toyexp.training.bus import Bus
 from toyexp.training.rundir import git_facts, host_facts
 from toyexp.training.settings import ASIDE, FREE, Settings, about, keys_with
@@ -44,25 +44,25 @@ class Config:
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
     by_default: Callable[[], Sequence[str]] = list  # the callbacks that a run has unless told otherwise
-    suited: Callable[[], str] = str  # how an error about a model or data of another kind ends: what to type
+    suggest_command: Callable[[], str] = str  # how an error about a model or data of another kind ends: what to type
     begun: Path | None = None  # where relative paths lead from, if not from the working directory
-    left_out: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
+    omissions: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
 
-    def warnings(self, planned: Planned) -> list[str]:
+    def warnings(self, planned: RunPreview) -> list[str]:
         """What is told before the first step: what was left out, and the settings that have no effect."""
         parts: list[Engine | Recipe | Data | Callback] = [
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         told = [text for part in parts for text in call_for_lines(part.warnings, planned)]
-        others = [c for c in self.callbacks.values() if answers_lr(c) and not isinstance(c, Schedule)]
+        others = [c for c in self.callbacks.values() if sets_lr(c) and not isinstance(c, Schedule)]
         if not (self.settings.lr or others):
             told.append("lr=0: nothing will be learned, the weights stay as they are")
-        of_optim = [*idle_groups(planned.plan, self.optim), *turning_decay(planned.plan, self.settings.lr)]
-        return [*self.left_out, *self.settings.warnings(), *told, *self._unscheduled(), *of_optim]
+        of_optim = [*idle_group_warnings(planned.plan, self.optim), *sign_flip_warnings(planned.plan, self.settings.lr)]
+        return [*self.omissions, *self.settings.warnings(), *told, *self._unscheduled(), *of_optim]
 
     def _unscheduled(self) -> list[str]:
         """That the schedule which a run has by default was given another number, and the rate is left without one."""
-        if any(answers_lr(callback) for callback in self.callbacks.values()):
+        if any(sets_lr(callback) for callback in self.callbacks.values()):
             return []
         return [
             f"callbacks.{name}.scales={callback.scales}: nothing schedules lr now, which {name} does by default"
@@ -89,9 +89,9 @@ class Prepared:
     warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
     recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: not asked for, or not known
 
-    def left_out(self) -> list[str]:
+    def omissions(self) -> list[str]:
         """What of the data is not learned from."""
-        return [*call_for_lines(self.dataset.left_out), *self.batches.left_out]
+        return [*call_for_lines(self.dataset.omissions), *self.batches.omissions]
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def introduction(prepared: Prepared) -> list[str]:
     known = [f"{format_count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     if known and isinstance(examples := sizes.get("train_examples"), int):
         known[0] += f" in {pluralise(examples, 'example')}"
-    known = [*prepared.left_out(), *known, *call_for_lines(prepared.dataset.remarks)]
+    known = [*prepared.omissions(), *known, *call_for_lines(prepared.dataset.remarks)]
     facts = f" ({'; '.join(known)})" if known else ""
     origin = config.recipe.origin()
     epochs = f" (epochs={config.settings.epochs:g})" if config.settings.epochs else ""
@@ -197,7 +197,7 @@ def introduction(prepared: Prepared) -> list[str]:
 def _groups(prepared: Prepared) -> Iterator[str]:
     optim = prepared.optim
     for pattern, own in optim.groups.items():
-        tensors = [t for t in prepared.plan.tensors if optim.group_of(t.name)[0] == pattern]
+        tensors = [t for t in prepared.plan.tensors if optim.find_group(t.name)[0] == pattern]
         number = sum(t.trainable or own.get("frozen", False) for t in tensors)
         settings = ", ".join(f"{name}={format_value(value)}" for name, value in own.items())
         yield f"{printable(pattern)}: {settings}; {pluralise(number, 'tensor')}"
@@ -215,11 +215,11 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "backend": {"kind": prepared.config.engine.name, **engine, **recomputed},
         "model": {
             "arch": model.name,
-            **sizes_of(model),
+            **model_settings(model),
             "parameters": model.parameters(),
             "trainable": sum(t.size for t in prepared.plan.trainable),
         },
-        "data": {"name": prepared.config.data.name, **data, "left_out": prepared.left_out()},
+        "data": {"name": prepared.config.data.name, **data, "left_out": prepared.omissions()},
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
         "optim": prepared.optim.describe(settings.lr),

@@ -203,7 +203,7 @@ class RankSession(TorchSession):
         if not isinstance(self._update, SharedUpdate):
             return super().do_snapshot(into)
         slots = {t.name: self.plan.slots(t) for t in self.plan.trainable}
-        parts = self.named({n: (n, "") for n in slots}, {n: {s: (n, s) for s in own} for n, own in slots.items()})
+        parts = self.name_arrays({n: (n, "") for n in slots}, {n: {s: (n, s) for s in own} for n, own in slots.items()})
         names, arrays = {part: name for name, part in parts.items()}, dict(into)
         for tensor in self.plan.trainable:  # one at a time: no device has room for all
             state = self._update.gathered(tensor.name, slots[tensor.name])

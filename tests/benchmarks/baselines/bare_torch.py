@@ -31,7 +31,7 @@ class BareTorch(Stepper):
         self.note = f"torch {torch.__version__}, {pluralise(threads)}"
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        self.weights = {t.name: torch.from_numpy(plan.initial(t)).requires_grad_() for t in plan.tensors}
+        self.weights = {t.name: torch.from_numpy(plan.initial_values(t)).requires_grad_() for t in plan.tensors}
         self.optimiser = torch.optim.AdamW(
             self.weights.values(), lr=adamw.lr, betas=(adamw.beta1, adamw.beta2), eps=adamw.eps,
             weight_decay=adamw.weight_decay, fused=True,

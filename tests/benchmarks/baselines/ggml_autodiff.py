@@ -45,7 +45,7 @@ class GGMLAutodiff(Stepper):
         self.kept_buffer = ggml.ggml_backend_alloc_ctx_tensors(self.kept, self.backend)
         ggml.ggml_backend_buffer_clear(self.kept_buffer, 0)
         for tensor in plan.tensors:
-            put(self.weights[tensor.name], plan.initial(tensor))
+            put(self.weights[tensor.name], plan.initial_values(tensor))
             ggml.ggml_set_param(self.weights[tensor.name])
         put(self.positions, np.arange(model.context, dtype=np.int32))
         self.one_hot = np.zeros((tokens, model.vocab), np.float32)

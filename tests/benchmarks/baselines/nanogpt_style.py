@@ -64,7 +64,7 @@ class NanoGPT(Loop):
         module = Transformer(plan.model)
         with torch.no_grad():
             for name, weights in module.named_parameters():
-                weights.copy_(torch.from_numpy(plan.initial(plan.tensor(name))))
+                weights.copy_(torch.from_numpy(plan.initial_values(plan.tensor(name))))
         weights = list(module.to(self.device).parameters())
         groups = [
             {"params": [w for w in weights if w.ndim > 1], "weight_decay": adamw.weight_decay},

@@ -75,7 +75,7 @@ class PEFT(Loop):
         with torch.no_grad():
             for tensor in plan.tensors:
                 ours, _, pair = tensor.name.partition(".weight.lora_")
-                values = torch.from_numpy(plan.initial(tensor))
+                values = torch.from_numpy(plan.initial_values(tensor))
                 name = "base_model.model." + places[f"{ours}.weight" if pair else tensor.name]
                 if pair:
                     name = name.replace(".weight", f".lora_{pair.upper()}.default.weight")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from toyexp.base.errors import UserError, printable
 from toyexp.interfaces.format import ModelFile
-from toyexp.interfaces.model import Model, sizes_of
+from toyexp.interfaces.model import Model, model_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +43,7 @@ class PlainForm(GGUFForm[Any]):
     def metadata(self, model: Model) -> dict[str, Any]:
         """Return the settings under one key; raise UserError for what JSON does not hold."""
         try:
-            return {"settings": json.dumps(sizes_of(model), allow_nan=False)}
+            return {"settings": json.dumps(model_settings(model), allow_nan=False)}
         except (TypeError, ValueError) as error:
             raise UserError(f"model={model.name}: its settings cannot be written: {error}") from None
 

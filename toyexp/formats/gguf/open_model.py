@@ -15,7 +15,7 @@ from toyexp.base.ownership import cached_fingerprint
 from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
-from toyexp.interfaces.format import Exported, LazyTensors, ModelFile, TensorInfo
+from toyexp.interfaces.format import LazyTensors, ModelExport, ModelFile, TensorInfo
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import PlanTensor
@@ -59,20 +59,20 @@ def model_in(file: ModelFile, registry: Registry, reads: Sequence[Kind] | None =
     return _model_in(file, [cls for cls in registry.models() if reads is None or cls.reads in reads])
 
 
-def exported_of(file: ModelFile, models: Iterable[type[Model]]) -> Exported:
+def exported_of(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
     """All that an open file says of its model, one of `models`; its tensors are read when they are asked for."""
     model = _model_in(file, models)
     prefix, own = f"{file.architecture}.", gguf_form(model).metadata(model)
     data = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
     tokenizer, lacks = _tokenizer(file) if model.reads.text else (None, [])
-    return Exported(
+    return ModelExport(
         model,
         LazyTensors({spec.name: spec.shape for spec in model.tensors()}, file.read),
         tokenizer,
         {key: value for key, value in general.items() if key not in OF_THE_FILE},
         {key: value for key, value in data.items() if key not in own},
-        lacks=lacks,
+        unreadable=lacks,
     )
 
 
@@ -118,7 +118,7 @@ class FromGGUF(Values):
         """Raises UserError where the tensor holds a NaN or an infinity."""
         opened(self.path).check_finite(self.tensor, self.rows)
 
-    def passed_on(self) -> Mapping[str, Any]:
+    def export_metadata(self) -> Mapping[str, Any]:
         """The licence of the file's model, and what that was; an adapter has none but that of its base."""
         file = opened(self.path)
         return {} if file.metadata.get("general.type") == "adapter" else inherited_keys(file)

@@ -21,8 +21,8 @@ from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, check_type, quant
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import fitting_name
 from toyexp.interfaces.format import ModelFile, TensorInfo
-from toyexp.interfaces.model import Model, sizes_of
-from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, one_alpha
+from toyexp.interfaces.model import Model, model_settings
+from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, shared_alpha
 from toyexp.tokenizers.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
@@ -75,7 +75,7 @@ def write_model(
 def _ids(model: Model, tensors: Mapping[str, np.ndarray]) -> int:
     """Return how many ids a language model tells apart."""
     table = tensors.get("token_embd.weight")
-    return int(sizes_of(model).get("vocab", 0)) if table is None else len(table)
+    return int(model_settings(model).get("vocab", 0)) if table is None else len(table)
 
 
 def write_adapter(
@@ -92,7 +92,7 @@ def write_adapter(
     """
     names = [n for adapter in plan.adapters if isinstance(adapter, LoraAdapter) for n in lora_names(adapter.target)]
     pairs = {name: values[name] for name in names}
-    return write_pairs(path, architecture_of(plan.model), one_alpha(plan), pairs, general, chat_template)
+    return write_pairs(path, architecture_of(plan.model), shared_alpha(plan), pairs, general, chat_template)
 
 
 def write_pairs(

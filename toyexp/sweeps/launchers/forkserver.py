@@ -31,7 +31,7 @@ from toyexp.config.keys import Keys
 from toyexp.config.request import Request
 from toyexp.config.schema import AUTO, Source
 from toyexp.interfaces.engine import Engine
-from toyexp.plugins.discovery import keep as keep_plugins
+from toyexp.plugins.discovery import cache_registry
 from toyexp.sweeps.begin import FLAGS
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -70,7 +70,7 @@ def _load(words: Sequence[str], stacks: bool) -> None:
     if stacks:
         import toyexp.sweeps.launchers.stack_process  # noqa: F401 - and where nothing trains together
     request = _composed(words)
-    keep_plugins(request.registry)
+    cache_registry(request.registry)
     composed = request.compose()
     for offer in request.registry.engines():
         if composed.cfg.engine.name in (AUTO, offer.name):

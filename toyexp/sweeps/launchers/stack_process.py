@@ -26,8 +26,8 @@ from toyexp.base.process_state import restore_process_state
 from toyexp.base.signals import CommonSignals, Interrupted, catch_signals
 from toyexp.base.terminal import print_line
 from toyexp.config.request import Request
-from toyexp.interfaces.data import opened_once
-from toyexp.interfaces.stack import Stack, unlike
+from toyexp.interfaces.data import share_open_data
+from toyexp.interfaces.stack import Stack, program_difference
 from toyexp.interfaces.values import Constant
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
@@ -36,7 +36,7 @@ from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.search.pruning import taken
 from toyexp.training.driver import Asks, Realize, drive, interrupting, started
 from toyexp.training.experiment import run
-from toyexp.training.memory import bytes_in_a_stack
+from toyexp.training.memory import stack_bytes
 from toyexp.training.resume import Resumed
 from toyexp.training.run_config import Prepared
 from toyexp.training.verdict import print_result
@@ -74,7 +74,7 @@ class Member:
         ours, theirs = self.prepared, other.prepared
         if ours.config.engine != theirs.config.engine:
             return "their engines differ"
-        return unlike([ours.plan, theirs.plan])
+        return program_difference([ours.plan, theirs.plan])
 
 
 def train_stack(request: Request) -> int:
@@ -88,7 +88,7 @@ def train_stack(request: Request) -> int:
     with (
         open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,
         catch_signals(signals),
-        opened_once(),
+        share_open_data(),
         contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),
         contextlib.redirect_stderr(cast("TextIO", Tagged(sys.stderr))),
     ):
@@ -168,7 +168,7 @@ class StackProcess:
     def _size(self, alike: Sequence[Member]) -> tuple[int, str]:
         """Return how many of these jobs of one program train together, and why, in words."""
         prepared = [member.prepared for member in alike]
-        if why := prepared[0].config.engine.unstackable([one.plan for one in prepared]):
+        if why := prepared[0].config.engine.stack_conflict([one.plan for one in prepared]):
             return 1, f"jobs train one after another: {why}"
         try:
             return size_of(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
@@ -290,7 +290,7 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
     Several stacks share the memory; on one GPU they would measure one another: there nothing is tried either.
     """
     plan, engine = alike[0].plan, alike[0].config.engine
-    each, free = engine.bytes_in_a_stack(plan) or bytes_in_a_stack(plan), engine.free_bytes()
+    each, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
     most = min(limit or len(alike), len(alike))
     trained = sum(t.size for t in plan.trainable)
     jobs = f"{pluralise(len(alike), 'job')} of one program"
@@ -349,7 +349,7 @@ def _seconds(some: Sequence[Prepared]) -> float:
     engine, plans = some[0].config.engine, [prepared.plan for prepared in some]
     stack = Stack([])
     try:
-        stack = engine.realize_stack(plans) if len(plans) > 1 else Stack([engine.realize(plans[0]).opened()])
+        stack = engine.realize_stack(plans) if len(plans) > 1 else Stack([engine.realize(plans[0]).require_open()])
         for session in stack.sessions:
             session.build()
         batches = [prepared.batches.batch(0) for prepared in some]

@@ -62,7 +62,7 @@ class Pruning(Callback):
     _judge: Judge | None = field(default=None, init=False)
     _why: str | None = field(default=None, init=False)
 
-    def looks(self, step: int) -> bool:
+    def should_wait(self, step: int) -> bool:
         """Never: it ends a run after an eval, where nothing is under way."""
         return False
 

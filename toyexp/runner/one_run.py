@@ -39,7 +39,7 @@ def prepare_request(
     """Prepare the run of a request: new, or resumed from a directory or with `auto` from the newest of its name."""
     request, composed, found = locate(request, resume)
     if resume == AUTO:
-        parent, name = _place(composed)
+        parent, name = _locate(composed)
         nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
         print_line(f"resume  {short_path(found) if found else nothing}")
     return prepare_run(composed, resume=found, callbacks=callbacks)
@@ -62,10 +62,10 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Pat
         request = request.of_run(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()
-    return request, composed, find_newest(*_place(composed))
+    return request, composed, find_newest(*_locate(composed))
 
 
-def _place(composed: Composed) -> tuple[Path, str]:
+def _locate(composed: Composed) -> tuple[Path, str]:
     composed.settle()
     return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
 
@@ -92,7 +92,7 @@ def prepare_run(
             run = prepare_parts(built, where, resume is not None)
         if resume:
             return run
-        return run._replace(prepared=_compared(run.prepared, begun, source.directory, composed))
+        return run._replace(prepared=_warn_of_changes(run.prepared, begun, source.directory, composed))
 
 
 def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hydra.run.dir") -> PreparedRun:
@@ -107,7 +107,7 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
     return PreparedRun(prepared, directory, load(directory, prepared) if goes_on else None)
 
 
-def _compared(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
+def _warn_of_changes(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
         return prepared
     told = [

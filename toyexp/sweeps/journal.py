@@ -17,24 +17,24 @@ FEW = 50  # jobs
 SHARE = 0.05  # of the time may be spent on what is to be done after each job and grows with their number
 
 
-class Seldom:
+class Throttle:
     """Something that is up to date after each of a few jobs, and after each of many as far as there is time for it."""
 
     def __init__(self, do: Callable[[], None]):
         self._do, self._next = do, 0.0
-        self.waits = False  # it was asked for and is not done
+        self.is_pending = False  # it was asked for and is not done
 
-    def ask(self, jobs: int) -> float:
+    def request(self, jobs: int) -> float:
         """One of so many jobs has changed: does it, or returns in how many seconds there is time for it."""
-        self.waits = True
+        self.is_pending = True
         if jobs > FEW and (wait := self._next - time.monotonic()) > 0:
             return wait
-        self.now()
+        self.run()
         return 0.0
 
-    def now(self) -> None:
+    def run(self) -> None:
         """Does it."""
-        began, self.waits = time.monotonic(), False
+        began, self.is_pending = time.monotonic(), False
         try:
             self._do()
         finally:

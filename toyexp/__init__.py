@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from toyexp.batching.tokens import TokenBatches, TokenDataset
     from toyexp.formats.gguf.open_model import FromGGUF
-    from toyexp.inference.model_files import adapter_files, adapter_of, check_base, file_of
+    from toyexp.inference.model_files import adapter_files, check_base, find_adapter_file, find_model_file
     from toyexp.interfaces.arithmetic import Arithmetic
     from toyexp.interfaces.callback import Callback, Schedule
     from toyexp.interfaces.command import Arguments, Command
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from toyexp.results.events import History
     from toyexp.tokenizers.tokenizer import Tokenizer
     from toyexp.training.bus import Bus
-    from toyexp.training.checkpoint import rebuilt
+    from toyexp.training.checkpoint import rebuild_dataclass
 
 __version__ = "0.1.0"
 

@@ -246,7 +246,8 @@ class Watch(Listener):
         """Takes it back."""
         self._steps, self._in_spike = int(state["steps"]), bool(state["in_spike"])
         self._mean, self._variance, self._smooth = (float(state[key]) for key in ("mean", "variance", "smooth"))
-        self._training, self._held_out = (toyexp.rebuilt(Climb, state[part]) for part in ("training", "held_out"))
+        self._training = toyexp.rebuild_dataclass(Climb, state["training"])
+        self._held_out = toyexp.rebuild_dataclass(Climb, state["held_out"])
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -28,7 +28,7 @@ class FromBase(Recipe):
 
     def base_file(self) -> Path | None:
         """The base."""
-        return toyexp.file_of(Path(self.base)) if self.base else None
+        return toyexp.find_model_file(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
         """The base, whose tokens alone mean something to it."""

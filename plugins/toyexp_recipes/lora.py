@@ -83,7 +83,7 @@ class Lora(FromBase):
         if self.adapter and changed(self, "init_scale"):
             yield f"recipe.init_scale={self.init_scale}: is of new adapters, and recipe.adapter has its own values"
         if self.adapter and (base := self.base_file()):
-            yield from toyexp.check_base(toyexp.adapter_of(Path(self.adapter), lambda: preview.plan.model), base)
+            yield from toyexp.check_base(toyexp.find_adapter_file(Path(self.adapter), lambda: preview.plan.model), base)
 
     def further_files(self) -> Sequence[Path]:
         """The adapter that is trained on from."""
@@ -126,7 +126,7 @@ class Lora(FromBase):
 
     def _continued(self, model: Model, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
         """Those of `recipe.adapter`; UserError for a setting that says otherwise."""
-        path = toyexp.adapter_of(Path(str(self.adapter)), lambda: model)
+        path = toyexp.find_adapter_file(Path(str(self.adapter)), lambda: model)
         frozen, adapters = toyexp.formats.read_adapter(path, model)
         if base := self.base_file():
             toyexp.check_base(path, base)

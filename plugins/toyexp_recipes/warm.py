@@ -48,7 +48,7 @@ class Warm(Recipe):
     @property
     def path(self) -> Path:
         """The donor's file."""
-        return DONOR if self.donor is None else toyexp.file_of(Path(self.donor))
+        return DONOR if self.donor is None else toyexp.find_model_file(Path(self.donor))
 
     def check(self) -> None:
         """Raises UserError for an unknown lens or initialiser, and for a donor that is not there."""

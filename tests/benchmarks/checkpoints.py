@@ -16,7 +16,7 @@ from pathlib import Path
 
 from toyexp.config.request import Request
 from toyexp.plugins.discovery import load
-from toyexp.training.checkpointing import Keeper
+from toyexp.training.checkpointing import CheckpointKeeper
 from toyexp.training.experiment import execute, prepare
 
 
@@ -31,14 +31,14 @@ def seconds(engine: str, every: int, steps: int, registry) -> float:
 
 def main(engine: str = "cpu", rounds: str = "7", steps: str = "150") -> None:
     """Prints each round and the ratio of the medians."""
-    registry, stood_still, save = load(), [], Keeper.save
+    registry, stood_still, save = load(), [], CheckpointKeeper.save
 
     def timed(*arguments) -> None:
         began = time.perf_counter()
         save(*arguments)
         stood_still.append(time.perf_counter() - began)
 
-    Keeper.save = timed
+    CheckpointKeeper.save = timed
     seconds(engine, 0, int(steps), registry)  # caches, kernels
     taken: dict[int, list[float]] = {50: [], 0: []}
     for number in range(int(rounds)):

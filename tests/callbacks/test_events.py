@@ -290,7 +290,7 @@ def test_a_file_goes_back_to_its_checkpoint(tmp_path):
 def test_a_torn_last_line_is_repaired_when_the_run_is_resumed_and_said(train, left, told, capsys):
     run = train("steps=4", "checkpoint_every=2", engine="noop")
     path = run.dir / "events.jsonl"
-    place = checkpoint.read(run.dir / "checkpoints" / "step-2").state["callbacks"]["events"]["bytes"]
+    place = checkpoint.read_checkpoint(run.dir / "checkpoints" / "step-2").state["callbacks"]["events"]["bytes"]
     shutil.rmtree(run.dir / "checkpoints" / "step-4")
     whole = path.read_bytes()
     path.write_bytes(whole[:left] if left < 0 else whole[: place - left])

@@ -15,7 +15,7 @@ from toyexp.base.ownership import cached_fingerprint, fingerprint
 from toyexp.config import build
 from toyexp.config.request import Request
 from toyexp.interfaces.plan import apply_optimiser
-from toyexp.training.rundir import runnable
+from toyexp.training.rundir import runnable_yaml
 from toyexp_optimisers.sgd import SGD
 
 
@@ -87,10 +87,10 @@ STRANGE = ["é", "😀", "a: b", "- x", "'q'", '"d"', "a\nb", "\t", "word " * 40
 
 def test_a_saved_configuration_is_read_as_it_was_and_has_its_letters():
     plain = Request.of([]).parts().plain | {"name": "😀 naïve"}
-    text = runnable(plain)
-    assert "😀 naïve" in text and runnable(plain | {"name": "naïve"}).count("naïve") == 1
+    text = runnable_yaml(plain)
+    assert "😀 naïve" in text and runnable_yaml(plain | {"name": "naïve"}).count("naïve") == 1
     for name in STRANGE:
-        assert yaml.safe_load(runnable(plain | {"name": name}))["name"] == name
+        assert yaml.safe_load(runnable_yaml(plain | {"name": name}))["name"] == name
 
 
 @pytest.mark.parametrize("how", ["written", "replaced"])

@@ -277,7 +277,7 @@ def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_s
     assert line.startswith(f"callbacks.clumsy failed {when}: KeyError: ") and line.endswith("; see " + log())
     text = Path("run/log.txt").read_text()
     assert "Traceback (most recent call last)" in text and 'fail(self.at, "' in text
-    assert next(iter(checkpoint.steps(Path("run/checkpoints"))), None) == saved
+    assert next(iter(checkpoint.list_checkpoints(Path("run/checkpoints"))), None) == saved
     end = last_event()
     assert (end["kind"], end["exit_code"]) == ("run_end", 1) and "callbacks.clumsy failed" in end["error"]
     assert "callbacks.clumsy failed" in json.loads(Path("run/result.json").read_text())["error"]
@@ -309,7 +309,7 @@ def test_what_was_saved_goes_on_to_the_same_end(capsys):
     assert main([*NOOP[:-1], CALLBACKS, "hydra.run.dir=whole"]) == 0
 
     def heard(run):
-        return checkpoint.read(Path(run, "checkpoints/step-6")).state["callbacks"]["heard"]
+        return checkpoint.read_checkpoint(Path(run, "checkpoints/step-6")).state["callbacks"]["heard"]
 
     def steps(run):
         lines = map(json.loads, Path(run, "events.jsonl").read_text().splitlines())
@@ -327,7 +327,7 @@ def test_what_is_raised_on_purpose_keeps_its_own_words(at, kind, code, words, ca
     given = [*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]
     assert main(given) == code
     assert capsys.readouterr().err == f"toyexp: error: {words}\n"
-    assert list(checkpoint.steps(Path("run/checkpoints"))) == ([3] if at == "on_step" else [])
+    assert list(checkpoint.list_checkpoints(Path("run/checkpoints"))) == ([3] if at == "on_step" else [])
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_plugin_that_raises_during_the_run_is_named_and_what_is_whole_is_saved
     line, _ = run_failed(capsys, *words)
     assert told in line and line.endswith("; see " + log())
     assert "Traceback (most recent call last)" in Path("run/log.txt").read_text()
-    assert next(iter(checkpoint.steps(Path("run/checkpoints"))), None) == saved
+    assert next(iter(checkpoint.list_checkpoints(Path("run/checkpoints"))), None) == saved
 
 
 def test_in_a_sweep_the_others_go_on(capsys):

@@ -293,7 +293,7 @@ def test_steps_and_rates_are_asked_of_all_as_pluggy_would(heard, first):
     bus.hook.on_step(run=make_run(), step=3, metrics={"loss": 1.5}, batch={})
     asked = list(heard)
     heard.clear()
-    bus.tell_step(make_run(), 3, {"loss": 1.5}, {})
+    bus.call_on_step(make_run(), 3, {"loss": 1.5}, {})
     assert heard == asked and len(asked) >= 4
     assert bus.lr(make_run(), 0) == bus.hook.lr(run=make_run(), step=0, steps=make_run().steps) == 0.5
 

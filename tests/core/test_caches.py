@@ -12,7 +12,7 @@ from tiny import write_base
 
 from toyexp.cli.main import main
 from toyexp.inference import models as caches
-from toyexp.inference.models import find, usual_places
+from toyexp.inference.models import default_directories, find_models
 from toyexp.plugins.discovery import load
 from toyexp.tokenizers.byte_level import Bytes
 
@@ -88,7 +88,7 @@ def test_the_hubs_cache_lists_a_file_of_two_revisions_once(variable, below, home
     hub(root, "org/tiny-GGUF", "bbb", "tiny-Q8_0.gguf", "1234")
     foreign(hub(root, "org/phi-GGUF", "ccc", "sub/phi.gguf", "5678"))
     hub(root, "org/phi-GGUF", "ccc", "README.md", "5678")
-    found = find(registry)
+    found = find_models(registry)
     assert set(by_name(found)) == {"tiny-Q8_0", "phi"}
     tiny, phi = by_name(found)["tiny-Q8_0"], by_name(found)["phi"]
     assert (tiny.place, tiny.architecture, tiny.here, tiny.bytes) == (
@@ -105,7 +105,7 @@ def test_the_hubs_cache_lists_a_file_of_two_revisions_once(variable, below, home
 
 def test_a_blob_that_was_deleted_is_named_as_unreadable(home, registry):
     hub(home / ".cache/huggingface/hub", "org/gone", "aaa", "gone.gguf", "1234")
-    found = find(registry)
+    found = find_models(registry)
     assert found.files == []
     assert [(f.name, f.error) for f in found.unreadable] == [
         ("gone", "is a link to ../../blobs/1234, which is not there")
@@ -122,7 +122,7 @@ def test_ollamas_manifests_give_blobs_their_names(home, registry):
     manifest(root, "registry.ollama.ai/library/smollm2/latest", model=digests["model"])
     manifest(root, "registry.ollama.ai/someone/tuned/v1", model=digests["model"], adapter=digests["adapter"])
     manifest(root, "hf.co/org/clip/Q8_0", model=digests["other"], projector="d" * 64)
-    found = find(registry)
+    found = find_models(registry)
     assert {f.name: f.here for f in found.files} == {
         "smollm2:135m": "base",
         "someone/tuned:v1 (adapter)": "adapter",
@@ -135,7 +135,7 @@ def test_ollamas_manifests_give_blobs_their_names(home, registry):
 def test_a_store_of_ollamas_elsewhere_can_be_named(tmp_path, registry):
     base(tmp_path / "disk/blobs" / f"sha256-{'a' * 64}")
     manifest(tmp_path / "disk", "registry.ollama.ai/library/smollm2/latest", model="a" * 64)
-    assert set(by_name(find(registry, [tmp_path / "disk"]))) == {"smollm2:latest"}
+    assert set(by_name(find_models(registry, [tmp_path / "disk"]))) == {"smollm2:latest"}
 
 
 def test_a_manifest_cannot_lead_out_of_the_blobs_or_break_the_search(home, registry):
@@ -152,7 +152,7 @@ def test_a_manifest_cannot_lead_out_of_the_blobs_or_break_the_search(home, regis
     (folder / "binary").write_bytes(b"\xff\xfe")
     (folder / "odd").write_text('{"layers": [{"mediaType": {}, "digest": 1}]}')
     (root / "manifests/loose").write_text("{}")
-    found = find(registry)
+    found = find_models(registry)
     assert found.files == []
     notes = [n for p in found.places for n in p.notes]
     assert sorted(Path(n.partition(":")[0]).name for n in notes) == ["binary", "deep", "large", "list", "loose", "text"]
@@ -170,7 +170,7 @@ def test_a_manifest_cannot_lead_out_of_the_blobs_or_break_the_search(home, regis
 def test_lm_studio_and_llama_cpp_keep_files_as_they_are(place, below, home, registry):
     base(home / below / "tiny-F32.gguf")
     (home / below / "half.gguf.downloadInProgress").write_bytes(b"GGUF")
-    found = find(registry)
+    found = find_models(registry)
     assert [(f.name, f.place, f.path) for f in found.files] == [
         ("tiny-F32", place, str(home / below / "tiny-F32.gguf"))
     ]
@@ -178,12 +178,12 @@ def test_lm_studio_and_llama_cpp_keep_files_as_they_are(place, below, home, regi
 
 def test_each_programs_own_variable_comes_first(tmp_path):
     environment = {name: str(tmp_path / name) for name in VARIABLES}
-    roots = [p.root for p in usual_places(Path("/home/me"), environment)]
+    roots = [p.root for p in default_directories(Path("/home/me"), environment)]
     assert {tmp_path / n for n in ("HF_HUB_CACHE", "OLLAMA_MODELS", "LLAMA_CACHE")} <= set(roots)
     assert not any(p.is_relative_to("/home/me/.cache/huggingface") for p in roots)
-    roots = [p.root for p in usual_places(Path("/home/me"), {"XDG_CACHE_HOME": "/cache", "HF_HOME": ""})]
+    roots = [p.root for p in default_directories(Path("/home/me"), {"XDG_CACHE_HOME": "/cache", "HF_HOME": ""})]
     assert {Path("/cache/huggingface/hub"), Path("/cache/llama.cpp")} <= set(roots)
-    roots = [p.root for p in usual_places(Path("/home/me"), {"OLLAMA_MODELS": "~nobody-of-that-name/models"})]
+    roots = [p.root for p in default_directories(Path("/home/me"), {"OLLAMA_MODELS": "~nobody-of-that-name/models"})]
     assert Path("~nobody-of-that-name/models") in roots, "which is not there, and told as such"
 
 
@@ -197,7 +197,7 @@ def test_runs_below_here_go_by_their_names(home, registry):
     base(Path(".venv/lib/hidden.gguf"))
     base(Path("node_modules/x/passed_over.gguf"))
     base(Path("a/b/c/d/e/f/too_deep.gguf"))
-    found = {f.path: (f.name, f.here) for f in find(registry).files}
+    found = {f.path: (f.name, f.here) for f in find_models(registry).files}
     assert found == {
         "outputs/warm-llama/2026_1/model.gguf": ("model", "base"),
         "outputs/sweeps/2026_2/0-warm/model.gguf": ("model", "base"),
@@ -216,7 +216,7 @@ def test_parts_of_a_split_file_are_one_and_a_missing_one_is_named(tmp_path, regi
     (tmp_path / "models/torn-00003-of-00003.gguf").unlink()
     (tmp_path / "models/headless-00001-of-00003.gguf").unlink()
     base(tmp_path / "models/plain-00002-of-00001.gguf")  # only looks like a part
-    found = find(registry, [tmp_path / "models"])
+    found = find_models(registry, [tmp_path / "models"])
     whole = by_name(found)["whole-00001-of-00003"]
     parts = sorted(tmp_path.glob("models/whole-*"))
     assert (whole.parts, whole.path, whole.bytes) == (3, str(parts[0]), sum(p.stat().st_size for p in parts))
@@ -238,7 +238,7 @@ def test_links_that_lead_in_circles_and_files_that_are_none_do_no_harm(tmp_path,
     (models / "folder.gguf").mkdir()
     (models / "broken.gguf").write_bytes(b"GGUF" + b"\xff" * 40)
     (models / "empty.gguf").touch()
-    found = find(registry, [models, models])
+    found = find_models(registry, [models, models])
     assert [(f.name, f.also) for f in found.files] == [("real", ("same",))]
     assert {f.name for f in found.unreadable} == {"self", "broken", "empty"}
 
@@ -254,7 +254,7 @@ def test_a_directory_that_may_not_be_read_is_noted(home, registry, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(caches.os, "scandir", guarded)
-    found = find(registry)
+    found = find_models(registry)
     assert set(by_name(found)) == {"a"}
     notes = [n for p in found.places for n in p.notes]
     assert f"{home}/.lmstudio/models/shut: Permission denied" in notes
@@ -271,7 +271,7 @@ def test_a_file_that_may_not_be_opened_is_listed_with_the_reason(tmp_path, regis
         return opened(path, *rest, **named)
 
     monkeypatch.setattr(os, "open", guarded)
-    found = find(registry, [tmp_path / "models"])
+    found = find_models(registry, [tmp_path / "models"])
     assert [(f.name, f.error) for f in found.unreadable] == [("shut", "cannot be opened: Permission denied")]
 
 
@@ -280,7 +280,7 @@ def test_a_huge_directory_is_looked_at_only_so_far(tmp_path, registry, monkeypat
     base(tmp_path / "models/a.gguf")
     for i in range(30):
         (tmp_path / f"models/z{i:02}").touch()
-    found = find(registry, [tmp_path / "models"])
+    found = find_models(registry, [tmp_path / "models"])
     assert set(by_name(found)) <= {"a"}
     assert [n for p in found.places for n in p.notes] == [
         f"{tmp_path}/models: holds more than 10 entries; not all of them were looked at"
@@ -320,7 +320,7 @@ def test_nothing_found_says_where_it_looked(home, capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("no GGUF models found; looked in:\n")
-    for place in usual_places(home, os.environ):
+    for place in default_directories(home, os.environ):
         assert str(place.root) in out
     assert f"{home}/.ollama/models (not there)" in out
     assert "look elsewhere: toyexp models DIR" in out

@@ -25,14 +25,14 @@ from toyexp.training.checkpoint import (
     ARRAYS,
     MANIFEST,
     STATE,
-    Damaged,
-    conforms,
-    newest,
-    read,
-    steps,
-    write,
+    DamagedCheckpoint,
+    list_checkpoints,
+    matches_type,
+    read_checkpoint,
+    read_newest,
+    write_checkpoint,
 )  # fmt: skip
-from toyexp.training.checkpointing import Keeper
+from toyexp.training.checkpointing import CheckpointKeeper
 from toyexp.training.resume import _outcome
 from toyexp.training.run_config import Outcome
 from toyexp.training.settings import Interval
@@ -51,21 +51,21 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return write(tmp_path / "checkpoints", 7, ARRAY, {"outcome": {"steps": 7}, "third": 1 / 3})
+    return write_checkpoint(tmp_path / "checkpoints", 7, ARRAY, {"outcome": {"steps": 7}, "third": 1 / 3})
 
 
 @pytest.mark.parametrize("evals", [[], {"2": 1.0}, {"2": {"loss": "low"}}, {"8": {"loss": 1.0}}, {"x": {}}])
 def test_evals_that_a_run_did_not_write_are_refused(saved, evals):
     """A run of 7 steps writes the scores of an evaluation by its step, each a number or null."""
     state = {"outcome": asdict(Outcome(steps=7)), "scores": {}}
-    whole = replace(read(saved), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
+    whole = replace(read_checkpoint(saved), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
     assert _outcome(whole).steps == _outcome(replace(whole, state=state)).steps == 7
     with pytest.raises(UserError, match="its evals are none"):
         _outcome(replace(whole, state={**state, "evals": evals}))
 
 
 def test_what_is_read_is_what_was_written_to_the_bit(saved):
-    found = read(saved)
+    found = read_checkpoint(saved)
     assert (found.step, found.path) == (7, saved)
     assert {n: (a.dtype, a.tobytes()) for n, a in found.arrays.items()} == {
         n: (a.dtype, a.tobytes()) for n, a in ARRAY.items()
@@ -82,10 +82,10 @@ def test_every_byte_counts(saved):
                 path.write_bytes(bad)
                 if path.name == MANIFEST and _same_manifest(bad, good):
                     continue
-                with pytest.raises(Damaged, match=str(saved)):
-                    read(saved)
+                with pytest.raises(DamagedCheckpoint, match=str(saved)):
+                    read_checkpoint(saved)
         path.write_bytes(good)
-    read(saved)
+    read_checkpoint(saved)
 
 
 def _same_manifest(bad: bytes, good: bytes) -> bool:
@@ -110,27 +110,27 @@ def _same_manifest(bad: bytes, good: bytes) -> bool:
 )
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(saved, file, content, cause):
     folder = saved.parent
-    write(folder, 9, ARRAY, {})
+    write_checkpoint(folder, 9, ARRAY, {})
     (folder / "step-9" / file).write_text(content)
-    found, damaged = newest(folder)
+    found, damaged = read_newest(folder)
     assert found is not None and found.step == 7
     assert len(damaged) == 1 and "step-9" in damaged[0] and cause in damaged[0]
 
 
 @pytest.mark.parametrize("file", [ARRAYS, STATE, MANIFEST])
 def test_a_link_inside_a_checkpoint_is_not_followed(saved, tmp_path, file):
-    write(saved.parent, 9, ARRAY, {})
+    write_checkpoint(saved.parent, 9, ARRAY, {})
     (saved.parent / "step-9" / file).rename(tmp_path / file)
     (saved.parent / "step-9" / file).symlink_to(tmp_path / file)
     with pytest.raises(UserError, match=f"step-9/{file}: is a link"):
-        read(saved.parent / "step-9")
-    found, (line,) = newest(saved.parent)
+        read_checkpoint(saved.parent / "step-9")
+    found, (line,) = read_newest(saved.parent)
     assert found is not None and found.step == 7 and f"step-9/{file}: is a link" in line
 
 
 def test_a_directory_that_claims_another_step_is_damaged(saved):
     shutil.copytree(saved, saved.with_name("step-8"))
-    found, damaged = newest(saved.parent)
+    found, damaged = read_newest(saved.parent)
     assert found is not None and found.step == 7
     assert "is of step 7" in damaged[0]
 
@@ -139,8 +139,8 @@ def test_what_is_no_checkpoint_is_not_looked_at(saved):
     for name in ("step-", "step-1x", ".tmp-8-1", "step--1"):
         (saved.parent / name).mkdir()
     (saved.parent / "step-11").write_text("a file")
-    assert list(steps(saved.parent)) == [7]
-    assert newest(saved.parent / "nowhere") == (None, [])
+    assert list(list_checkpoints(saved.parent)) == [7]
+    assert read_newest(saved.parent / "nowhere") == (None, [])
 
 
 def test_a_failed_write_leaves_what_was_there(saved, monkeypatch):
@@ -149,9 +149,9 @@ def test_a_failed_write_leaves_what_was_there(saved, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write(saved.parent, 7, ARRAY, {})
+        write_checkpoint(saved.parent, 7, ARRAY, {})
     assert [p.name for p in saved.parent.iterdir()] == ["step-7"]
-    read(saved)
+    read_checkpoint(saved)
 
 
 def _file(place):
@@ -163,7 +163,7 @@ def _link(place):
 
 
 def _with_notes(place):
-    write(place.parent, 8, ARRAY, {})
+    write_checkpoint(place.parent, 8, ARRAY, {})
     (place / "theirs").mkdir()
     (place / "theirs/notes.txt").write_text("mine")
 
@@ -175,7 +175,7 @@ def _names_alone(place):
 
 
 def _torn_manifest(place):
-    write(place.parent, 8, ARRAY, {})
+    write_checkpoint(place.parent, 8, ARRAY, {})
     (place / "manifest.json").write_text("{")
 
 
@@ -190,11 +190,11 @@ def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(saved, put, caplog)
     place, aside = saved.parent / "step-8", saved.parent / "step-8.1"
     put(place)
     before = _whole(place)
-    keeper = Keeper(saved.parent, Interval(1), keep=9)
+    keeper = CheckpointKeeper(saved.parent, Interval(1), keep=9)
     keeper.save(8, given(ARRAY), {})
     keeper.wait()
-    assert [done.step for done in keeper.published()] == [8]
-    read(place)
+    assert [done.step for done in keeper.take_written()] == [8]
+    read_checkpoint(place)
     assert _whole(aside) == before
     assert f"moved to {aside}" in caplog.text
 
@@ -225,14 +225,14 @@ def test_another_interval_is_refused_with_what_to_type(text):
 
 def keep(folder: Path, upto: int, scores: dict[int, float] | None = None, **settings) -> list[int]:
     """Which checkpoints stand after `upto` steps."""
-    keeper = Keeper(folder, settings.pop("interval", Interval(10)), **{"keep": 2, **settings})
+    keeper = CheckpointKeeper(folder, settings.pop("interval", Interval(10)), **{"keep": 2, **settings})
     for step in range(1, upto + 1):
         score = {"loss": scores[step]} if scores and step in scores else {}
-        if keeper.due(step, score, last=step == upto):
+        if keeper.is_due(step, score, last=step == upto):
             keeper.save(step, given(ARRAY), {})
     keeper.wait()
     assert keeper.trouble is None
-    return sorted(steps(folder))
+    return sorted(list_checkpoints(folder))
 
 
 def test_the_last_ones_are_kept(tmp_path):
@@ -249,123 +249,123 @@ def test_the_best_is_kept_too(tmp_path):
 
 def test_the_best_of_a_score_that_should_rise_is_the_highest(tmp_path):
     scores = {5: 0.3, 12: 0.9, 20: 0.5, 30: 0.9}
-    keeper = Keeper(tmp_path, Interval(10), keep=1, best="accuracy")
+    keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, best="accuracy")
     for step in range(1, 41):
         looked = {"loss": 1.0, "accuracy": scores[step]} if step in scores else {}
-        if keeper.due(step, looked, last=step == 40):
+        if keeper.is_due(step, looked, last=step == 40):
             keeper.save(step, given(ARRAY), {})
     keeper.wait()
-    assert sorted(steps(tmp_path)) == [12, 40]
+    assert sorted(list_checkpoints(tmp_path)) == [12, 40]
 
 
 def test_a_best_score_that_is_not_there_is_refused_and_one_that_is_no_number_is_not_the_best(tmp_path):
-    keeper = Keeper(tmp_path, Interval(10), keep=1, best="acuracy")
+    keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, best="acuracy")
     with pytest.raises(UserError, match="checkpoint_best=acuracy: did you mean accuracy"):
-        keeper.due(5, {"loss": 1.0, "accuracy": 0.5}, last=False)
+        keeper.is_due(5, {"loss": 1.0, "accuracy": 0.5}, last=False)
     with pytest.raises(UserError, match="checkpoint_best=acuracy"):
         keeper.check({"loss": 1.0, "accuracy": 0.5})
     keeper.check({})  # there was no eval yet
-    keeper = Keeper(tmp_path, Interval(10), keep=1, best="loss")
-    assert keeper.due(5, {"loss": 1.0}, last=False) and not keeper.due(6, {"loss": math.nan}, last=False)
-    assert keeper.due(7, {"loss": 0.5}, last=False) and not keeper.due(8, {"loss": 0.5}, last=False)
+    keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, best="loss")
+    assert keeper.is_due(5, {"loss": 1.0}, last=False) and not keeper.is_due(6, {"loss": math.nan}, last=False)
+    assert keeper.is_due(7, {"loss": 0.5}, last=False) and not keeper.is_due(8, {"loss": 0.5}, last=False)
 
 
 def test_weights_that_are_no_numbers_are_never_written(tmp_path):
-    keeper = Keeper(tmp_path, Interval(10), keep=2)
+    keeper = CheckpointKeeper(tmp_path, Interval(10), keep=2)
     keeper.save(10, given(ARRAY), {})
     keeper.save(20, given({**ARRAY, "w": ARRAY["w"] * np.nan}), {})
     keeper.wait()
-    assert [s.step for s in keeper.published()] == [10] and sorted(steps(tmp_path)) == [10]
+    assert [s.step for s in keeper.take_written()] == [10] and sorted(list_checkpoints(tmp_path)) == [10]
     assert keeper.trouble == (
         "checkpoint of step 20: not written (w is not finite; the one before it stays the newest)"
     )
     # A moment that overflowed slows its weight down for good, and no more: such a run can go on.
     keeper.save(30, given({**ARRAY, "w@m": np.array([np.inf])}), {})
     keeper.wait()
-    assert sorted(steps(tmp_path)) == [10, 30]
+    assert sorted(list_checkpoints(tmp_path)) == [10, 30]
 
 
 def test_someone_looks_when_one_is_due_and_when_one_was_written_that_nobody_was_told_of(tmp_path):
-    keeper = Keeper(tmp_path, Interval(10), keep=2)
-    assert [step for step in range(1, 22) if keeper.comes(step)] == [10, 20]
+    keeper = CheckpointKeeper(tmp_path, Interval(10), keep=2)
+    assert [step for step in range(1, 22) if keeper.needs_call(step)] == [10, 20]
     keeper.save(10, given(ARRAY), {})
     keeper.wait()
-    assert keeper.comes(11)
-    assert [saved.step for saved in keeper.published()] == [10] and not keeper.comes(11)
+    assert keeper.needs_call(11)
+    assert [saved.step for saved in keeper.take_written()] == [10] and not keeper.needs_call(11)
 
 
 def test_a_time_passes(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(keeper_module, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
-    keeper = Keeper(tmp_path, Interval(seconds=60), keep=1)
+    keeper = CheckpointKeeper(tmp_path, Interval(seconds=60), keep=1)
     now = 1059.0
-    assert not keeper.due(1, {}, last=False)
+    assert not keeper.is_due(1, {}, last=False)
     now = 1060.0
-    assert keeper.due(2, {}, last=False)
+    assert keeper.is_due(2, {}, last=False)
     keeper.save(2, given(ARRAY), {})
     now = 1119.0
-    assert not keeper.due(3, {}, last=False)
+    assert not keeper.is_due(3, {}, last=False)
     keeper.wait()
 
 
 def test_the_one_resumed_from_stays_until_two_others_stand(tmp_path):
-    resumed = read(write(tmp_path, 100, ARRAY, {}))
-    keeper = Keeper(tmp_path, Interval(10), keep=1, resumed=resumed)
-    assert not keeper.due(100, {}, last=False), "it stands already"
+    resumed = read_checkpoint(write_checkpoint(tmp_path, 100, ARRAY, {}))
+    keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, resumed=resumed)
+    assert not keeper.is_due(100, {}, last=False), "it stands already"
     for step, standing in ((110, [100, 110]), (120, [120])):
         keeper.save(step, given(ARRAY), {})
         keeper.wait()
-        assert sorted(steps(tmp_path)) == standing
+        assert sorted(list_checkpoints(tmp_path)) == standing
 
 
 def test_trouble_is_told_once_and_the_next_one_is_tried(tmp_path):
     folder = tmp_path / "checkpoints"
-    keeper = Keeper(folder, Interval(1), keep=2)
+    keeper = CheckpointKeeper(folder, Interval(1), keep=2)
     keeper.save(1, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.published()] == [1]
+    assert [s.step for s in keeper.take_written()] == [1]
     shutil.rmtree(folder)
     folder.write_text("in the way")
     told = []
     for step in (2, 3):
         keeper.save(step, given(ARRAY), {})
         keeper.wait()
-        assert not keeper.published()
+        assert not keeper.take_written()
         told.append(keeper.trouble)
         keeper.trouble = None
     assert told[0] is not None and "step 2" in told[0] and told[1] is None
     folder.unlink()
     keeper.save(4, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.published()] == [4]
+    assert [s.step for s in keeper.take_written()] == [4]
 
 
 def test_a_damaged_one_of_a_later_step_pushes_no_whole_one_out(tmp_path):
-    resumed = read(write(tmp_path, 7, ARRAY, {}))
-    (write(tmp_path, 90, ARRAY, {}) / STATE).write_text("damaged")
-    keeper = Keeper(tmp_path, Interval(1), keep=1, resumed=resumed)
+    resumed = read_checkpoint(write_checkpoint(tmp_path, 7, ARRAY, {}))
+    (write_checkpoint(tmp_path, 90, ARRAY, {}) / STATE).write_text("damaged")
+    keeper = CheckpointKeeper(tmp_path, Interval(1), keep=1, resumed=resumed)
     for step in (8, 9, 10):
         keeper.save(step, given(ARRAY), {})
         keeper.wait()
-        found, _ = newest(tmp_path)
+        found, _ = read_newest(tmp_path)
         assert found is not None and found.step == step
 
 
 def test_what_became_of_the_last_one_is_known_whatever_came_before(tmp_path):
     folder = tmp_path / "checkpoints"
-    keeper = Keeper(folder, Interval(1), keep=2)
+    keeper = CheckpointKeeper(folder, Interval(1), keep=2)
     keeper.save(1, given(ARRAY), {})
     keeper.wait()
     shutil.rmtree(folder)
     folder.write_text("in the way")
     keeper.save(2, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.published()] == [1]
+    assert [s.step for s in keeper.take_written()] == [1]
     assert keeper.missing is not None and "checkpoint of step 2: not written" in keeper.missing
     folder.unlink()
     keeper.save(3, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.published()] == [3]
+    assert [s.step for s in keeper.take_written()] == [3]
     assert keeper.missing is None
 
 
@@ -376,7 +376,7 @@ class Slow:
         self.taken, self.made, self.overwrites = 0, [], overwrites
         self.let, self.writing = threading.Semaphore(0), threading.Semaphore(0)
         self.found: dict[int, list[float]] = {}
-        monkeypatch.setattr(keeper_module, "write", self.write)
+        monkeypatch.setattr(keeper_module, "write_checkpoint", self.write)
 
     def snapshot(self, into):
         self.taken += 1
@@ -393,12 +393,12 @@ class Slow:
         assert self.let.acquire(timeout=30)
         assert all((first[name] == array).all() for name, array in arrays.items()), "changed while it was written"
         self.found[step] = [float(array[0]) for array in arrays.values()]
-        return write(folder, step, arrays, state)
+        return write_checkpoint(folder, step, arrays, state)
 
 
 def test_what_is_being_written_is_never_overwritten_and_two_sets_of_arrays_do_for_a_run(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
-    keeper = Keeper(tmp_path / "checkpoints", Interval(1), keep=9)
+    keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(1), keep=9)
     for step in (1, 2):  # the second need not wait
         keeper.save(step, slow.snapshot, {})
     assert slow.writing.acquire(timeout=30)
@@ -413,14 +413,14 @@ def test_what_is_being_written_is_never_overwritten_and_two_sets_of_arrays_do_fo
         keeper.save(step, slow.snapshot, {})
     keeper.wait()
     assert slow.found == {step: [step, step] for step in range(1, 6)} and len(slow.made) == 2
-    assert [saved.step for saved in keeper.published()] == [1, 2, 3, 4, 5]
-    assert read(tmp_path / "checkpoints" / "step-5").arrays["w@m"].tolist() == [5.0] * 1000
+    assert [saved.step for saved in keeper.take_written()] == [1, 2, 3, 4, 5]
+    assert read_checkpoint(tmp_path / "checkpoints" / "step-5").arrays["w@m"].tolist() == [5.0] * 1000
 
 
 def test_where_there_is_no_room_for_a_second_set_a_snapshot_waits(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
     monkeypatch.setattr(keeper_module, "available_bytes", lambda: 15_999)  # two sets of 8000 bytes would not fit
-    keeper = Keeper(tmp_path / "checkpoints", Interval(1), keep=9)
+    keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(1), keep=9)
     keeper.save(1, slow.snapshot, {})
     second = threading.Thread(target=keeper.save, args=(2, slow.snapshot, {}))
     second.start()
@@ -436,7 +436,7 @@ def test_where_there_is_no_room_for_a_second_set_a_snapshot_waits(tmp_path, monk
 
 def test_arrays_of_a_session_that_takes_none_over_are_let_go(tmp_path, monkeypatch):
     slow = Slow(monkeypatch, overwrites=False)
-    keeper = Keeper(tmp_path / "checkpoints", Interval(1), keep=1)
+    keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(1), keep=1)
     for step in range(1, 7):
         slow.let.release()
         keeper.save(step, slow.snapshot, {})
@@ -449,30 +449,32 @@ def test_arrays_of_a_session_that_takes_none_over_are_let_go(tmp_path, monkeypat
 
 
 def test_arrays_are_given_back_where_a_checkpoint_could_not_be_written(tmp_path):
-    keeper, seen = Keeper(tmp_path / "gone" / "checkpoints", Interval(1), keep=1), []
+    keeper, seen = CheckpointKeeper(tmp_path / "gone" / "checkpoints", Interval(1), keep=1), []
     for step in range(1, 5):
         keeper.save(step, lambda into: (seen.append(into), into or dict(ARRAY))[1], {})
         keeper.wait()
     assert seen[0] is None and seen[1] is not None and seen[1] is seen[3]
-    assert not keeper.published() and "step 4: not written" in str(keeper.missing)
+    assert not keeper.take_written() and "step 4: not written" in str(keeper.missing)
 
 
 def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_stands_there(tmp_path):
     """By what its callbacks bring there, in the thread that writes; where that fails there is no checkpoint."""
     folder, seen = tmp_path / "checkpoints", []
-    keeper = Keeper(folder, Interval(1), keep=9)
-    keeper.save(1, given(ARRAY), {}, lambda: seen.append((threading.current_thread().name, list(steps(folder)))))
+    keeper = CheckpointKeeper(folder, Interval(1), keep=9)
+    keeper.save(
+        1, given(ARRAY), {}, lambda: seen.append((threading.current_thread().name, list(list_checkpoints(folder))))
+    )
     keeper.save(2, given(ARRAY), {}, lambda: os.fsync(10**6))
     keeper.wait()
-    assert seen == [("checkpoint", [])] and list(steps(folder)) == [1]
-    assert [saved.step for saved in keeper.published()] == [1]
+    assert seen == [("checkpoint", [])] and list(list_checkpoints(folder)) == [1]
+    assert [saved.step for saved in keeper.take_written()] == [1]
     assert keeper.missing == "checkpoint of step 2: not written (Bad file descriptor)"
 
 
 def test_the_best_is_known_while_its_checkpoint_is_being_written(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
-    keeper = Keeper(tmp_path / "checkpoints", Interval(10), keep=1, best="loss")
-    assert keeper.due(1, {"loss": 1.0}, last=False)
+    keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(10), keep=1, best="loss")
+    assert keeper.is_due(1, {"loss": 1.0}, last=False)
     keeper.save(1, slow.snapshot, {})
     assert slow.writing.acquire(timeout=30)
     threading.Timer(0.1, slow.let.release).start()
@@ -492,12 +494,12 @@ def test_the_best_is_known_while_its_checkpoint_is_being_written(tmp_path, monke
     ],
 )  # fmt: skip
 def test_what_json_gives_is_held_against_a_type(value, hint, good):
-    assert conforms(value, hint) == good
+    assert matches_type(value, hint) == good
 
 
 def test_what_a_dead_process_left_is_removed(tmp_path):
     for name in (".tmp-5-123", ".tmp-12", ".tmp-mine", ".tmp-5-mine"):
         (tmp_path / name).mkdir()
-    Keeper(tmp_path, Interval(1), keep=1)
+    CheckpointKeeper(tmp_path, Interval(1), keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-5-mine", ".tmp-mine"]
-    assert Keeper(tmp_path / "none", Interval(1), keep=1).missing is None
+    assert CheckpointKeeper(tmp_path / "none", Interval(1), keep=1).missing is None

@@ -21,7 +21,7 @@ from tiny import MODELS, SIZES, VOCAB, write_base
 from toyexp.cli.main import main
 from toyexp.config.words import parse
 from toyexp.formats.gguf.write import Writer, write_model
-from toyexp.inference.describe import describe, pasted, shell
+from toyexp.inference.describe import describe, quote_for_hydra, quote_for_shell
 from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.ops import Params, Rotary
 from toyexp.plugins.discovery import load
@@ -456,7 +456,7 @@ PATHS = ["m.gguf", "/a/b-c_1.0+x@y%z.gguf", "a b.gguf", "é.gguf", "a=b,c.gguf",
 def test_a_path_of_any_name_can_be_pasted():
     from omegaconf import OmegaConf
 
-    script = "\n".join(f"printf '%s\\0' recipe.base={pasted(Path(p))} {shell(p)}" for p in PATHS)
+    script = "\n".join(f"printf '%s\\0' recipe.base={quote_for_hydra(Path(p))} {quote_for_shell(p)}" for p in PATHS)
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     words = done.stdout.split("\0")[:-1]
     for path, override, plain in zip(PATHS, words[::2], words[1::2], strict=True):
@@ -464,11 +464,11 @@ def test_a_path_of_any_name_can_be_pasted():
         assert OmegaConf.create({"base": value}).base == str(Path(path)), path
         assert plain.removeprefix("./") == path
         assert not plain.startswith("-")
-        assert shlex.split(pasted(Path(path)))
+        assert shlex.split(quote_for_hydra(Path(path)))
 
 
 def test_a_path_that_cannot_be_printed_is_made_harmless():
-    assert pasted(Path("a\x1b[31m\n.gguf")) == shell("a\x1b[31m\n.gguf") == "a\\x1b[31m\\n.gguf"
+    assert quote_for_hydra(Path("a\x1b[31m\n.gguf")) == quote_for_shell("a\x1b[31m\n.gguf") == "a\\x1b[31m\\n.gguf"
 
 
 # -- as a process -----------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Suite(FormatSuite):
         run, callback = a_run(tmp_path, self.models[0]), self.callback()
         end(callback, run, step=2)
         before = {p.name: content(p) for p in tmp_path.iterdir()}
-        exported = self.make_export(self.models[0])
+        exported = self.exported(self.models[0])
         torn = replace(exported, tensors=Torn(exported.tensors))
         monkeypatch.setattr(callback, "exported", lambda run, tensors: torn)
         with pytest.raises(RunFailed, match="could not be written"):

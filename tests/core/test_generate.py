@@ -26,7 +26,7 @@ from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.open_model import model_in
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
-from toyexp.inference.generate import Scribe
+from toyexp.inference.generate import TextBuilder
 from toyexp.interfaces.sampling import Sampling, generate_endlessly, generate_tokens, top_tokens
 from toyexp.plugins.discovery import load
 from toyexp.testing import image_dataset
@@ -176,7 +176,7 @@ def test_an_endless_text_reads_the_later_half_anew(context, prompt):
 
 def test_text_comes_as_soon_as_it_is_whole_characters():
     parts = []
-    scribe = Scribe(Bytes(), parts.append)
+    scribe = TextBuilder(Bytes(), parts.append)
     for byte in "aé🙂".encode():
         scribe.add(byte)
     assert parts == ["a", "é", "🙂"] and scribe.text == "aé🙂"

@@ -18,7 +18,7 @@ from toyexp.interfaces.plan import PlanTensor, grouped
 from toyexp.interfaces.stack import Stack
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
-from toyexp.training.driver import Evaluate, Step, drive, interrupting
+from toyexp.training.driver import Evaluate, Step, drive, forward_interrupts
 from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
 from toyexp.training.run_config import Outcome, Saver
 
@@ -140,7 +140,7 @@ class Notes(Saver):
         self.heard.append("begin")
         self.told.append((0, dict(metrics), False))
 
-    def wants(self, step):
+    def is_due(self, step):
         return step in self.wanted
 
     def after(self, outcome, metrics, last):
@@ -485,15 +485,15 @@ def test_a_run_that_has_all_its_steps_takes_none(stage):
 
 def together(*runs, stack=None):
     """How each ends that is driven together with the others."""
-    loops = [run.training.asks() for run in runs]
-    with interrupting(loops):
+    loops = [run.training.requests() for run in runs]
+    with forward_interrupts(loops):
         return drive(loops, stack or Stack([run.session for run in runs]))
 
 
 def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
     """One that ends leaves; the other goes on, and each has its own numbers, metrics and evaluations."""
     long, short = stage(5, eval_every=2), stage(2, [StepMetrics(2.5, 0.1)], eval_every=1)
-    waiting = {id(it): (it, it.training.asks()) for it in (long, short)}
+    waiting = {id(it): (it, it.training.requests()) for it in (long, short)}
     requests = {key: next(loop) for key, (_, loop) in waiting.items()}
     order = []
     while requests:
@@ -603,14 +603,14 @@ def test_a_signal_during_an_answer_reaches_every_run(stage):
 
     def noting(it):
         try:
-            yield from it.training.asks()
+            yield from it.training.requests()
         except KeyboardInterrupt:
             heard.append(it.training.outcome.steps)
             raise
 
     runs[1].session.do_launch = interrupted
     loops = [noting(run) for run in runs]
-    with pytest.raises(KeyboardInterrupt), interrupting(loops):
+    with pytest.raises(KeyboardInterrupt), forward_interrupts(loops):
         drive(loops, Stack([run.session for run in runs]))
     assert heard == [0, 0]
 
@@ -627,13 +627,13 @@ def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage)
 
     def run():
         try:
-            yield from it.training.asks()
+            yield from it.training.requests()
         except KeyboardInterrupt as error:
             heard.append((str(error), it.training.outcome.steps))
             raise
 
     loop = run()
-    with pytest.raises(KeyboardInterrupt, match="now"), interrupting([loop]):
+    with pytest.raises(KeyboardInterrupt, match="now"), forward_interrupts([loop]):
         drive([loop], Interrupts([it]))
     assert heard == [("now", 2)]
 
@@ -641,7 +641,7 @@ def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage)
 def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
     """So the loop blames who it was, and saves what was trained."""
     it = stage(5)
-    loop = it.training.asks()
+    loop = it.training.requests()
     loop.send(None)
     loop.send([lambda: GOOD])
     with pytest.raises(PluginFailed, match=r"engine\.noop failed at step 2: ValueError: no device"):

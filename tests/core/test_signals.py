@@ -212,7 +212,7 @@ def sent(tmp_path, monkeypatch, capsys):
         plugins = "plugins=[toyexp.testing.null,sends_plugin]"
         settings = [plugins, *NOOP[1:], "data=random", "steps=6", "callbacks=[sends,progress,events,gguf_export]"]
         code = main([*settings, f"callbacks.sends.signal={name}", *words])
-        return code, sorted(checkpoint.steps(Path("run/checkpoints"))), capsys.readouterr()
+        return code, sorted(checkpoint.list_checkpoints(Path("run/checkpoints"))), capsys.readouterr()
 
     return send
 

@@ -16,7 +16,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.testing import op_batch, op_plan
 from toyexp.tokenizers.byte_level import Bytes
-from toyexp.training.checkpoint import steps
+from toyexp.training.checkpoint import list_checkpoints
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
 from toyexp_torch.engines import TorchCPU
@@ -72,7 +72,7 @@ def test_a_step_that_overflows_stops_the_run_and_says_where(engine, capsys, tmp_
     last = [e for e in events if e["kind"] == "step"][-1]
     assert (int(line[1]), line[3]) == (last["step"], last["batch"]) and int(line[2]) == last["step"] - 1
     assert events[-1]["reason"] == "errored" and not (tmp_path / "run" / "model.gguf").exists()
-    for step in steps(tmp_path / "run" / "checkpoints"):
+    for step in list_checkpoints(tmp_path / "run" / "checkpoints"):
         assert step < last["step"], "what was saved came before it"
 
 
@@ -163,7 +163,7 @@ def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good
             values = file.read(name)
             assert np.isfinite(np.delete(values, ord(RARE), 0) if name == "token_embd.weight" else values).all()
     # That row is still bad, so no checkpoint is written, and it is said; the export is kept, and it is said.
-    assert "token_embd.weight is not finite" in err and not steps(tmp_path / "run" / "checkpoints")
+    assert "token_embd.weight is not finite" in err and not list_checkpoints(tmp_path / "run" / "checkpoints")
     assert "model.gguf: token_embd.weight holds numbers that are NaN or infinite" in out
     warnings = [e["text"] for e in events if e["kind"] == "warning"]
     assert any("model.gguf: token_embd.weight" in text for text in warnings)

@@ -9,9 +9,9 @@ from faults import TEXT, words
 
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.inference.model_files import _set_up, gguf_of
+from toyexp.inference.model_files import _load_run, checkpoint_gguf
 from toyexp.plugins.discovery import current_registry
-from toyexp.results.run_dirs import read_run
+from toyexp.results.found import look
 from toyexp.training import checkpoint
 
 # A rate so high that the held-out loss does not only fall; the same steps whatever their number.
@@ -74,7 +74,7 @@ def test_a_run_that_keeps_its_best_exports_it_in_every_format_and_says_its_step(
     assert (told["eval_step"], told["eval_loss"]) == (step, loss), "what is exported decides in tables and sweeps"
     assert told["eval_scores"] == told["last_eval"]["scores"] == {}, "a perplexity is its loss and no score of its own"
     assert told["last_eval"]["step"] == 12 and told["last_eval"]["loss"] == last["loss"] > loss
-    assert read_run(Path("wild/run")).loss == loss
+    assert look(Path("wild/run")).loss == loss
     assert f"best held-out loss {loss:.4f} after step {step}" in out
     assert f"kB  of step {step}, the best" in out
 
@@ -95,7 +95,7 @@ def test_early_stop_alone_keeps_the_best_even_without_other_checkpoints(wild):
     step, _ = best_look("early/run")
     end = result("early/run")
     assert (end["reason"], end["best"]["step"]) == ("aborted", step) and end["steps"] > step
-    assert list(checkpoint.steps(Path("early/run/checkpoints"))) == [step]
+    assert list(checkpoint.list_checkpoints(Path("early/run/checkpoints"))) == [step]
     run("short/run", f"steps={step}")
     assert tensors(Path("early/run/model.gguf")) == tensors(Path("short/run/model.gguf"))
 
@@ -167,7 +167,7 @@ def test_what_a_checkpoint_does_not_hold_comes_from_where_the_run_had_it(recipe)
 def test_what_a_recipe_draws_and_does_not_train_is_drawn_again_by_the_seed_of_the_model(own):
     """Which holds of recipes of plugins: all that those of toyexp draw is in the checkpoint."""
     assert main([*WILD, "callbacks=[events]", "steps=1", "seed=3", *own, "hydra.run.dir=run"]) == 0
-    _, plan, _, _ = _set_up(Path("run/checkpoints/step-1"), current_registry())
+    _, plan, _, _ = _load_run(Path("run/checkpoints/step-1"), current_registry())
     assert plan.seed == (5 if own else 3)
 
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_was_replaced_is_read_again():
     assert main([*unlearned, "plugins=[toyexp.testing.null]", "engine=noop", "eval_every=0", "steps=1",
                  "hydra.run.dir=run"]) == 0  # fmt: skip
     path = Path("run/checkpoints/step-1")
-    first, found = tensors(gguf_of(path))[0], checkpoint.read(path)
-    checkpoint.write(path.parent, 1, {name: array + 1 for name, array in found.arrays.items()}, found.state)
-    second = tensors(gguf_of(path))[0]
+    first, found = tensors(checkpoint_gguf(path))[0], checkpoint.read_checkpoint(path)
+    checkpoint.write_checkpoint(path.parent, 1, {name: array + 1 for name, array in found.arrays.items()}, found.state)
+    second = tensors(checkpoint_gguf(path))[0]
     assert first.keys() == second.keys() and all(first[name] != second[name] for name in first)

@@ -373,7 +373,7 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
 def test_loops_that_fail_of_one_error_tell_each_its_own_way(tmp_path, monkeypatch):
     jobs = jobs_of("llama", [(SGD(), 0.03)] * 6)
     stack, sessions = stacked(jobs, EXACT)
-    loops = [training(job, s, tmp_path, 2, 1, 0)[1].asks() for job, s in zip(jobs, sessions, strict=True)]
+    loops = [training(job, s, tmp_path, 2, 1, 0)[1].requests() for job, s in zip(jobs, sessions, strict=True)]
     monkeypatch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_: 1 / 0)
     ends = drive(loops, stack)
     # With the ways of all six it would be 131 lines.

@@ -93,7 +93,7 @@ def test_a_run_opens_its_device_before_its_data_and_goes_on_where_that_fails(mon
     order = []
     monkeypatch.setattr(NullEngine, "wake", lambda self: order.append("device") or 1 / 0)
     monkeypatch.setattr(
-        experiment, "_opened", lambda config, old=experiment._opened: order.append("data") or old(config)
+        experiment, "_open_data", lambda config, old=experiment._open_data: order.append("data") or old(config)
     )
     assert main([*noop(), "steps=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     assert order == ["device", "data"]

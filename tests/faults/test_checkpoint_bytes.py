@@ -23,7 +23,7 @@ def folder(here, capsys):
     if not directory.exists():
         assert main([*words("scratch", "gpt2", "ggml"), "model.d_model=8", f"hydra.run.dir={directory}"]) == 0
     found = directory / "checkpoints"
-    assert list(checkpoint.steps(found)) == [12, 9]
+    assert list(checkpoint.list_checkpoints(found)) == [12, 9]
     return found
 
 
@@ -40,8 +40,8 @@ def require_seen(folder, what, wanted):
     """The damaged step-12 is told by name and step 9 used; or nothing that counts was changed."""
     FIGURES["corruptions: made"] += 1
     try:
-        found, damaged = checkpoint.newest(folder)
-    except checkpoint.Newer as error:  # a bit of the format's number: it is refused, and nothing is lost
+        found, damaged = checkpoint.read_newest(folder)
+    except checkpoint.NewerCheckpointFormat as error:  # a bit of the format's number: rejected, nothing is lost
         assert "step-12" in str(error)
         FIGURES["corruptions: taken for a newer format, and refused"] += 1
         return
@@ -57,7 +57,7 @@ def require_seen(folder, what, wanted):
 
 
 def corrupt(folder, strides):
-    newest = checkpoint.read(folder / "step-12")
+    newest = checkpoint.read_checkpoint(folder / "step-12")
     wanted = (newest.state, {n: a.tobytes() for n, a in newest.arrays.items()})
     dice = random.Random(7)
     for name, every in zip(NAMES, strides, strict=True):
@@ -70,7 +70,7 @@ def corrupt(folder, strides):
                     require_seen(folder, (name, number), wanted)
         finally:
             path.write_bytes(good)
-    assert checkpoint.newest(folder)[1] == []
+    assert checkpoint.read_newest(folder)[1] == []
 
 
 def test_some_bytes(folder):
@@ -119,7 +119,7 @@ def test_a_manifest_that_says_something_else(change, said, folder, tmp_path):
     change(manifest)
     path.write_text(json.dumps(manifest))
     require_seen(tmp_path / "copy", said, None)
-    assert said in checkpoint.newest(tmp_path / "copy")[1][0]
+    assert said in checkpoint.read_newest(tmp_path / "copy")[1][0]
 
 
 @pytest.mark.parametrize("name", NAMES)

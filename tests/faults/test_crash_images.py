@@ -21,7 +21,7 @@ from toyexp.plugins.discovery import load
 from toyexp.training import checkpoint, experiment
 from toyexp.training import rundir as run
 from toyexp.training.resume import Complete
-from toyexp.training.resume import load as load_run
+from toyexp.training.resume import load_resumed as load_run
 
 REGISTRY = load()
 ENGINES = ("cpu", "ggml", "metal")
@@ -86,7 +86,7 @@ class Camera:
 
 def goes_on(cfg, image, wanted):
     """Resumes the copy, or if there is nothing to resume, says why in a line; returns whether it went on."""
-    if not checkpoint.steps(image / "checkpoints"):
+    if not checkpoint.list_checkpoints(image / "checkpoints"):
         return False
     try:
         execute(cfg, image, resume=True)
@@ -124,7 +124,7 @@ def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, configur
     directory = root / f"{recipe}-{model}-{engine}" / "run"
     moment = random.Random(f"{recipe}-{model}-{engine}").randint(20, 47)
     with monkeypatch.context() as patch:
-        camera = Camera(patch, directory, {moment}, lambda: checkpoint.steps(directory / "checkpoints"))
+        camera = Camera(patch, directory, {moment}, lambda: checkpoint.list_checkpoints(directory / "checkpoints"))
         execute(cfg, directory)
     assert camera.moments > 47
     wanted = Trace.of(directory)

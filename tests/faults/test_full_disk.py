@@ -21,7 +21,7 @@ from toyexp.config.request import Request
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.plugins.discovery import load
 from toyexp.training import checkpoint, experiment
-from toyexp.training.resume import load as load_run
+from toyexp.training.resume import load_resumed as load_run
 
 REGISTRY = load()
 SIZE = 2_000_000  # bytes of the disk: a run of WORDS takes 0.9 MB at its most
@@ -89,8 +89,8 @@ def execute(directory, *more, resume=False, say=lambda line: None):
 
 def require_readable(directory):
     """Whatever has a final name is whole."""
-    for path in checkpoint.steps(directory / "checkpoints").values():
-        checkpoint.read(path)
+    for path in checkpoint.list_checkpoints(directory / "checkpoints").values():
+        checkpoint.read_checkpoint(path)
     for path in directory.glob("*.gguf"):
         with GGUFFile(path) as file:
             for name in file.tensors:
@@ -140,7 +140,7 @@ def fill_up(disk, wanted, dice, number, capfd):
     if ended == "completed":
         require_same(directory, wanted, what)
     (disk / "filler").unlink(missing_ok=True)
-    if not checkpoint.steps(directory / "checkpoints"):
+    if not checkpoint.list_checkpoints(directory / "checkpoints"):
         assert not directory.exists() or (directory / "config.yaml").exists(), f"{what}: a directory half made"
         again = False
     else:
@@ -219,7 +219,7 @@ def test_files_that_may_no_longer_grow(here, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     require_readable(directory)
-    assert max(checkpoint.steps(directory / "checkpoints")) in (3, 6)
+    assert max(checkpoint.list_checkpoints(directory / "checkpoints")) in (3, 6)
     execute(directory, resume=True)
     assert [e["step"] for e in Trace.of(directory).events if e["kind"] == "step"] == list(range(1, STEPS + 1))
 
@@ -284,7 +284,7 @@ def test_a_run_whose_directory_is_removed(here, capfd):
 def test_a_run_whose_checkpoints_are_removed(here):
     directory = here / "bare"
     execute(directory, Vandal().prepare(7, directory / "checkpoints"))
-    assert list(checkpoint.steps(directory / "checkpoints")) == [12, 9]
+    assert list(checkpoint.list_checkpoints(directory / "checkpoints")) == [12, 9]
 
 
 def test_a_log_that_cannot_be_written_costs_no_step(here, capfd):
@@ -346,7 +346,7 @@ def require_a_run_in(directory, capsys):
     assert main([*WORDS, "steps=4", f"hydra.run.dir='{quoted}'"]) == 0
     assert (directory / "model.gguf").exists(), capsys.readouterr().err
     assert main([f"resume={directory}", "steps=6"]) == 0, capsys.readouterr().err
-    assert max(checkpoint.steps(directory / "checkpoints")) == 6
+    assert max(checkpoint.list_checkpoints(directory / "checkpoints")) == 6
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "x/" * 3000])

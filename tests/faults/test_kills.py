@@ -12,7 +12,7 @@ from faults import FIGURES, Trace, interrupted, shell_code, toyexp, words
 from toyexp import Unavailable
 from toyexp.cli.main import main
 from toyexp.plugins.discovery import load
-from toyexp.training.checkpoint import steps
+from toyexp.training.checkpoint import list_checkpoints
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PAIRS = [
@@ -53,7 +53,7 @@ def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys)
         if sent != signal.SIGKILL:
             assert ended.after < max(10, 3 * seconds)
             require_an_end(directory, before, sent)
-        if steps(directory / "checkpoints"):
+        if list_checkpoints(directory / "checkpoints"):
             FIGURES["kills: after the first checkpoint"] += 1
             continue
         FIGURES["kills: before the first checkpoint"] += 1

@@ -36,7 +36,7 @@ def test_a_run_has_one_writer_until_it_dies(here, capsys):
     directory = here / "one-writer"
     with start(here, *WORDS, "steps=100000000", f"hydra.run.dir={directory}") as first:
         try:
-            wait_for(lambda: checkpoint.steps(directory / "checkpoints"))
+            wait_for(lambda: checkpoint.list_checkpoints(directory / "checkpoints"))
             owner = f"is being written by process {first.pid} on "
             assert main([f"resume={directory}"]) == 2
             (line,) = capsys.readouterr().err.splitlines()
@@ -44,7 +44,7 @@ def test_a_run_has_one_writer_until_it_dies(here, capsys):
             assert line.endswith("; wait for it, or stop it")
         finally:
             first.send_signal(signal.SIGKILL)
-    reached = max(checkpoint.steps(directory / "checkpoints"))
+    reached = max(checkpoint.list_checkpoints(directory / "checkpoints"))
     assert main([f"resume={directory}", f"steps={reached + 1}"]) == 0
     FIGURES["locks: a second writer refused, a killed one's lock gone"] += 1
 

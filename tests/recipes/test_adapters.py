@@ -16,7 +16,7 @@ from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.inference.model_files import adapter_of
+from toyexp.inference.model_files import find_adapter_file
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.llama import Llama
 
@@ -80,7 +80,7 @@ def changed_peft(to, config=lambda c: None, tensors=lambda t: None):
 def pairs_of(path):
     """Its tensors and its alpha."""
     with GGUFFile("base.gguf") as base:
-        there = adapter_of(Path(path), lambda: read_model(Llama, base))
+        there = find_adapter_file(Path(path), lambda: read_model(Llama, base))
     with GGUFFile(there) as file:
         return {name: file.read(name) for name in file.tensors}, file.metadata["adapter.lora.alpha"]
 

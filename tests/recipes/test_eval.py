@@ -12,7 +12,7 @@ from PIL import Image
 
 from toyexp.batching.images import held_out_mask
 from toyexp.cli.main import main
-from toyexp.inference.evaluate import kind_of
+from toyexp.inference.evaluate import recognise_data
 from toyexp.plugins.discovery import load
 from toyexp_data.images import Images
 
@@ -223,7 +223,7 @@ def test_the_kind_of_data_follows_from_the_path(path, kind, gives):
     Path("both/about.md").write_text("What they show.")
     registry = load()
     model = registry.get("model", "vit" if gives == "images" else "llama")()
-    assert kind_of(Path(path), model, registry) == kind
+    assert recognise_data(Path(path), model, registry) == kind
 
 
 def test_a_runs_local_plugin_has_to_be_typed(trained, capsys, monkeypatch):

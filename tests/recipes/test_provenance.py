@@ -15,9 +15,9 @@ from tiny import write_base
 import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
-from toyexp.inference.evaluate import Trained
+from toyexp.inference.evaluate import TrainedRun
 from toyexp.tokenizers.byte_level import Bytes
-from toyexp.training.provenance import MOVED, Record, data_sources, record_in
+from toyexp.training.provenance import MOVED, Origin, data_digests, parse_origin
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
 QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
@@ -95,7 +95,7 @@ def test_sources_differ_where_data_or_files_do(home, changed, differ):
 )
 def test_data_differ_in_how_they_are_split_and_not_in_what_their_classes_are_called(changed, role):
     facts = {"images_sha256": "ab", "classes_digest": "c1", "train_images": 8, "held_out_images": 2}
-    one, other = data_sources(facts), data_sources({**facts, **changed})
+    one, other = data_digests(facts), data_digests({**facts, **changed})
     assert {key for key in one if one[key] != other[key]} == {role}
 
 
@@ -104,15 +104,15 @@ def test_a_record_finds_paths_from_where_the_run_was_begun(here):
     Path("book.txt").write_text(BOOK)
     Path("there/book.txt").symlink_to(here / "book.txt")  # the same file from both directories
     Path("there/a.jsonl").write_text("{}")
-    found = Record(here / "there").found
+    found = Origin(here / "there").resolve
     assert found("book.txt") == "book.txt" and found("a.jsonl") == f"{here}/there/a.jsonl"
     assert found("*.jsonl") == f"{here}/there/*.jsonl" and found("*.csv") == "*.csv"
     assert found(f"{here}/x") == f"{here}/x" and found("") == ""
 
 
 def test_a_record_has_a_directory_if_it_is_absolute():
-    assert record_in({"cwd": "/home"}).cwd == Path("/home")
-    assert record_in({"cwd": "outputs"}).cwd is record_in({}).cwd is None  # relative: from where nobody knows
+    assert parse_origin({"cwd": "/home"}).cwd == Path("/home")
+    assert parse_origin({"cwd": "outputs"}).cwd is parse_origin({}).cwd is None  # relative: from where nobody knows
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -179,7 +179,7 @@ def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch)
 @pytest.mark.parametrize("cause", ["not found", "matches no file"])
 @pytest.mark.parametrize(("key", "may_move"), [("data.path", True), ("data.tokenizer", False)])
 def test_only_a_path_that_may_be_typed_anew_is_advised_to_be(here, key, may_move, cause):
-    with pytest.raises(toyexp.UserError) as error, Record(here).told(MOVED):
+    with pytest.raises(toyexp.UserError) as error, Origin(here).explain_missing_paths(MOVED):
         raise toyexp.UserError(f"{key}=*.txt: {cause}")
     assert f"; the run was begun in {here}; cd to " in str(error.value)
     assert str(error.value).endswith(f", or type {key}=PATH") is may_move
@@ -225,8 +225,8 @@ def test_eval_takes_the_runs_own_data_from_where_the_run_was_begun(home, capsys)
 
 @pytest.mark.parametrize("path", ["photos/val", ".", "others"])
 def test_data_in_one_folder_with_the_runs_is_not_said_to_be_foreign(path):
-    record = Record(Path.cwd(), {"data": "1", "images": "1"})
-    trained = Trained(Path("run"), {"name": "images", "path": "photos"}, 8, None, record)
+    record = Origin(Path.cwd(), {"data": "1", "images": "1"})
+    trained = TrainedRun(Path("run"), {"name": "images", "path": "photos"}, 8, None, record)
     dataset = SimpleNamespace(describe=lambda: {"images_sha256": "2"})
     said = ", not the run's own" if path == "others" else ", some of which the run may have been trained on"
     assert trained.compare(dataset, ["data.path"], path) == (False, said)
@@ -262,7 +262,7 @@ def test_a_checkpoint_on_another_base_is_refused(home, capsys, monkeypatch, run,
     state = Path(run, "checkpoints/step-1/state.json")
     Path("base.gguf").write_bytes(Path("other.gguf").read_bytes())
     monkeypatch.setattr(
-        "toyexp.training.provenance.Record.found", lambda self, typed: typed
+        "toyexp.training.provenance.Origin.resolve", lambda self, typed: typed
     )  # as if it were begun here
     error = told(capsys, *command.format(state.parent).split(), code=2)
     assert "base.gguf: is another file than it was: base was " in error and not Path("m.gguf").exists()
@@ -465,7 +465,7 @@ def test_a_checkpoint_of_another_run_is_refused(home, capsys, command, other):
 
 
 def test_a_digest_that_a_checkpoint_claims_is_shown_as_text():
-    (change,) = Record(None, {"data": "a\x1b[2J"}).differing({"data": "b\x1b[2J"})
+    (change,) = Origin(None, {"data": "a\x1b[2J"}).list_changes({"data": "b\x1b[2J"})
     assert change.isprintable()
 
 

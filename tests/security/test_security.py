@@ -23,7 +23,7 @@ from toyexp.base.files import NODE_LIMIT
 from toyexp.base.signals import Interrupted
 from toyexp.cli.main import main
 from toyexp.config.safe_yaml import check_file
-from toyexp.training.rundir import escaped
+from toyexp.training.rundir import escape_interpolations
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "toyexp").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")])
@@ -175,7 +175,7 @@ TEXTS = ["${oc.env:TOKEN}", r"\${a}", r"\\${a} ${b}", "a $ {b} $${c}", "plain", 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_looks_like_a_question_is_saved_as_what_it_is(text):
-    saved = yaml.safe_load(yaml.safe_dump(escaped({"a": [text], "b": 1})))
+    saved = yaml.safe_load(yaml.safe_dump(escape_interpolations({"a": [text], "b": 1})))
     assert OmegaConf.to_container(OmegaConf.create(saved), resolve=True) == {"a": [text], "b": 1}
 
 

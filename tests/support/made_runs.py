@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from toyexp.training.rundir import runnable
+from toyexp.training.rundir import runnable_yaml
 
 CONFIG = {
     "name": "scratch-llama", "seed": 0, "steps": 100, "batch_size": 8, "lr": 0.003, "eval_every": 25,
@@ -41,7 +41,7 @@ def made(path, reason="completed", until=None, held_out=None, samples=False, sco
     """
     path, told = Path(path), config(**settings)
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text(runnable(told))
+    (path / "config.yaml").write_text(runnable_yaml(told))
     steps, lr, seed = told["steps"] if until is None else until, told["lr"], told["seed"]
     draw = np.random.default_rng(seed)
     floor = 2.0 + 0.3 * abs(math.log10(lr / 3e-3)) + (0.0 if told["recipe"]["name"] == "warm" else 0.4)

@@ -16,7 +16,7 @@ from tiny import write_base
 import toyexp
 from toyexp.cli.main import main
 from toyexp.formats.gguf.write import write_model
-from toyexp.inference.predict import Predicted, Predictions
+from toyexp.inference.predict import Prediction, Predictions
 from toyexp_data.images import Digits
 from toyexp_models.vit import ViT
 
@@ -94,7 +94,7 @@ def test_what_is_left_out_or_scaled_is_said_once(here, tmp_path, capsys):
 
 
 def test_a_line_break_in_a_class_is_no_line_break_in_the_summary():
-    shown = Predictions("m.gguf", "cpu", ["a\nb"], [Predicted(f"{n}.png", [("a\nb", 1.0)]) for n in range(2)])
+    shown = Predictions("m.gguf", "cpu", ["a\nb"], [Prediction(f"{n}.png", [("a\nb", 1.0)]) for n in range(2)])
     assert shown.summary() == "2 images: a\\nb (2)"
 
 

@@ -19,7 +19,7 @@ from toyexp import Setup, UserError
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
-from toyexp.inference.evaluate import OfClass, by_class, table
+from toyexp.inference.evaluate import ClassCounts, class_table, count_by_class
 from toyexp.testing import RecipeSuite
 from toyexp_data.images import Digits
 from toyexp_models.vit import ViT
@@ -227,10 +227,10 @@ def test_of_many_classes_those_with_most_mistakes_are_shown():
     weights = np.ones(len(targets), np.float32)
     weights[0] = 0  # which only fills the batch
     batch = {"x": logits, "targets": targets, "weights": weights}
-    found = by_class(lambda b: b["x"], [batch, batch], ["x"], ["first"])
+    found = count_by_class(lambda b: b["x"], [batch, batch], ["x"], ["first"])
     assert (found[0].name, found[0].examples, found[1].name, found[-1].examples) == ("first", 6, "1", 0)
     assert found[7].taken_for == {"8": 8} and found[7].right == 0
-    lines = table(found)
+    lines = class_table(found)
     assert len(lines) == 22 and "29 classes" in lines[-1]
     assert [line.split()[0] for line in lines[1:3]] == ["5", "7"] and "8 (8)" in lines[2]
     assert "20 (2), 21 (2), 22 (2), 23 (2)" in lines[1]
@@ -238,8 +238,8 @@ def test_of_many_classes_those_with_most_mistakes_are_shown():
 
 def test_a_table_of_classes_counts_what_it_leaves_out_and_shows_names_as_text():
     others = {"cat": 5, "dog\x1b[31m": 4, "elk": 3, "fox": 2, "gnu": 1}
-    few = [OfClass(str(number), 4, 4, {}) for number in range(19)]
-    lines = table([*few, OfClass("a\nb", 20, 5, others)])
+    few = [ClassCounts(str(number), 4, 4, {}) for number in range(19)]
+    lines = class_table([*few, ClassCounts("a\nb", 20, 5, others)])
     assert [line.split()[0] for line in lines] == ["class", *map(str, range(19)), r"a\nb"]  # 20, in the model's order
     assert lines[-1].endswith(r"25.0%  cat (5), dog\x1b[31m (4), elk (3), 2 more")
 

@@ -24,9 +24,9 @@ from toyexp.config.flags import read, request_of, split
 from toyexp.inference.model_files import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
-from toyexp.results.ranking import Ranking, rank_jobs
-from toyexp.sweeps.directory import Job, read_sweep, update_summary
-from toyexp.training.checkpoint import result_of
+from toyexp.results.ranking import Ranking, ranked
+from toyexp.sweeps.directory import Job, remembered, update_summary
+from toyexp.training.checkpoint import read_result
 
 if TYPE_CHECKING:
     import pandas
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from toyexp.config.request import Request
     from toyexp.inference.evaluate import Evaluation
     from toyexp.inference.predict import Predictions
-    from toyexp.sweeps.compare import ComparisonAnswer
+    from toyexp.sweeps.compare import Compared
 
 
 @protect_imports()
@@ -160,8 +160,8 @@ class SweepResult(Sequence[Result]):
     def __init__(self, directory: Path, registry: Registry | None = None):
         self.directory = directory.absolute()
         self._registry = registry or load()
-        self._all, asked = read_sweep(self.directory)
-        self._ranking: Ranking[Job] = rank_jobs(self._all, asked["sweep"])
+        self._all, asked = remembered(self.directory)
+        self._ranking: Ranking[Job] = ranked(self._all, asked["sweep"])
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -228,7 +228,7 @@ class SweepResult(Sequence[Result]):
             require_run(path)
         except UserError:  # it ended before it wrote anything
             return None
-        if other := job.difference(result_of(path)):
+        if other := job.difference(read_result(path)):
             print_error(
                 f"warning: job {job.number}: {short_path(path)} is not the run that the sweep recorded: {other}"
             )
@@ -241,7 +241,7 @@ class SweepResult(Sequence[Result]):
         return len(self.runs)
 
     def _cells(self) -> tuple[list[str], list[list[str]], str]:
-        left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.has_seeds)}
+        left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.seeds)}
         heads = [name for name in dict.fromkeys(key for row in self.table for key in row) if name not in left_out]
         rows = [[_text(row.get(name)) for name in heads] for row in self.table[:SHOWN]]
         more = f"{len(self.table) - SHOWN} more in .table; " if len(self.table) > SHOWN else ""
@@ -320,16 +320,16 @@ def predict(
         require_pillow()
         if not images or type(top) is not int or top < 1:
             raise UserError("toyexp.predict(model, image, ..., top=1): takes images, and a whole number from 1 as top")
-        files = predicting.listed([place("toyexp.predict", image) for image in images])
+        files = predicting.list_images([place("toyexp.predict", image) for image in images])
         return predicting.predict(place("toyexp.predict", model), files, top, engine, load(plugins), plugins)
 
 
 @protect_imports()
-def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> ComparisonAnswer:
+def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> Compared:
     """Return runs, sweeps or directories of them side by side; texts such as "lr>1e-3" choose among them."""
     with aside("toyexp.compare", quiet=True):
-        from toyexp.results.filters import split_filters
-        from toyexp.sweeps.compare import compare_runs
+        from toyexp.results.filters import divided
+        from toyexp.sweeps.compare import compared
 
-        places, filters = split_filters([os.fspath(place("toyexp.compare", run)) for run in runs])
-        return compare_runs(places, filters, None if metric is None else str(metric), pool)
+        places, filters = divided([os.fspath(place("toyexp.compare", run)) for run in runs])
+        return compared(places, filters, None if metric is None else str(metric), pool)

@@ -22,10 +22,10 @@ from toyexp.base.terminal import print_note
 from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
-from toyexp.results.events import History, average_bins, read_events, read_run_facts
-from toyexp.results.run_dirs import RUN_FILES, read_run, setting_values
-from toyexp.training.checkpoint import result_of
-from toyexp.training.provenance import recorded
+from toyexp.results.events import History, events_in, means, start_of
+from toyexp.results.found import SIGNS, look, values
+from toyexp.training.checkpoint import read_result
+from toyexp.training.provenance import read_origin
 
 if TYPE_CHECKING:
     from toyexp.inference.loaded_model import LoadedModel
@@ -49,7 +49,7 @@ class Result:
         self.directory = directory.absolute()
         self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
         self._registry = registry or load()
-        self._when, found = self._begun(), read_run(self.directory)
+        self._when, found = self._begun(), look(self.directory)
         self.name, self._engine_name = found.name, found.engine
         self.state = found.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
         self.why = found.why  # the sentence of the callback that stopped it, or the error that it failed with, or empty
@@ -57,7 +57,7 @@ class Result:
         self.loss = found.train_loss  # smoothed training loss, over about the last 50 steps, in nats a target
         # Held-out scores of the exported model: loss, in nats a target, and the model's own, such as accuracy.
         self.held_out = {**({} if found.loss is None else {"loss": found.loss}), **found.scores}
-        self.best: dict[str, Any] | None = result_of(directory).get("best")  # step, metric, score: `checkpoint_best`
+        self.best: dict[str, Any] | None = read_result(directory).get("best")  # step, metric, score: `checkpoint_best`
         self.seconds, self.speed = found.seconds, found.speed  # in all; tokens, or images, a second in steps alone
         if not late:
             self.lines()  # which reads settings, history and warnings
@@ -83,22 +83,22 @@ class Result:
     @cached_property
     def history(self) -> History:
         """Its numbers step by step, as arrays."""
-        return History.read(self._place)
+        return History.of(self._place)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings by the keys they are typed under: settings["model"], settings["model.d_model"]."""
-        return setting_values(self._place)
+        return values(self._place)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What it recorded as it began: engine, machine, model, data."""
-        return read_run_facts(self._place)
+        return start_of(self._place)
 
     @cached_property
     def warnings(self) -> list[str]:
         """What it was warned of, a sentence each."""
-        events = read_events(self._place / "events.jsonl")
+        events = events_in(self._place / "events.jsonl")
         return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
 
     @property
@@ -205,15 +205,15 @@ class Result:
     def _loaded(self) -> LoadedModel:
         """The files of the model and an adapter on it; UserError if the run left no weights, or was resumed since."""
         from toyexp.inference.loaded_model import LoadedModel
-        from toyexp.inference.model_files import ADAPTER, MODEL, file_of
+        from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file
 
         where, adapter = self.checkpoint or self._place, self._place / ADAPTER
         if (where / MODEL).exists():
             return LoadedModel.open(where, self._registry)
         if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
-            record = recorded(self.directory)
-            path = file_of(Path(record.found(str(base))), registry=self._registry)
-            if changes := record.differing({"base": cached_fingerprint(path)}):
+            record = read_origin(self.directory)
+            path = find_model_file(Path(record.resolve(str(base))), registry=self._registry)
+            if changes := record.list_changes({"base": cached_fingerprint(path)}):
                 raise UserError(f"{short_path(path)}: is another file than it was: {changes[0]}; put that file back")
             return LoadedModel(path, adapter, self._registry)
         with aside("weights"):
@@ -254,7 +254,7 @@ class Result:
 def require_run(directory: Path) -> None:
     """Raises UserError for a directory that is none of a run."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    if "config.yaml" not in names or not names & RUN_FILES:
+    if "config.yaml" not in names or not names & SIGNS:
         what = "holds no run" if directory.exists() else explain_missing(directory)
         raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open takes a run, a checkpoint or a sweep")
 
@@ -283,7 +283,7 @@ def of_table(heads: Sequence[str], rows: Sequence[Sequence[str]], below: str) ->
 
 def losses(history: History) -> str:
     """The training loss as a line and the held-out loss as points over the steps, in SVG; nothing of fewer than two."""
-    trained, held_out = average_bins(history.curve("loss"), POINTS), history.held_out_curve("loss")
+    trained, held_out = means(history.curve("loss"), POINTS), history.held_out_curve("loss")
     steps, values = map(np.concatenate, zip(trained, held_out, strict=True))
     if len(values) < 2:
         return ""

@@ -129,7 +129,7 @@ def _built(
     check_together(of_run, parts, watching)
     return Config(
         settings=of_run, **parts, engine=engine, callbacks=watching, plain=plain, engine_note=note, base=base,
-        by_default=default_callbacks,
+        default_callbacks=default_callbacks,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ What stands under path can be pasted behind recipe.base= or recipe.donor=; more 
 
 def run_models(arguments: Arguments) -> int:
     """Look for models, and list them."""
-    from toyexp.inference.models import find
+    from toyexp.inference.models import find_models
 
     directories = [Path(word) for word in arguments.rest]
     for path in directories:
@@ -73,7 +73,7 @@ def run_models(arguments: Arguments) -> int:
             there = os.path.exists(path)  # noqa: PTH110 - likewise
             what = "is no directory; about one file: toyexp describe" if there else "not found"
             raise UserError(f"models {path}: {what}")
-    return find(load(arguments.modules), directories).show(arguments)
+    return find_models(load(arguments.modules), directories).show(arguments)
 
 
 HELP_EVAL = """\
@@ -133,7 +133,7 @@ If an image cannot be read, the exit code is 1; if none can be read, nothing is 
 def run_predict(arguments: Arguments) -> int:
     """Show the class of each image; 1 if one could not be read."""
     from toyexp.batching.pictures import require_pillow
-    from toyexp.inference.predict import listed, predict
+    from toyexp.inference.predict import list_images, predict
 
     if not arguments.rest[1:]:
         given = f"predict {arguments.rest[0]}" if arguments.rest else "predict"
@@ -143,7 +143,7 @@ def run_predict(arguments: Arguments) -> int:
     if table is not None:
         _check_table(table, arguments)
     require_pillow()
-    files, modules = listed(places), arguments.modules
+    files, modules = list_images(places), arguments.modules
     found = predict(what, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
     for image in found.failed:
         print(escape_cell(f"{image.file}: {image.error}"), file=sys.stderr)

@@ -19,16 +19,16 @@ from toyexp.cli.files import one_file
 from toyexp.inference.generate import (
     LIMIT,
     STOPPED,
-    Author,
     ChatTemplate,
     Generated,
+    Generator,
     Options,
-    Scribe,
+    TextBuilder,
     chat_ids,
     chat_template,
     generate,
-    load_writer,
-    opening,
+    load_model,
+    system_turns,
 )
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.interfaces.command import Arguments
@@ -130,11 +130,11 @@ class Conversation:
     context holds, the oldest turns are left out.
     """
 
-    def __init__(self, author: Author, template: ChatTemplate | None):
+    def __init__(self, author: Generator, template: ChatTemplate | None):
         assert author.tokenizer is not None
         self._author, self._found, self._tokenizer = author, template, author.tokenizer
         self._template = Template(template.text, author.tokenizer, template.file) if template else None
-        self._turns = opening(author.asked)
+        self._turns = system_turns(author.asked)
         self._fixed = len(self._turns)  # turns that are never left out
         self._dropped = self._answering = self._stopped = False
         self._words = stream(author.asked.seed, "generate")
@@ -161,7 +161,7 @@ class Conversation:
 
     def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
         """Write what follows the ids of a message, until its end or the first Ctrl-C."""
-        scribe, self._answering, self._stopped = Scribe(self._tokenizer, write), True, False
+        scribe, self._answering, self._stopped = TextBuilder(self._tokenizer, write), True, False
         found = self._author.write(message, ids, scribe, self._words, self._found, lambda: self._stopped, print_note)
         self._answering = False
         self._turns.append({"role": "assistant", "content": scribe.text})
@@ -182,10 +182,10 @@ def chat(
     `answered` gets each answer once it is whole, or was stopped. Return how many messages of a pipe were left out.
     UserError for a file that knows ids alone.
     """
-    loaded, left_out = load_writer(asked, registry), 0
+    loaded, left_out = load_model(asked, registry), 0
     if asked.engine.partition(":")[0] == LLAMA_CPP:
         raise UserError(f"--engine {asked.engine}: answers one --prompt at a time; a conversation takes another engine")
-    with Author(loaded, asked, CHAT_STEP) as author:
+    with Generator(loaded, asked, CHAT_STEP) as author:
         if author.tokenizer is None:
             raise UserError(f"{loaded.name}: has no tokenizer, and a chat is text; --ids 1,2,3 without --chat")
         template = chat_template(loaded, asked, required=False)

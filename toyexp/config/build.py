@@ -28,11 +28,11 @@ from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.registry import Registry
-from toyexp.training.provenance import Record
+from toyexp.training.provenance import Origin
 from toyexp.training.settings import Settings
 
 
-def parts_of(cfg: DictConfig, keys: Keys, begun: Record) -> dict[str, Any]:
+def parts_of(cfg: DictConfig, keys: Keys, begun: Origin) -> dict[str, Any]:
     """Return the parts of a run by their names in Config, each checked, but for the engine.
 
     Of a run that is resumed, relative paths are those of the directory where it was `begun`.
@@ -77,7 +77,7 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
     return _typed_once(Settings, own, "") | groups
 
 
-def saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Record) -> tuple[Model, Data, Recipe]:
+def saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Origin) -> tuple[Model, Data, Recipe]:
     """Return the model, data and recipe of a run's saved configuration, checked; UserError for a missing file."""
     parts = []
     for kind in ("model", "data", "recipe"):
@@ -141,7 +141,7 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values | {key: expand_path(values[key]) for key in texts if where in PARTS}
 
 
-def located(cls: type, node: Mapping[str, Any], begun: Record) -> Mapping[str, Any]:
+def located(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[str, Any]:
     """Return the settings of a part with relative paths as from where its run was begun.
 
     A text is a path if something lies there, and it is no word such as data.tokenizer=byte in place of a default.
@@ -149,7 +149,7 @@ def located(cls: type, node: Mapping[str, Any], begun: Record) -> Mapping[str, A
     words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}
     paths = [key for key, value in texts.items() if key not in words or "." in value or "/" in value]
-    return {**node, **{key: begun.found(texts[key]) for key in paths}}
+    return {**node, **{key: begun.resolve(texts[key]) for key in paths}}
 
 
 def made(cls: type, node: Mapping[str, Any]) -> Any:

@@ -33,7 +33,7 @@ from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.compatibility import model_mismatch, suggest_command
 from toyexp.plugins.registry import Registry
-from toyexp.training.provenance import Record
+from toyexp.training.provenance import Origin
 from toyexp.training.resume import differences
 from toyexp.training.run_config import Config
 
@@ -148,8 +148,8 @@ class Composed:
         self._take_ranks(parts["plain"]["engine"])
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
-            **parts, engine=engine, engine_note=note, base=base, by_default=default_callbacks,
-            begun=self.source.begun.cwd,
+            **parts, engine=engine, engine_note=note, base=base, default_callbacks=default_callbacks,
+            cwd=self.source.begun.cwd,
             suggest_command=lambda: suggest_command(
                 by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry
             ),
@@ -236,7 +236,7 @@ class Base:
     settings: Mapping[str, Any]  # as in the file, but for `context`, the length of the run's own training windows
 
 
-def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Record) -> Base | None:
+def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origin) -> Base | None:
     """The base of the recipe, if it has one; UserError for a file that no model here can represent.
 
     Raises UserError too where anything of `model` but its context was given, and is not so in the file.

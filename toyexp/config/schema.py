@@ -32,7 +32,7 @@ from toyexp.config.safe_yaml import PLACES, SIZE_LIMIT, check_file, require_plug
 from toyexp.config.top_level import PARTS, Sweep
 from toyexp.plugins.registry import Registry
 from toyexp.plugins.rules import types_of
-from toyexp.training.provenance import Record, record_in
+from toyexp.training.provenance import Origin, parse_origin
 from toyexp.training.resume import saved_state
 from toyexp.training.settings import Settings
 
@@ -172,7 +172,7 @@ class Source:
     name: str = "config"
     extra: Path | None = None  # one more directory of presets
     saved: bool = False  # a run's own, which nobody wrote
-    begun: Record = field(default_factory=Record, compare=False)  # where that run was begun
+    begun: Origin = field(default_factory=Origin, compare=False)  # where that run was begun
 
     @classmethod
     def of_run(cls, directory: Path, asked: Mapping[str, str], modules: Sequence[str]) -> Source:
@@ -194,13 +194,13 @@ class Source:
             was = printable(str(then.get("name")))
             raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
         others = {"engine", "callbacks"} & asked.keys()
-        begun = record_in(saved_state(directory))
+        begun = parse_origin(saved_state(directory))
         if others:
             return cls._holding({k: v for k, v in saved.items() if k not in others}, begun)
         return cls(directory.absolute(), saved=True, begun=begun)
 
     @classmethod
-    def _holding(cls, settings: Mapping[str, Any], begun: Record) -> Source:
+    def _holding(cls, settings: Mapping[str, Any], begun: Origin) -> Source:
         """A directory of its own, which is there as long as this is: Hydra takes a main file from nowhere else."""
         source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True, begun=begun)
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
@@ -215,7 +215,7 @@ class Source:
             if given is not None:
                 require_directory(given, f"{flag} {given}")
         directory = Path(path).absolute() if path else CONF
-        begun = record_in({"cwd": os.environ.get(BEGUN)})
+        begun = parse_origin({"cwd": os.environ.get(BEGUN)})
         extra_directory = Path(extra).absolute() if extra else None
         source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, begun=begun)
         file = directory / f"{source.name}.yaml"

@@ -26,7 +26,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import PLAIN
 from toyexp.inference.export import default_target, require_free
-from toyexp.inference.model_files import ADAPTER, MODEL, file_of
+from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.format import TensorInfo
@@ -92,10 +92,10 @@ class Description(Answer):
         else:
             model = printable(self.architecture) or "no architecture"
             rows.append(("model", f"{model} (model={self.family})" if self.family else model))
-            rows += _wrapped("sizes", [f"{k}={_short(v)}" for k, v in self.sizes.items()], " ")
-        rows += _wrapped("parameters", self._parameter_words())
+            rows += _wrap("sizes", [f"{k}={_short(v)}" for k, v in self.sizes.items()], " ")
+        rows += _wrap("parameters", self._parameter_words())
         kinds = [f"{t} {format_bytes(n['bytes'])} in {n['tensors']}" for t, n in self.types.items()]
-        rows += _wrapped("types", kinds or ["no tensors"])
+        rows += _wrap("types", kinds or ["no tensors"])
         rows += self._tokenizer_rows()
         rows += [(name, printable(text, 100)) for name, text in self.general.items()]
         lines = [f"{name:<10}  {text}".rstrip() for name, text in rows]
@@ -127,7 +127,7 @@ class Description(Answer):
         alpha = self.adapter["alpha"]
         what = f"{printable(self.adapter['type'])} for a base of architecture {printable(self.architecture)}"
         rows = [("adapter", f"{what}, rank {ranks}, alpha {'not given' if alpha is None else f'{alpha:g}'}")]
-        return rows + _wrapped("targets", [printable(t) for t in self.adapter["targets"]])
+        return rows + _wrap("targets", [printable(t) for t in self.adapter["targets"]])
 
     def _parameter_words(self) -> list[str]:
         n = self.parameters
@@ -147,10 +147,10 @@ class Description(Answer):
         words += [f"{t['controls']} of them control"] if t["controls"] else []
         rows = [("tokenizer", ", ".join(words))]
         if t["refused"]:
-            rows += _wrapped("", [f"of ids only here: {printable(t['refused'], 200)}"])
+            rows += _wrap("", [f"of ids only here: {printable(t['refused'], 200)}"])
         special = [f"{name} {s['id']}" + (f" {printable(s['token'], 30)}" if s["token"] is not None else "")
                    for name, s in t["special"].items()]  # fmt: skip
-        rows += _wrapped("", special) if special else []
+        rows += _wrap("", special) if special else []
         adds = [f"{name} {'not said' if t[f'add_{name}'] is None else 'added' if t[f'add_{name}'] else 'not added'}"
                 for name in ("bos", "eos")]  # fmt: skip
         rows.append(("", f"{', '.join(adds)}; {'a' if t['chat_template'] else 'no'} chat template"))
@@ -159,10 +159,10 @@ class Description(Answer):
 
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
     """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
-    path = file_of(path, (MODEL, ADAPTER), registry)
+    path = find_model_file(path, (MODEL, ADAPTER), registry)
     file, path = opened(str(path)), origin(path)  # opened as by the recipes, who are asked about it
     kind = file.text("general.type") or "model"
-    offers = Offers(file, path, registry)
+    offers = FileUses(file, path, registry)
     model, refused, forward = offers.model, offers.refused, None
     uses = offers.all()
     if model is not None:
@@ -182,7 +182,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
         kind=kind, architecture=architecture,
         family=model.name if model else None, refused=refused,
         sizes=model_settings(model) if model else sizes, parameters=parameters, outside=outside,
-        types=types_of(file), tokenizer=_tokenizer(file, offers), general=_general(file),
+        types=count_types(file), tokenizer=_tokenizer(file, offers), general=_general(file),
         adapter=_adapter(file) if kind == "adapter" else None,
         parts=parts, uses=uses, forward=forward,
         metadata=dict(meta) if metadata else {},
@@ -196,7 +196,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
 # -- what a header says -----------------------------------------------------------------------------------------------
 
 
-def types_of(file: GGUFFile) -> dict[str, dict[str, int]]:
+def count_types(file: GGUFFile) -> dict[str, dict[str, int]]:
     """Tensors and bytes of each type, the most bytes first."""
     number, size = Counter[str](), Counter[str]()
     for t in file.tensors.values():
@@ -217,7 +217,7 @@ def _parameters(tensors: Iterable[TensorInfo]) -> tuple[dict[str, int], dict[str
     return {"total": total, "embedding": embedding, "blocks": len(blocks), "per_block": largest}, dict(outside)
 
 
-def _tokenizer(file: GGUFFile, offers: Offers) -> dict[str, Any] | None:
+def _tokenizer(file: GGUFFile, offers: FileUses) -> dict[str, Any] | None:
     meta = file.metadata
     if not any(key.startswith("tokenizer.") for key in meta):
         return None
@@ -293,7 +293,7 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _wrapped(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[str, str]]:
+def _wrap(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[str, str]]:
     lines = textwrap.wrap(between.join(words), WIDTH - 12, break_long_words=False, break_on_hyphens=False)
     return [(name if i == 0 else "", line) for i, line in enumerate(lines)]
 
@@ -316,7 +316,7 @@ class Use:
     reason: str | None = None
 
 
-class Offers:
+class FileUses:
     """What toyexp can do with an open file; files of up to `LOOKED_THROUGH` bytes are read to their end."""
 
     def __init__(self, file: GGUFFile, path: Path, registry: Registry):
@@ -356,14 +356,14 @@ class Offers:
     def all(self) -> list[Use]:
         """Return everything, in the order of a work; each command with the local plugins that were named."""
         is_adapter = self._file.metadata.get("general.type") == "adapter"
-        uses = self._on_a_base() if is_adapter else [*self._training(), *self._donating(), *self._looking()]
+        uses = self._adapter_uses() if is_adapter else [*self._training(), *self._donating(), *self._looking()]
         word = self._registry.loading
         return [replace(use, command=None if use.reason else f"{use.command}{word}") for use in uses]
 
     def _looking(self) -> list[Use]:
         if self.model is None:
             return []
-        path, broken = shell(str(self._path)), self._no_numbers
+        path, broken = quote_for_shell(str(self._path)), self._no_numbers
         found = [Use("eval", f"toyexp eval {path}{self._data}", broken)]
         if self.model.reads.sequence:
             found.append(Use("generate", f"toyexp generate {path} {self._prompt(self.model)}", broken))
@@ -382,7 +382,7 @@ class Offers:
                 return f" data={name} {words}" if words else ""
         return ""
 
-    def _starting_from(self, what: str) -> list[type[Recipe]]:
+    def _recipes_from(self, what: str) -> list[type[Recipe]]:
         recipes = self._registry.classes("recipe").values()
         return [recipe for recipe in recipes if recipe.starts_from == what and self._default(recipe)]
 
@@ -390,16 +390,16 @@ class Offers:
         """Return the model that the recipe trains if none is named, with its default sizes."""
         return next((model() for model in self._registry.models() if model.reads in recipe.reads), None)
 
-    def _is_for(self, recipe: type[Recipe]) -> bool:
+    def _accepts(self, recipe: type[Recipe]) -> bool:
         return self.model is None or self.model.reads in recipe.reads
 
     def _command(self, recipe: type[Recipe], context: str = "") -> str:
-        file = f"recipe.{recipe.starts_from}={pasted(self._path)}"
+        file = f"recipe.{recipe.starts_from}={quote_for_hydra(self._path)}"
         return f"toyexp recipe={recipe.name} {file}{self._data}{context} {recipe.hint}".rstrip()
 
     def _training(self) -> list[Use]:
         found = []
-        for recipe in self._starting_from("base"):
+        for recipe in self._recipes_from("base"):
             own, usual = self.model.context if self.model else 0, self._default(recipe)
             context = f" model.context={own}" if usual and 0 < own < usual.context else ""
             reason = self.refused if self.model is None else self._no_numbers or self._refusal(recipe, self.model)
@@ -411,7 +411,7 @@ class Offers:
         rows = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else 1
         if self._file.size > LOOKED_THROUGH and table is not None and rows <= table.shape[0]:
             rows = 1  # a run says what is wrong with the others
-        recipes = filter(self._is_for, self._starting_from("donor"))
+        recipes = filter(self._accepts, self._recipes_from("donor"))
         return [Use("donor", self._command(recipe), self._unfit_donor(recipe, rows)) for recipe in recipes]
 
     def _unfit_donor(self, recipe: type[Recipe], rows: int = 1) -> str | None:
@@ -424,9 +424,9 @@ class Offers:
     def best(self) -> str:
         """The most that the file is good for, in a word: base, or its kind of data, or donor; empty: nothing."""
         if self.model is not None:
-            trained_on = any(self._is_for(recipe) for recipe in self._starting_from("base"))
+            trained_on = any(self._accepts(recipe) for recipe in self._recipes_from("base"))
             return "base" if trained_on else self.model.reads.name
-        return "donor" if any(self._unfit_donor(r) is None for r in self._starting_from("donor")) else ""
+        return "donor" if any(self._unfit_donor(r) is None for r in self._recipes_from("donor")) else ""
 
     def _refusal(self, cls: type[Recipe], model: Model) -> str | None:
         """Why a recipe refuses to plan a run of one step from this file; None where it does not."""
@@ -459,27 +459,27 @@ class Offers:
             except UserError as error:
                 reason = reason or _reason(error, self._file)
             else:
-                return Use("export", f"toyexp export {shell(str(self._path))} --type {kind}")
+                return Use("export", f"toyexp export {quote_for_shell(str(self._path))} --type {kind}")
         return Use("export", None, reason)
 
     def _unseen(self, model: Model) -> str | None:
-        from toyexp.inference.predict import Seen  # deferred: it loads Hydra, which few models need here
+        from toyexp.inference.predict import ImageInput  # deferred: it loads Hydra, which few models need here
 
         try:
-            Seen.of(self._file, model, self._path)
+            ImageInput.of(self._file, model, self._path)
         except UserError as error:
             return _reason(error, self._file)
         return None
 
-    def _on_a_base(self) -> list[Use]:
-        path = shell(str(self._path))
+    def _adapter_uses(self) -> list[Use]:
+        path = quote_for_shell(str(self._path))
         commands = {
             "generate": f"toyexp generate BASE.gguf --adapter {path} --prompt '{PROMPT}'",
             "merge": f"toyexp merge BASE.gguf {path} --out merged.gguf",
         }
-        for recipe in self._starting_from("base"):
+        for recipe in self._recipes_from("base"):
             if "adapter" in recipe.__dataclass_fields__:
-                settings = f"recipe.base=BASE.gguf recipe.adapter={pasted(self._path)} {recipe.hint}"
+                settings = f"recipe.base=BASE.gguf recipe.adapter={quote_for_hydra(self._path)} {recipe.hint}"
                 commands["train on"] = f"toyexp recipe={recipe.name} {settings}".rstrip()
         try:
             check_adapter(self._file)
@@ -501,13 +501,13 @@ def _reason(error: UserError, file: GGUFFile) -> str:
 # -- what is to be typed ----------------------------------------------------------------------------------------------
 
 
-def shell(path: str) -> str:
+def quote_for_shell(path: str) -> str:
     """A path to be pasted into a shell; one with control characters can only be shown."""
     path = f"./{path}" if path.startswith("-") else path  # or it would be an option
     return shlex.quote(path) if path.isprintable() else printable(path, 200)
 
 
-def pasted(path: Path) -> str:
+def quote_for_hydra(path: Path) -> str:
     """Quote a path for Hydra and the shell, as it is typed behind `recipe.base=`; escape control characters."""
     text = str(path)
     if not text.isprintable():

@@ -35,7 +35,7 @@ from toyexp.interfaces.kind import DerivedMetric
 from toyexp.interfaces.model import Model, compute_scores, model_settings
 from toyexp.plugins.compatibility import kind_mismatch, matching_data
 from toyexp.plugins.registry import Registry
-from toyexp.training.provenance import Record, data_sources, recorded
+from toyexp.training.provenance import Origin, data_digests, read_origin
 from toyexp.training.run_config import Config
 
 SHARE = ("val_fraction", "eval_batches", "eval_images")
@@ -60,7 +60,7 @@ class Evaluation(Answer):
     figures: Sequence[DerivedMetric]  # what the kind of data makes of it: of text, perplexity and bits per byte
     scores: Mapping[str, float]  # what else the model reports, such as accuracy
     note: str = ""  # on the data of a run, where it is not, or may not be, its own
-    classes: list[OfClass] | None = None  # how it did by class, where there is one for a whole example
+    classes: list[ClassCounts] | None = None  # how it did by class, where there is one for a whole example
 
     def plain(self) -> dict[str, Any]:
         """What is known of text alone is null for others."""
@@ -82,23 +82,23 @@ class Evaluation(Answer):
             f"engine  {self.engine}",
             f"data    {data}, {self.targets} {held_out}targets{f' ({share})' if share else ''}",
             " · ".join(found),
-            *(table(self.classes) if self.classes else []),
+            *(class_table(self.classes) if self.classes else []),
         ]
 
 
 def evaluate(what: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
     """Evaluate a model, with a LoRA `adapter` if given, on `data`, what the settings say, or its run's own data."""
-    typed, registry = _check_taken(request), request.registry
+    typed, registry = _check_settings(request), request.registry
     loaded = LoadedModel.open(what, registry, adapter)
     model = loaded.model
-    trained = (trained_on(adapter, request.modules) if adapter else None) or trained_on(what, request.modules)
-    chosen = _data(loaded, typed, registry, trained, data)
+    trained = (read_trained(adapter, request.modules) if adapter else None) or read_trained(what, request.modules)
+    chosen = _choose_data(loaded, typed, registry, trained, data)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
-    with trained.record.told(["data.path"]) if trained else nullcontext():
+    with trained.record.explain_missing_paths(["data.path"]) if trained else nullcontext():
         built = request.before(*chosen, *batch_size).without("model.context").parts()
     built.engine.check_rows(built.settings.batch_size, 1)
     window = _window(request.values.get("model.context"), model, trained.context if trained else None)
-    dataset = _opened(built, loaded)
+    dataset = _open_dataset(built, loaded)
     keys = [key for key in (*typed, *(["data.path"] if data else [])) if key.split(".")[0] == "data"]
     data_of = built.plain["data"]
     own, note = trained.compare(dataset, keys, str(data_of.get("path") or "")) if trained else (False, "")
@@ -112,7 +112,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         read = [name for name in inputs if name not in ("targets", "weights")]
         names = dataset.classes if isinstance(dataset, ImageDataset) else ()
         of_an_example = not inputs["targets"].shape  # and not of each of its positions
-        classes = by_class(session.logits, held_out, read, names) if of_an_example else None
+        classes = count_by_class(session.logits, held_out, read, names) if of_an_example else None
     held = [remark for remark in dataset.remarks() if remark.startswith("held out: ")]  # by a folder, not by a share
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
@@ -125,7 +125,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     )  # fmt: skip
 
 
-def _check_taken(request: Request) -> list[str]:
+def _check_settings(request: Request) -> list[str]:
     typed = [o.key_or_group for o in request.settings]
     for key in typed:
         if key.split(".")[0] not in TAKEN and key != "model.context":
@@ -133,15 +133,15 @@ def _check_taken(request: Request) -> list[str]:
     return typed
 
 
-def _data(
-    loaded: LoadedModel, typed: Sequence[str], registry: Registry, trained: Trained | None, data: str | None
+def _choose_data(
+    loaded: LoadedModel, typed: Sequence[str], registry: Registry, trained: TrainedRun | None, data: str | None
 ) -> list[str]:
     model = loaded.model
     if data is not None and "data" in typed:
         raise UserError(f"--data {data}: goes without data=..., which says the same")
     own = trained.settings(loaded.path, has_text(loaded.file), registry) if trained else []
     if data is not None:
-        name = kind_of(Path(data), model, registry)
+        name = recognise_data(Path(data), model, registry)
         kind, given = f"data={name}", [setting("data.path", data)]
         cls = cast("type[Data]", registry.get("data", name))
         fit = "" if model.reads.text else cls.suggest_settings(model_settings(model), None) or ""
@@ -152,7 +152,7 @@ def _data(
     return own or [f"data={name}" for name in matching_data(model.reads, registry)[:1]]
 
 
-def _opened(built: Config, loaded: LoadedModel) -> Dataset:
+def _open_dataset(built: Config, loaded: LoadedModel) -> Dataset:
     reads = loaded.model.reads
     if reason := kind_mismatch(loaded.name, reads, built.data):
         raise UserError(reason)
@@ -182,7 +182,7 @@ OTHERS = 3  # that one is mistaken for, in the table
 
 
 @dataclass(frozen=True)
-class OfClass:
+class ClassCounts:
     """What was held out of one class."""
 
     name: str
@@ -191,9 +191,9 @@ class OfClass:
     taken_for: dict[str, int]  # the other classes, the commonest first
 
 
-def by_class(
+def count_by_class(
     logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
-) -> list[OfClass]:
+) -> list[ClassCounts]:
     """Count for each class of the model how its examples were classified; rows of weight 0 only fill their batch."""
     counts = None
     for batch in batches:
@@ -208,11 +208,11 @@ def by_class(
     classes = []
     for number, row in enumerate(counts.tolist()):
         others = sorted((i for i, count in enumerate(row) if count and i != number), key=lambda i: (-row[i], i))
-        classes.append(OfClass(called[number], sum(row), row[number], {called[i]: row[i] for i in others}))
+        classes.append(ClassCounts(called[number], sum(row), row[number], {called[i]: row[i] for i in others}))
     return classes
 
 
-def table(classes: Sequence[OfClass]) -> list[str]:
+def class_table(classes: Sequence[ClassCounts]) -> list[str]:
     """A line for each class that there are examples of; of many those that it is wrong about most often."""
     there = [one for one in classes if one.examples]
     shown = there if len(there) <= SHOWN else sorted(there, key=lambda one: one.right - one.examples)[:SHOWN]
@@ -223,7 +223,7 @@ def table(classes: Sequence[OfClass]) -> list[str]:
     return lines
 
 
-def _row(one: OfClass) -> list[str]:
+def _row(one: ClassCounts) -> list[str]:
     others = [f"{name} ({count})" for name, count in one.taken_for.items()]
     more = [f"{len(others) - OTHERS} more"] if len(others) > OTHERS + 1 else []
     told = ", ".join((others[:OTHERS] if more else others) + more)
@@ -238,14 +238,14 @@ CONTENTS = ("text", "images")  # sources that do not depend on how the data is s
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """What a run's config.yaml says its model was trained on."""
 
     directory: Path
     data: dict[str, Any]  # the settings of `data`, with its name
     batch_size: int
     context: int | None  # tokens of a window
-    record: Record  # what the run says of its origin
+    record: Origin  # what the run says of its origin
 
     def settings(self, file: Path, has_text: bool, registry: Registry) -> list[str]:
         """The same as typed, for the model in `file`, whose own tokenizer is the one that the run made or took."""
@@ -258,12 +258,12 @@ class Trained:
 
     def compare(self, dataset: Dataset, typed: Sequence[str], taken: str = "") -> tuple[bool, str]:
         """Return whether the data is the run's own, or else what to say; UserError for other data nobody `typed`."""
-        then, now = self.record, data_sources(dataset.describe())
+        then, now = self.record, data_digests(dataset.describe())
         if then.sources.get("data") in (None, now["data"]):
             unknown = "" if typed else "; not compared with the run's own, of which it recorded no digest"
             return "data" in then.sources, "" if "data" in then.sources else unknown
         contents = [role for role in CONTENTS if role in now and role in then.sources]
-        changes = then.differing({role: now[role] for role in contents})
+        changes = then.list_changes({role: now[role] for role in contents})
         if {"data", "data.path"} & {*typed}:
             same, within = self._overlap(taken)
             known = not changes if contents else same
@@ -271,22 +271,22 @@ class Trained:
             return False, ", some of which the run may have been trained on" if within else part
         if typed and not changes:  # only how it is split
             return False, "" if contents else ", split otherwise than the run's, so not compared with it"
-        path = then.found(str(self.data.get("path") or ""))
+        path = then.resolve(str(self.data.get("path") or ""))
         there = f"data.path={path}" if path else f"data={self.data['name']}"
-        change = (changes or then.differing(now))[0]
+        change = (changes or then.list_changes(now))[0]
         raise UserError(f"eval {self.directory}: {there} is other data than the run was trained on: {change}; "
                         f"to evaluate on it all the same, type {there}")  # fmt: skip
 
     def _overlap(self, path: str) -> tuple[bool, bool]:
         """Return whether a path is the one that the run read its data from, and whether one lies in the other."""
-        own = self.record.found(str(self.data.get("path") or ""))
+        own = self.record.resolve(str(self.data.get("path") or ""))
         if not own or not path:
             return False, False
         here, there = Path(path).resolve(), Path(own).resolve()
         return here == there, here != there and (here.is_relative_to(there) or there.is_relative_to(here))
 
 
-def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
+def read_trained(what: Path, modules: Sequence[str]) -> TrainedRun | None:
     """Return what a run, or the run of a checkpoint, was trained on; None if the path is neither."""
     path = (what.absolute().parents[1] if is_checkpoint(what) else what) / CONFIG
     if not os.path.lexists(path):
@@ -298,10 +298,10 @@ def trained_on(what: Path, modules: Sequence[str]) -> Trained | None:
     model = saved.get("model")
     context = model.get("context") if isinstance(model, dict) else None
     context = context if isinstance(context, int) else None
-    return Trained(what, saved["data"], saved.get("batch_size", 8), context, recorded(what))
+    return TrainedRun(what, saved["data"], saved.get("batch_size", 8), context, read_origin(what))
 
 
-def kind_of(path: Path, model: Model, registry: Registry) -> str:
+def recognise_data(path: Path, model: Model, registry: Registry) -> str:
     """The kind of data that a path holds, by the names of its files; UserError for one that `model` does not read."""
     classes: list[type[Data]] = list(registry.classes("data").values())
     fits: dict[type[Data], int] = {

@@ -27,22 +27,22 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template
 from toyexp.formats.gguf.write import Writer, require_exact
 from toyexp.formats.layout import HF_TYPES
-from toyexp.inference.model_files import adapter_of, check_base, file_of
+from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_written
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
-from toyexp.results.run_dirs import read_run
-from toyexp.training.checkpoint import result_of
+from toyexp.results.found import look
+from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
-from toyexp.training.rundir import settings_in
+from toyexp.training.rundir import read_settings
 
 BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # first bytes of files, as a pattern
 
 
 @dataclass(frozen=True)
-class Written(Answer):
+class ExportResult(Answer):
     """What was written."""
 
     source: str
@@ -62,13 +62,13 @@ class Written(Answer):
         return [*map(escape_controls, told), f"{self.path}  {sizes}  ({types})"]
 
 
-def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
+def build_format(word: str, settings: Sequence[str], registry: Registry) -> Format:
     """The format that `--type` names, with the settings behind it; UserError for what it does not take."""
     known = registry.types()
     if word not in known:
         raise UserError(f"--type={word}: {suggest(word, known)}")
     cls, values = known[word]
-    form = _with(cls, values, settings, word) if settings else cls(**values)
+    form = _build_with_settings(cls, values, settings, word) if settings else cls(**values)
     try:
         form.check()
     except UserError as error:  # of the settings that the word stands for, where none was typed
@@ -76,7 +76,7 @@ def asked(word: str, settings: Sequence[str], registry: Registry) -> Format:
     return form
 
 
-def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str], word: str) -> Format:
+def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str], word: str) -> Format:
     from toyexp.config.build import made, typed  # deferred: few exports take settings, which Hydra reads
     from toyexp.config.words import parse
 
@@ -98,12 +98,12 @@ def _with(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str],
 
 def export(
     what: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool
-) -> Written:
+) -> ExportResult:
     """Write the file as the format that `word` names; UserError for what cannot be, before anything is written."""
-    form = asked(word, settings, registry)
+    form = build_format(word, settings, registry)
     # What the stem of a file's name gets: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
-    with GGUFFile(file_of(what, registry=registry)) as file:
+    with GGUFFile(find_model_file(what, registry=registry)) as file:
         target = Path(to) if to else default_target(file, ending)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
             raise UserError(f"--to {target}: --type {word} is written as *{form.suffix}")
@@ -118,7 +118,9 @@ def export(
             with GGUFFile(target) as written:
                 kinds = dict(Counter(t.type for t in written.tensors.values()))
         told = call_for_lines(form.notes, exported) if exported is not None else []
-        return Written(str(origin(file.path)), str(target), word, file.size, total_bytes(target), kinds, problems, told)
+        return ExportResult(
+            str(origin(file.path)), str(target), word, file.size, total_bytes(target), kinds, problems, told
+        )
 
 
 def _write(
@@ -150,14 +152,14 @@ def _write(
 
 def _about(file: GGUFFile) -> dict[str, Any]:
     """Return what a model card says of the run that a file comes from; nothing if the file is not beside that run's."""
-    run = _beside(file).parent
-    config, found, step = settings_in(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
+    run = _path_beside(file).parent
+    config, found, step = read_settings(run / "config.yaml"), look(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
         return {}
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
     rounded = f" before rounding to {types}" if types else ""
     scores = {f"{name}{rounded}": value for name, value in {"loss": found.loss, **found.scores}.items()}
-    scores = scores if result_of(run).get("eval_step") == step else {}
+    scores = scores if read_result(run).get("eval_step") == step else {}
     return card_facts(config, found.engine, scores)
 
 
@@ -171,9 +173,9 @@ def require_free(
     if contents:
         files = {f.name: f for f in target.iterdir()} if target.is_dir() and not target.is_symlink() else {"": target}
         whole = {"config.json", "model.safetensors"} & {*contents} if files else set()  # an empty directory is free
-        ours = whole <= {*files} <= {*contents} and all(_begins(f, f.suffix, b"") for f in files.values())
+        ours = whole <= {*files} <= {*contents} and all(_starts_like(f, f.suffix, b"") for f in files.values())
     else:
-        ours = _begins(target, ".gguf") or (target.name.endswith(suffix) and _begins(target, suffix))
+        ours = _starts_like(target, ".gguf") or (target.name.endswith(suffix) and _starts_like(target, suffix))
     if not ours:
         what = "directory that was written so" if contents else "file of a model"
         hint = "name a file in it" if target.is_dir() and not contents else "write elsewhere"
@@ -186,7 +188,7 @@ def require_free(
         raise UserError(f"{asked}: is already there; write elsewhere, or replace it with --force")
 
 
-def _begins(path: Path, suffix: str, other: bytes = b".") -> bool:
+def _starts_like(path: Path, suffix: str, other: bytes = b".") -> bool:
     """Return whether a file begins as BEGINNINGS says for this suffix, or as `other` if BEGINNINGS lacks the suffix."""
     return re.match(BEGINNINGS.get(suffix, other), read_head(path, 9), re.DOTALL) is not None
 
@@ -194,10 +196,10 @@ def _begins(path: Path, suffix: str, other: bytes = b".") -> bool:
 def default_target(file: GGUFFile, ending: str) -> Path:
     """Where a file goes unless `--to` says it: beside the model, a part of whose name is left out if it is split."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    return _beside(file).with_name(f"{stem}{ending}")
+    return _path_beside(file).with_name(f"{stem}{ending}")
 
 
-def _beside(file: GGUFFile) -> Path:
+def _path_beside(file: GGUFFile) -> Path:
     """Return the path beside which a new file goes: of what lies in a checkpoint's directory that of its run."""
     if (made_of := origin(file.path)) == file.path:
         return file.path
@@ -213,7 +215,7 @@ OF_BASE = ("split.", *(f"general.{key}" for key in ("run_id", "step", "config_sh
 
 
 @dataclass(frozen=True)
-class Merged(Answer):
+class MergeResult(Answer):
     """What was written."""
 
     base: str
@@ -236,11 +238,11 @@ class Merged(Answer):
         return [*map(escape_controls, told), f"{self.path}  {format_bytes(self.bytes)}  ({types})"]
 
 
-def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> Merged:
+def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> MergeResult:
     """Writes `out`; UserError for what does not fit together, before anything is written."""
-    with GGUFFile(file_of(base, registry=registry)) as file:
+    with GGUFFile(find_model_file(base, registry=registry)) as file:
         model = model_in(file, registry)
-        put_on = adapter_of(adapter, lambda: model, registry)
+        put_on = find_adapter_file(adapter, lambda: model, registry)
         pairs, adapters = read_adapter(put_on, model)
         problems = check_base(put_on, file.path)
         for tensor in pairs:
@@ -248,17 +250,17 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
         with GGUFFile(put_on) as there:
             require_free(f"--out {out}", out, [*file.paths, origin(file.path), put_on, origin(put_on)], force)
             scales = {a.target: a.scale for a in adapters if isinstance(a, LoraAdapter)}
-            writer = _merged(file, there, scales, kind)
+            writer = _merge_tensors(file, there, scales, kind)
             before = dict(Counter(file.tensors[name].type for name in scales))
             problems += writer.save(out)
         told = str(origin(file.path)), str(origin(put_on))
     with GGUFFile(out) as written:
         types = dict(Counter(info.type for info in written.tensors.values()))
         now = Counter(written.tensors[name].type for name in scales).most_common(1)[0][0]
-    return Merged(*told, str(out), now, len(scales), before, total_bytes(out), types, problems)
+    return MergeResult(*told, str(out), now, len(scales), before, total_bytes(out), types, problems)
 
 
-def _merged(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
+def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
     """The base's keys and tensors, each changed one in its new type; its numbers are made as they are written."""
     writer = Writer()
     template = read_chat_template(adapter)

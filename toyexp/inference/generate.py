@@ -23,7 +23,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.inference import llamacpp
 from toyexp.inference.llamacpp import LLAMA_CPP
-from toyexp.inference.loaded_model import LoadedModel, engine_for
+from toyexp.inference.loaded_model import LoadedModel, pick_engine
 from toyexp.interfaces.sampling import Sampling, generate_endlessly
 from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
@@ -85,7 +85,7 @@ class Generated:
         return f"{speed} · {self.reason} · {self.engine}{template}"
 
 
-class Scribe:
+class TextBuilder:
     """The tokens so far, and their text (without a tokenizer, the ids); `write` gets whole characters as they come."""
 
     def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
@@ -120,16 +120,16 @@ def generate(
     asked: Options, registry: Registry, write: Callable[[str], None], slid: Callable[[str], object]
 ) -> Generated:
     """Let the model write; `write` gets the text as it comes, `slid` a line when it goes beyond the context."""
-    loaded = load_writer(asked, registry)
+    loaded = load_model(asked, registry)
     if asked.engine.partition(":")[0] == LLAMA_CPP:
-        return _by_llama_cpp(loaded, asked, write)
-    with Author(loaded, asked) as author:
+        return _generate_with_llama_cpp(loaded, asked, write)
+    with Generator(loaded, asked) as author:
         template = chat_template(loaded, asked)
-        ids, scribe = prompt_ids(loaded, asked, author.tokenizer, template), Scribe(author.tokenizer, write)
+        ids, scribe = prompt_ids(loaded, asked, author.tokenizer, template), TextBuilder(author.tokenizer, write)
         return author.write(asked.prompt, ids, scribe, stream(asked.seed, "generate"), template, slid=slid)
 
 
-def load_writer(asked: Options, registry: Registry) -> LoadedModel:
+def load_model(asked: Options, registry: Registry) -> LoadedModel:
     """Find the files of the model and the adapter; UserError for an unknown engine, and for an adapter alone."""
     engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, asked.engine.partition(":")[0]
     if name not in engines:
@@ -141,7 +141,7 @@ def load_writer(asked: Options, registry: Registry) -> LoadedModel:
     return loaded
 
 
-class Author:
+class Generator:
     """A model that writes, in a session that `with` closes; its window grows by `step` positions at a time."""
 
     def __init__(self, loaded: LoadedModel, asked: Options, step: int = 1):
@@ -151,20 +151,20 @@ class Author:
             raise UserError(f"{loaded.name}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
         self._model = model
         self.context: int = model.context
-        self.tokenizer, self.slides = language(loaded, asked), 0
+        self.tokenizer, self.slides = load_tokenizer(loaded, asked), 0
         self.vocab = min(self.tokenizer.vocab, model.vocab) if self.tokenizer else model.vocab
         self.note = ""
         self._window, self._held = 0, ExitStack()
         self._session: Session | None = None
 
-    def __enter__(self) -> Author:
+    def __enter__(self) -> Generator:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._held.close()
 
     def write(
-        self, prompt: str | None, ids: Sequence[int], scribe: Scribe, words: np.random.Philox,
+        self, prompt: str | None, ids: Sequence[int], scribe: TextBuilder, words: np.random.Philox,
         template: ChatTemplate | None, stopped: Callable[[], bool] = lambda: False,
         slid: Callable[[str], object] = lambda note: None,
     ) -> Generated:  # fmt: skip
@@ -208,13 +208,13 @@ class Author:
         self._session = None
         inputs, name = self._model.reads.inputs(window), self._model.reads.sequence
         inputs[name] = replace(inputs[name], below=self._model.vocab)
-        engine, self.note = engine_for(self.asked.engine, self.loaded.registry, 1)
+        engine, self.note = pick_engine(self.asked.engine, self.loaded.registry, 1)
         self._session = self._held.enter_context(self.loaded.session(engine, inputs, 1, LESS))
         self._window = window
         return self._session
 
 
-def language(loaded: LoadedModel, asked: Options) -> Tokenizer | None:
+def load_tokenizer(loaded: LoadedModel, asked: Options) -> Tokenizer | None:
     """Return the file's tokenizer, if it has one and it is needed."""
     if not has_text(loaded.file):
         return None
@@ -257,11 +257,11 @@ def prompt_ids(
     assert asked.prompt is not None
     if template is None:
         return tokenizer.prompt(asked.prompt).tolist()
-    turns = [*opening(asked), {"role": "user", "content": asked.prompt}]
+    turns = [*system_turns(asked), {"role": "user", "content": asked.prompt}]
     return chat_ids(tokenizer, Template(template.text, tokenizer, template.file), turns)
 
 
-def opening(asked: Options) -> list[dict[str, str]]:
+def system_turns(asked: Options) -> list[dict[str, str]]:
     """Return the turns that a chat begins with: the system's, if one was given."""
     return [] if asked.system is None else [{"role": "system", "content": asked.system}]
 
@@ -283,7 +283,7 @@ def require_room(loaded: LoadedModel, count: int, context: int) -> None:
         raise UserError(f"{loaded.name}: the prompt has {count} tokens, the model's context is {context}")
 
 
-def _by_llama_cpp(loaded: LoadedModel, asked: Options, write: Callable[[str], None]) -> Generated:
+def _generate_with_llama_cpp(loaded: LoadedModel, asked: Options, write: Callable[[str], None]) -> Generated:
     path, adapter, own = str(loaded.path), loaded.adapter, read_label(asked.engine, f"--engine {asked.engine}")[1]
     threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
     if own.keys() - {"threads"} or not is_integer(threads, 0, MAX_THREADS) or (":" in asked.engine and not own):
@@ -297,11 +297,11 @@ def _by_llama_cpp(loaded: LoadedModel, asked: Options, write: Callable[[str], No
             raise file.error("has no tokenizer, and llama.cpp does not write without one")
     template, ids, prompt = chat_template(loaded, asked), asked.ids, asked.prompt or ""
     if template and (asked.system is not None or template.file != str(path)):  # of which llama.cpp does not know
-        ids = prompt_ids(loaded, asked, language(loaded, asked), template)
+        ids = prompt_ids(loaded, asked, load_tokenizer(loaded, asked), template)
     most = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
     task = llamacpp.Task(
-        llamacpp.installed(), path, str(adapter) if adapter else None, int(threads), ids, prompt, asked.chat, context,
-        n_ctx=min(context, most + asked.tokens), tokens=asked.tokens,
+        llamacpp.find_package(), path, str(adapter) if adapter else None, int(threads), ids, prompt, asked.chat,
+        context, n_ctx=min(context, most + asked.tokens), tokens=asked.tokens,
         sampling={**asdict(asked.sampling), "seed": asked.seed % (2**32 - 1)}, stream=not asked.json,
     )  # fmt: skip
     text, ids_read, began = "", list[int](), time.perf_counter()

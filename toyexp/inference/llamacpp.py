@@ -57,7 +57,7 @@ class Answer:
 Tell = Callable[[Answer], None]
 
 
-def installed() -> str:
+def find_package() -> str:
     """The Python package to use; Unavailable when none works here."""
     reasons = {name: probe_import(name) for name in PACKAGES}
     for name, reason in reasons.items():
@@ -105,7 +105,7 @@ def _cause(log: str, code: int) -> str:
 # -- in the process of its own ----------------------------------------------------------------------------------------
 
 
-def through_xllamacpp(task: Task, tell: Tell) -> None:
+def answer_with_xllamacpp(task: Task, tell: Tell) -> None:
     """Answers through the server of xllamacpp, which speaks HTTP on this machine."""
     server = _server(task)  # kept in a name: the server stops when it is collected
     # The server is on this machine: whatever proxy the environment names has no say in it.
@@ -164,7 +164,7 @@ def _server(task: Task) -> Any:
     return xllamacpp.Server(params)
 
 
-def through_llama_cpp(task: Task, tell: Tell) -> None:
+def answer_with_llama_cpp(task: Task, tell: Tell) -> None:
     """Answers through llama-cpp-python."""
     import llama_cpp
 
@@ -212,7 +212,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(asdict(answer)) + "\n")
         sys.stdout.flush()
 
-    {"xllamacpp": through_xllamacpp, "llama_cpp": through_llama_cpp}[task.package](task, tell)
+    {"xllamacpp": answer_with_xllamacpp, "llama_cpp": answer_with_llama_cpp}[task.package](task, tell)
     os._exit(0)  # a server that is stopped right after its start may never end
 
 

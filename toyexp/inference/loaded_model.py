@@ -19,7 +19,7 @@ from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_of, opened
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
-from toyexp.inference.model_files import adapter_of, check_base, file_of
+from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
@@ -27,7 +27,7 @@ from toyexp.interfaces.recipe import Setup
 from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
 from toyexp.tokenizers.tokenizer import Tokenizer
-from toyexp.training.memory import checked_session
+from toyexp.training.memory import open_checked_session
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class LoadedModel:
     @classmethod
     def open(cls, what: Path, registry: Registry, adapter: Path | None = None) -> LoadedModel:
         """Find the files that are meant, and warn of an adapter that was trained on another base."""
-        path = file_of(what, registry=registry)
+        path = find_model_file(what, registry=registry)
         if adapter is None:
             return cls(path, None, registry)
-        put_on = adapter_of(adapter, lambda: model_of(path, registry), registry)
+        put_on = find_adapter_file(adapter, lambda: model_of(path, registry), registry)
         for warning in check_base(put_on, path):
             print_error(f"warning: {warning}")
         return cls(path, put_on, registry)
@@ -75,10 +75,10 @@ class LoadedModel:
     ) -> AbstractContextManager[Session]:
         """Open a session that computes batches of so many `rows`, and trains nothing."""
         plan = frozen_plan(self.model, self.path, Setup(inputs, rows), self.adapter)
-        return checked_session(plan, engine, self.name, remedy)
+        return open_checked_session(plan, engine, self.name, remedy)
 
 
-def engine_for(label: str, registry: Registry, rows: int) -> tuple[Engine, str]:
+def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]:
     """Return the engine of a label (`auto`, `cpu:threads=1`) that computes so many rows, and a note on which it is."""
     name = label.partition(":")[0]
     if name not in (known := {*registry.offers["engine"], AUTO}):

@@ -34,7 +34,7 @@ from toyexp.interfaces.recipe import Setup, start_session
 from toyexp.plugins.discovery import current_registry, load
 from toyexp.plugins.registry import Registry
 from toyexp.training import checkpoint
-from toyexp.training.provenance import NAMES, Record, data_sources, files, record_in, require_own_checkpoint
+from toyexp.training.provenance import NAMES, Origin, data_digests, parse_origin, require_own_checkpoint, source_files
 from toyexp.training.run_config import config_hash
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # what a run leaves
@@ -49,39 +49,39 @@ def is_checkpoint(path: Path) -> bool:
     return re.fullmatch(r"step-\d+", path.name) is not None and (path / checkpoint.MANIFEST).is_file()
 
 
-def newest_in(path: Path) -> Path | None:
+def newest_checkpoint(path: Path) -> Path | None:
     """The newest checkpoint of a run's directory, or of the folder of its checkpoints, whole or not."""
     for folder in (path / "checkpoints", path):
-        if found := checkpoint.steps(folder):
+        if found := checkpoint.list_checkpoints(folder):
             return next(iter(found.values()))
     return None
 
 
-def gguf_of(path: Path, registry: Registry | None = None) -> Path:
+def checkpoint_gguf(path: Path, registry: Registry | None = None) -> Path:
     """Return a checkpoint's model as a GGUF file in float32, which this process deletes when it ends."""
     write = partial(_write, path, registry=registry or current_registry())
-    return made_once([path / checkpoint.MANIFEST], path, path.name, write)
+    return write_once([path / checkpoint.MANIFEST], path, path.name, write)
 
 
-def made_once(files: Sequence[Path], made_of: Path, stem: str, write: Callable[[Path], object], kind: str = "") -> Path:
-    """Return the GGUF file of this `kind` that `write` makes of `made_of`, once while its `files` stay the same."""
+def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[Path], object], kind: str = "") -> Path:
+    """Return the GGUF file that `write` makes from `source`; write it again only if one of its `files` changed."""
     version = (kind, *((file.resolve(), file.stat().st_mtime_ns) for file in files))
     if version not in _written:
         place = Path(tempfile.mkdtemp(prefix="toyexp-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
         target = place / f"{stem}.gguf"
         write(target)
-        _written[version], MADE_OF[target] = target, made_of
+        _written[version], MADE_OF[target] = target, source
     return _written[version]
 
 
-def _read_by(path: Path, registry: Registry) -> Format | None:
+def _find_reader(path: Path, registry: Registry) -> Format | None:
     named = [form for form in registry.classes("format").values() if path.name.endswith(form.suffix)]
     fits = [form for form in named if bool(form.contents) is os.path.isdir(path)]  # noqa: PTH112 - as below
     return next((form() for form in fits if form.suffix != ".gguf" and form.read is not Format.read), None)
 
 
-def _converted_by(form: Format, path: Path, target: Path, registry: Registry) -> None:
+def _convert_with(form: Format, path: Path, target: Path, registry: Registry) -> None:
     who = f"format.{form.name}"
     with attribute_errors(who, f"while it read {path}"):
         found = call_checked(ModelExport, form.read, path, registry.models(), who=who)
@@ -111,7 +111,7 @@ def _fitting(found: ModelExport, what: str) -> LazyTensors:
 
 
 def _write(path: Path, target: Path, registry: Registry) -> None:
-    found, plan, recipe, dataset = _set_up(path, registry)
+    found, plan, recipe, dataset = _load_run(path, registry)
     from toyexp.reference.null import NullEngine  # which holds tensors, and computes nothing
 
     with start_session(recipe, NullEngine(), plan) as session:
@@ -122,9 +122,9 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
     write_model(target, plan.model, tensors, dataset.tokenizer, "f32", general, keys)
 
 
-def adapter_in(path: Path, target: Path, registry: Registry) -> None:
+def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
     """Writes the LoRA adapter of a checkpoint as a GGUF file; UserError for that of a run without one."""
-    found, plan, _, dataset = _set_up(path, registry)
+    found, plan, _, dataset = _load_run(path, registry)
     if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
         recipe = found.state["config"]["recipe"]["name"]
         raise UserError(f"{path}: is a checkpoint of recipe={recipe}, without an adapter; {NAME_ADAPTER}")
@@ -132,15 +132,15 @@ def adapter_in(path: Path, target: Path, registry: Registry) -> None:
     write_adapter(target, plan, values, _general(path, found, plan), dataset.chat_template)
 
 
-def _set_up(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan, Any, Any]:
-    found = checkpoint.read(path, with_state=False)
-    plain, begun = found.state.get("config"), record_in(found.state)
+def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Plan, Any, Any]:
+    found = checkpoint.read_checkpoint(path, with_state=False)
+    plain, begun = found.state.get("config"), parse_origin(found.state)
     if not isinstance(plain, dict):
         raise UserError(f"{path / checkpoint.STATE}: holds no configuration")
     require_own_checkpoint(path, found.state)
     try:
-        with begun.told():
-            plan, recipe, dataset = _planned(plain, registry, begun)
+        with begun.explain_missing_paths():
+            plan, recipe, dataset = _rebuild_plan(plain, registry, begun)
     except UserError as error:
         raise UserError(f"{path}: its run cannot be set up again: {error}; or name a GGUF of that run") from None
     wanted, there = {t.name: t.shape for t in plan.trainable}, {k: array.shape for k, array in found.arrays.items()}
@@ -164,18 +164,18 @@ def _general(path: Path, found: checkpoint.Checkpoint, plan: Plan) -> dict[str, 
     }  # fmt: skip
 
 
-def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[Plan, Any, Any]:
+def _rebuild_plan(plain: dict[str, Any], registry: Registry, begun: Origin) -> tuple[Plan, Any, Any]:
     """Return the run's plan, recipe and data; UserError if its data or files are no longer what they were."""
     from toyexp.config.build import saved_parts
 
     model, data, recipe = saved_parts(plain, registry, begun)
-    for role, file in files(recipe).items():
-        if changes := begun.differing({role: cached_fingerprint(file)}):
+    for role, file in source_files(recipe).items():
+        if changes := begun.list_changes({role: cached_fingerprint(file)}):
             raise UserError(f"{origin(file)}: is another file than it was: {changes[0]}; put that file back")
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
-    sources = data_sources(dataset.describe())
-    if changes := begun.differing({role: d for role, d in sources.items() if role in (*NAMES, "images")}):
+    sources = data_digests(dataset.describe())
+    if changes := begun.list_changes({role: d for role, d in sources.items() if role in (*NAMES, "images")}):
         path = getattr(data, "path", None)
         where = f"data.path={path}" if path else f"data={data.name}"
         raise UserError(f"{where}: is other data than it was: {changes[0]}; put that data back")
@@ -189,17 +189,17 @@ def _planned(plain: dict[str, Any], registry: Registry, begun: Record) -> tuple[
     return recipe.plan(whole or fitted, Setup(inputs, rows=1, seed=seed)), recipe, dataset
 
 
-def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
+def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
     """Return the GGUF file meant by `path`: a file (converted if need be), or the model of a run or checkpoint."""
     if not os.path.lexists(path):
         if is_address(path):
             raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS_MESSAGE}")
         raise UserError(f"{path}: not found; the GGUF files on this machine: toyexp models")
-    if form := _read_by(path, known := registry or current_registry()):
+    if form := _find_reader(path, known := registry or current_registry()):
         inside = sorted(path.iterdir()) if form.contents else [path]
         require_file(inside[0] if inside else path, str(path))
         stem = path.name.removesuffix(form.suffix)
-        return made_once(inside, path, stem, lambda target: _converted_by(form, path, target, known))
+        return write_once(inside, path, stem, lambda target: _convert_with(form, path, target, known))
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
         return path
     if not os.access(path, os.X_OK):
@@ -211,18 +211,18 @@ def file_of(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | N
             raise UserError(f"{leaf}: is not what this run wrote there; to use it all the same, name the file itself")
         return leaf
     if is_checkpoint(path):
-        return gguf_of(path, registry)
-    newest = newest_in(path)
+        return checkpoint_gguf(path, registry)
+    newest = newest_checkpoint(path)
     if newest is not None and MODEL in leaves:
         _note_once(f"note: {path} has no {MODEL}; its newest checkpoint is read: {newest}")
-        return gguf_of(newest, registry)
+        return checkpoint_gguf(newest, registry)
     named = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
     if (path / "config.yaml").is_file() and not newest:
         named = f"the run left no weights: callbacks=[default] writes {MODEL}, checkpoint_every=100 checkpoints"
-    raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_converted(path) or named}")
+    raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_conversion_hint(path) or named}")
 
 
-def _converted(path: Path) -> str | None:
+def _conversion_hint(path: Path) -> str | None:
     """How a directory of transformers or PEFT becomes a GGUF; None for any other."""
     if (path / "adapter_config.json").is_file():
         return how_to_convert(path, "convert_lora_to_gguf.py")
@@ -238,35 +238,36 @@ def adapter_files(path: Path) -> list[Path]:
     if is_checkpoint(path):
         return [path / checkpoint.MANIFEST]
     if path.is_dir() and not (path / ADAPTER).exists():
-        newest = newest_in(path)
+        newest = newest_checkpoint(path)
         if newest is not None and _trained_whole(newest):
             raise UserError(f"{path}: is of a run that trained no adapter; {NAME_ADAPTER}")
         named = f"name a checkpoint, such as {newest}" if newest else NAME_ADAPTER
         raise UserError(f"{path}: is a directory without {ADAPTER} or {CONFIG}; {named}")
-    return [file_of(path, leaves=(ADAPTER,))]
+    return [find_model_file(path, leaves=(ADAPTER,))]
 
 
 def _trained_whole(saved: Path) -> bool:
     """Whether a checkpoint can be read and holds no adapter: to name it would lead to the next error."""
     try:
-        return not any(name.endswith((*lora_names(""),)) for name in checkpoint.read(saved, with_state=False).arrays)
+        arrays = checkpoint.read_checkpoint(saved, with_state=False).arrays
+        return not any(name.endswith((*lora_names(""),)) for name in arrays)
     except UserError:
         return False
 
 
-def adapter_of(path: Path, model: Callable[[], Model], registry: Registry | None = None) -> Path:
+def find_adapter_file(path: Path, model: Callable[[], Model], registry: Registry | None = None) -> Path:
     """Return the GGUF file of the LoRA adapter meant by `path`: a file, run, checkpoint, or directory of PEFT's."""
     files = adapter_files(path)
     if is_checkpoint(path):
-        return made_once(files, path, path.name, partial(adapter_in, path, registry=registry or load()), ADAPTER)
+        return write_once(files, path, path.name, partial(convert_adapter, path, registry=registry or load()), ADAPTER)
     if files[0].name != CONFIG:
         return files[0]
     base = model()
 
-    def write(target: Path) -> None:
+    def write_from_peft(target: Path) -> None:
         write_pairs(target, architecture_of(base), *read_peft(path, base))
 
-    return made_once(files, path, path.name or "adapter", write, repr(base))
+    return write_once(files, path, path.name or "adapter", write_from_peft, repr(base))
 
 
 def check_base(adapter: Path, base: Path) -> list[str]:

@@ -15,7 +15,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
 from toyexp.formats.gguf.open_model import opened
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.inference.describe import Offers, pasted, types_of
+from toyexp.inference.describe import FileUses, count_types, quote_for_hydra
 from toyexp.interfaces.command import Answer
 from toyexp.plugins.registry import Registry
 
@@ -28,18 +28,18 @@ OLLAMA_LAYERS = ("application/vnd.ollama.image.model", "application/vnd.ollama.i
 
 
 @dataclass
-class Place:
+class ModelDirectory:
     """Somewhere that models are kept."""
 
     name: str
     root: Path
-    search: Callable[[Place], Iterator[tuple[str, Path]]]  # the files there, each with a name
+    search: Callable[[ModelDirectory], Iterator[tuple[str, Path]]]  # the files there, each with a name
     found: int = 0
     notes: list[str] = field(default_factory=list)  # what could not be looked at
 
 
 @dataclass(frozen=True)
-class Found:
+class ListedFile:
     """A model file, or why it cannot be read."""
 
     name: str
@@ -59,9 +59,9 @@ class Found:
 class Models(Answer):
     """All that was found, and where was looked."""
 
-    files: list[Found]
-    unreadable: list[Found]
-    places: list[Place]
+    files: list[ListedFile]
+    unreadable: list[ListedFile]
+    places: list[ModelDirectory]
     loading: str = ""  # the local plugins, in what is suggested
 
     def plain(self) -> dict[str, Any]:
@@ -77,8 +77,8 @@ class Models(Answer):
             rows = [["name", "architecture", "parameters", "types", "size", "here", "path"]]
             rows += [
                 [
-                    _shown(f.name, 50), printable(f.architecture, 20) or "none", format_count(f.parameters),
-                    "+".join(f.types), format_bytes(f.bytes), printable(f.here, 44), pasted(Path(f.path)),
+                    _show(f.name, 50), printable(f.architecture, 20) or "none", format_count(f.parameters),
+                    "+".join(f.types), format_bytes(f.bytes), printable(f.here, 44), quote_for_hydra(Path(f.path)),
                 ]
                 for f in self.files
             ]  # fmt: skip
@@ -86,28 +86,28 @@ class Models(Answer):
             total += f"; more about one: toyexp describe PATH{self.loading}"
             blocks += [align_columns(rows, right=(2, 4)), [total]]
         if self.unreadable:
-            blocks.append(["cannot be read:", *(f"  {_shown(f.path)}: {f.error}" for f in self.unreadable)])
+            blocks.append(["cannot be read:", *(f"  {_show(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
             there = {p.root for p in self.places if os.path.isdir(p.root)}  # noqa: PTH112 - Path.is_dir() may raise
-            places = [[p.name, _shown(str(p.root)) + ("" if p.root in there else " (not there)")] for p in self.places]
+            places = [[p.name, _show(str(p.root)) + ("" if p.root in there else " (not there)")] for p in self.places]
             looked = [f"  {line}" for line in align_columns(places)]
             elsewhere = f"look elsewhere: toyexp models DIR{self.loading}"
             blocks.append(["no GGUF models found; looked in:", *looked, elsewhere])
         lines = [line for block in blocks for line in ("", *block)][1:]
-        return lines + [f"note: {_shown(note)}" for p in self.places for note in p.notes]
+        return lines + [f"note: {_show(note)}" for p in self.places for note in p.notes]
 
 
-def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:
+def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
     """Looks into every place, and reads the header of every file once."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where there is none
-    places = usual_places(Path(home), os.environ)
-    places += [Place("named", d, _named) for d in directories]
-    files: dict[object, Found] = {}
+    places = default_directories(Path(home), os.environ)
+    places += [ModelDirectory("named", d, _search_named) for d in directories]
+    files: dict[object, ListedFile] = {}
     for place in places:
-        for name, path in _whole(place.search(place)):
+        for name, path in _merge_splits(place.search(place)):
             itself = _identity(path)
             if itself not in files:
-                files[itself] = look(name, place.name, path, registry)
+                files[itself] = inspect(name, place.name, path, registry)
                 place.found += 1
             elif name not in ((known := files[itself]).name, *known.also):
                 files[itself] = replace(known, also=(*known.also, name))
@@ -116,7 +116,7 @@ def find(registry: Registry, directories: Sequence[Path] = ()) -> Models:
     return Models(fine, broken, places, registry.loading)
 
 
-def look(name: str, place: str, path: Path, registry: Registry) -> Found:
+def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile:
     """What the header of one file says, or why it cannot be read."""
     parts, size = _parts(path), 0
     try:
@@ -125,26 +125,26 @@ def look(name: str, place: str, path: Path, registry: Registry) -> Found:
         if missing:
             raise UserError(f"its part {printable(missing[0], 200)} is missing")
         file = opened(str(path))
-        kinds = types_of(file)
+        kinds = count_types(file)
         # Those of runs are called the same in all of them.
         own = file.text("general.name") if name in ("model", "adapter") else ""
         heavy = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
-        return Found(
+        return ListedFile(
             name=own or name, place=place, path=str(path), bytes=size,
             architecture=file.text("general.architecture"),
             parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(heavy),
-            here=good_for(file, registry), parts=len(parts),
+            here=summarise_use(file, registry), parts=len(parts),
         )  # fmt: skip
     except (UserError, OSError) as error:
         cause = str(error).removeprefix(f"{path}: ") if isinstance(error, UserError) else str(error.strerror)
-        return Found(name, place, str(path), size, parts=len(parts), error=cause)
+        return ListedFile(name, place, str(path), size, parts=len(parts), error=cause)
 
 
-def good_for(file: GGUFFile, registry: Registry) -> str:
+def summarise_use(file: GGUFFile, registry: Registry) -> str:
     """What toyexp can do with a file, in a word."""
     if file.metadata.get("general.type") == "adapter":
         return "adapter"
-    offers = Offers(file, file.path, registry)
+    offers = FileUses(file, file.path, registry)
     if best := offers.best:
         return best
     reason = str(offers.refused)
@@ -154,7 +154,7 @@ def good_for(file: GGUFFile, registry: Registry) -> str:
 # -- where models are kept --------------------------------------------------------------------------------------------
 
 
-def usual_places(home: Path, environment: Mapping[str, str]) -> list[Place]:
+def default_directories(home: Path, environment: Mapping[str, str]) -> list[ModelDirectory]:
     """Where each program keeps its models, as it would look for them itself."""
 
     def at(variable: str, *default: str | Path) -> Path:
@@ -165,35 +165,35 @@ def usual_places(home: Path, environment: Mapping[str, str]) -> list[Place]:
     cache = at("XDG_CACHE_HOME", ".cache")
     hub = at("HF_HUB_CACHE", at("HF_HOME", cache / "huggingface") / "hub")
     return [
-        Place("Hugging Face", hub, _hugging_face),
-        Place("Ollama", at("OLLAMA_MODELS", ".ollama", "models"), _ollama),
-        Place("Ollama", Path("/usr/share/ollama/.ollama/models"), _ollama),
-        Place("LM Studio", home / ".lmstudio" / "models", _below),
-        Place("LM Studio", home / ".cache" / "lm-studio" / "models", _below),
-        Place("llama.cpp", at("LLAMA_CACHE", cache / "llama.cpp"), _below),
-        Place("llama.cpp", home / "Library" / "Caches" / "llama.cpp", _below),
-        Place("here", Path(), _below),
+        ModelDirectory("Hugging Face", hub, _search_hugging_face),
+        ModelDirectory("Ollama", at("OLLAMA_MODELS", ".ollama", "models"), _search_ollama),
+        ModelDirectory("Ollama", Path("/usr/share/ollama/.ollama/models"), _search_ollama),
+        ModelDirectory("LM Studio", home / ".lmstudio" / "models", _search_tree),
+        ModelDirectory("LM Studio", home / ".cache" / "lm-studio" / "models", _search_tree),
+        ModelDirectory("llama.cpp", at("LLAMA_CACHE", cache / "llama.cpp"), _search_tree),
+        ModelDirectory("llama.cpp", home / "Library" / "Caches" / "llama.cpp", _search_tree),
+        ModelDirectory("here", Path(), _search_tree),
     ]
 
 
-def _below(place: Place) -> Iterator[tuple[str, Path]]:
+def _search_tree(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
     for path in _walk(place, place.root):
         yield path.stem, path
 
 
-def _named(place: Place) -> Iterator[tuple[str, Path]]:
+def _search_named(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
     of_ollama = os.path.lexists(place.root / "manifests")
-    yield from (_ollama if of_ollama else _below)(place)
+    yield from (_search_ollama if of_ollama else _search_tree)(place)
 
 
-def _hugging_face(place: Place) -> Iterator[tuple[str, Path]]:
+def _search_hugging_face(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
     """models--org--name/snapshots/<commit>/**/x.gguf, which are links to blobs."""
     for repository in sorted(place.root.glob("models--*")):
         for path in _walk(place, repository / "snapshots"):
             yield path.stem, path
 
 
-def _ollama(place: Place) -> Iterator[tuple[str, Path]]:
+def _search_ollama(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
     """manifests/<host>/<namespace>/<name>/<tag>, JSON that names blobs."""
     manifests = place.root / "manifests"
     for path in _walk(place, manifests, suffix=""):
@@ -220,7 +220,7 @@ def _ollama(place: Place) -> Iterator[tuple[str, Path]]:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def _walk(place: Place, root: Path, suffix: str = ".gguf") -> Iterator[Path]:
+def _walk(place: ModelDirectory, root: Path, suffix: str = ".gguf") -> Iterator[Path]:
     """Files that end in `suffix` at most DEPTH directories below `root`, in order; each directory is seen once."""
 
     def note(error: OSError) -> None:
@@ -256,7 +256,7 @@ def _identity(path: Path) -> object:
     return status.st_dev, status.st_ino
 
 
-def _whole(files: Iterator[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
+def _merge_splits(files: Iterator[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
     seen: set[Path] = set()
     for name, path in files:
         first, *others = _parts(path)
@@ -274,5 +274,5 @@ def _parts(path: Path) -> list[Path]:
     return [path.with_name(f"{found[1]}-{i:05}-of-{found[3]}{path.suffix}") for i in range(1, int(found[3]) + 1)]
 
 
-def _shown(text: str, limit: int = 400) -> str:
+def _show(text: str, limit: int = 400) -> str:
     return text if text.isprintable() and len(text) <= limit else printable(text, limit)

@@ -19,8 +19,8 @@ from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, files_below, imag
 from toyexp.config.build import engine_of
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.inference.evaluate import trained_on
-from toyexp.inference.loaded_model import LoadedModel, engine_for, fit_rows
+from toyexp.inference.evaluate import read_trained
+from toyexp.inference.loaded_model import LoadedModel, fit_rows, pick_engine
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
@@ -33,7 +33,7 @@ ROWS = 32  # images that are computed at a time
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Prediction:
     """What a model says of an image, or why it says nothing."""
 
     file: str
@@ -54,10 +54,10 @@ class Predictions(Answer):
     file: str
     engine: str
     classes: Sequence[str]
-    images: Sequence[Predicted]
+    images: Sequence[Prediction]
 
     @property
-    def failed(self) -> list[Predicted]:
+    def failed(self) -> list[Prediction]:
         """Those that could not be read."""
         return [image for image in self.images if image.error]
 
@@ -92,7 +92,7 @@ class Predictions(Answer):
         return format_csv(table)
 
 
-def listed(places: Sequence[Path]) -> list[Path]:
+def list_images(places: Sequence[Path]) -> list[Path]:
     """The image files meant, each once; UserError for a name under which nothing is, and a folder without images."""
     found: list[Path] = []
     for place in places:
@@ -117,12 +117,12 @@ def predict(
     what: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
 ) -> Predictions:
     """Return what a model says of image files; UserError for a model of something else, and if no file can be read."""
-    loaded, trained = LoadedModel.open(what, registry), trained_on(what, modules)
-    seen = Seen.of(loaded.file, loaded.model, what)
+    loaded, trained = LoadedModel.open(what, registry), read_trained(what, modules)
+    seen = ImageInput.of(loaded.file, loaded.model, what)
     resize = trained is None or trained.data.get("resize") is not False
     rows = min(ROWS, len(files))
-    computes, note = engine_for(engine, registry, rows)
-    found: list[Predicted] = []
+    computes, note = pick_engine(engine, registry, rows)
+    found: list[Prediction] = []
     sizes: set[tuple[int, int]] = set()
     blank = np.zeros((1, seen.size, seen.size, seen.channels), np.uint8)
     with loaded.session(computes, seen.arrays(blank, rows)[1], rows) as session:
@@ -137,8 +137,8 @@ def predict(
 
 
 def _part(
-    files: Sequence[Path], seen: Seen, resize: bool, session: Session, top: int, sizes: set[tuple[int, int]]
-) -> Iterator[Predicted]:
+    files: Sequence[Path], seen: ImageInput, resize: bool, session: Session, top: int, sizes: set[tuple[int, int]]
+) -> Iterator[Prediction]:
     read: dict[Path, np.ndarray] = {}
     errors: dict[Path, str] = {}
     for file in files:
@@ -152,11 +152,11 @@ def _part(
         shares = iter(probabilities(session.logits(seen.arrays(images, session.plan.rows)[0])))
     for file in files:
         if file in errors:
-            yield Predicted(short_path(file), (), errors[file])
+            yield Prediction(short_path(file), (), errors[file])
             continue
         of_one = next(shares)
         best = np.argsort(-of_one, kind="stable")[:top]
-        yield Predicted(short_path(file), [(seen.classes[i], float(of_one[i])) for i in best])
+        yield Prediction(short_path(file), [(seen.classes[i], float(of_one[i])) for i in best])
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -170,7 +170,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImageInput:
     """How a model of images sees them, by its file."""
 
     model: Model
@@ -181,7 +181,7 @@ class Seen:
     std: np.ndarray
 
     @classmethod
-    def of(cls, file: GGUFFile, model: Model, what: Path) -> Seen:
+    def of(cls, file: GGUFFile, model: Model, what: Path) -> ImageInput:
         """That of an open file; UserError for one that holds no such model, or does not say all of it."""
         if model.reads != IMAGES:
             hint = "toyexp generate, or toyexp eval" if model.reads.sequence else "toyexp eval"
@@ -244,7 +244,7 @@ def _inputs(loaded: LoadedModel, given: Any) -> tuple[dict[str, np.ndarray], Map
 
 
 def _images(loaded: LoadedModel, given: Any) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec], bool]:
-    seen = Seen.of(loaded.file, loaded.model, loaded.path)
+    seen = ImageInput.of(loaded.file, loaded.model, loaded.path)
     images, wanted = _array("logits", given), (seen.size, seen.size, seen.channels)
     single = images.ndim == 3
     images = images[None] if single else images

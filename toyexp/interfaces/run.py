@@ -67,10 +67,10 @@ class Listeners(Protocol):
     best: Callable[[bool], Best | None]  # the best eval so far; with its weights, or without
     why: str | None  # the sentence of the callback that ended the run
 
-    def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
+    def emit(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event."""
 
-    def report(self, run: Run, numbers: Mapping[str, float]) -> None:
+    def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
         """Add numbers to the metrics that are told of now, or next."""
 
 
@@ -135,9 +135,9 @@ class Run:
             if name in RESERVED:
                 raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
         if self.bus is not None:
-            self.bus.report(self, numbers)
+            self.bus.log_numbers(self, numbers)
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Tells every callback (events.jsonl among them) that something happened."""
         if self.bus is not None:
-            self.bus.say(self, kind, fields)
+            self.bus.emit(self, kind, fields)

@@ -16,8 +16,8 @@ import numpy as np
 from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
 from toyexp.base.packages import require_package
-from toyexp.results.run_dirs import EVAL_KEYS
-from toyexp.training.provenance import first_event
+from toyexp.results.found import OF_AN_EVAL
+from toyexp.training.provenance import read_first_event
 
 if TYPE_CHECKING:
     import pandas
@@ -28,14 +28,14 @@ SAMPLES, WARNINGS = 3, 20  # of a run that are kept: the last, and the first
 TEXT = 2000  # characters of either
 NAMES = ("loss", "lr", "grad_norm", "tokens", "seconds", "speed")  # of the arrays, beside `step`
 RECORDED = ("loss", "lr", "grad_norm", "tokens", "t", "wall_us")  # the fields that they are made from
-STEP_KEYS = {"kind", "phase", "step", "batch", *RECORDED}
+OF_A_STEP = {"kind", "phase", "step", "batch", *RECORDED}
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 
 
-def read_run_facts(run: Path) -> dict[str, Any]:
+def start_of(run: Path) -> dict[str, Any]:
     """The first event: machine, engine, model, data; nothing where it cannot be read."""
-    found = first_event(run)
+    found = read_first_event(run)
     told = {key: value for key, value in found.items() if key == "cwd" and isinstance(value, str)}
     return {key: value if isinstance(value, dict) else {} for key, value in found.items() if key != "kind"} | told
 
@@ -58,26 +58,26 @@ class History(Mapping[str, np.ndarray]):
     logged: Mapping[str, np.ndarray] = field(default_factory=dict)  # [N] from schedules and `run.log` of callbacks
     samples: list[dict[str, Any]] = field(default_factory=list)  # the last texts: step, prompt, text
     warnings: list[dict[str, Any]] = field(default_factory=list)  # the first ones: step, text
-    warning_count: int = 0  # how many warnings there were
+    warned: int = 0  # how many warnings there were
 
     @classmethod
-    def read(cls, run: Path) -> History:
+    def of(cls, run: Path) -> History:
         """Read that of a run's directory; arrays of no entries if it recorded no events."""
         steps, rows, evals = array("q"), array("d"), array("q")
         logged: dict[str, dict[int, float]] = {}
         scores: dict[str, dict[int, float]] = {"loss": {}}
         samples: list[dict[str, Any]] = []
         warnings: list[dict[str, Any]] = []
-        for event in read_events(run / "events.jsonl"):
+        for event in events_in(run / "events.jsonl"):
             kind, step = event.get("kind"), event.get("step")
             step = step if type(step) is int and 0 <= step < 1 << 53 else None
             if kind == "step" and step is not None:
                 rows.extend(map(_number, map(event.get, RECORDED)))
-                for name in itertools.filterfalse(STEP_KEYS.__contains__, event):
+                for name in itertools.filterfalse(OF_A_STEP.__contains__, event):
                     logged.setdefault(name, {})[len(steps)] = _number(event[name])
                 steps.append(step)
             elif kind == "eval" and step is not None:
-                for name in ("loss", *(name for name in event if name not in EVAL_KEYS)):
+                for name in ("loss", *(name for name in event if name not in OF_AN_EVAL)):
                     scores.setdefault(name, {})[len(evals)] = _number(event.get(name))
                 evals.append(step)
             elif kind == "sample":
@@ -96,14 +96,12 @@ class History(Mapping[str, np.ndarray]):
 
     def curve(self, name: str) -> Curve:
         """Return the steps that have a number of this name, and these numbers."""
-        return _finite_points(self.step, self[name])
+        return _known(self.step, self[name])
 
     def held_out_curve(self, name: str) -> Curve:
         """Return the steps whose evaluation has a score of this name, and these scores."""
         return (
-            _finite_points(self.held_out["step"], self.held_out[name])
-            if name in self.held_out
-            else (np.empty(0), np.empty(0))
+            _known(self.held_out["step"], self.held_out[name]) if name in self.held_out else (np.empty(0), np.empty(0))
         )
 
     def frame(self) -> pandas.DataFrame:
@@ -151,12 +149,12 @@ def _arrays(found: Mapping[str, Mapping[int, float]], count: int) -> dict[str, n
     return {name: np.array([values.get(n, np.nan) for n in range(count)]) for name, values in found.items()}
 
 
-def _finite_points(steps: np.ndarray, values: np.ndarray) -> Curve:
+def _known(steps: np.ndarray, values: np.ndarray) -> Curve:
     known = np.isfinite(values)
     return steps[known], values[known]
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
+def events_in(path: Path) -> Iterator[dict[str, Any]]:
     """The events in a file, one after another; what is none is passed over, and a file that cannot be read has none."""
     try:
         with open_file(path) as file:
@@ -166,20 +164,20 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                     whole = len(found) == len(lines)
                 except (ValueError, RecursionError):
                     whole = False
-                events = found if whole else map(_parse_line, lines)  # of a line that is none, and may spoil the others
+                events = found if whole else map(_parsed, lines)  # of a line that is none, and may spoil the others
                 yield from (event for event in events if isinstance(event, dict))
     except (UserError, OSError):
         return
 
 
-def _parse_line(line: bytes) -> Any:
+def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
 
 
-def average_bins(curve: Curve, most: int) -> Curve:
+def means(curve: Curve, most: int) -> Curve:
     """Return the mean of each of so many stretches of equal length, at the mean of its steps."""
     steps, values = curve
     n = len(steps)

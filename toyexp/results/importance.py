@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-POINTS_PER_COLUMN = 2  # that a coefficient of the model needs at least
-MIN_PREDICTED = 0.2  # share of the variance that the model must predict of points it was not fitted to
-MAX_COLUMNS = 200  # of a model with products, at most
+POINTS = 2  # that a coefficient of the model needs at least
+PREDICTED = 0.2  # share of the variance that the model must predict of points it was not fitted to
+COLUMNS = 200  # of a model with products, at most
 Array = NDArray[np.float64]
 
 
-def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -> tuple[dict[str, float], str]:
+def importance(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -> tuple[dict[str, float], str]:
     """Return the share of each setting in the order of the points, or no shares and the reason.
 
     `settings` has a value for each point. A linear model predicts the rank of a point's score, so neither outliers nor
@@ -30,7 +30,7 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
         return {}, "all points have the same score"
     terms = {frozenset([key]): some for key, (some, _) in columns.items()}
     joint = _matrix(terms.values(), count)
-    if count < (least := POINTS_PER_COLUMN * joint.shape[1]):
+    if count < (least := POINTS * joint.shape[1]):
         return {}, f"{count} points are too few, at least {least} are needed"
     if np.linalg.matrix_rank(joint) < joint.shape[1]:
         return {}, f"some of {', '.join(columns)} change together and cannot be told apart"
@@ -40,13 +40,9 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
         for a, b in combinations(columns, 2)
     }
     larger = _matrix([joint, *products.values()], count)[:, 1:]
-    if (
-        POINTS_PER_COLUMN * larger.shape[1] <= count
-        and larger.shape[1] <= MAX_COLUMNS
-        and (fit := _fit(larger, target))[0] < error
-    ):
+    if POINTS * larger.shape[1] <= count and larger.shape[1] <= COLUMNS and (fit := _fit(larger, target))[0] < error:
         (error, unexplained), terms = fit, {**terms, **products}
-    if error > 1 - MIN_PREDICTED:
+    if error > 1 - PREDICTED:
         return {}, f"the settings of {count} points do not predict the score: noise, or too few points"
     gains = {}
     for key in columns:

@@ -27,17 +27,17 @@ from toyexp.base.drawing import (
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import pluralise, short_keys
 from toyexp.results import plot_search
-from toyexp.results.comparison import Comparison, Entry, seed_key
-from toyexp.results.events import History, average_bins
+from toyexp.results.comparison import Comparison, Entry, seed_of
+from toyexp.results.events import History, means
+from toyexp.results.found import DONE
 from toyexp.results.plot_search import Search
 from toyexp.results.ranking import TRAIN, Point
-from toyexp.results.run_dirs import FINAL_STATES
 
 MOST_RUNS = 200  # that are read for one picture: the best
-MAX_POINTS = len(COLOURS)  # points that have a colour and a row
-CURVE_POINTS = 60  # of a curve of the training loss, where nothing is held out
-MAX_VALUES = 4  # values of a setting that a title names
-ROW_INCHES = 0.27  # inches
+NAMED = len(COLOURS)  # points that have a colour and a row
+POINTS = 60  # of a curve of the training loss, where nothing is held out
+LISTED = 4  # values of a setting that a title names
+ROW = 0.27  # inches
 
 Steps = dict[int, float]
 
@@ -52,17 +52,15 @@ class Line:
     deviation: Steps  # likewise, of two seeds or more
 
     @classmethod
-    def read(cls, point: Point[Entry], column: str) -> Line:
+    def of(cls, point: Point[Entry], column: str) -> Line:
         """Reads the events of its runs."""
-        runs = [
-            (_read_curve(History.read(entry.run.path), column), entry.run.state in FINAL_STATES) for entry in point.jobs
-        ]
+        runs = [(_steps(History.of(entry.run.path), column), entry.run.state in DONE) for entry in point.jobs]
         seeds: dict[object, list[Steps]] = {}
         for entry, (curve, done) in zip(point.jobs, runs, strict=True):
             if done and curve:
-                seeds.setdefault(seed_key(entry), []).append(curve)
-        each = [_average(curves) for curves in seeds.values()]
-        mean = _average(each)
+                seeds.setdefault(seed_of(entry), []).append(curve)
+        each = [_mean_of(curves) for curves in seeds.values()]
+        mean = _mean_of(each)
         spread = {at: statistics.stdev(one[at] for one in each) for at in mean} if len(each) > 1 else {}
         return cls(point, runs, mean, spread)
 
@@ -73,50 +71,46 @@ class Line:
 
 
 @use_plot_style()
-def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
+def sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
     """The picture of runs, or of the search that has its directory there; `title` is where the runs are.
 
     Raises UserError where no run has come to a score, Unavailable without matplotlib.
     """
-    found = Search.read(search) if search else None
-    return plot_search.draw_search(found, title) if found else draw_runs(comparison, title)
+    found = Search.of(search) if search else None
+    return plot_search.drawn(found, title) if found else drawn(comparison, title)
 
 
-def draw_runs(comparison: Comparison, place: str) -> Sheet:
+def drawn(comparison: Comparison, place: str) -> Sheet:
     """The picture of runs as curves; `place` is where they are. UserError where no run has come to a score."""
     total = len(comparison.entries)
     comparison = comparison.best(MOST_RUNS)
     ranking = comparison.ranking
     if not any(point.values for point in ranking.points):
         raise UserError(f"{place}: no run has come to its end with a score yet; there is nothing to draw")
-    lines = [Line.read(point, ranking.column) for point in ranking.points]
-    named = [line for line in lines if line.point.values][:MAX_POINTS]
+    lines = [Line.of(point, ranking.column) for point in ranking.points]
+    named = [line for line in lines if line.point.values][:NAMED]
     rest = [line for line in lines if line not in named]
     rows = max(len(named) + bool(rest), 2)
-    heights = (4.6, 0.6 + ROW_INCHES * rows)
-    whole = Sheet(
-        0.5 + sum(heights), describe_sweep(comparison), _footer(comparison, place, total), heights, columns=(1, 1)
-    )
+    heights = (4.6, 0.6 + ROW * rows)
+    whole = Sheet(0.5 + sum(heights), swept(comparison), _below(comparison, place, total), heights, columns=(1, 1))
     above, below = whole.panels
     low, high = _limits(lines, ranking.column)
-    _draw_curves(above, named, rest, ranking.column, (low, high))
-    _draw_ends(below, comparison, named, rest)
+    _curves(above, named, rest, ranking.column, (low, high))
+    _ends(below, comparison, named, rest)
     return whole
 
 
-def describe_sweep(comparison: Comparison) -> str:
+def swept(comparison: Comparison) -> str:
     """What differs between the runs: of each setting its values, if they are few, and how many seeds."""
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
     also = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
     names = short_keys(comparison.keys)
-    told = [
-        f"{name} {_format_values(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)
-    ]
+    told = [f"{name} {_listed(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)]
     whole = " × ".join([*told, *also])
     return (whole if len(whole) <= TITLE_LENGTH else " × ".join([*names, *also])) or comparison.entries[0].run.name
 
 
-def format_mean(mean: float, deviation: float | None) -> str:
+def told(mean: float, deviation: float | None) -> str:
     """A mean in as many digits as its deviation has, which has two."""
     if not deviation:
         return f"{mean:.5g}"
@@ -124,19 +118,19 @@ def format_mean(mean: float, deviation: float | None) -> str:
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 
 
-def _format_values(values: Sequence[str]) -> str:
+def _listed(values: Sequence[str]) -> str:
     try:
         values = sorted(values, key=float)
     except ValueError:
         numbers = False
     else:
         numbers = True
-    if len(values) <= MAX_VALUES:
+    if len(values) <= LISTED:
         return ", ".join(values)
     return f"{values[0]} to {values[-1]} ({len(values)} values)" if numbers else f"{len(values)} values"
 
 
-def _footer(comparison: Comparison, place: str, total: int) -> str:
+def _below(comparison: Comparison, place: str, total: int) -> str:
     """What all runs have in common, and what the picture leaves out."""
     runs = [entry.run for entry in comparison.entries]
     told = [place, pluralise(total, "run")]
@@ -147,20 +141,20 @@ def _footer(comparison: Comparison, place: str, total: int) -> str:
         told += values if len(values) == 1 else []
     lengths = {run.of for run in runs}
     told += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
-    bad = [run for run in runs if run.state not in FINAL_STATES]
+    bad = [run for run in runs if run.state not in DONE]
     told += [f"{len(bad)} did not come to their end" if len(bad) > 1 else "1 did not come to its end"] if bad else []
-    told += ["other data: these losses do not compare"] if comparison.ranking.differing_data else []
+    told += ["other data: these losses do not compare"] if comparison.ranking.other_data else []
     return " · ".join(filter(None, told))
 
 
-def _read_curve(history: History, column: str) -> Steps:
+def _steps(history: History, column: str) -> Steps:
     """The score step by step; of the training loss the means of stretches."""
     curve = history.held_out_curve(column.removeprefix("held-out "))
-    steps, values = average_bins(history.curve("loss"), CURVE_POINTS) if column == TRAIN else curve
+    steps, values = means(history.curve("loss"), POINTS) if column == TRAIN else curve
     return dict(zip(steps.round().astype(int).tolist(), values.tolist(), strict=True))
 
 
-def _average(curves: Sequence[Steps]) -> Steps:
+def _mean_of(curves: Sequence[Steps]) -> Steps:
     """The mean at each step at which all have a value."""
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     return {at: statistics.fmean(curve[at] for curve in curves) for at in sorted(common)}
@@ -178,9 +172,7 @@ def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
     return low, max(every)
 
 
-def _draw_curves(
-    axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str, limits: tuple[float, float]
-) -> None:
+def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str, limits: tuple[float, float]) -> None:
     """Held-out scores over steps: a point's mean in its band, its runs thin; the best above all others."""
     for line in rest:
         for curve, _ in line.runs:
@@ -214,7 +206,7 @@ def _draw_curves(
     set_step_axis(axes)
 
 
-def _draw_ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
+def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
     """A row for each point, the best at the top: its runs, mean and deviation, and what it is."""
     axes.grid(visible=False)
     axes.grid(axis="x")
@@ -226,7 +218,7 @@ def _draw_ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: S
                       linestyle="none")  # fmt: skip
         axes.errorbar(point.mean, rank, xerr=point.deviation or None, color=colour, marker=MARKS[rank],
                       markersize=6 if rank == 0 else 5, linewidth=1.4)  # fmt: skip
-        text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
+        text = told(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
     labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
@@ -249,12 +241,12 @@ def _draw_ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: S
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=6)
     axes.tick_params(axis="y", length=0)
-    _clip_outliers(axes, [line.point for line in named], comparison.ranking.column)
-    spread = ", mean ± deviation over seeds" if comparison.ranking.has_seeds else ""
+    _narrow(axes, [line.point for line in named], comparison.ranking.column)
+    spread = ", mean ± deviation over seeds" if comparison.ranking.seeds else ""
     axes.set_xlabel(f"{comparison.ranking.column} at the end{spread}")
 
 
-def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], column: str) -> None:
+def _narrow(axes: Any, points: Sequence[Point[Entry]], column: str) -> None:
     """Where one point is far worse than the others, the others decide what is shown."""
     ends = [point.mean for point in points]
     sides = [point.mean + sign * (point.deviation or 0.0) for point in points for sign in (-1, 1)]

@@ -13,7 +13,7 @@ from toyexp.interfaces.model import lower_is_better
 
 METRIC = "sweep.metric="
 DATA = ("data", "text", "tokenizer", "tokens", "images")  # digests of the data; `data` alone decides whether it differs
-UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary")  # digests by which no point differs: `data` covers them
+ASIDE = (*DATA[1:], "vocabulary")  # digests by which no point differs: `data` covers them
 TRAIN = "smoothed train loss"  # what decides where nothing is held out
 
 
@@ -60,7 +60,7 @@ class Point(Generic[J]):
         return f"{self.mean:{form}}{spread}" if self.values else "-"
 
 
-def job_sources(job: Scored) -> Mapping[str, str]:
+def sources_of(job: Scored) -> Mapping[str, str]:
     """Return the digests of the data and files that a job read, by role; empty for a run that recorded none."""
     return job.result.get("sources") or {}
 
@@ -71,38 +71,34 @@ class Ranking(Generic[J]):
 
     column: str  # of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
-    changed_sources: list[str] = field(
-        default_factory=list
-    )  # roles of sources that changed among jobs of the same settings
+    apart: list[str] = field(default_factory=list)  # roles of sources that changed among jobs of the same settings
 
     @property
     def best(self) -> Point[J] | None:
         """The first point, if it has a number and all points were evaluated on the same data."""
-        return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
+        return self.points[0] if self.points and self.points[0].values and not self.other_data else None
 
     @cached_property
-    def differing_data(self) -> list[str]:
+    def other_data(self) -> list[str]:
         """In which digests the data of points with a number differ; empty if their losses compare."""
-        each = [job_sources(point.jobs[0]) for point in self.points if point.values]
+        each = [sources_of(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({one[role] for one in each if role in one}) > 1]
         return differ if "data" in differ else []
 
     def notes(self) -> list[str]:
         """Return what a reader of these numbers has to know about the data and files behind them."""
         told = []
-        if self.changed_sources:
-            told.append(
-                f"{' and '.join(self.changed_sources)} changed between runs of equal settings: counted apart by digest"
-            )
-        if self.differing_data:
-            differ = ", ".join(self.differing_data[1:] or self.differing_data)
+        if self.apart:
+            told.append(f"{' and '.join(self.apart)} changed between runs of equal settings: counted apart by digest")
+        if self.other_data:
+            differ = ", ".join(self.other_data[1:] or self.other_data)
             told.append(f"the data differ between points ({differ}): their losses do not compare")
         if self.best and (tied := sum(point.mean == self.best.mean for point in self.points)) > 1:
             told.append(f"{tied} points are equally good; the first of them is marked as best")
         return told
 
     @property
-    def has_seeds(self) -> bool:
+    def seeds(self) -> bool:
         """Whether a mean is one of several."""
         return any(len(point.values) > 1 for point in self.points)
 
@@ -122,7 +118,7 @@ class Ranking(Generic[J]):
         return rows
 
 
-def rank_jobs(
+def ranked(
     jobs: Iterable[J], own: Sequence[str] = (), seed: Callable[[J], object] = lambda job: job.number
 ) -> Ranking[J]:
     """Jobs in the order of the metric among the sweep's `own` settings, by default their held-out loss.
@@ -144,11 +140,11 @@ def rank_jobs(
     found: dict[tuple[str, ...], Point[J]] = {}
     apart: dict[str, None] = {}
     for words, some in alike.items():
-        roles = dict.fromkeys(role for job in some for role in job_sources(job) if role not in UNCOMPARED_DIGESTS)
-        changed = [role for role in roles if len({s[role] for job in some if role in (s := job_sources(job))}) > 1]
+        roles = dict.fromkeys(role for job in some for role in sources_of(job) if role not in ASIDE)
+        changed = [role for role in roles if len({s[role] for job in some if role in (s := sources_of(job))}) > 1]
         apart |= dict.fromkeys(changed)
         for job in some:
-            marks = [f"{role}#{job_sources(job)[role][:8]}" for role in changed if role in job_sources(job)]
+            marks = [f"{role}#{sources_of(job)[role][:8]}" for role in changed if role in sources_of(job)]
             found.setdefault((*words, *marks), Point(" ".join((*words, *marks)))).jobs.append(job)
     for point in found.values():
         known = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}

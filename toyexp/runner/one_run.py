@@ -16,8 +16,8 @@ from toyexp.config.compose import Composed
 from toyexp.config.request import Request
 from toyexp.interfaces.callback import Callback
 from toyexp.training.experiment import execute, prepare
-from toyexp.training.provenance import MOVED, Record, recorded, sources_of
-from toyexp.training.resume import AUTO, Resumed, find_newest, load, recall, require_run
+from toyexp.training.provenance import MOVED, Origin, read_origin, source_digests
+from toyexp.training.resume import AUTO, Resumed, find_newest, load_resumed, require_run, restore_filled_settings
 from toyexp.training.run_config import Config, Prepared, Result
 
 
@@ -39,7 +39,7 @@ def prepare_request(
     """Prepare the run of a request: new, or resumed from a directory or with `auto` from the newest of its name."""
     request, composed, found = locate(request, resume)
     if resume == AUTO:
-        parent, name = _locate(composed)
+        parent, name = _place(composed)
         nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
         print_line(f"resume  {short_path(found) if found else nothing}")
     return prepare_run(composed, resume=found, callbacks=callbacks)
@@ -62,10 +62,10 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Pat
         request = request.of_run(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()
-    return request, composed, find_newest(*_locate(composed))
+    return request, composed, find_newest(*_place(composed))
 
 
-def _locate(composed: Composed) -> tuple[Path, str]:
+def _place(composed: Composed) -> tuple[Path, str]:
     composed.settle()
     return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
 
@@ -83,8 +83,8 @@ def prepare_run(
     """Build and check one configuration, to run in a directory with further `callbacks`, or to resume a run."""
     show_status("starting the engine")
     source = composed.source
-    begun = source.begun if source.begun.cwd else recorded(source.directory)  # of the run that a new one repeats
-    with convert_memory_errors(), begun.told(MOVED):
+    begun = source.begun if source.begun.cwd else read_origin(source.directory)  # of the run that a new one repeats
+    with convert_memory_errors(), begun.explain_missing_paths(MOVED):
         built = composed.parts()
         built.callbacks.update(callbacks or {})
         where = resume or directory or composed.directory("hydra.run.dir")
@@ -92,25 +92,26 @@ def prepare_run(
             run = prepare_parts(built, where, resume is not None)
         if resume:
             return run
-        return run._replace(prepared=_warn_of_changes(run.prepared, begun, source.directory, composed))
+        return run._replace(prepared=_compared(run.prepared, begun, source.directory, composed))
 
 
 def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hydra.run.dir") -> PreparedRun:
     """Prepare a run in an empty directory, which errors call `key`, or if it `goes_on` from the checkpoint in it."""
     config.engine.follow()  # rank 0, which starts the others
     if goes_on:
-        recall(directory, config.data)
+        restore_filled_settings(directory, config.data)
     else:
         require_empty(directory, key)
     show_status("reading the data")
     prepared = prepare(config)
-    return PreparedRun(prepared, directory, load(directory, prepared) if goes_on else None)
+    return PreparedRun(prepared, directory, load_resumed(directory, prepared) if goes_on else None)
 
 
-def _warn_of_changes(prepared: Prepared, begun: Record, repeated: Path, composed: Composed) -> Prepared:
+def _compared(prepared: Prepared, begun: Origin, repeated: Path, composed: Composed) -> Prepared:
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
         return prepared
     told = [
-        f"{short_path(repeated)}: this run repeats it, but {change}" for change in begun.differing(sources_of(prepared))
+        f"{short_path(repeated)}: this run repeats it, but {change}"
+        for change in begun.list_changes(source_digests(prepared))
     ]
     return replace(prepared, warnings=[*prepared.warnings, *told[:1]])

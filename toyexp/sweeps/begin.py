@@ -18,20 +18,20 @@ from toyexp.config.schema import BEGUN, Source
 from toyexp.config.top_level import COMPARED, Sweep
 from toyexp.config.words import lines, parse
 from toyexp.interfaces.command import parse_modules
-from toyexp.sweeps.combinations import check_unique, combinations, experiment_sweep, sweep_values
-from toyexp.sweeps.directory import Job, SweepDir, shared_args
+from toyexp.sweeps.combinations import check_once, combinations, own_sweep, swept
+from toyexp.sweeps.directory import Job, SweepDir, shared_words
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.launchers.on_ray import OnRay
 from toyexp.sweeps.launchers.on_submitit import OnSubmitit
 from toyexp.sweeps.launchers.processes import InProcess, Processes, Serial
 from toyexp.sweeps.launchers.stacks import Stacks
-from toyexp.sweeps.runner import Runner, SweepRequest
+from toyexp.sweeps.runner import Asked, Runner
 from toyexp.sweeps.search.searcher import Search
-from toyexp.sweeps.search.space import parse_space
+from toyexp.sweeps.search.space import space
 from toyexp.sweeps.sources import JobSource
 
-JOB_FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
+FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
 LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Processes, Stacks, OnSubmitit, OnRay)}
 
 
@@ -39,7 +39,7 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     """Return what runs the jobs of a sweep, new or resumed."""
     keys = Keys.of(request.registry)
     for override in request.settings:  # what is wrong in every job is told once, before the first
-        if override.is_sweep_override() and _is_sweep_setting(override):
+        if override.is_sweep_override() and _is_own(override):
             raise UserError(f"{override.input_line}: takes one value")
         if not override.is_sweep_override():
             check_listed(override, keys)
@@ -49,28 +49,28 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
         if override.key_or_group == "hydra.run.dir":
             raise UserError(f"{override.input_line}: is of one run; a sweep and its jobs go to hydra.sweep.dir=...")
     if "sweep.resume" in request.values:
-        return _resume_sweep(flags, request, Path(request.values["sweep.resume"]))
-    parsed = [*experiment_sweep(request), *request.settings]
+        return _resumed(flags, request, Path(request.values["sweep.resume"]))
+    parsed = [*own_sweep(request), *request.settings]
     for override in parsed:
         check_blanks(override, keys)
-    check_unique(parsed)
-    fixed = [o for o in parsed if not o.is_sweep_override() and not _is_sweep_setting(o)]
-    own = [o for o in request.settings if _is_sweep_setting(o)]
+    check_once(parsed)
+    fixed = [o for o in parsed if not o.is_sweep_override() and not _is_own(o)]
+    own = [o for o in request.settings if _is_own(o)]
     of_jobs = replace(request, settings=fixed)
     settings = _settings(of_jobs, own)
-    kept = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in JOB_FLAGS}
+    kept = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in FLAGS}
     memory = {"flags": kept, "settings": lines(fixed), "sweep": lines(own), "cwd": str(Path.cwd()), "space": []}
     source: JobSource
     values: dict[str, Any] = {}
     if settings.search is not None:
         memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
-        source = Search(settings, parse_space(settings.search, parsed, keys.types), [], shared_args(memory))
+        source = Search(settings, space(settings.search, parsed, keys.types), [], shared_words(memory))
     else:
         source = JobSource([Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))])
-        values = {word: value for o in parsed if o.is_sweep_override() for word, value in sweep_values(o)}
+        values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
     configs = JobConfigs(of_jobs, values)
     return Runner(
-        SweepRequest(flags, request.modules, settings, memory), source, _launcher(settings, source, configs), configs
+        Asked(flags, request.modules, settings, memory), source, _launcher(settings, source, configs), configs
     )
 
 
@@ -79,14 +79,14 @@ def _launcher(settings: Sweep, source: JobSource, configs: JobConfigs) -> Launch
     return _launcher_class(settings)(settings, source.samples, source.total, configs)
 
 
-def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
+def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
     typed = request.settings
-    others = lines([o for o in typed if not _is_sweep_setting(o) and o.key_or_group != "plugins"])
-    for word in [*others, *(flag for flag in flags if flag in JOB_FLAGS)]:
+    others = lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
+    for word in [*others, *(flag for flag in flags if flag in FLAGS)]:
         raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
     folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # below which its jobs lie
     try:
-        memory = folder.spec
+        memory = folder.asked
         wanted = parse_modules(memory["settings"])
         if missing := [name for name in wanted if name not in request.modules]:
             raise UserError(
@@ -99,9 +99,9 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
             if "--json" not in flags:
                 where = f"are from there{'' if there else f', which is gone: they are from {Path.cwd()}'}"
                 print_line(f"begun in {printable(memory['cwd'])}: relative paths in its settings {where}")
-        source = Source.of(*(memory["flags"].get(flag) for flag in JOB_FLAGS))
+        source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
         of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
-        own = [o for o in typed if _is_sweep_setting(o)]
+        own = [o for o in typed if _is_own(o)]
         settings = _settings(of_jobs, [*parse(memory["sweep"]), *own])
         if fixed := [o.key_or_group for o in own if o.key_or_group in COMPARED]:
             what = "search is what it began as, but for sweep.trials" if settings.search else "sweep is no search"
@@ -109,7 +109,7 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
         configs = JobConfigs(of_jobs, {})
         jobs = _source(settings, folder, Keys.of(request.registry).types)
         launcher = _launcher(settings, jobs, configs)
-        return Runner(SweepRequest(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
+        return Runner(Asked(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
     except BaseException:
         folder.close()
         raise
@@ -126,11 +126,11 @@ def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]])
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
         raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
-    keys = parse_space(settings.search, parse(folder.spec["space"]), types)
-    return Search(settings, keys, folder.jobs, shared_args(folder.spec))
+    keys = space(settings.search, parse(folder.asked["space"]), types)
+    return Search(settings, keys, folder.jobs, shared_words(folder.asked))
 
 
-def _is_sweep_setting(override: Any) -> bool:
+def _is_own(override: Any) -> bool:
     return bool(override.key_or_group.split(".")[0] == "sweep")
 
 

@@ -16,12 +16,12 @@ from toyexp.base.errors import escape_controls
 from toyexp.base.formatting import format_duration
 from toyexp.base.terminal import is_notebook, is_silent, is_terminal, print_text
 from toyexp.results.ranking import Ranking
-from toyexp.sweeps.directory import FAILURES, SUCCEEDED, Job, Status
-from toyexp.sweeps.journal import Throttle
+from toyexp.sweeps.directory import ANSWERED, FAILURES, Job, Status
+from toyexp.sweeps.journal import Seldom
 
 REDRAW = 0.2  # seconds between two pictures
-FREE_LINES = 4  # lines of the terminal that are left to what stands above
-MAX_ROWS = 16  # jobs with a line of their own
+ROOM = 4  # lines of the terminal that are left to what stands above
+MOST = 16  # jobs with a line of their own
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Board:
     _drawn: float = 0.0
 
     def __post_init__(self) -> None:
-        self._looked = Throttle(self._update_best)
+        self._looked = Seldom(self._look)
 
     def begin(self, job: Job) -> None:
         """Show a job that begins."""
@@ -51,15 +51,15 @@ class Board:
             self._running[job.number] = (job, self._running[job.number][1], line.strip())
         self.draw(soon=True)
 
-    def end(self, job: Job) -> None:
+    def ended(self, job: Job) -> None:
         """Take off a job that has ended, and count it."""
         if job.number in self._running:
             _, since, _ = self._running.pop(job.number)
-            if job.status in SUCCEEDED:
+            if job.status in ANSWERED:
                 self._took.append(time.monotonic() - since)
-        self._looked.request(len(self.jobs()))
+        self._looked.ask(len(self.jobs()))
 
-    def _update_best(self) -> None:
+    def _look(self) -> None:
         ranking = self.ranking()
         if best := ranking.best:
             self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
@@ -67,8 +67,8 @@ class Board:
     def lines(self, width: int = sys.maxsize) -> list[str]:
         """Return a line of counts, one of the best point, and one for each job that runs, cut to `width`."""
         statuses = [job.status for job in self.jobs()]
-        if self._looked.is_pending:
-            self._looked.request(len(statuses))
+        if self._looked.waits:
+            self._looked.ask(len(statuses))
         done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
         failed = sum(status in FAILURES for status in statuses)
         left_over = bool(waiting or self._running)
@@ -82,11 +82,11 @@ class Board:
             counts.append(f"about {format_duration(left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())
         rows = []
-        for job, _, line in entries[:MAX_ROWS]:
+        for job, _, line in entries[:MOST]:
             keep = max(width - len(line) - 2, width // 3)  # of long settings, which are cut
             head = f"[{job.number}] {job.label}".rstrip()
             rows.append(f"{head if len(head) <= keep else head[: keep - 3] + '...'}  {line}")
-        rows += [f"... and {len(entries) - MAX_ROWS} more"] if len(entries) > MAX_ROWS else []
+        rows += [f"... and {len(entries) - MOST} more"] if len(entries) > MOST else []
         return [" · ".join(counts), *([self._best] if self._best else []), *rows]
 
     def draw(self, soon: bool = False) -> None:
@@ -95,13 +95,13 @@ class Board:
             return
         size = shutil.get_terminal_size()
         width = size.columns - 1
-        shown = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - FREE_LINES, 1)]]
+        shown = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - ROOM, 1)]]
         with contextlib.suppress(OSError):
             print_text(self._up() + "".join(line + "\n" for line in shown))
         self._height, self._drawn = len(shown), time.monotonic()
 
     @contextlib.contextmanager
-    def hide(self) -> Iterator[None]:
+    def away(self) -> Iterator[None]:
         """Hide the board while other output is printed, then redraw it."""
         self.clear()
         yield
@@ -119,7 +119,7 @@ class Board:
 
 
 @dataclass
-class NotebookBoard(Board):
+class Cell(Board):
     """Board in a notebook: one output of the cell, which each drawing replaces."""
 
     _shown: Any = None
@@ -148,12 +148,12 @@ class NotebookBoard(Board):
         self.draw()
 
 
-def make_board(
+def board_for(
     jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, side_by_side: bool
 ) -> Board | None:
     """Return a board in a notebook, and for jobs side by side before a terminal; else None: lines are printed."""
     if is_silent():
         return None
     if is_notebook():
-        return NotebookBoard(jobs, ranking, at_once)
+        return Cell(jobs, ranking, at_once)
     return Board(jobs, ranking, at_once) if is_terminal() and side_by_side else None

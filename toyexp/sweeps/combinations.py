@@ -27,7 +27,7 @@ STACK = "TOYEXP_STACK"  # and of the one that has several jobs to train together
 ORDERS, REPORTS = "jobs.json", "reports"  # in that folder: the jobs, and the pipe that hears of them
 
 
-def experiment_sweep(request: Request) -> list[Override]:
+def own_sweep(request: Request) -> list[Override]:
     """What the chosen experiment sweeps over, but for the keys that the command line gives."""
     from toyexp.config.words import parse
 
@@ -37,7 +37,7 @@ def experiment_sweep(request: Request) -> list[Override]:
     return parse([f"{key}={values}" for key, values in own.items() if key not in given])
 
 
-def check_unique(parsed: Sequence[Override]) -> None:
+def check_once(parsed: Sequence[Override]) -> None:
     """UserError for a key that has several values and is given once more: a job has one value of it, the later one.
 
     As on the command line of a run, several values go before the one that came earlier.
@@ -47,27 +47,27 @@ def check_unique(parsed: Sequence[Override]) -> None:
         key = str(override.get_key_element()).lstrip("+~")
         if (earlier := several.get(key)) is not None:
             both = f"{earlier.input_line} {override.input_line}"
-            raise UserError(f"{both}: {key} is given twice; {_suggest_merge(key, earlier, override)}")
+            raise UserError(f"{both}: {key} is given twice; {_joined(key, earlier, override)}")
         if override.is_sweep_override():
             several[key] = override
 
 
-def _suggest_merge(key: str, *given: Override) -> str:
+def _joined(key: str, *given: Override) -> str:
     if not all(o.is_choice_sweep() and "(" not in str(o.input_line) for o in given):
         return "give its values once"
-    values = dict.fromkeys(word.partition("=")[2] for o in given for word, _ in sweep_values(o))
+    values = dict.fromkeys(word.partition("=")[2] for o in given for word, _ in swept(o))
     return f"all its values go together: {key}={','.join(values)}"
 
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
     """The settings of each job: one value of every swept key, the last key varying fastest."""
-    lists = [list(sweep_values(o)) for o in parsed if o.is_sweep_override()]
+    lists = [list(swept(o)) for o in parsed if o.is_sweep_override()]
     if (count := math.prod(map(len, lists))) > MOST_JOBS:
         raise UserError(f"{count} combinations of values: a sweep has at most {MOST_JOBS} jobs")
     return list(itertools.product(*([word for word, _ in words] for words in lists)))
 
 
-def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
+def swept(override: Override) -> Iterator[tuple[str, Any]]:
     """Each value of a swept key, as a setting and as it is; UserError where there is none, or no end of them."""
     from hydra.core.override_parser.types import Override, Transformer, ValueType
     from hydra.errors import HydraException
@@ -102,12 +102,12 @@ def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
 _follows = False
 
 
-def is_job() -> bool:
+def is_a_job() -> bool:
     """Whether a sweep started this process."""
     return _follows
 
 
-def exit_with_sweep() -> None:
+def follow_the_sweep() -> None:
     """In the process of a job: when the sweep that started it is gone, it ends as after SIGTERM, saved.
 
     The sweep holds the other end of its standard input and never writes to it.

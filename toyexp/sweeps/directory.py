@@ -29,16 +29,16 @@ from toyexp.base.ownership import (
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, require_plain, require_plain_path, write_atomically
 from toyexp.config.words import setting
-from toyexp.results.ranking import TRAIN, Ranking, job_sources, rank_jobs
-from toyexp.results.run_dirs import PRUNED_PREFIX, RESULT_TYPES
-from toyexp.sweeps.journal import Journal, Throttle
+from toyexp.results.found import NUMBERS, PRUNES
+from toyexp.results.ranking import TRAIN, Ranking, ranked, sources_of
+from toyexp.sweeps.journal import Journal, Seldom
 from toyexp.training import checkpoint
-from toyexp.training.checkpoint import Damaged, conforms, read_json, rebuilt, result_of
+from toyexp.training.checkpoint import DamagedCheckpoint, matches_type, read_json, read_result, rebuild_dataclass
 
 log = logging.getLogger("toyexp")
 
 FORMAT = 1
-SEEDS_CAPTION = "mean ± standard deviation (over n-1) of the seeds that completed"
+SPREAD = "mean ± standard deviation (over n-1) of the seeds that completed"
 
 
 class Status(StrEnum):
@@ -56,30 +56,28 @@ class Status(StrEnum):
 
 FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
 UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
-SUCCEEDED = (Status.COMPLETED, Status.PRUNED)  # what was asked of the job has its answer
+ANSWERED = (Status.COMPLETED, Status.PRUNED)  # what was asked of the job has its answer
 # Errors of a disk or of limits on open files, which have nothing to do with a job's settings.
-MACHINE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-STOP_SIGNALS = [
-    number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if (number := getattr(signal, name, None))
-]
+HINDRANCES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+ENDING = [number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if (number := getattr(signal, name, None))]
 # What a job's process says by its exit code; by any other, and by a signal, it was killed.
-STATUS_BY_CODE = {
+MEANING = {
     0: Status.COMPLETED,
     1: Status.FAILED,
     2: Status.REFUSED,
-    **{code: Status.INTERRUPTED for number in STOP_SIGNALS for code in (128 + number, -number)},
+    **{code: Status.INTERRUPTED for number in ENDING for code in (128 + number, -number)},
 }
 
 
 @dataclass(frozen=True)
-class JobExit:
+class Ended:
     """How a job's process ended."""
 
     code: int  # below zero: the signal that killed it
     error: str = ""  # its last words
 
     @classmethod
-    def from_error(cls, error: BaseException) -> JobExit:
+    def of(cls, error: BaseException) -> Ended:
         """Return how a job ended that raised in this process."""
         text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
         return cls(getattr(error, "exit_code", 1), text)
@@ -107,9 +105,9 @@ class Job:
     trial: int | None = None  # of a search: which point
 
     @property
-    def is_machine_error(self) -> bool:
+    def hindered(self) -> bool:
         """Whether the machine failed, as a full disk does, and not the job's settings."""
-        return self.status == Status.FAILED and any(os.strerror(number) in str(self.error) for number in MACHINE_ERRNOS)
+        return self.status == Status.FAILED and any(os.strerror(number) in str(self.error) for number in HINDRANCES)
 
     @property
     def label(self) -> str:
@@ -121,44 +119,42 @@ class Job:
         differ = [name for name, value in self.result.items() if result.get(name) != value]
         return "; ".join(f"{k} was {self.result[k]} and is {printable(str(result.get(k)))}" for k in differ[:1])
 
-    def record_exit(self, ended: JobExit, directory: Path | None) -> None:
+    def end(self, ended: Ended, directory: Path | None) -> None:
         """Takes down how it ended; its numbers are read from its run directory."""
-        found = result_of(directory) if directory else {}
-        self.code, self.status, self.error = ended.code, STATUS_BY_CODE.get(ended.code, Status.KILLED), str(ended)
-        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _valid_numbers(found)
+        found = read_result(directory) if directory else {}
+        self.code, self.status, self.error = ended.code, MEANING.get(ended.code, Status.KILLED), str(ended)
+        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _numbers_of(found)
         if self.status == Status.COMPLETED:
             self.error = None if found else f"ended with exit code 0 and left no result in {directory}"
             self.status = Status.COMPLETED if found else Status.FAILED
-            if found.get("reason") == "aborted" and str(found.get("why")).startswith(PRUNED_PREFIX):
+            if found.get("reason") == "aborted" and str(found.get("why")).startswith(PRUNES):
                 self.status, self.error = Status.PRUNED, str(found["why"])
 
 
-def _valid_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: result[name] for name, hint in RESULT_TYPES.items() if name in result and conforms(result[name], hint)
-    }
+def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name, hint in NUMBERS.items() if name in result and matches_type(result[name], hint)}
 
 
 @dataclass(frozen=True)
-class LaunchSpec:
+class Order:
     """What it takes to run a job, on this machine or another one that sees its files."""
 
     directory: Path
     log: Path
-    start_args: Sequence[str]  # the words that begin it
-    resume_args: Sequence[str]  # the words that resume it
-    resumes: bool  # it was begun before
+    first: Sequence[str]  # the words that begin it
+    again: Sequence[str]  # the words that resume it
+    goes_on: bool  # it was begun before
     cores: int = 0  # its share of the machine; 0: all
     gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
     environment: Mapping[str, str] = field(default_factory=dict)  # of its process alone
-    is_stack: bool = False  # its process trains a stack, whose jobs check their own directories
+    several: bool = False  # its process trains a stack, whose jobs check their own directories
 
-    def args(self) -> Sequence[str]:
+    def words(self) -> Sequence[str]:
         """Return the command line of its process; UserError if its directory holds anything but its own run."""
-        if self.is_stack:
-            return self.start_args
-        if self.resumes and prepare_resume(self.directory):
-            return self.resume_args
+        if self.several:
+            return self.first
+        if self.goes_on and is_begun(self.directory):
+            return self.again
         try:
             require_empty(self.directory, "hydra.sweep.dir")
         except DirectoryLocked:
@@ -166,14 +162,14 @@ class LaunchSpec:
         except UserError:
             what = f"{short_path(self.directory)}: is where this job runs, and is no empty directory"
             raise UserError(f"{what}; move that away, then go on with sweep.retry=true") from None
-        return self.start_args
+        return self.first
 
 
-def prepare_resume(directory: Path) -> bool:
+def is_begun(directory: Path) -> bool:
     """Return whether a directory has a checkpoint to resume. A run without one is moved aside."""
     if not directory.is_dir():
         return False
-    if checkpoint.steps(directory / "checkpoints"):
+    if checkpoint.list_checkpoints(directory / "checkpoints"):
         return True
     os.close(lock(directory))  # raises UserError while a process writes there
     rename_aside(directory)
@@ -188,11 +184,11 @@ class SweepDir:
     """
 
     def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any], locked: int | None = None):
-        self.path, self.jobs, self.spec = path, jobs, asked
+        self.path, self.jobs, self.asked = path, jobs, asked
         self._writing = threading.RLock()
-        self._warned_reasons: set[str] = set()  # reasons
-        self._saved_count = len(jobs)  # of the first so many the files hold something
-        self._journal, self._writer = Journal(path), Throttle(self._write)
+        self._told: set[str] = set()  # reasons
+        self._known = len(jobs)  # of the first so many the files hold something
+        self._journal, self._whole = Journal(path), Seldom(self._write)
         self._later: threading.Timer | None = None
         self._lock = _lock(path) if locked is None else locked
 
@@ -225,7 +221,7 @@ class SweepDir:
         require_inside(path)
         locked = _lock(path)  # what is read holds as long as nobody else writes
         try:
-            jobs, asked = read_sweep(path)
+            jobs, asked = remembered(path)
             for directory in {job.directory for job in jobs if job.directory and os.sep in job.directory}:
                 require_plain_path(path, path / directory)
             return cls(path, jobs, asked, locked)
@@ -235,52 +231,50 @@ class SweepDir:
 
     def close(self) -> None:
         """Lets others have the directory, whose files are up to date."""
-        if self._writer.is_pending:
+        if self._whole.waits:
             self.save()
         os.close(self._lock)
 
-    def run_dir(self, job: Job) -> Path:
+    def run(self, job: Job) -> Path:
         """The run directory of a job whose configuration was composed."""
         assert job.directory is not None
         return self.path / job.directory
 
-    def log_path(self, job: Job) -> Path:
+    def log(self, job: Job) -> Path:
         """What a job's processes printed."""
         return self.path / "logs" / f"{job.number}.log"
 
-    def launch_spec(self, job: Job) -> LaunchSpec:
+    def order(self, job: Job) -> Order:
         """Return what starts a job, or resumes one that was begun before."""
-        directory = self.run_dir(job)
+        directory = self.run(job)
         where = [setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
-        plugins = [word for word in self.spec["settings"] if word.startswith("plugins=")]
-        first, again = [*shared_args(self.spec), *job.overrides, *where], [f"resume={directory}", *plugins]
-        return LaunchSpec(directory, self.log_path(job), first, again, job.attempts > (job.status == Status.RUNNING))
+        plugins = [word for word in self.asked["settings"] if word.startswith("plugins=")]
+        first, again = [*shared_words(self.asked), *job.overrides, *where], [f"resume={directory}", *plugins]
+        return Order(directory, self.log(job), first, again, job.attempts > (job.status == Status.RUNNING))
 
-    def mark_running(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[Job]) -> None:
         """Note that jobs begin."""
         for job in jobs:
             job.status, job.attempts = Status.RUNNING, job.attempts + 1
-        self.record(jobs)
+        self.note(jobs)
 
-    def rank(self) -> Ranking[Job]:
+    def ranking(self) -> Ranking[Job]:
         """The jobs by what they came to, the best first."""
-        return rank_jobs(self.jobs, self.spec["sweep"])
+        return ranked(self.jobs, self.asked["sweep"])
 
-    def record(self, jobs: Sequence[Job]) -> None:
+    def note(self, jobs: Sequence[Job]) -> None:
         """Takes down at once how these jobs stand now; where there are many, the summaries follow a little later.
 
         That they have begun is on the disk before they do: how they ended their directories tell, too.
         """
         with self._writing:
-            with self._warn_unwritten():
+            with self._telling():
                 begin = any(job.status == Status.RUNNING for job in jobs)
                 end = max((job.number + 1 for job in jobs), default=0)
-                told = {
-                    job.number: job for job in (*self.jobs[self._saved_count : end], *jobs)
-                }  # no number is left out
+                told = {job.number: job for job in (*self.jobs[self._known : end], *jobs)}  # no number is left out
                 self._journal.add(map(vars, told.values()), flush=begin)
-                self._saved_count = max(self._saved_count, end)
-            if (wait := self._writer.request(len(self.jobs))) and self._later is None:
+                self._known = max(self._known, end)
+            if (wait := self._whole.ask(len(self.jobs))) and self._later is None:
                 self._later = threading.Timer(wait, self._catch_up)
                 self._later.daemon = True
                 self._later.start()
@@ -291,7 +285,7 @@ class SweepDir:
             if self._later:
                 self._later.cancel()
                 self._later = None
-            self._writer.run()
+            self._whole.now()
 
     def _catch_up(self) -> None:
         with self._writing:
@@ -300,40 +294,40 @@ class SweepDir:
 
     def _write(self) -> None:
         jobs = self.jobs[:]
-        ranking = self.rank()
-        table = summary_rows(self.jobs, lambda job: str(self.run_dir(job)) if job.directory else "", ranking)
+        ranking = self.ranking()
+        table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "", ranking)
         files: dict[str, Callable[[], str]] = {
-            SWEEP_FILE: lambda: _sweep_json({"format": FORMAT, **self.spec}, jobs),
+            SWEEP_FILE: lambda: _dumped({"format": FORMAT, **self.asked}, jobs),
             "summary.csv": lambda: format_csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
         for name, content in files.items():
-            with self._warn_unwritten(name):
+            with self._telling(name):
                 require_plain(self.path / name)
                 with write_atomically(self.path / name) as place:
                     place.write_bytes(content().encode(errors="backslashreplace"))
                 if name == SWEEP_FILE:
-                    self._saved_count = len(jobs)
+                    self._known = len(jobs)
                     self._journal.clear()
 
     @contextlib.contextmanager
-    def _warn_unwritten(self, name: str = SWEEP_FILE) -> Iterator[None]:
+    def _telling(self, name: str = SWEEP_FILE) -> Iterator[None]:
         """Warn of a file that cannot be written, once for each reason."""
         try:
             yield
         except (OSError, UserError) as error:
-            if (why := system_message(error)) not in self._warned_reasons:
+            if (why := system_message(error)) not in self._told:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / name, why)
-            self._warned_reasons.add(why)
-            self._writer.is_pending = True  # it is tried again, at the latest as the sweep ends
+            self._told.add(why)
+            self._whole.waits = True  # it is tried again, at the latest as the sweep ends
 
 
-def shared_args(asked: Mapping[str, Any]) -> list[str]:
+def shared_words(asked: Mapping[str, Any]) -> list[str]:
     """Return the words of all jobs, as a sweep's directory has them."""
     return [*(word for flag in asked["flags"].items() for word in flag), *asked["settings"]]
 
 
-def _sweep_json(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
+def _dumped(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
     """A sweep.json in which each job has a line: there may be 100,000, with which JSON with indents takes its time."""
     lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
     return dump_json(asked, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
@@ -347,7 +341,7 @@ def _lock(path: Path) -> int:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.sweep.dir=...") from None
 
 
-def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
+def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
     """The jobs of the sweep in a directory as they stand, and what it takes to go on; UserError where it is damaged."""
     alone = f"; each of its runs goes on by itself: resume={path}/RUN"
     try:
@@ -357,20 +351,20 @@ def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
         jobs = _check(state)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path / SWEEP_FILE}: is damaged: {printable(str(error))}{alone}") from None
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise UserError(f"{error}{alone}") from None
     return jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")}
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:
-    """Return the jobs in a sweep.json; raise KeyError, TypeError, ValueError or Damaged."""
+    """Return the jobs in a sweep.json; raise KeyError, TypeError, ValueError or DamagedCheckpoint."""
     if state["format"] != FORMAT:
         what = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
-        raise Damaged(f"{what}; if a newer toyexp wrote it, update toyexp")
+        raise DamagedCheckpoint(f"{what}; if a newer toyexp wrote it, update toyexp")
     asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
              "jobs": list[Any]}  # fmt: skip
     for name, hint in asked.items():
-        if not conforms(state[name], hint):
+        if not matches_type(state[name], hint):
             raise ValueError(f"{name} is {state[name]}")
     jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
     for job in jobs:
@@ -384,10 +378,10 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
 
 def _job(number: int, entry: Mapping[str, Any]) -> Job:
     try:
-        job = rebuilt(Job, {"trial": None, **entry, "status": Status(entry["status"])})
+        job = rebuild_dataclass(Job, {"trial": None, **entry, "status": Status(entry["status"])})
     except ValueError as error:
         raise ValueError(f"job {number}: {error}") from None
-    job.result = _valid_numbers(job.result)
+    job.result = _numbers_of(job.result)
     place = PurePath(job.directory or "")
     if place.is_absolute() or ".." in place.parts:
         raise ValueError(f"job {number} lies outside, in {job.directory}")
@@ -402,18 +396,18 @@ def update_summary(run: Path, resumed: bool) -> Iterator[None]:
     if not resumed:
         yield
         return
-    ended, before = JobExit(0), result_of(run)
+    ended, before = Ended(0), read_result(run)
     try:
         yield
     except BaseException as error:
-        ended = JobExit(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1), str(error))
+        ended = Ended(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1), str(error))
         raise
     finally:
         if ended.code != 2:  # it was refused, and nothing happened
-            _record_resumed_run(run.resolve(), ended, before)
+            _take_down(run.resolve(), ended, before)
 
 
-def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) -> None:
+def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
     path = next((folder for folder in run.parents if (folder / SWEEP_FILE).is_file()), None)
     if path is None:
         return
@@ -432,7 +426,7 @@ def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) ->
                 )
                 return
             job.attempts += 1
-            job.record_exit(ended, run)
+            job.end(ended, run)
             folder.save()
             print_line(f"sweep   {short_path(path)}: its summary is up to date")
 
@@ -440,46 +434,45 @@ def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) ->
 # -- the summary ----------------------------------------------------------------------------------------------------
 
 
-def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]) -> list[list[str]]:
+def rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]) -> list[list[str]]:
     """A head and a line for each job, the best first: what was varied, what came out, where it is, and beside it.
 
     The last columns are of all jobs that differ from it in the seed alone: how many completed, mean and standard
     deviation (over n-1) of the metric, and whether they are the best.
     """
     varied = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
-    names = score_names(jobs)
+    names = scores(jobs)
     table = [["job", *varied, "status", "steps taken", TRAIN, "held-out loss", *(f"held-out {n}" for n in names),
-              *(f"{role} digest" for role in ranking.changed_sources), "seconds", "run", "error", "seeds",
+              *(f"{role} digest" for role in ranking.apart), "seconds", "run", "error", "seeds",
               f"{ranking.column} mean", f"{ranking.column} std", "best"]]  # fmt: skip
     for job, point in ranking.jobs():
         values = {_key(word): word.partition("=")[2] for word in job.overrides}
-        table.append([str(job.number), *(values.get(key, "") for key in varied), job_state(job),
-                      *number_cells(job, names, ""),
-                      *(job_sources(job).get(role, "")[:8] for role in ranking.changed_sources),
-                      _format_number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
-                      str(len(point.values)), _format_number(point.mean if point.values else None, ".6f", ""),
-                      _format_number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
+        table.append([str(job.number), *(values.get(key, "") for key in varied), state_of(job),
+                      *numbers(job, names, ""), *(sources_of(job).get(role, "")[:8] for role in ranking.apart),
+                      _number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
+                      str(len(point.values)), _number(point.mean if point.values else None, ".6f", ""),
+                      _number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table
 
 
-def job_state(job: Job) -> str:
+def state_of(job: Job) -> str:
     """Return what a table calls the end of a job: diverged, or its status."""
     return "diverged" if job.status == Status.COMPLETED and job.result.get("diverged") else str(job.status)
 
 
-def score_names(jobs: Sequence[Job]) -> list[str]:
+def scores(jobs: Sequence[Job]) -> list[str]:
     """What the models report beside the held-out loss."""
     return list(dict.fromkeys(name for job in jobs for name in job.result.get("eval_scores") or {}))
 
 
-def number_cells(job: Job, names: Sequence[str], none: str) -> list[str]:
+def numbers(job: Job, names: Sequence[str], none: str) -> list[str]:
     """Steps, training loss, held-out loss and scores of those names."""
     found = job.result
     values = [found.get("train_loss"), found.get("eval_loss"), *map((found.get("eval_scores") or {}).get, names)]
-    return [_format_number(found.get("steps"), "d", none), *(_format_number(value, ".4f", none) for value in values)]
+    return [_number(found.get("steps"), "d", none), *(_number(value, ".4f", none) for value in values)]
 
 
-def _format_number(value: Any, form: str, none: str) -> str:
+def _number(value: Any, form: str, none: str) -> str:
     return none if value is None else format(value, form)
 
 
@@ -488,9 +481,7 @@ def _key(word: str) -> str:
 
 
 def _summary(table: Sequence[Sequence[str]], ranking: Ranking[Job]) -> str:
-    over_seeds = (
-        f"{SEEDS_CAPTION}\n\n{_markdown(ranking.table())}\n" if ranking.has_seeds or ranking.changed_sources else ""
-    )
+    over_seeds = f"{SPREAD}\n\n{_markdown(ranking.table())}\n" if ranking.seeds or ranking.apart else ""
     return "".join(f"Note: {note}.\n\n" for note in ranking.notes()) + over_seeds + _markdown(table)
 
 

@@ -33,10 +33,10 @@ from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.recipe import Recipe
 from toyexp.sweeps.directory import Job
-from toyexp.sweeps.launchers.gpus import VISIBLE_DEVICES, visible_gpus
+from toyexp.sweeps.launchers.gpus import VISIBLE, visible
 from toyexp.training.resume import differences
 from toyexp.training.run_config import ASIDE_KEYS
-from toyexp.training.rundir import settings_in
+from toyexp.training.rundir import read_settings
 
 CHOICES = 8  # choices of names that are composed ahead: each composition takes a tenth of a second
 VALUES = 1000  # jobs that are looked at ahead
@@ -60,20 +60,20 @@ class JobConfigs:
 
     def config(self, job: Job) -> Composed:
         """A job's configuration, until the next one is asked for; UserError for what cannot be composed."""
-        composed = self._compose_values(*told_apart(job.overrides))
+        composed = self._with_values(*told_apart(job.overrides))
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
         return composed
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
         """Return the sweep's directory, which is `root` if there is one, and below it the job's."""
-        composed = self._load_base_model(self._set_hydra_config(job)[0])
+        composed = self._settled(self._known_to_hydra(job)[0])
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
 
-    def run_config(self, job: Job) -> Composed:
+    def of_a_run(self, job: Job) -> Composed:
         """Return what a run of the job is made from, in this process."""
-        composed, is_whole = self._set_hydra_config(job)
+        composed, is_whole = self._known_to_hydra(job)
         if is_whole:
             return composed
         given = [*self.request.settings, *parse(job.overrides)]
@@ -83,7 +83,7 @@ class JobConfigs:
             cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
         return replace(composed, cfg=cfg, given=given)
 
-    def _set_hydra_config(self, job: Job) -> tuple[Composed, bool]:
+    def _known_to_hydra(self, job: Job) -> tuple[Composed, bool]:
         """Return a job's configuration, of which ${hydra:...} reads, and whether Hydra has composed all of it.
 
         Only Hydra knows more of its settings than the job's number, such as ${hydra:job.override_dirname}.
@@ -100,12 +100,12 @@ class JobConfigs:
     def other_run(self, job: Job, run: Path) -> str:
         """Return a setting, typed or COMPARED, of which a job and the run in its directory have different values."""
         with contextlib.suppress(UserError):  # what cannot be composed is told when it is the job's turn
-            saved, given = settings_in(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
+            saved, given = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
             typed_keys = {o.key_or_group for o in given if "$" not in str(o.input_line)}
             keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
             parts = {key.split(".")[0] for key in keys} | COMPARED
             ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
-            for key, (there, here) in differences(saved, resolved(self._load_base_model(ours).cfg)) if ours else ():
+            for key, (there, here) in differences(saved, resolved(self._settled(ours).cfg)) if ours else ():
                 name = key.removesuffix(".name")
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
                 if is_typed and str(there) != str(here):
@@ -121,12 +121,12 @@ class JobConfigs:
         """How many of the machine's cores the job has use for at least; 0: it computes on a GPU, or may."""
         engine = self._engine(job)
         if engine == AUTO:
-            return 0 if visible_gpus() or sys.platform == "darwin" else 1
+            return 0 if visible() or sys.platform == "darwin" else 1
         if isinstance(engine, Engine):
             return 0 if engine.on_gpu else max(getattr(engine, "threads", 0), engine.processes(), 1)
         return 1
 
-    def can_stack(self, job: Job) -> bool:
+    def could_be_stacked(self, job: Job) -> bool:
         """Whether the job is of a small model on a GPU engine that trains several jobs together, as far as is known."""
         engine = self._engine(job)
         cls = self._auto_gpu() if engine == AUTO else type(engine)
@@ -138,12 +138,10 @@ class JobConfigs:
 
     def _auto_gpu(self) -> type | None:
         """The engine that engine=auto is likely to take where there are NVIDIA GPUs."""
-        offered = self.request.registry.classes("engine").values() if visible_gpus() else ()
+        offered = self.request.registry.classes("engine").values() if visible() else ()
         engines = [cast("type[Engine]", cls) for cls in offered]
         return max(
-            (cls for cls in engines if cls.device_variable == VISIBLE_DEVICES),
-            key=lambda cls: cls.priority,
-            default=None,
+            (cls for cls in engines if cls.device_variable == VISIBLE), key=lambda cls: cls.priority, default=None
         )
 
     def processes(self, job: Job) -> int:
@@ -164,11 +162,11 @@ class JobConfigs:
 
     def model(self, job: Job) -> Model:
         """The model of a job; UserError for one that cannot be."""
-        cfg = self._load_base_model(self.config(job)).cfg
+        cfg = self._settled(self.config(job)).cfg
         cls = class_of("model", cfg.model, self.request.registry)
         return cast("Model", made(cls, typed(cls, cfg.model, "model")))
 
-    def _load_base_model(self, composed: Composed) -> Composed:
+    def _settled(self, composed: Composed) -> Composed:
         """With the model of the recipe's base file, which names the job, where it has one."""
         if not self._has_base(composed):
             return composed
@@ -186,14 +184,14 @@ class JobConfigs:
         What lies in files and what the engine says is only known when the job runs.
         """
         names, others = told_apart(job.overrides)
-        composed = self._compose_values(names, others)
+        composed = self._with_values(names, others)
         if whole:
             composed.look_over()
             return
         for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
             self._check_owner(composed.cfg, owner)
 
-    def _compose_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composed:
+    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composed:
         composed = self._base(names)
         for word in others:
             self._set(composed.cfg, word)
@@ -235,14 +233,14 @@ class JobConfigs:
         (cls(**node) if cls is Root else made(cls, node)).check()
 
 
-def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
+def first_look(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
     """What is wrong with each of the jobs that show every value once, by their numbers.
 
     Raises UserError for what is wrong in every job.
     """
     wrong: dict[int, UserError] = {}
     seen: set[tuple[str, ...]] = set()
-    for job in _single_changes(jobs[:VALUES]):
+    for job in _one_changed(jobs[:VALUES]):
         names = told_apart(job.overrides)[0]
         if names not in seen and len(seen) == CHOICES:
             continue
@@ -260,12 +258,10 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
     return wrong
 
 
-def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
+def require_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
     """Raises UserError when a value that varies does not tell the jobs' directories apart."""
     first = jobs[0]
-    changed = {
-        _differing(first, job): job for job in reversed(list(_single_changes(jobs[:VALUES]))) if job is not first
-    }
+    changed = {_differing(first, job): job for job in reversed(list(_one_changed(jobs[:VALUES]))) if job is not first}
     for job in changed.values():
         try:
             places = [configs.directory(one, None)[1] for one in (first, job)]
@@ -278,7 +274,7 @@ def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> No
             )
 
 
-def _single_changes(jobs: Sequence[Job]) -> Iterator[Job]:
+def _one_changed(jobs: Sequence[Job]) -> Iterator[Job]:
     """The first job, and those that differ from it in one value."""
     return (job for job in jobs if sum(_differing(jobs[0], job)) <= 1)
 
@@ -287,13 +283,13 @@ def _differing(first: Job, job: Job) -> tuple[bool, ...]:
     return tuple(map(operator.ne, first.overrides, job.overrides))
 
 
-class JobDirectories:
+class Places:
     """The job that each directory of a sweep belongs to."""
 
     def __init__(self, jobs: Iterable[Job]):
         self._owners = {job.directory: job for job in jobs if job.directory is not None}
 
-    def assign(self, job: Job, root: Path, directory: Path) -> None:
+    def give(self, job: Job, root: Path, directory: Path) -> None:
         """Lets a job have a directory of a sweep; UserError where that is another's, or not the sweep's to give."""
         if not directory.is_relative_to(root) or ".." in directory.relative_to(root).parts or directory == root:
             raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")

@@ -17,24 +17,24 @@ FEW = 50  # jobs
 SHARE = 0.05  # of the time may be spent on what is to be done after each job and grows with their number
 
 
-class Throttle:
+class Seldom:
     """Something that is up to date after each of a few jobs, and after each of many as far as there is time for it."""
 
     def __init__(self, do: Callable[[], None]):
         self._do, self._next = do, 0.0
-        self.is_pending = False  # it was asked for and is not done
+        self.waits = False  # it was asked for and is not done
 
-    def request(self, jobs: int) -> float:
+    def ask(self, jobs: int) -> float:
         """One of so many jobs has changed: does it, or returns in how many seconds there is time for it."""
-        self.is_pending = True
+        self.waits = True
         if jobs > FEW and (wait := self._next - time.monotonic()) > 0:
             return wait
-        self.run()
+        self.now()
         return 0.0
 
-    def run(self) -> None:
+    def now(self) -> None:
         """Does it."""
-        began, self.is_pending = time.monotonic(), False
+        began, self.waits = time.monotonic(), False
         try:
             self._do()
         finally:

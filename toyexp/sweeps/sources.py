@@ -9,7 +9,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import short_path
 from toyexp.base.terminal import print_line, show_status
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
-from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
+from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
 
 
 class JobSource:
@@ -21,7 +21,7 @@ class JobSource:
     def __init__(self, jobs: list[Job]):
         self.jobs = jobs  # so far
         self.samples: Sequence[Job] = jobs  # that show every value
-        self._remaining = OrderedDict((job.number, job) for job in jobs)
+        self._left = OrderedDict((job.number, job) for job in jobs)
 
     @property
     def total(self) -> int:
@@ -30,17 +30,17 @@ class JobSource:
 
     def resume(self, jobs: Sequence[Job]) -> None:
         """Run only these of the jobs that there are."""
-        self._remaining = OrderedDict((job.number, job) for job in jobs)
+        self._left = OrderedDict((job.number, job) for job in jobs)
 
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
         """Return what is wrong with jobs, by their numbers; raise UserError for what is wrong with all of them."""
-        new = [job for job in self._remaining.values() if job.directory is None]
+        new = [job for job in self._left.values() if job.directory is None]
         if not new:
             return {}
         show_status(f"checking the settings of {len(new)} jobs")
-        wrong = check_values(new, configs)
+        wrong = first_look(new, configs)
         if is_new:
-            require_distinct_directories(new, configs)
+            require_directories(new, configs)
         return wrong
 
     def open(self, folder: SweepDir, is_new: bool) -> None:
@@ -51,15 +51,15 @@ class JobSource:
 
     def peek(self) -> Job | None:
         """Return the next job, if it is known already."""
-        return next(iter(self._remaining.values()), None)
+        return next(iter(self._left.values()), None)
 
     def next(self) -> Job | None:
         """Return the next job to run; None if there is no other."""
-        return self._remaining.popitem(last=False)[1] if self._remaining else None
+        return self._left.popitem(last=False)[1] if self._left else None
 
-    def record_end(self, job: Job) -> None:
+    def told(self, job: Job) -> None:
         """Learn how a job ended."""
-        self._remaining.pop(job.number, None)
+        self._left.pop(job.number, None)
 
     def environment(self, job: Job) -> Mapping[str, str]:
         """Return variables for the process of a job alone."""
@@ -69,15 +69,15 @@ class JobSource:
         """Return whether sweep.retry=true runs a job again."""
         return job.status in (Status.FAILED, Status.REFUSED)
 
-    def all_jobs(self) -> list[Job]:
+    def in_sight(self) -> list[Job]:
         """Return the jobs that there are and will be."""
         return self.jobs
 
-    def remaining_jobs(self) -> list[Job]:
+    def foreseen(self) -> list[Job]:
         """Return the jobs that are yet to run."""
-        return [*self._remaining.values()]
+        return [*self._left.values()]
 
-    def progress(self) -> tuple[str, bool]:
+    def standing(self) -> tuple[str, bool]:
         """Return how much is done, in words, and whether something is left."""
         done = sum(job.status == Status.COMPLETED for job in self.jobs)
         return f"{done} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)

@@ -11,7 +11,7 @@ from typing import IO
 
 from toyexp.base.terminal import print_line
 from toyexp.sweeps.board import Board
-from toyexp.sweeps.directory import SUCCEEDED, Job, LaunchSpec, SweepDir
+from toyexp.sweeps.directory import ANSWERED, Job, Order, SweepDir
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.summary_table import outcome
 
@@ -28,13 +28,13 @@ class Watch:
         self._environment, self._alone = environment, alone
         self._printing = threading.Lock()
 
-    def launch_spec(self, job: Job) -> LaunchSpec:
+    def order(self, job: Job) -> Order:
         """Return what starts a job."""
-        return replace(self.folder.launch_spec(job), environment=self._environment(job))
+        return replace(self.folder.order(job), environment=self._environment(job))
 
     def begin(self, jobs: Sequence[Job], shown: bool = True) -> None:
         """Note that jobs begin, before they do, and say so."""
-        self.folder.mark_running(jobs)
+        self.folder.begin(jobs)
         for job in jobs if shown else ():
             if self.board:
                 with self._printing:
@@ -51,17 +51,17 @@ class Watch:
         else:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
-    def end(self, job: Job) -> None:
+    def ended(self, job: Job) -> None:
         """Show what became of a job."""
         if self.board:
             with self._printing:
-                self.board.end(job)
-            if job.status in SUCCEEDED:
+                self.board.ended(job)
+            if job.status in ANSWERED:
                 self.say(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
 
     def say(self, line: str, stream: IO[str] | None = None) -> None:
         """Print a line above the board."""
-        board = self.board.hide() if self.board else contextlib.nullcontext()
+        board = self.board.away() if self.board else contextlib.nullcontext()
         with self._printing, contextlib.suppress(OSError), board:  # a reader, or a terminal, that is gone
             if stream is sys.stderr:
                 print(line, file=stream, flush=True)

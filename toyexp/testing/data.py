@@ -20,7 +20,7 @@ from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Batch, Batches, Dataset, batch_digest
 from toyexp.testing.suites import PluginSuite
 
-OPEN_FILES = Path("/proc/self/fd"), Path("/proc/self/map_files")  # what a process holds open, on Linux
+OPEN = Path("/proc/self/fd"), Path("/proc/self/map_files")  # what a process holds open, on Linux
 
 
 class DataSuite(PluginSuite):
@@ -31,24 +31,24 @@ class DataSuite(PluginSuite):
     context: int = 8  # positions of a row, where rows have them
     rows: int = 4  # of a batch
     epoch: int = 0  # batches that show every example once; 0: examples may be alike, and none can be told apart
-    expected_words: tuple[str, ...] = ()  # what its `left_out` has to name, such as the key that changes it
+    tells: tuple[str, ...] = ()  # what its `left_out` has to name, such as the key that changes it
 
-    def open_dataset(self) -> Dataset:
+    def opened(self) -> Dataset:
         """The opened data."""
         self.data.check()
         return self.data.open(None)
 
     def batches(self, seed: int = 0) -> Batches:
         """The batches of data that were just opened."""
-        return self.open_dataset().batches(self.context, self.rows, seed)
+        return self.opened().batches(self.context, self.rows, seed)
 
     def test_it_opens_the_same_every_time(self) -> None:
         """Sizes and digest repeat."""
-        assert self.open_dataset().describe() == self.open_dataset().describe()
+        assert self.opened().describe() == self.opened().describe()
 
     def test_what_it_says_of_itself_is_plain_and_stays(self) -> None:
         """No batch that is made changes what a run has recorded, and JSON holds it."""
-        dataset = self.open_dataset()
+        dataset = self.opened()
         said = [json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks()), allow_nan=False)]
         for context in (self.context, self.context + 1):
             batches = dataset.batches(context, self.rows, 0)
@@ -59,10 +59,10 @@ class DataSuite(PluginSuite):
 
     def test_what_is_left_out_is_told(self) -> None:
         """In phrases of a line, which name what `tells` says."""
-        dataset = self.open_dataset()
+        dataset = self.opened()
         told = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
         assert all(text and "\n" not in text for text in told)
-        assert [word for word in self.expected_words if not any(word in text for text in told)] == []
+        assert [word for word in self.tells if not any(word in text for text in told)] == []
 
     def test_a_batch_is_a_function_of_seed_and_number(self) -> None:
         """Asked in any order, batch k is the same; another seed gives another order."""
@@ -76,7 +76,7 @@ class DataSuite(PluginSuite):
 
     def test_batches_fit_what_they_declare(self) -> None:
         """Training and held-out batches have the declared shapes and types, and ids below vocab."""
-        dataset = self.open_dataset()
+        dataset = self.opened()
         batches = dataset.batches(self.context, self.rows, 0)
         assert batches.held_out()
         for batch in [batches.batch(0), batches.batch(9), *batches.held_out()]:
@@ -110,17 +110,17 @@ class DataSuite(PluginSuite):
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == fingerprint(self.data, self.context, self.rows)
 
-    @pytest.mark.skipif(not OPEN_FILES[0].is_dir(), reason="only Linux says what a process has open")
+    @pytest.mark.skipif(not OPEN[0].is_dir(), reason="only Linux says what a process has open")
     def test_nothing_stays_open_behind_it(self) -> None:
         """Neither a file nor what is mapped of one, once the data is forgotten."""
         self.batches().batch(0)  # what is imported meanwhile stays
         gc.collect()
-        before = Counter(_open_files())
+        before = Counter(_held())
         batches = self.batches()
         batches.batch(0)
         del batches
         gc.collect()
-        assert not Counter(_open_files()) - before
+        assert not Counter(_held()) - before
 
 
 def fingerprint(data: Data, context: int, rows: int) -> str:
@@ -141,9 +141,9 @@ def _rows(batch: Batch) -> Iterator[bytes]:
             yield b"".join(array[number].tobytes() for array in inputs)
 
 
-def _open_files() -> Iterator[str]:
+def _held() -> Iterator[str]:
     """The files on a disk that this process has open or mapped."""
-    for link in itertools.chain.from_iterable(folder.iterdir() for folder in OPEN_FILES if folder.is_dir()):
+    for link in itertools.chain.from_iterable(folder.iterdir() for folder in OPEN if folder.is_dir()):
         try:
             target = str(link.readlink())
         except OSError:  # it was that of the directory itself

@@ -31,7 +31,7 @@ VOCAB = 257
 
 
 @dataclass(frozen=True)
-class TestParts:
+class Beside:
     """What there is for parts of other kinds to be tried with."""
 
     engines: Sequence[Engine]  # that work here: optimisers run on the first, models on all of them
@@ -49,12 +49,12 @@ class TestParts:
                 return data.open(None)
         raise UserError(f"no data of {kind} open without a setting")
 
-    def fit_model(self, model: Model) -> Model:
+    def fitted(self, model: Model) -> Model:
         """The model with the sizes that come from such data."""
         return model.fit(self.dataset(model.reads))
 
 
-def make_suite(kind: str, cls: type, beside: TestParts) -> type[PluginSuite]:
+def suite_for(kind: str, cls: type, beside: Beside) -> type[PluginSuite]:
     """The suite of a kind for a class with its defaults; UserError for one that needs to be told more."""
     made: dict[str, Any] = {"__doc__": f"{cls.__name__} with its defaults.", "__module__": cls.__module__}
     if kind == "callbacks":
@@ -64,41 +64,41 @@ def make_suite(kind: str, cls: type, beside: TestParts) -> type[PluginSuite]:
         part = cls()
         if kind != "engine":  # which says itself that it is not here, and is skipped as that
             part.check()
-        made |= {SUITES[kind].part: part, **_suite_attributes(kind, part, beside)}
+        made |= {SUITES[kind].part: part, **_more(kind, part, beside)}
     return type(f"Test{cls.__name__}", (SUITES[kind],), made)
 
 
-def _suite_attributes(kind: str, part: Any, beside: TestParts) -> dict[str, Any]:
+def _more(kind: str, part: Any, beside: Beside) -> dict[str, Any]:
     """What the suite needs beside the part itself."""
     if kind in ("optim", "model") and not beside.engines:
         raise UserError("no engine works here to run it on: toyexp doctor")
     if kind == "optim":
         return {"engine": beside.engines[0]}
     if kind == "model":
-        size = beside.fit_model(part).parameters()
+        size = beside.fitted(part).parameters()
         if size > MOST:
             raise UserError(f"its defaults are {size:,} numbers, and the suite takes a small one")
-        return {"engines": tuple(beside.engines), **_dataset_attribute(part, beside)}
+        return {"engines": tuple(beside.engines), **_reading(part, beside)}
     if kind == "recipe":
-        return _recipe_attributes(part, beside)
+        return _trained_by(part, beside)
     if kind == "format":
-        return {"models": _format_models(part, beside)}
+        return {"models": _held_by(part, beside)}
     return {}
 
 
-def _dataset_attribute(model: Model, beside: TestParts) -> dict[str, Any]:
+def _reading(model: Model, beside: Beside) -> dict[str, Any]:
     """The data of a suite's model."""
     dataset = beside.dataset(model.reads)
     return {"dataset": lambda suite: dataset}
 
 
-def _recipe_attributes(recipe: Recipe, beside: TestParts) -> dict[str, Any]:
+def _trained_by(recipe: Recipe, beside: Beside) -> dict[str, Any]:
     """The first model that the recipe can plan with its defaults, and data for it."""
     refused = UserError(f"no model here reads {' or '.join(map(str, recipe.reads))}")
     for cls in (cls for cls in beside.models if cls.reads in recipe.reads):
         try:
-            made = {"recipe": recipe, "model": cls(), **_dataset_attribute(cls(), beside)}
-            type("Tried", (RecipeSuite,), made)().make_plan()
+            made = {"recipe": recipe, "model": cls(), **_reading(cls(), beside)}
+            type("Tried", (RecipeSuite,), made)().planned()
         except UserError as error:
             refused = error
         else:
@@ -106,12 +106,12 @@ def _recipe_attributes(recipe: Recipe, beside: TestParts) -> dict[str, Any]:
     raise refused
 
 
-def _format_models(form: Format, beside: TestParts) -> list[Model]:
+def _held_by(form: Format, beside: Beside) -> list[Model]:
     """Models that the format takes, small ones alone."""
     refused, found = UserError("no model is here to write"), []
     for cls in beside.models:
         try:
-            model = beside.fit_model(cls())
+            model = beside.fitted(cls())
             form.check_model(model)
         except UserError as error:
             refused = error

@@ -20,7 +20,7 @@ from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session, StepMetrics
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
 from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan, rows_for
-from toyexp.testing.suites import PluginSuite, build_session
+from toyexp.testing.suites import PluginSuite, built
 
 ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
 
@@ -55,13 +55,13 @@ class EngineNumbers(PluginSuite):
             os.environ.update(settled)
 
     @pytest.fixture(autouse=True)
-    def _check_engine(self) -> None:
+    def _checked(self) -> None:
         with contextlib.suppress(pytest.fail.Exception):  # a fixture that comes later may say which engine
             self.engine.check()
 
-    def build_session(self, plan: Plan) -> Session:
+    def built(self, plan: Plan) -> Session:
         """A session ready to step."""
-        return build_session(self.engine, plan)
+        return built(self.engine, plan)
 
     @property
     def rows(self) -> int:
@@ -81,7 +81,7 @@ class EngineNumbers(PluginSuite):
         """Logits and loss equal the float64 reference."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         expected = reference_logits(plan, _values(plan), batch)
-        with self.build_session(plan) as session:
+        with self.built(plan) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
             assert session.evaluate([batch]) == pytest.approx(reference_loss(plan, _values(plan), batch), rel=self.rtol)
 
@@ -89,7 +89,7 @@ class EngineNumbers(PluginSuite):
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
         """Each tensor's gradient equals the float64 slope of the loss along random directions."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
-        with self.build_session(plan) as session:
+        with self.built(plan) as session:
             gradients = session.gradients(batch)
         assert set(gradients) == {t.name for t in plan.trainable}
         draw = np.random.default_rng(1)
@@ -120,7 +120,7 @@ class EngineNumbers(PluginSuite):
             given = [s.step_input(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
             metrics = [wait() for wait in stack.step(dict(enumerate(given))).values()]
         for plan, batch, hp, ours, session in zip(plans, batches, numbers, metrics, sessions, strict=True):
-            with self.build_session(plan) as alone:
+            with self.built(plan) as alone:
                 alone.step(batch, hp)
                 theirs = alone.step(batch, hp)
                 assert ours.loss == pytest.approx(theirs.loss, rel=self.rtol)
@@ -138,7 +138,7 @@ class EngineNumbers(PluginSuite):
         names = [t.name for t in plan.trainable]
         start = {n: v.astype(np.float64) for n, v in _values(plan).items()}
         expected = {n: (w, np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
-        with self.build_session(plan) as session:
+        with self.built(plan) as session:
             for step in range(5):
                 batch, hp = self.op_batch(seed=step), adamw.hp_for_step(step)
                 gradients = session.gradients(batch)
@@ -158,7 +158,7 @@ class EngineNumbers(PluginSuite):
         batch, hp = self.op_batch(rows=4 * self.rows), AdamW.for_lora().hp_for_step(0)
         results = []
         for rows, accumulate in ((4 * self.rows, 1), (self.rows, 4)):
-            with self.build_session(self.op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
+            with self.built(self.op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
                 metrics = session.step(batch, hp)
                 results.append((metrics.loss, metrics.grad_norm, session.download("w")))
         assert results[0][0] == pytest.approx(results[1][0], rel=self.rtol)
@@ -167,7 +167,7 @@ class EngineNumbers(PluginSuite):
 
     def test_step_reports_loss_and_gradient_norm_from_before_the_update(self) -> None:
         """They equal evaluate() and gradients() of the untouched weights."""
-        with self.build_session(self.op_plan("gelu")) as session:
+        with self.built(self.op_plan("gelu")) as session:
             batch = self.op_batch()
             loss, gradients = session.evaluate([batch]), session.gradients(batch)
             metrics = session.step(batch, AdamW.for_lora().hp_for_step(0))
@@ -181,7 +181,7 @@ class EngineNumbers(PluginSuite):
         moved = []
         for clip in (0.0, 0.01):
             plan = self.op_plan("matmul", grad_clip=clip)
-            with self.build_session(plan) as session:
+            with self.built(plan) as session:
                 norm = session.step(self.op_batch(), hp).grad_norm
                 moved.append(np.linalg.norm(session.download("w") - plan.initial_values(plan.tensor("w"))))
         assert norm > 0.01  # the reported norm is the one before clipping
@@ -194,7 +194,7 @@ class EngineSuite(EngineNumbers):
     def test_frozen_tensors_stay_as_they_are(self) -> None:
         """Training changes every trainable tensor and no other."""
         plan = self.op_plan("bias", frozen=True)
-        with self.build_session(plan) as session:
+        with self.built(plan) as session:
             for step in range(3):
                 session.step(self.op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
             for tensor in plan.tensors:
@@ -205,7 +205,7 @@ class EngineSuite(EngineNumbers):
         """A step after them equals a step without."""
         weights = []
         for evaluated in (False, True):
-            with self.build_session(self.op_plan("swiglu")) as session:
+            with self.built(self.op_plan("swiglu")) as session:
                 for step in range(3):
                     if evaluated:
                         session.evaluate([self.op_batch(seed=9)])
@@ -219,7 +219,7 @@ class EngineSuite(EngineNumbers):
         """The same plan and batches give the same losses, to the bit."""
 
         def losses() -> list[float]:
-            with self.build_session(self.op_plan("attention_grouped")) as session:
+            with self.built(self.op_plan("attention_grouped")) as session:
                 hps = (AdamW.for_lora().hp_for_step(s) for s in range(10))
                 return [session.step(self.op_batch(seed=s), hp).loss for s, hp in enumerate(hps)]
 
@@ -228,7 +228,7 @@ class EngineSuite(EngineNumbers):
     def test_logits_of_fewer_and_shorter_rows(self) -> None:
         """Padding is invisible: a causal model gives the same logits for the part that is there."""
         batch = self.op_batch()
-        with self.build_session(self.op_plan("attention")) as session:
+        with self.built(self.op_plan("attention")) as session:
             full = session.logits({"tokens": batch["tokens"]})
             part = session.logits({"tokens": batch["tokens"][:2, :3]})
         assert part.shape == (2, 3, full.shape[-1])
@@ -238,7 +238,7 @@ class EngineSuite(EngineNumbers):
     def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
         """However a sequence is cut, and with the weights that a step has changed."""
         tokens = self.op_batch()["tokens"][:1]
-        with self.build_session(self.op_plan(case)) as session:
+        with self.built(self.op_plan(case)) as session:
             for sizes in ([1] * LENGTH, [2, LENGTH - 2]):
                 session.step(self.op_batch(), AdamW.for_lora().hp_for_step(0))
                 whole, decoder = session.logits({"tokens": tokens})[0], session.decoder()
@@ -267,35 +267,35 @@ class EngineSuite(EngineNumbers):
         def steps(session: Session, first: int) -> list[StepMetrics]:
             return [session.step(batches[i], adamw.hp_for_step(i)) for i in range(first, first + 3)]
 
-        with self.build_session(plan) as session:
+        with self.built(plan) as session:
             before = session.snapshot()
             steps(session, 0)
             middle = session.snapshot()
             wanted, end = steps(session, 3), session.snapshot()
-        with self.build_session(dataclasses.replace(plan, seed=9)) as session:
+        with self.built(dataclasses.replace(plan, seed=9)) as session:
             session.restore(before)
             steps(session, 0)
-            assert_same(session.snapshot(), middle)
-        with self.build_session(dataclasses.replace(plan, seed=9)) as session:
+            same(session.snapshot(), middle)
+        with self.built(dataclasses.replace(plan, seed=9)) as session:
             session.restore(middle)
             assert steps(session, 3) == wanted
-            assert_same(session.snapshot(), end)
+            same(session.snapshot(), end)
 
     def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
         """And changes no array but those that were handed over, nor does a later step change it."""
         plan, hp = self.op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
-        with self.build_session(plan) as session:
+        with self.built(plan) as session:
             kept, old = session.snapshot(), session.snapshot()
             was = {name: array.copy() for name, array in kept.items()}
             session.step(self.op_batch(rows=plan.rows), hp)
             fresh, new = session.snapshot(), session.snapshot(old)
-            assert_same(new, fresh)
-            assert_same(kept, was)
+            same(new, fresh)
+            same(kept, was)
             session.step(self.op_batch(rows=plan.rows, seed=1), hp)
-            assert_same(new, fresh)
+            same(new, fresh)
             assert any((new[name] != array).any() for name, array in session.snapshot().items())
             session.restore(new)
-            assert_same(session.snapshot(kept), fresh)
+            same(session.snapshot(kept), fresh)
             with pytest.raises(SessionError, match=r"snapshot\(\): .* has else"):
                 session.snapshot({**kept, "else": np.zeros(1)})
 
@@ -304,22 +304,19 @@ class EngineSuite(EngineNumbers):
         """With skip_nonfinite numbers that overflow leave weights and moments alone, and the next steps are normal."""
         plan = self.op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
         batch, hp = self.op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
-        with (
-            self.build_session(plan) as session,
-            self.build_session(dataclasses.replace(plan, skip_nonfinite=False)) as usual,
-        ):
+        with self.built(plan) as session, self.built(dataclasses.replace(plan, skip_nonfinite=False)) as usual:
             assert session.step(batch, hp) == pytest.approx(usual.step(batch, hp), rel=1e-6)
             good = session.snapshot()
             session.restore({n: a if "@" in n else a * np.finfo(a.dtype).max ** 0.78 for n, a in good.items()})
             huge = session.snapshot()
             metrics = session.step(batch, hp)
             assert not math.isfinite(metrics.loss) or not math.isfinite(metrics.grad_norm)
-            assert_same(session.snapshot(), huge)
+            same(session.snapshot(), huge)
             session.restore(good)
             assert math.isfinite(session.step(batch, hp).loss)
 
 
-def assert_same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:
+def same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:
     """Asserts that two snapshots hold the same bits."""
     assert one.keys() == two.keys()
     for name, array in one.items():

@@ -30,9 +30,9 @@ class FormatSuite(PluginSuite):
     kind, part = "format", "form"
     form: Format
     models: Sequence[Model]
-    unsupported: Sequence[Model] = ()
+    refused: Sequence[Model] = ()
 
-    def make_export(self, model: Model) -> ModelExport:
+    def exported(self, model: Model) -> ModelExport:
         """The model with random numbers, and what a run adds."""
         tensors = {t.name: t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
         tokenizer = Bytes() if model.reads.text else None
@@ -55,7 +55,7 @@ class FormatSuite(PluginSuite):
                 self.form.read(tmp_path / "x", [])
             return
         for i, model in enumerate(self.models):
-            exported, path = self.make_export(model), tmp_path / f"{i}{self.form.suffix}"
+            exported, path = self.exported(model), tmp_path / f"{i}{self.form.suffix}"
             self.form.check_model(model)
             assert self.form.write(exported, path) == []
             back = self.form.read(path, [type(m) for m in self.models])
@@ -74,7 +74,7 @@ class FormatSuite(PluginSuite):
         for i, model in enumerate(self.models):
             one, two = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
             for path in (one, two):
-                self.form.write(self.make_export(model), path)
+                self.form.write(self.exported(model), path)
             assert _content(one) == _content(two)
 
     def test_a_run_writes_it_and_replaces_its_own_file_alone(self, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ class FormatSuite(PluginSuite):
 
     def test_what_it_cannot_hold_is_refused_in_one_line_before_the_run(self, tmp_path: Path) -> None:
         """With how the run goes without it, and nothing written."""
-        for model in self.unsupported:
+        for model in self.refused:
             callback = self.callback()
             with pytest.raises(UserError) as refused:
                 callback.check_plan(_run(tmp_path, model).plan)

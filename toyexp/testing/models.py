@@ -20,10 +20,10 @@ from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.recipe import Setup
 from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
 from toyexp.reference.forward import reason_to_recompute
-from toyexp.testing.suites import Bare, PluginSuite, build_session, tiny_data
+from toyexp.testing.suites import Bare, PluginSuite, built, tiny_data
 
 Values = Mapping[str, np.ndarray]
-MIN_SLOPE = 1e-8  # of a slope, beside which central differences of float64 are exact
+LEAST = 1e-8  # of a slope, beside which central differences of float64 are exact
 
 
 class Opaque:
@@ -37,7 +37,7 @@ class Opaque:
         raise TypeError("a model asks whether a tensor is true: what it computes may not depend on values")
 
 
-def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:
+def _through(op: Callable[..., Any]) -> Callable[..., Any]:
     """An op of the reference, on what stands inside opaque tensors."""
 
     def opaque(_: Ops, *args: Any, **named: Any) -> Any:
@@ -67,7 +67,7 @@ def _twice(ops: Ops, function: Callable[..., Any], x: Any, p: Params, *rest: Any
 REFERENCE = ReferenceOps()
 # The float64 reference on opaque tensors; a block is computed twice, as an engine may.
 OpaqueOps = type(
-    "OpaqueOps", (Ops,), {n: _wrap_op(op) for n, op in vars(ReferenceOps).items() if isfunction(op)} | {"block": _twice}
+    "OpaqueOps", (Ops,), {n: _through(op) for n, op in vars(ReferenceOps).items() if isfunction(op)} | {"block": _twice}
 )
 
 
@@ -92,7 +92,7 @@ class ModelSuite(PluginSuite):
         if "engine" in metafunc.fixturenames:
             metafunc.parametrize("engine", self.engines, ids=[f"{e.name}{i}" for i, e in enumerate(self.engines)])
 
-    def make_case(self) -> tuple[Plan, Batch, Values]:
+    def planned(self) -> tuple[Plan, Batch, Values]:
         """A plan that trains every tensor, a batch, and values with nothing at rest: no bias is 0, no norm 1."""
         dataset = self.dataset()
         model = self.model.fit(dataset)
@@ -107,7 +107,7 @@ class ModelSuite(PluginSuite):
 
     def test_it_reads_what_its_batches_hold(self) -> None:
         """And says so in `inputs`; its tensors have names of their own."""
-        plan, batch, _ = self.make_case()
+        plan, batch, _ = self.planned()
         assert set(plan.model.inputs()) <= set(batch) - {"targets", "weights"}
         for name, shape in plan.model.inputs().items():
             given = plan.inputs[name].shape
@@ -119,7 +119,7 @@ class ModelSuite(PluginSuite):
 
         And a block computes the same when it is called again.
         """
-        plan, batch, values = self.make_case()
+        plan, batch, values = self.planned()
         wide = {n: Opaque(v.astype(np.float64), frozenset([n])) for n, v in values.items()}
         inputs = {n: Opaque(batch[n], frozenset()) for n in plan.model.inputs()}
         logits = plan.model.forward(OpaqueOps(), plan.params(wide), inputs)
@@ -131,9 +131,9 @@ class ModelSuite(PluginSuite):
 
     def test_every_tensor_has_a_gradient(self) -> None:
         """The loss changes as each of them moves, in float64; but for those in `without_gradient`."""
-        plan, batch, values = self.make_case()
+        plan, batch, values = self.planned()
         for name in values:
-            moves = max(map(abs, self._slopes(plan, values, batch, name))) >= MIN_SLOPE
+            moves = max(map(abs, self._slopes(plan, values, batch, name))) >= LEAST
             expected = not any(fnmatchcase(name, pattern) for pattern in self.without_gradient)
             assert moves is expected, f"{name} has {'a' if moves else 'no'} gradient"
 
@@ -142,7 +142,7 @@ class ModelSuite(PluginSuite):
 
     def test_no_position_sees_a_later_one(self) -> None:
         """The logits of a position are those of the row that ends there, whatever comes after it."""
-        plan, batch, values = self.make_case()
+        plan, batch, values = self.planned()
         sequence = plan.model.reads.sequence
         if not (bool(sequence) if self.causal is None else self.causal):
             pytest.skip(f"model={plan.model.name} claims no order of positions")
@@ -156,7 +156,7 @@ class ModelSuite(PluginSuite):
 
     def test_it_says_whether_a_decoder_can_keep_positions(self) -> None:
         """A model whose ops depend on the number of positions has `cached_decoding = False`."""
-        plan, _, _ = self.make_case()
+        plan, _, _ = self.planned()
         if plan.model.reads.sequence and plan.model.cached_decoding:
             assert (reason := reason_to_recompute(plan)) is None, (
                 f"model={plan.model.name}: {reason}; set cached_decoding: ClassVar[bool] = False, and text is written "
@@ -167,9 +167,9 @@ class ModelSuite(PluginSuite):
 
     def test_engines_compute_it(self, engine: Engine) -> None:
         """Logits are those of the float64 reference, and each gradient its slope."""
-        plan, batch, values = self.make_case()
+        plan, batch, values = self.planned()
         expected = reference_logits(plan, values, batch)
-        with build_session(engine, plan, values) as session:
+        with built(engine, plan, values) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
             gradients = session.gradients(batch)
         assert gradients.keys() == values.keys()
@@ -184,9 +184,9 @@ class ModelSuite(PluginSuite):
         """Where the engine has such a setting."""
         if "recompute" not in {f.name for f in dataclasses.fields(engine)}:
             pytest.skip(f"engine={engine.name} keeps all activations")
-        plan, batch, values = self.make_case()
+        plan, batch, values = self.planned()
         again: Any = dataclasses.replace(engine, recompute=True)  # type: ignore[call-arg]
-        with build_session(engine, plan, values) as one, build_session(again, plan, values) as two:
+        with built(engine, plan, values) as one, built(again, plan, values) as two:
             wanted = one.gradients(batch)
             for name, gradient in two.gradients(batch).items():
                 atol = 1e-6 * np.abs(wanted[name]).max()
@@ -194,12 +194,12 @@ class ModelSuite(PluginSuite):
 
     def test_a_decoder_gives_the_logits_of_the_whole_or_refuses(self, engine: Engine) -> None:
         """Position by position: what it cannot do so is said, and no other text comes of it."""
-        plan, batch, values = self.make_case()
+        plan, batch, values = self.planned()
         sequence = plan.model.reads.sequence
         if not sequence:
             pytest.skip(f"model={plan.model.name} does not continue a sequence")
         ids = batch[sequence][0]
-        with build_session(engine, plan, values) as session:
+        with built(engine, plan, values) as session:
             whole, decoder = session.logits({sequence: ids[None]})[0], session.decoder()
             try:
                 found = [decoder.feed([i]) for i in ids]

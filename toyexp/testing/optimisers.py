@@ -15,8 +15,8 @@ from toyexp.interfaces.session import Session
 from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.engine import updated
 from toyexp.reference.opmodel import op_batch, op_plan
-from toyexp.testing.engines import assert_same
-from toyexp.testing.suites import PluginSuite, build_session
+from toyexp.testing.engines import same
+from toyexp.testing.suites import PluginSuite, built
 
 Array = np.ndarray
 LR = 0.01
@@ -58,7 +58,7 @@ class OptimiserSuite(PluginSuite):
         """Of weights and state, of vectors and of matrices that are taller and wider."""
         for rule in self.rules():
             for shape in (shape for shape in ((6,), (6, 4), (4, 6)) if rule.takes("blk.0.w", shape)):
-                w, state = self._update(rule, shape, 1.0)
+                w, state = self._once(rule, shape, 1.0)
                 assert w.shape == shape
                 assert {slot: array.shape for slot, array in state.items()} == dict(rule.slots(shape))
                 assert np.isfinite(w).all()
@@ -66,15 +66,15 @@ class OptimiserSuite(PluginSuite):
     def test_a_gradient_of_zero_leaves_finite_numbers(self) -> None:
         """A row of an embedding that no token asked for has one."""
         for rule in self.rules():
-            w, state = self._update(rule, (6, 4), 0.0)
+            w, state = self._once(rule, (6, 4), 0.0)
             assert np.isfinite(w).all()
             assert all(np.isfinite(array).all() for array in state.values())
 
     def test_what_is_element_wise_takes_tensors_in_one(self) -> None:
         """An engine may lay tensors behind each other."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
-            whole, _ = self._update(rule, (8,), 1.0)
-            parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
+            whole, _ = self._once(rule, (8,), 1.0)
+            parts = [self._once(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
             np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
 
     def test_the_engine_computes_the_formula(self) -> None:
@@ -82,7 +82,7 @@ class OptimiserSuite(PluginSuite):
         for plan in self.plans():
             weights = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.trainable}
             state = {t.name: {s: np.zeros(shape) for s, shape in plan.slots(t).items()} for t in plan.trainable}
-            with build_session(self.engine, plan) as session:
+            with built(self.engine, plan) as session:
                 for step in range(self.steps):
                     batch, numbers = op_batch(seed=step), plan.numbers(step, LR)
                     gradients = session.gradients(batch)
@@ -98,22 +98,22 @@ class OptimiserSuite(PluginSuite):
     def test_a_snapshot_holds_its_state_and_brings_it_back(self) -> None:
         """To the last bit: steps from a snapshot are the steps that were taken."""
         for plan in self.plans():
-            with build_session(self.engine, plan) as session:
+            with built(self.engine, plan) as session:
                 self._steps(session, 0, 4)
                 middle = session.snapshot()
                 self._steps(session, 4, 4)
                 end = session.snapshot()
             assert {name: array.shape for name, array in middle.items()} == state_shapes(plan)
-            with build_session(self.engine, dataclasses.replace(plan, seed=9)) as session:
+            with built(self.engine, dataclasses.replace(plan, seed=9)) as session:
                 session.restore(middle)
                 self._steps(session, 4, 4)
-                assert_same(session.snapshot(), end)
+                same(session.snapshot(), end)
 
     def test_it_learns(self) -> None:
         """Steps on one batch lower its loss."""
         batch = op_batch()
         for plan in self.plans():
-            with build_session(self.engine, plan) as session:
+            with built(self.engine, plan) as session:
                 before = session.evaluate([batch])
                 for step in range(self.steps):
                     session.step(batch, plan.numbers(step, LR))
@@ -124,7 +124,7 @@ class OptimiserSuite(PluginSuite):
             session.step(op_batch(seed=step), session.plan.numbers(step, LR))
 
     @staticmethod
-    def _update(
+    def _once(
         rule: Rule, shape: tuple[int, ...], size: float, part: slice = slice(None)
     ) -> tuple[Array, Mapping[str, Array]]:
         """A step in float64 of a random tensor, or a part of it, by a gradient of that size."""

@@ -83,7 +83,7 @@ class RecipeSuite(PluginSuite):
         """Tiny data for the model; for a kind of data of your own, say which."""
         return tiny_data(self.model.reads, self.vocab)
 
-    def make_plan(self) -> Plan:
+    def planned(self) -> Plan:
         """A plan for tiny batches."""
         dataset = self.dataset()
         model = self.model.fit(dataset)
@@ -91,7 +91,7 @@ class RecipeSuite(PluginSuite):
 
     def test_plan_is_the_same_every_time(self) -> None:
         """Same tensors, same initial values."""
-        one, two = self.make_plan(), self.make_plan()
+        one, two = self.planned(), self.planned()
         assert [(t.name, t.shape, t.trainable) for t in one.tensors] == [
             (t.name, t.shape, t.trainable) for t in two.tensors
         ]
@@ -100,14 +100,14 @@ class RecipeSuite(PluginSuite):
 
     def test_plan_trains_something_and_holds_the_whole_model(self) -> None:
         """Every tensor of the model is there, and what is exported has the model's own shapes."""
-        plan = self.make_plan()
+        plan = self.planned()
         assert plan.trainable
         exported = export_tensors(plan, {t.name: plan.initial_values(t) for t in plan.tensors})
         assert {n: a.shape for n, a in exported.items()} == {t.name: t.shape for t in plan.model.tensors()}
 
     def test_life_of_the_recipe(self) -> None:
         """realize, the warm window, build: after it the session can step."""
-        with start_session(self.recipe, self.engine, self.make_plan()) as session:
+        with start_session(self.recipe, self.engine, self.planned()) as session:
             assert session.state is State.BUILT
 
 
@@ -176,7 +176,7 @@ class CallbackSuite(PluginSuite):
         return outcome
 
 
-def build_session(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
+def built(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
     """A session ready to step, with these values in place of the plan's; skips where the engine is not here."""
     try:
         session = engine.realize(plan)

@@ -52,11 +52,11 @@ class Bus:
         self._failure: Exception | None = None
         for hook in QUESTIONS | OBSERVERS:
             for impl in getattr(self.hook, hook).get_hookimpls():
-                impl.function = self._guarded(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
+                impl.function = self._guard(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
         self.artifacts: list[Path] = []
-        self.steps_of: dict[Path, int] = {}  # of each artifact, where it was said
+        self.artifact_steps: dict[Path, int] = {}  # of each artifact, where it was said
         self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; with its weights, or without
-        self.tell: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
+        self.print_line: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
         scaled = {name: c.scales for name, c in callbacks.items() if isinstance(c, Schedule)}
         scaled |= {name: "lr" for name, c in callbacks.items() if sets_lr(c)}
         for number in set(scaled.values()):
@@ -66,7 +66,7 @@ class Bus:
                 what = "the learning rate" if number == "lr" else number
                 raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
         asked = dict.fromkeys(name for name, c in callbacks.items() if has_hook(c, "factors"))
-        self.scheduled: dict[str, str | None] = asked | scaled  # what each scales; None: it says so at each step
+        self.schedules: dict[str, str | None] = asked | scaled  # what each scales; None: it says so at each step
         answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
         self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
@@ -85,14 +85,14 @@ class Bus:
             raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
         return float(answer)
 
-    def tell_step(self, run: Run, step: int, metrics: Metrics, batch: Batch) -> None:
+    def call_on_step(self, run: Run, step: int, metrics: Metrics, batch: Batch) -> None:
         """Tells that a step was taken."""
         self._begin(metrics)
         for call in self._of_steps:
             call(run, step, metrics, batch)
         self._metrics = None
 
-    def tell_eval(self, run: Run, step: int, metrics: Metrics) -> None:
+    def call_on_eval(self, run: Run, step: int, metrics: Metrics) -> None:
         """Tell of an evaluation; callbacks may log scores of their own."""
         self._begin(metrics)
         self.hook.on_eval(run=run, step=step, metrics=metrics)
@@ -104,12 +104,12 @@ class Bus:
             pending, self._pending = self._pending, {}
             metrics.add(pending)
 
-    def report(self, run: Run, numbers: Mapping[str, float]) -> None:
+    def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
         """Add what a callback logs to the metrics of now, or of the next step or eval; at the end it is an event."""
         if self._metrics is not None:
             self._metrics.add(numbers)
         elif self._ending:
-            self.say(run, "log", {"step": self.step, **numbers})
+            self.emit(run, "log", {"step": self.step, **numbers})
         else:
             self._pending |= numbers
 
@@ -144,7 +144,7 @@ class Bus:
         """Whether a callback needs the run as it stands after `step`."""
         return any(looks(step) for looks in self._looking)
 
-    def _guarded(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
+    def _guard(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
         """Raise what a callback raises as its failure; keep an observer's for `check`, so that all are told."""
 
         def call(*arguments: Any) -> Any:
@@ -171,15 +171,15 @@ class Bus:
         if found is not None:
             raise found
 
-    def say(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
+    def emit(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""
         if kind == "export":
             self.artifacts.append(Path(fields["path"]))
             if "step" in fields:
-                self.steps_of[Path(fields["path"])] = fields["step"]
+                self.artifact_steps[Path(fields["path"])] = fields["step"]
         if kind == "warning":
             log.warning("%s", fields["text"])
-            self.tell(f"toyexp: warning: {fields['text']}")
+            self.print_line(f"toyexp: warning: {fields['text']}")
         self.hook.on_event(run=run, kind=kind, fields=fields)
 
     def end(

@@ -36,11 +36,11 @@ ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 JSON_LIMIT = 64 << 20  # bytes of a JSON file that is read
 
 
-class Damaged(UserError):
+class DamagedCheckpoint(UserError):
     """A checkpoint that is not what was written, with the cause."""
 
 
-class Newer(UserError):
+class NewerCheckpointFormat(UserError):
     """A checkpoint of a later format, which is neither read nor replaced."""
 
 
@@ -57,7 +57,7 @@ class Checkpoint:
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
+def write_checkpoint(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
     """Write `folder`/step-<step> in one piece, replacing the directory of that name; raise OSError."""
     from concurrent.futures import ThreadPoolExecutor  # deferred: a run without checkpoints needs neither
 
@@ -99,7 +99,7 @@ def _digest(path: Path) -> tuple[int, str]:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def steps(folder: Path) -> dict[int, Path]:
+def list_checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints below `folder` by step, newest first, whole or not."""
     if not folder.is_dir():
         return {}
@@ -107,44 +107,48 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest checkpoint that is whole, and a line about each newer one that is not; raise Newer."""
     damaged: list[str] = []
-    for path in steps(folder).values():
+    for path in list_checkpoints(folder).values():
         try:
-            return read(path), damaged
-        except Damaged as error:
+            return read_checkpoint(path), damaged
+        except DamagedCheckpoint as error:
             damaged.append(str(error))
     return None, damaged
 
 
-def read(path: Path, with_state: bool = True) -> Checkpoint:
+def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
     """Return a checkpoint that matches its manifest, of its arrays all or the weights alone; raise Damaged or Newer."""
     if link := next((name for name in (MANIFEST, ARRAYS, STATE) if (path / name).is_symlink()), None):
-        raise Damaged(f"{path / link}: is a link, and none is followed inside a checkpoint; put the file there")
+        raise DamagedCheckpoint(
+            f"{path / link}: is a link, and none is followed inside a checkpoint; put the file there"
+        )
     manifest = read_json(path / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
         what = f"{path}: has format {printable(repr(version))}; this toyexp reads {FORMAT}"
         if isinstance(version, int) and version > FORMAT:
-            raise Newer(f"{what}: a newer toyexp wrote it; update toyexp, or move it away to go on from an earlier one")
-        raise Damaged(what)
+            raise NewerCheckpointFormat(
+                f"{what}: a newer toyexp wrote it; update toyexp, or move it away to go on from an earlier one"
+            )
+        raise DamagedCheckpoint(what)
     files = manifest.get("files")
     if not isinstance(files, dict) or files.keys() != {ARRAYS, STATE}:
-        raise Damaged(f"{path / MANIFEST}: does not list {ARRAYS} and {STATE}")
+        raise DamagedCheckpoint(f"{path / MANIFEST}: does not list {ARRAYS} and {STATE}")
     for name in (ARRAYS, STATE):  # never a name out of the file
         try:
             found = _digest(path / name)
         except OSError as error:
-            raise Damaged(f"{path / name}: {error.strerror}") from None
+            raise DamagedCheckpoint(f"{path / name}: {error.strerror}") from None
         except UserError as error:
-            raise Damaged(str(error)) from None
+            raise DamagedCheckpoint(str(error)) from None
         said = files[name] if isinstance(files[name], dict) else {}
         if found != (said.get("bytes"), said.get("sha256")):
-            raise Damaged(f"{path / name}: is not what was written ({found[0]} bytes, other SHA-256)")
+            raise DamagedCheckpoint(f"{path / name}: is not what was written ({found[0]} bytes, other SHA-256)")
     state = read_json(path / STATE)
     step = manifest.get("step")
     if not isinstance(step, int) or path.name != f"step-{step}":
-        raise Damaged(f"{path / MANIFEST}: is of step {printable(str(step))}")
+        raise DamagedCheckpoint(f"{path / MANIFEST}: is of step {printable(str(step))}")
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -152,7 +156,7 @@ def read(path: Path, with_state: bool = True) -> Checkpoint:
             names = [name for name in file.keys() if with_state or SLOT not in name]  # noqa: SIM118 - no dict
             arrays = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError, ValueError) as error:
-        raise Damaged(f"{path / ARRAYS}: {printable(str(error))}") from None
+        raise DamagedCheckpoint(f"{path / ARRAYS}: {printable(str(error))}") from None
     return Checkpoint(path, step, arrays, state)
 
 
@@ -162,33 +166,33 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_file(path) as file:
             text = file.read(JSON_LIMIT + 1)
         if len(text) > JSON_LIMIT:
-            raise Damaged(f"{path}: has more than {JSON_LIMIT >> 20} MiB")
+            raise DamagedCheckpoint(f"{path}: has more than {JSON_LIMIT >> 20} MiB")
         value = json.loads(text)
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from None
+        raise DamagedCheckpoint(f"{path}: {error.strerror}") from None
     except UserError as error:
-        raise Damaged(str(error)) from None
+        raise DamagedCheckpoint(str(error)) from None
     except (ValueError, RecursionError):
-        raise Damaged(f"{path}: is not JSON") from None
+        raise DamagedCheckpoint(f"{path}: is not JSON") from None
     if not isinstance(value, dict):
-        raise Damaged(f"{path}: holds no object")
+        raise DamagedCheckpoint(f"{path}: holds no object")
     return value
 
 
-def read_if_whole(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint or run; an empty one if it cannot be read."""
     try:
         return read_json(path)
-    except Damaged:
+    except DamagedCheckpoint:
         return {}
 
 
-def result_of(directory: Path) -> dict[str, Any]:
+def read_result(directory: Path) -> dict[str, Any]:
     """A run's result.json; empty when there is none that can be read."""
-    return read_if_whole(directory / "result.json")
+    return read_json_or_empty(directory / "result.json")
 
 
-def conforms(value: Any, hint: Any) -> bool:
+def matches_type(value: Any, hint: Any) -> bool:
     """Whether data as JSON gives it is of a type: a scalar (int: of 64 bits), a union, list[T] or Mapping[str, T]."""
     parts = typing.get_args(hint)
     match typing.get_origin(hint):
@@ -197,17 +201,17 @@ def conforms(value: Any, hint: Any) -> bool:
         case None:
             return hint is Any or isinstance(value, hint)
         case types.UnionType:
-            return any(conforms(value, part) for part in parts)
+            return any(matches_type(value, part) for part in parts)
         case kind if kind is list:
-            return isinstance(value, list) and all(conforms(item, parts[0]) for item in value)
+            return isinstance(value, list) and all(matches_type(item, parts[0]) for item in value)
         case _:
-            return isinstance(value, dict) and all(conforms(item, parts[1]) for item in value.values())
+            return isinstance(value, dict) and all(matches_type(item, parts[1]) for item in value.values())
 
 
-def rebuilt(cls: type[T], saved: Mapping[str, Any]) -> T:
+def rebuild_dataclass(cls: type[T], saved: Mapping[str, Any]) -> T:
     """A dataclass from what asdict() and JSON made of it; ValueError for a field that is missing or of another type."""
     hints = typing.get_type_hints(cls)
     for name, hint in hints.items():
-        if name not in saved or not conforms(saved[name], hint):
+        if name not in saved or not matches_type(saved[name], hint):
             raise ValueError(f"{name} is {printable(str(saved.get(name)))}")
     return cls(**{name: saved[name] for name in hints})

@@ -25,7 +25,7 @@ from toyexp.base.writing import total_bytes
 from toyexp.interfaces.model import lower_is_better
 from toyexp.interfaces.run import Best
 from toyexp.interfaces.snapshot import SLOT
-from toyexp.training.checkpoint import Checkpoint, read, steps, write
+from toyexp.training.checkpoint import Checkpoint, list_checkpoints, read_checkpoint, write_checkpoint
 from toyexp.training.provenance import is_own_checkpoint
 from toyexp.training.settings import Interval
 
@@ -36,7 +36,7 @@ SETS = 2  # snapshots in memory at most: one that is being written, and one behi
 
 
 @dataclass(frozen=True)
-class Saved:
+class WrittenCheckpoint:
     """A checkpoint that stands on the disk."""
 
     step: int
@@ -45,7 +45,7 @@ class Saved:
     seconds: float  # that writing took, beside the training
 
 
-class Keeper:
+class CheckpointKeeper:
     """Writes one run's checkpoints beside its training, and keeps the last few and the best.
 
     What cannot be written costs no step: training goes on, the last good checkpoint stays, the next one is tried.
@@ -60,7 +60,7 @@ class Keeper:
         self.trouble: str | None = None  # what the person has to be told, once
         self.missing: str | None = None  # why the last one that was tried is not there
         self._thread: threading.Thread | None = None
-        self._outcomes: list[Saved | str] = []  # what became of each, until it was told
+        self._outcomes: list[WrittenCheckpoint | str] = []  # what became of each, until it was told
         # The arrays that may be overwritten, the last written first; None: so many may be made yet.
         self._spare: queue.LifoQueue[Arrays | None] = queue.LifoQueue()
         for _ in range(SETS):
@@ -80,7 +80,7 @@ class Keeper:
         if self.metric and scores and self.metric not in scores:
             raise UserError(f"checkpoint_best={printable(self.metric)}: {suggest(self.metric, scores)}")
 
-    def due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
+    def is_due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
         """Whether the state after `step` should be saved; `scores` are those of an eval there."""
         if step == self._last_step:
             return False
@@ -89,26 +89,26 @@ class Keeper:
             self.check(scores)
             if math.isfinite(scores[self.metric]):
                 self.scores[step], self.evals[step] = scores[self.metric], scores
-                better = self._best_of(self.scores) == step
+                better = self._best_step(self.scores) == step
         waited = time.monotonic() - self._last_time
         return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
 
-    def comes(self, step: int) -> bool:
+    def needs_call(self, step: int) -> bool:
         """Whether it is time after `step`, or something is to be told."""
         return bool(self._outcomes) or self._interval.due(step, time.monotonic() - self._last_time)
 
     def best(self, present: int, weights: bool = True) -> Best | None:
         """Return the best eval whose weights are on disk or of the `present` step; Damaged if unreadable."""
         self.wait()  # one that is being written is as good as there
-        have = steps(self._folder)
+        have = list_checkpoints(self._folder)
         scores = {step: score for step, score in self.scores.items() if step == present or step in have}
         if not scores:
             return None
-        step = self._best_of(scores)
-        arrays = read(have[step], with_state=False).arrays if weights and step != present else None
+        step = self._best_step(scores)
+        arrays = read_checkpoint(have[step], with_state=False).arrays if weights and step != present else None
         return Best(step, str(self.metric), scores[step], arrays, self.evals.get(step, {}))
 
-    def _best_of(self, scores: Mapping[int, float]) -> int:
+    def _best_step(self, scores: Mapping[int, float]) -> int:
         sign = 1 if lower_is_better(str(self.metric)) else -1
         return min(sorted(scores), key=lambda step: sign * scores[step])
 
@@ -142,8 +142,8 @@ class Keeper:
             sync()
             if os.path.lexists(there := self._folder / f"step-{step}") and not is_own_checkpoint(there):
                 log.warning("%s: is not a checkpoint of this run, or damaged; moved to %s", there, rename_aside(there))
-            path = write(self._folder, step, arrays, state)
-            self._outcomes.append(Saved(step, path, total_bytes(path), time.perf_counter() - began))
+            path = write_checkpoint(self._folder, step, arrays, state)
+            self._outcomes.append(WrittenCheckpoint(step, path, total_bytes(path), time.perf_counter() - began))
             with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
                 self._prune(step)
         except Exception as error:
@@ -155,23 +155,23 @@ class Keeper:
 
     def _prune(self, newest: int) -> None:
         """Delete this run's own whole checkpoints that are neither among the last, nor the best, nor resumed from."""
-        have = {step: path for step, path in steps(self._folder).items() if step <= newest}
+        have = {step: path for step, path in list_checkpoints(self._folder).items() if step <= newest}
         kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
         scored = {s: v for s, v in self.scores.items() if s in have}
         if scored:
-            kept.add(self._best_of(scored))
+            kept.add(self._best_step(scored))
         if len([p for p in have.values() if p != self._resumed]) < 2:
             kept.update(s for s, p in have.items() if p == self._resumed)
         for step, path in have.items():
             if step not in kept and is_own_checkpoint(path):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def published(self) -> Sequence[Saved]:
+    def take_written(self) -> Sequence[WrittenCheckpoint]:
         """What came to stand on the disk since the last call; says once when something could not."""
         done = []
         while self._outcomes:
             outcome = self._outcomes.pop(0)
-            if isinstance(outcome, Saved):
+            if isinstance(outcome, WrittenCheckpoint):
                 done.append(outcome)
                 self.missing = None
             else:

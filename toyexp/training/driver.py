@@ -43,18 +43,18 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Rest:
+class Pause:
     """A request for nothing, made before a loop waits for the disk: the other runs take their steps first."""
 
 
 T = TypeVar("T")
-Request = Realize | Step | Evaluate | Rest
-Asks = Generator[Request, Any, T]
-GoOn = Callable[[], Request]  # resumes a loop up to its next request; StopIteration where it ends
+Request = Realize | Step | Evaluate | Pause
+Requests = Generator[Request, Any, T]
+Resume = Callable[[], Request]  # resumes a loop up to its next request; StopIteration where it ends
 Answer = Callable[[], Any]  # gives what a loop is sent, or raises what is raised in it
 
 
-def drive(loops: Sequence[Asks[T]], stack: Stack, starts: Sequence[GoOn] = ()) -> list[T | Exception]:
+def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] = ()) -> list[T | Exception]:
     """Answer loops until the last one ends, each from its row of the stack; return how each ended, or what it raised.
 
     `starts` resume loops that have begun already. A round has a request of each loop. Loops that evaluate do so first;
@@ -63,7 +63,7 @@ def drive(loops: Sequence[Asks[T]], stack: Stack, starts: Sequence[GoOn] = ()) -
     """
     ends: dict[int, T | Exception] = {}
     requests: dict[int, Request] = {}
-    going: Mapping[int, GoOn] = dict(enumerate(starts or [partial(next, loop) for loop in loops]))
+    going: Mapping[int, Resume] = dict(enumerate(starts or [partial(next, loop) for loop in loops]))
     while going:
         for row, go_on in going.items():
             try:
@@ -80,7 +80,7 @@ def drive(loops: Sequence[Asks[T]], stack: Stack, starts: Sequence[GoOn] = ()) -
     return [ends[row] for row in range(len(loops))]
 
 
-def started(loops: Sequence[Asks[Any]], found: Stack | Exception) -> tuple[Stack, Sequence[GoOn]]:
+def bind_sessions(loops: Sequence[Requests[Any]], found: Stack | Exception) -> tuple[Stack, Sequence[Resume]]:
     """Return the stack of loops that asked for a session, and what resumes them: with that, or why there is none."""
     if isinstance(found, Exception):
         return Stack([]), [partial(loop.throw, found) for loop in loops]
@@ -88,7 +88,7 @@ def started(loops: Sequence[Asks[Any]], found: Stack | Exception) -> tuple[Stack
 
 
 @contextlib.contextmanager
-def interrupting(loops: Iterable[Asks[Any]]) -> Iterator[None]:
+def forward_interrupts(loops: Iterable[Requests[Any]]) -> Iterator[None]:
     """Raise a signal that comes in here, and in no loop, in each loop that has not ended."""
     try:
         yield
@@ -108,7 +108,7 @@ def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) 
     try:
         losses = stack.losses({row: batches() for row, batches in evals.items()})
     except Exception as error:
-        return dict.fromkeys(evals, _raising(error))
+        return dict.fromkeys(evals, _raiser(error))
     return {row: partial(wait, row, losses[row]) for row in evals}
 
 
@@ -119,12 +119,12 @@ def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, 
     try:
         begun = [stack.step({row: inputs[i] for row, inputs in steps.items()}) for i in range(count)]
     except Exception as error:
-        return dict.fromkeys(requests, lambda: None) | dict.fromkeys(steps, _raising(error))
+        return dict.fromkeys(requests, lambda: None) | dict.fromkeys(steps, _raiser(error))
     return {row: partial(list, [waits[row] for waits in begun] if row in steps else ()) for row in requests}
 
 
-def _resume(loop: Asks[Any], answer: Answer) -> Request:
-    go_on: GoOn
+def _resume(loop: Requests[Any], answer: Answer) -> Request:
+    go_on: Resume
     try:
         go_on = partial(loop.send, answer())
     except BaseException as error:
@@ -132,7 +132,7 @@ def _resume(loop: Asks[Any], answer: Answer) -> Request:
     return go_on()
 
 
-def _raising(error: Exception) -> Answer:
+def _raiser(error: Exception) -> Answer:
     """Return what raises an error in several loops, in each without the traceback of the others."""
     where = error.__traceback__
 

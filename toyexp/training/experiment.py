@@ -29,17 +29,17 @@ from toyexp.interfaces.stack import Stack
 from toyexp.plugins.compatibility import incompatibility, kind_mismatch
 from toyexp.reference.forward import blocks_of, check_forward, check_tensors
 from toyexp.training.bus import Bus
-from toyexp.training.checkpoint import Damaged, steps
-from toyexp.training.checkpointing import Keeper
-from toyexp.training.driver import Asks, Realize, Rest, drive, interrupting, started
+from toyexp.training.checkpoint import DamagedCheckpoint, list_checkpoints
+from toyexp.training.checkpointing import CheckpointKeeper
+from toyexp.training.driver import Pause, Realize, Requests, bind_sessions, drive, forward_interrupts
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
-from toyexp.training.provenance import record, require_unwritten
+from toyexp.training.provenance import origin_facts, require_unchanged
 from toyexp.training.resume import Resumed
 from toyexp.training.run_config import Config, Outcome, Prepared, Result, Saver, facts, introduction
 from toyexp.training.rundir import RunDir
 from toyexp.training.settings import Interval, require_utf8
-from toyexp.training.verdict import bad_end, judge_failure, judged, reason_of
+from toyexp.training.verdict import bad_eval_error, conclude, conclude_failure, end_reason
 
 log = logging.getLogger("toyexp")
 
@@ -56,11 +56,11 @@ def prepare(config: Config) -> Prepared:
     config.engine.check_rows(config.settings.batch_size // accumulate, accumulate)
     with contextlib.suppress(Exception):
         config.engine.wake()
-    bus = Bus(config.callbacks, config.by_default)
-    dataset = _opened(config)
-    model, batches = _fitted(config, dataset)
+    bus = Bus(config.callbacks, config.default_callbacks)
+    dataset = _open_data(config)
+    model, batches = _fit_model(config, dataset)
     _count_steps(config, batches)
-    plan = _planned(config, dataset, model, batches)
+    plan = _build_plan(config, dataset, model, batches)
     optim = call_checked(Optimiser, config.optim.with_mode, model.optim_mode or config.recipe.optim_mode)
     plan = apply_optimiser(plan, optim, config.settings.lr)
     _check(config, plan)
@@ -72,7 +72,7 @@ def prepare(config: Config) -> Prepared:
     return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)
 
 
-def _opened(config: Config) -> Dataset:
+def _open_data(config: Config) -> Dataset:
     config.data, dataset = open_shared_data(config.data, config.recipe.vocabulary())
     for key in config.data.fills:
         config.plain["data"][key] = getattr(config.data, key)
@@ -87,7 +87,7 @@ def _opened(config: Config) -> Dataset:
     return dataset
 
 
-def _fitted(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
+def _fit_model(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     settings = config.settings
     who = f"model.{config.model.name}"
     fitted = call_checked(Model, config.model.fit, dataset, who=who)
@@ -113,7 +113,7 @@ def _count_steps(config: Config, batches: Batches) -> None:
     settings.check()
 
 
-def _planned(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
+def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
     settings, optim, recipe = config.settings, config.optim, config.recipe
     setup = Setup(
         model.reads.with_bounds(batches.inputs, dataset.vocab),
@@ -147,8 +147,8 @@ def execute(
 ) -> Result:
     """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
     with catch_signals() as signals:
-        loop = run(prepared, directory, signals, say, resumed)
-        with interrupting([loop]):
+        loop = run_requests(prepared, directory, signals, say, resumed)
+        with forward_interrupts([loop]):
             request = next(loop)
             assert isinstance(request, Realize)
             found: Stack | Exception
@@ -156,21 +156,21 @@ def execute(
                 found = request.answer()
             except Exception as error:
                 found = error
-            (end,) = drive([loop], *started([loop], found))
+            (end,) = drive([loop], *bind_sessions([loop], found))
     if isinstance(end, Exception):
         raise end
     return end
 
 
-def run(
+def run_requests(
     prepared: Prepared, directory: Path, signals: Signals, say: Callable[[str], None], resumed: Resumed | None
-) -> Asks[Result]:
+) -> Requests[Result]:
     """The same, asking for its session and then for its steps: several runs may be answered in turns."""
     config, bus, log_file = prepared.config, prepared.bus, directory / "log.txt"
-    bus.tell = say
+    bus.print_line = say
     if Interval.parse(config.settings.checkpoint_every, "checkpoint_every"):
         check_snapshot(prepared.plan, config.engine)
-    origin = record(prepared)
+    origin = origin_facts(prepared)
     run_dir = RunDir(directory, config.plain, continued=resumed is not None, origin=origin)
     try:
         for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
@@ -184,17 +184,17 @@ def run(
                 for line in call_for_lines(session.notes):
                     log.info("note    %s", line)
                     say(f"note    {line}")
-                about = _run(prepared, run_dir, session, signals, resumed)
-                outcome, failures = yield from _live(prepared, about, signals, resumed, say)
-        return judged(prepared, run_dir, outcome, failures, signals)
+                about = _build_run(prepared, run_dir, session, signals, resumed)
+                outcome, failures = yield from _train(prepared, about, signals, resumed, say)
+        return conclude(prepared, run_dir, outcome, failures, signals)
     except BaseException as error:
-        judge_failure(prepared, run_dir, error)
+        conclude_failure(prepared, run_dir, error)
         raise
     finally:
         run_dir.close()
 
 
-def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
+def _build_run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
@@ -215,9 +215,9 @@ def _run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals
     )
 
 
-def _live(
+def _train(
     prepared: Prepared, run: Run, signals: Signals, resumed: Resumed | None, say: Callable[[str], None]
-) -> Asks[tuple[Outcome, list[Exception]]]:
+) -> Requests[tuple[Outcome, list[Exception]]]:
     """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
@@ -229,7 +229,7 @@ def _live(
         bus.hook.on_start(run=run)
         bus.check()
         if resumed:
-            inexact = resumed.inexact(run.facts["backend"])
+            inexact = resumed.inexactness(run.facts["backend"])
             run.emit("resume", **resumed.facts(), inexact=inexact)
             if inexact:
                 say(inexact)
@@ -238,11 +238,11 @@ def _live(
         outcome = yield from Training(
             run, bus, prepared.batches, settings.eval_every, signals.is_ending,
             saver, resumed.outcome if resumed else Outcome(),
-        ).asks()  # fmt: skip
-        yield Rest()  # the last checkpoint is being written
-        reason, bad = outcome.reason, bad_end(run, outcome)
+        ).requests()  # fmt: skip
+        yield Pause()  # the last checkpoint is being written
+        reason, bad = outcome.reason, bad_eval_error(run, outcome)
     except BaseException as caught:
-        error, reason = caught, reason_of(caught)
+        error, reason = caught, end_reason(caught)
         raise
     finally:
         unsaved = None
@@ -267,7 +267,7 @@ class RunSaver(Saver):
         in_place = base and not engine.own_memory and getattr(engine, "packed", True)
         self._base = (base, base.stat(), run.facts["sources"]["base"]) if base and in_place else None
         callbacks = prepared.config.callbacks
-        self._keeper = Keeper(
+        self._keeper = CheckpointKeeper(
             self._folder,
             Interval.parse(settings.checkpoint_every, "checkpoint_every"),
             settings.checkpoint_keep,
@@ -279,9 +279,9 @@ class RunSaver(Saver):
         """Raises UserError when the best cannot be told by these scores."""
         self._keeper.check(metrics)
 
-    def wants(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Where a checkpoint is due or asked for, and where one came to stand that nobody was told of."""
-        return self._signals.is_save_requested or self._keeper.comes(step)
+        return self._signals.is_save_requested or self._keeper.needs_call(step)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Save when it is due, when SIGUSR1 asks for it, and after the last step."""
@@ -289,9 +289,9 @@ class RunSaver(Saver):
         asked = self._signals.take_save_request()
         if asked:
             self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
-        due = self._keeper.due(outcome.steps, metrics, last, asked)
+        due = self._keeper.is_due(outcome.steps, metrics, last, asked)
         if self._base and (due or last):
-            require_unwritten(*self._base)
+            require_unchanged(*self._base)
         if due:
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
@@ -315,7 +315,7 @@ class RunSaver(Saver):
         """The best eval so far, with its weights if wanted; where they cannot be read that is told: there is none."""
         try:
             return self._keeper.best(self._step, weights)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             self._run.emit("warning", text=f"the best weights cannot be read: {error}; the last ones are taken")
             return None
 
@@ -329,11 +329,11 @@ class RunSaver(Saver):
             return error
         if self._keeper.missing is None:
             return None
-        whole = next((p.name for p in steps(self._folder).values()), "none")
+        whole = next((p.name for p in list_checkpoints(self._folder).values()), "none")
         return RunFailed(f"{self._folder}: {self._keeper.missing}; the last one there is: {whole}")
 
     def _tell(self, last: bool = False) -> None:
-        for saved in self._keeper.published():
+        for saved in self._keeper.take_written():
             fields = {"bytes": saved.bytes, "seconds": saved.seconds}
             self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
             self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)

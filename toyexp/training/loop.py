@@ -17,10 +17,10 @@ from toyexp.interfaces.dataset import Batch, Batches, batch_digest
 from toyexp.interfaces.run import Metrics, Run
 from toyexp.interfaces.stack import Stack
 from toyexp.training.bus import Bus
-from toyexp.training.driver import Asks, Evaluate, Step, drive
+from toyexp.training.driver import Evaluate, Requests, Step, drive
 from toyexp.training.next_steps import Launched, NextSteps, held_out
 from toyexp.training.run_config import Outcome, Saver
-from toyexp.training.verdict import boundary, gave_up
+from toyexp.training.verdict import boundary, nonfinite_error
 
 log = logging.getLogger("toyexp")
 
@@ -41,12 +41,12 @@ class Training:
 
     def train(self) -> Outcome:
         """Take the steps that are left on the run's own session."""
-        (end,) = drive([self.asks()], Stack([self.run.session]))
+        (end,) = drive([self.requests()], Stack([self.run.session]))
         if isinstance(end, Exception):
             raise end
         return end
 
-    def asks(self) -> Asks[Outcome]:
+    def requests(self) -> Requests[Outcome]:
         """Yield a run's steps and evaluations, which the driver answers; RunFailed for bad numbers that stop it."""
         run, bus, outcome, began = self.run, self.bus, self.outcome, time.perf_counter()
         before = outcome.seconds
@@ -70,7 +70,7 @@ class Training:
                 if self._under_way:  # nobody looks at the run here
                     continue
                 yield from self._evaluate_if_due()
-                yield from self._end_if_asked(metrics)
+                yield from self._stop_if_requested(metrics)
                 outcome.seconds = before + time.perf_counter() - began
                 ends = outcome.steps == run.steps or outcome.reason != "completed"
                 self.saver.after(outcome, outcome.scores(), last=ends)
@@ -82,24 +82,24 @@ class Training:
             raise
         return outcome
 
-    def _launch_steps(self) -> Asks[None]:
+    def _launch_steps(self) -> Requests[None]:
         if not self._under_way:
             yield from self._launch(self.outcome.steps)
         if self.run.session.depth > 1 and len(self._under_way) == 1:
             following = self.outcome.steps + len(self._under_way[0].steps)
-            if not self._looked_at(following):
+            if not self._needs_weights(following):
                 yield from self._launch(following)
 
-    def _looked_at(self, step: int) -> bool:
+    def _needs_weights(self, step: int) -> bool:
         """Return True if something reads the weights after this many steps."""
         ends = step == self.run.steps or self.stopped()
-        return ends or self._eval_is_due(step) or self.saver.wants(step) or self.bus.should_wait(step)
+        return ends or self._eval_is_due(step) or self.saver.is_due(step) or self.bus.should_wait(step)
 
-    def _launch(self, step: int) -> Asks[None]:
+    def _launch(self, step: int) -> Requests[None]:
         """Launch a step, and with it the following ones, as many as the session takes at once and nothing looks at."""
         began, count, most, upcoming = time.perf_counter(), 1, self.run.session.depth // 2, self._next
         upcoming.make(step)
-        while count < most and not self._looked_at(step + count) and upcoming.try_make(step + count):
+        while count < most and not self._needs_weights(step + count) and upcoming.try_make(step + count):
             count += 1
         self.bus.step = step + 1
         try:
@@ -127,7 +127,7 @@ class Training:
         outcome.count(loss, targets, launched.seconds)
         numbers = {"loss": loss, "lr": step.lr, "grad_norm": grad_norm, "tokens": targets}
         told = Metrics({**step.scaled(self.run.plan), **numbers, "wall_us": launched.seconds * 1e6})
-        self.bus.tell_step(self.run, outcome.steps, told, step.batch)
+        self.bus.call_on_step(self.run, outcome.steps, told, step.batch)
         return told, step.batch
 
     def _check_numbers(self, metrics: Mapping[str, float], batch: Batch) -> None:
@@ -138,12 +138,12 @@ class Training:
         self._bad_in_a_row += 1
         if not run.plan.skip_nonfinite or self._bad_in_a_row == SKIPPED_IN_A_ROW:
             self._weights_known = False
-            raise gave_up(run, outcome.steps, metrics, batch, self._bad_in_a_row)
+            raise nonfinite_error(run, outcome.steps, metrics, batch, self._bad_in_a_row)
         outcome.skipped += 1
         digest = batch_digest(batch)
         run.emit("skipped", step=outcome.steps, loss=loss, grad_norm=norm, batch=digest, skipped=outcome.skipped)
 
-    def _end_if_asked(self, metrics: Mapping[str, float]) -> Asks[None]:
+    def _stop_if_requested(self, metrics: Mapping[str, float]) -> Requests[None]:
         outcome, bus = self.outcome, self.bus
         if outcome.reason == "completed":  # no signal has
             outcome.why = bus.why = bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
@@ -154,32 +154,32 @@ class Training:
     def _eval_is_due(self, step: int) -> bool:
         return bool(self._held_out) and (step % self.eval_every == 0 or step == self.run.steps)
 
-    def _evaluate_if_due(self) -> Asks[None]:
+    def _evaluate_if_due(self) -> Requests[None]:
         if self.stopped():
             self.outcome.reason = "interrupted"
         elif self._eval_is_due(self.outcome.steps):
             yield from self._evaluate()
 
-    def _evaluate(self) -> Asks[None]:
+    def _evaluate(self) -> Requests[None]:
         """Evaluate the run, unless nothing is held out or it was evaluated after this very step."""
         outcome = self.outcome
         if not self._held_out or outcome.eval_step == outcome.steps:
             return
         try:
             with self._in_engine:
-                loss, scores = yield Evaluate(self._until_stopped)
+                loss, scores = yield Evaluate(self._batches_until_stop)
         except _Stopped:  # it is done again when the run is resumed
             outcome.reason = "interrupted"
             return
         outcome.eval_step, outcome.eval_loss, outcome.eval_scores = outcome.steps, loss, scores
         metrics = Metrics(outcome.scores(), finite=True)
-        self.bus.tell_eval(self.run, outcome.steps, metrics)
+        self.bus.call_on_eval(self.run, outcome.steps, metrics)
         outcome.eval_scores = {**scores, **metrics.logged}
         if outcome.first_eval_loss is None:
             outcome.first_eval_loss, outcome.first_eval_scores = loss, outcome.eval_scores
         self.bus.check()
 
-    def _until_stopped(self) -> Iterator[Batch]:
+    def _batches_until_stop(self) -> Iterator[Batch]:
         for batch in self._held_out:
             if self.stopped():
                 raise _Stopped

@@ -19,7 +19,7 @@ from toyexp.reference.forward import check_forward, numbers_kept
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
     """Raise UserError if a batch and what trains, without activations, take more memory than is free."""
-    batch, weights = least(plan, engine)
+    batch, weights = minimum_bytes(plan, engine)
     left = available_bytes()
     if left is not None and batch + weights > left:
         rows = plan.rows * plan.accumulate
@@ -29,7 +29,7 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
 
 
 @contextlib.contextmanager
-def checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EVALUATE_REMEDY) -> Iterator[Session]:
+def open_checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EVALUATE_REMEDY) -> Iterator[Session]:
     """Check a plan that trains nothing, read from `file`, and yield a session; RunFailed if memory runs out."""
     check_plan(plan, engine, remedy)
     engine.check_plan(plan)
@@ -41,7 +41,7 @@ def checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EVALUAT
 
 def check_snapshot(plan: Plan, engine: Engine) -> None:
     """Raise UserError if a run and one copy of its weights and state take more memory than is left."""
-    needed, left = sum(least(plan, engine)) + snapshot_bytes(plan), available_bytes()
+    needed, left = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if left is not None and needed > left:
         copy = f"a checkpoint's copy of the weights and their optimiser takes {_gb(snapshot_bytes(plan))}"
         needs = f"{copy} of {_gb(needed)} in all, there are {_gb(left)}"
@@ -59,7 +59,7 @@ def stack_bytes(plan: Plan) -> int:
     return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * numbers_kept(plan)
 
 
-def least(plan: Plan, engine: Engine) -> tuple[int, int]:
+def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:
     """Bytes of a step's batch, and of what trains."""
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())

@@ -18,7 +18,7 @@ from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import open_file, system_message, working_directory
 from toyexp.base.ownership import cached_fingerprint
 from toyexp.interfaces.recipe import Recipe
-from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE, read_if_whole, read_json, result_of
+from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE, read_json, read_json_or_empty, read_result
 from toyexp.training.run_config import Prepared
 
 DIGEST = re.compile(r"_?(sha256|digest)$")  # how a fact of the data that is a digest is named
@@ -28,7 +28,7 @@ LINE = 1 << 20  # bytes of the first event that are read
 MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "recipe.donor": ("donor",)}
 
 
-def files(recipe: Recipe) -> dict[str, Path]:
+def source_files(recipe: Recipe) -> dict[str, Path]:
     """Return the files that the recipe reads by their roles: base, donor or vocabulary, and further ones by name."""
     base, vocabulary = recipe.base_file(), recipe.vocabulary()
     role = recipe.starts_from if recipe.starts_from and base is None else "vocabulary"
@@ -36,7 +36,7 @@ def files(recipe: Recipe) -> dict[str, Path]:
     return {k: p for k, p in named.items() if p is not None} | {p.name: p for p in recipe.further_files()}
 
 
-def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
+def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return digests of the data by role (`text`, `tokenizer`, ...), and as `data` of all that decides its batches."""
     digests = {DIGEST.sub("", key) or key: str(v)[:16] for key, v in facts.items() if DIGEST.search(key) and v}
     told = {role: digest for role, digest in digests.items() if role not in NAMES}
@@ -47,17 +47,17 @@ def data_sources(facts: Mapping[str, Any]) -> dict[str, str]:
     return {**digests, "data": hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]}
 
 
-def sources_of(prepared: Prepared) -> dict[str, str]:
+def source_digests(prepared: Prepared) -> dict[str, str]:
     """Return the digests of a run's data and files by role; UserError if a file cannot be read."""
     facts = call_checked(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
     try:
-        digests = {role: cached_fingerprint(path) for role, path in files(prepared.config.recipe).items()}
+        digests = {role: cached_fingerprint(path) for role, path in source_files(prepared.config.recipe).items()}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {system_message(error)}") from None
-    return {**data_sources(facts), **digests}
+    return {**data_digests(facts), **digests}
 
 
-def require_unwritten(base: Path, then: os.stat_result, digest: str) -> None:
+def require_unchanged(base: Path, then: os.stat_result, digest: str) -> None:
     """Raise RunFailed if `base`, a file that an engine reads in place, was written to since it had that digest."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(base.stat(), then) and cached_fingerprint(base) != digest:
@@ -65,19 +65,19 @@ def require_unwritten(base: Path, then: os.stat_result, digest: str) -> None:
                             "put that file back and begin anew")  # fmt: skip
 
 
-def record(prepared: Prepared) -> dict[str, Any]:
+def origin_facts(prepared: Prepared) -> dict[str, Any]:
     """Return what a run records of its origin: `cwd`, which a resumed run keeps, and `sources`."""
-    return {"cwd": str(prepared.config.begun or working_directory()), "sources": sources_of(prepared)}
+    return {"cwd": str(prepared.config.cwd or working_directory()), "sources": source_digests(prepared)}
 
 
 @dataclass(frozen=True)
-class Record:
+class Origin:
     """What a run or a checkpoint says of its origin."""
 
     cwd: Path | None = None  # where the run was begun
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
 
-    def found(self, typed: str) -> str:
+    def resolve(self, typed: str) -> str:
         """Return a path as typed where the run was begun: absolute if it is relative and leads somewhere from there."""
         if self.cwd is None or not typed or Path(typed).is_absolute():
             return typed
@@ -89,7 +89,7 @@ class Record:
         return pattern if matched else typed
 
     @contextlib.contextmanager
-    def told(self, moved: Collection[str] = ()) -> Iterator[None]:
+    def explain_missing_paths(self, moved: Collection[str] = ()) -> Iterator[None]:
         """Add the directory that the run was begun in to an error about a missing path; name a `moved` key."""
         try:
             yield
@@ -100,28 +100,28 @@ class Record:
                 error.args = (f"{error}; the run was begun in {where}; cd to where its files are now{anew}",)
             raise
 
-    def differing(self, now: Mapping[str, str]) -> list[str]:
+    def list_changes(self, now: Mapping[str, str]) -> list[str]:
         """Return which of the sources that both know are others now, each with both digests."""
         both = [role for role in now if role in self.sources and self.sources[role] != now[role]]
         return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in both]
 
 
-def recorded(path: Path) -> Record:
+def read_origin(path: Path) -> Origin:
     """Return what the checkpoint or run in the directory `path` says of its origin, as far as it can be read."""
-    told = read_if_whole(path / STATE) if (path / STATE).is_file() else result_of(path)
-    return record_in(told if told.get("sources") else first_event(path))
+    told = read_json_or_empty(path / STATE) if (path / STATE).is_file() else read_result(path)
+    return parse_origin(told if told.get("sources") else read_first_event(path))
 
 
-def record_in(told: Mapping[str, Any]) -> Record:
+def parse_origin(told: Mapping[str, Any]) -> Origin:
     """Return what a checkpoint's state, a result or the event run_start says of the origin of a run."""
     sources, data, cwd = (told.get(key) for key in ("sources", "data", "cwd"))
     if not sources and isinstance(data, Mapping) and data:
-        sources = data_sources(data)
+        sources = data_digests(data)
     digests = {k: v for k, v in sources.items() if isinstance(v, str)} if isinstance(sources, Mapping) else {}
-    return Record(Path(cwd) if isinstance(cwd, str) and Path(cwd).is_absolute() else None, digests)
+    return Origin(Path(cwd) if isinstance(cwd, str) and Path(cwd).is_absolute() else None, digests)
 
 
-def first_event(run: Path) -> dict[str, Any]:
+def read_first_event(run: Path) -> dict[str, Any]:
     """Return the first event of a run; empty if it cannot be read."""
     try:
         with open_file(run / "events.jsonl") as file:
@@ -143,9 +143,9 @@ def is_own_checkpoint(path: Path) -> bool:
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Raise UserError if the checkpoint in the directory `path` is of another run than the one that it lies in."""
-    begun = first_event(path.absolute().parents[1])
-    then, now = record_in(begun), record_in(state)
-    changes = then.differing(now.sources)
+    begun = read_first_event(path.absolute().parents[1])
+    then, now = parse_origin(begun), parse_origin(state)
+    changes = then.list_changes(now.sources)
     if then.sources and now.sources:
         roles = {"base", "donor"} & {*then.sources} ^ {"base", "donor"} & {*now.sources}
         changes += [f"only one of them has a {role}" for role in sorted(roles)]

@@ -18,9 +18,9 @@ from toyexp.interfaces.data import Data
 from toyexp.interfaces.run_preview import defaults
 from toyexp.interfaces.snapshot import state_misfit
 from toyexp.training import checkpoint
-from toyexp.training.provenance import MOVED, record_in, require_own_checkpoint, sources_of
+from toyexp.training.provenance import MOVED, parse_origin, require_own_checkpoint, source_digests
 from toyexp.training.run_config import ASIDE_KEYS, FREE_KEYS, Config, Outcome, Prepared
-from toyexp.training.rundir import settings_in
+from toyexp.training.rundir import read_settings
 
 log = logging.getLogger("toyexp")
 
@@ -55,7 +55,7 @@ class Resumed:
             "damaged": self.damaged,
         }
 
-    def inexact(self, engine: Mapping[str, Any]) -> str | None:
+    def inexactness(self, engine: Mapping[str, Any]) -> str | None:
         """Why the steps from here on may differ in their last bits from those of a run that was never stopped."""
         then = self.checkpoint.state["engine"]
         for key in ("devices", "kind", "framework", "device", "dtype", "threads", "profile", "compile"):
@@ -82,14 +82,14 @@ class Complete(UserError):
 
 def find_newest(parent: Path, name: str) -> Path | None:
     """The run directory below `parent` that was begun last, of the runs of that name that have a checkpoint."""
-    found = [d for d in parent.iterdir() if checkpoint.steps(d / "checkpoints")] if parent.is_dir() else []
+    found = [d for d in parent.iterdir() if checkpoint.list_checkpoints(d / "checkpoints")] if parent.is_dir() else []
     return max((d for d in found if _saved_config(d).get("name") == name), key=lambda d: d.name, default=None)
 
 
 def saved_state(directory: Path) -> Mapping[str, Any]:
     """Return the state in the newest checkpoint of a run; empty if it cannot be read."""
-    newest = next(iter(checkpoint.steps(directory / "checkpoints").values()), None)
-    return checkpoint.read_if_whole(newest / checkpoint.STATE) if newest else {}
+    newest = next(iter(checkpoint.list_checkpoints(directory / "checkpoints").values()), None)
+    return checkpoint.read_json_or_empty(newest / checkpoint.STATE) if newest else {}
 
 
 def _saved_config(directory: Path) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ def _saved_config(directory: Path) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def recall(directory: Path, data: Data) -> None:
+def restore_filled_settings(directory: Path, data: Data) -> None:
     """Settings of `data` that are empty, and that opening it filled in when the run began: they are that run's."""
     then = _saved_config(directory).get("data")
     for key in data.fills:
@@ -114,8 +114,8 @@ def require_run(directory: Path, key: str) -> None:
     if not config.is_file():
         raise UserError(f"{key}={directory}: {_no_run(directory, key)}")
     require_unlocked(directory)
-    if not checkpoint.steps(directory / "checkpoints"):
-        settings = settings_in(config)
+    if not checkpoint.list_checkpoints(directory / "checkpoints"):
+        settings = read_settings(config)
         if "checkpoint_every" not in settings:
             raise UserError(f"{key}={directory}: holds no run: its config.yaml is not one of toyexp's")
         every = printable(str(settings["checkpoint_every"]))
@@ -133,13 +133,13 @@ def _no_run(path: Path, key: str) -> str:
     return ("holds no run (config.yaml)" if path.is_dir() else "is no directory of a run") + hint
 
 
-def load(directory: Path, prepared: Prepared) -> Resumed:
+def load_resumed(directory: Path, prepared: Prepared) -> Resumed:
     """What the run in `directory` goes on from; UserError when `prepared` is another experiment, or all is done."""
-    found, damaged = checkpoint.newest(directory / "checkpoints")
+    found, damaged = checkpoint.read_newest(directory / "checkpoints")
     if found is None:
         raise UserError(f"resume={short_path(directory)}: no checkpoint is whole: {'; '.join(damaged)}")
     state, settings = found.state, prepared.config.settings
-    parts, then = ("outcome", "callbacks", "engine", "config", "scores"), record_in(state)
+    parts, then = ("outcome", "callbacks", "engine", "config", "scores"), parse_origin(state)
     if not all(isinstance(state.get(part), dict) for part in parts) or not then.sources:
         raise UserError(f"{found.path}: its {checkpoint.STATE} lacks a part")
     require_own_checkpoint(found.path, state)
@@ -154,13 +154,13 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
         f"{printable(k)} was {printable(format_value(a))} and is {printable(format_value(b))}"
         for k, (a, b) in fixed.items()
     ]
-    if told := told or then.differing(sources_of(prepared)):
+    if told := told or then.list_changes(source_digests(prepared)):
         more = f", and {len(told) - 3} more" if len(told) > 3 else ""
         what = f"that run is another experiment: {'; '.join(told[:3])}{more}"
         raise UserError(f"resume={short_path(directory)}: {what}; a new run takes a name=... of its own")
     if found.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run stands at step {found.step} already")
-    ended = checkpoint.result_of(directory)
+    ended = checkpoint.read_result(directory)
     if found.step == settings.steps and ended.get("reason") == "completed" and not ended.get("error"):
         raise Complete(
             f"{short_path(directory)}: is complete, {found.step} of {settings.steps} steps; "
@@ -169,13 +169,13 @@ def load(directory: Path, prepared: Prepared) -> Resumed:
         )
     if misfit := state_misfit(prepared.plan, found.arrays):
         raise UserError(f"{found.path / checkpoint.ARRAYS}: {misfit}")
-    _require_own(directory, prepared)
+    _require_unchanged_outputs(directory, prepared)
     _hand_back(found, prepared.config.callbacks)
     changed = {k: v for k, v in changed.items() if not k.startswith(("resume", "plugins"))}
     return Resumed(found, outcome, changed, added, damaged)
 
 
-def _require_own(directory: Path, prepared: Prepared) -> None:
+def _require_unchanged_outputs(directory: Path, prepared: Prepared) -> None:
     left = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
     for path in Ledger.open(directory).foreign_paths(["result.json", *left]):
         what = f"{short_path(path)} is not what this run wrote there, and would be replaced"
@@ -186,14 +186,14 @@ def _require_own(directory: Path, prepared: Prepared) -> None:
 
 def _outcome(found: checkpoint.Checkpoint) -> Outcome:
     try:
-        outcome = checkpoint.rebuilt(Outcome, found.state["outcome"])
+        outcome = checkpoint.rebuild_dataclass(Outcome, found.state["outcome"])
     except ValueError as error:
         raise UserError(f"{found.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != found.step:
         raise UserError(f"{found.path / checkpoint.STATE}: is of step {outcome.steps}")
     for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
         held = found.state.get(part, {})
-        if not checkpoint.conforms(held, kind) or not all(is_integer(k, 0, found.step) for k in held):
+        if not checkpoint.matches_type(held, kind) or not all(is_integer(k, 0, found.step) for k in held):
             raise UserError(f"{found.path / checkpoint.STATE}: its {part} are none")
     return outcome
 
@@ -216,14 +216,14 @@ def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """A saved configuration with the settings that are new since then at their defaults: so they were meant to be."""
     parts = {kind: getattr(config, kind) for kind, now in config.plain.items() if isinstance(now, Mapping)}
     del parts["callbacks"]
-    callbacks = _filled(then.get("callbacks"), config.plain["callbacks"], config.callbacks)
+    callbacks = _fill_defaults(then.get("callbacks"), config.plain["callbacks"], config.callbacks)
     return {
         **defaults(config.settings), **then, "callbacks": callbacks,
-        **_filled({kind: then.get(kind) for kind in parts}, config.plain, parts),
+        **_fill_defaults({kind: then.get(kind) for kind in parts}, config.plain, parts),
     }  # fmt: skip
 
 
-def _filled(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+def _fill_defaults(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
     """The settings of some parts, each with the defaults of those that it has only now, if it is the same thing."""
     if not isinstance(then, Mapping):
         return then

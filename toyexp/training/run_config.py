@@ -43,9 +43,9 @@ class Config:
     plain: dict[str, Any]  # the same as resolved plain data, for the run directory
     engine_note: str  # which engine, and why that one
     base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
-    by_default: Callable[[], Sequence[str]] = list  # the callbacks that a run has unless told otherwise
+    default_callbacks: Callable[[], Sequence[str]] = list  # the callbacks that a run has unless told otherwise
     suggest_command: Callable[[], str] = str  # how an error about a model or data of another kind ends: what to type
-    begun: Path | None = None  # where relative paths lead from, if not from the working directory
+    cwd: Path | None = None  # where relative paths lead from, if not from the working directory
     omissions: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
 
     def warnings(self, planned: RunPreview) -> list[str]:
@@ -58,16 +58,16 @@ class Config:
         if not (self.settings.lr or others):
             told.append("lr=0: nothing will be learned, the weights stay as they are")
         of_optim = [*idle_group_warnings(planned.plan, self.optim), *sign_flip_warnings(planned.plan, self.settings.lr)]
-        return [*self.omissions, *self.settings.warnings(), *told, *self._unscheduled(), *of_optim]
+        return [*self.omissions, *self.settings.warnings(), *told, *self._unscheduled_warnings(), *of_optim]
 
-    def _unscheduled(self) -> list[str]:
+    def _unscheduled_warnings(self) -> list[str]:
         """That the schedule which a run has by default was given another number, and the rate is left without one."""
         if any(sets_lr(callback) for callback in self.callbacks.values()):
             return []
         return [
             f"callbacks.{name}.scales={callback.scales}: nothing schedules lr now, which {name} does by default"
             for name, callback in self.callbacks.items()
-            if isinstance(callback, Schedule) and name in self.by_default()
+            if isinstance(callback, Schedule) and name in self.default_callbacks()
         ]
 
 
@@ -103,7 +103,7 @@ class Result:
     outcome: Outcome
     units: str  # what the run's speed is counted in
     artifacts: list[Path] = field(default_factory=list)
-    steps_of: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
+    artifact_steps: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
     best: Best | None = None  # the best eval, of a run that keeps it
 
 
@@ -160,7 +160,7 @@ class Saver:
     def begin(self, metrics: Mapping[str, float]) -> None:
         """Called before the first step, with the scores of an evaluation then."""
 
-    def wants(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether it must be called after `step`, with the session as it stands then, whatever that step gives."""
         return False
 
@@ -223,7 +223,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
         "optim": prepared.optim.describe(settings.lr),
-        "schedules": prepared.bus.scheduled,
+        "schedules": prepared.bus.schedules,
     }
 
 

@@ -73,7 +73,7 @@ class RunDir:
                 began = True
             self.ledger = Ledger.open(path)
             self._log = LogFile(path / "log.txt")
-            self._write("config.yaml", runnable(config))
+            self._write("config.yaml", runnable_yaml(config))
         except BaseException as error:
             self._undo(made, began)
             if isinstance(error, OSError):
@@ -162,13 +162,13 @@ class LogFile(logging.FileHandler):
 _at_work: ContextVar[LogFile | None] = ContextVar("at_work", default=None)
 
 
-def runnable(config: Mapping[str, Any]) -> str:
+def runnable_yaml(config: Mapping[str, Any]) -> str:
     """The resolved configuration as a file that Hydra composes again to the same run."""
     choices = [{group: config[group]["name"]} for group in _DEFAULTS]
     defaults = ["schema", *choices, {"callbacks": list(config["callbacks"])}, "_self_"]
     text = "# The resolved configuration of one run. Repeat it with:\n"
     text += "#   toyexp --config-path <this directory> --config-name config\n"
-    tree = {"defaults": defaults, **escaped(config)}
+    tree = {"defaults": defaults, **escape_interpolations(config)}
     dumped = yaml.dump(tree, Dumper=_SafeDumper, sort_keys=False, allow_unicode=True)
     if "\\U" in dumped:  # libyaml does not write emoji as they are
         dumped = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
@@ -199,16 +199,16 @@ def _git_facts(directory: Path, when: int) -> dict[str, str]:
         return {}
 
 
-def escaped(value: Any) -> Any:
+def escape_interpolations(value: Any) -> Any:
     """Plain data whose texts mean themselves when a configuration is read back: ${ stays what it is."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
     if isinstance(value, dict):
-        return {key: escaped(item) for key, item in value.items()}
-    return [escaped(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: escape_interpolations(item) for key, item in value.items()}
+    return [escape_interpolations(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def settings_in(config: Path) -> dict[str, Any]:
+def read_settings(config: Path) -> dict[str, Any]:
     """Return the settings in a run's config.yaml; an empty dict if the file cannot be read or is too large."""
     try:
         text = read_text(config, CONFIG_LIMIT)

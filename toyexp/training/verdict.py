@@ -24,7 +24,7 @@ from toyexp.interfaces.dataset import Batch, batch_digest
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.session import Session
 from toyexp.training.bus import Bus
-from toyexp.training.checkpoint import steps
+from toyexp.training.checkpoint import list_checkpoints
 from toyexp.training.run_config import Outcome, Prepared, Result
 from toyexp.training.rundir import RunDir
 
@@ -37,7 +37,7 @@ def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
 
 
-def gave_up(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
+def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
     """Return the error of the run's last step, with the first tensor that is no number and what may help."""
     what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
@@ -58,7 +58,7 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
     return "all weights and gradients are finite, so the loss or the norm itself overflowed"
 
 
-def bad_end(run: Run, outcome: Outcome) -> RunFailed | None:
+def bad_eval_error(run: Run, outcome: Outcome) -> RunFailed | None:
     """What is wrong with a model whose last eval gave no number."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
@@ -66,27 +66,27 @@ def bad_end(run: Run, outcome: Outcome) -> RunFailed | None:
     return RunFailed(f"{what}; {run.remedy}, or optim.grad_clip=1")
 
 
-def reason_of(error: BaseException) -> str:
+def end_reason(error: BaseException) -> str:
     """How a run ended that raised this."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
 
 
-def judged(
+def conclude(
     prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: Sequence[Exception], signals: Signals
 ) -> Result:
     """The result of a run that came to its end, in result.json too; raises the first failure, or the interruption."""
     bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
         prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.units, list(bus.artifacts),
-        bus.steps_of, best,
+        bus.artifact_steps, best,
     )  # fmt: skip
     summary = {
         **asdict(outcome),
         "diverged": outcome.diverged,
-        **_scores_of_export(result),
+        **_exported_scores(result),
         "tokens_per_second": outcome.tokens_per_second,
         "artifacts": [str(p) for p in result.artifacts],
-        "artifact_steps": {str(path): step for path, step in bus.steps_of.items()},
+        "artifact_steps": {str(path): step for path, step in bus.artifact_steps.items()},
         "best": {"step": best.step, "metric": best.metric, "score": best.score} if best else None,
     }
     unwritten = None
@@ -99,19 +99,19 @@ def judged(
     return result
 
 
-def _scores_of_export(result: Result) -> dict[str, Any]:
+def _exported_scores(result: Result) -> dict[str, Any]:
     """Return the eval of the best step in place of the last one, if the best weights are those that are exported."""
     best, outcome = result.best, result.outcome
     if best is None or best.scores.get("loss") is None:
         return {}
-    if result.steps_of and best.step not in result.steps_of.values():
+    if result.artifact_steps and best.step not in result.artifact_steps.values():
         return {}
     scores = {name: score for name, score in best.scores.items() if name not in ("loss", "ppl")}
     last = {"step": outcome.eval_step, "loss": outcome.eval_loss, "scores": outcome.eval_scores}
     return {"eval_step": best.step, "eval_loss": best.scores["loss"], "eval_scores": scores, "last_eval": last}
 
 
-def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
+def conclude_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
     """What is written and told of a run that raised: the traceback, result.json unless it stands, and what is left."""
     if isinstance(error, RankFailed):  # this one's own traceback says nothing of it
         error.args = (f"{error}, at step {prepared.bus.step}" if prepared.bus.step else str(error),)
@@ -120,7 +120,7 @@ def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> 
         log.error("%s", "".join(traceback.format_exception(error)).rstrip())
     if not run_dir.judged:
         with contextlib.suppress(RunFailed):  # which would hide what ended the run
-            run_dir.result({"reason": reason_of(error), "error": f"{type(error).__name__}: {error}"})
+            run_dir.result({"reason": end_reason(error), "error": f"{type(error).__name__}: {error}"})
     go_on = _how_to_go_on(prepared, run_dir)
     if isinstance(error, KeyboardInterrupt | RankFailed):  # which says so in its own line
         traced = isinstance(error, RankFailed) and error.trace
@@ -128,13 +128,13 @@ def judge_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> 
         where = "" if seen else f"; run {short_path(run_dir.path)}"
         error.args = (f"{str(error) or 'interrupted'}{seen}{f'; {go_on}' if go_on else where}",)
         return
-    prepared.bus.tell(f"run     {short_path(run_dir.path)}")
+    prepared.bus.print_line(f"run     {short_path(run_dir.path)}")
     if isinstance(error, PluginFailed) and go_on:
-        prepared.bus.tell(f"        {go_on}")
+        prepared.bus.print_line(f"        {go_on}")
 
 
 def _how_to_go_on(prepared: Prepared, run_dir: RunDir) -> str:
-    saved = next(iter(steps(run_dir.path / "checkpoints")), None)
+    saved = next(iter(list_checkpoints(run_dir.path / "checkpoints")), None)
     if not saved or (run_dir.path.parent / SWEEP_FILE).exists():
         return ""
     settings = prepared.config.settings
@@ -166,7 +166,7 @@ def print_result(result: Result) -> None:
     print_line(f"run     {short_path(result.dir)}")
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
-        step, best = result.steps_of.get(path, outcome.steps), result.best and result.best.step
+        step, best = result.artifact_steps.get(path, outcome.steps), result.best and result.best.step
         last = ", the last" if best not in (None, step) else ""
         of = f"  of step {step}{', the best' if step == best else last}" if step != outcome.steps or last else ""
         print_line(f"        {shown}  {format_bytes(total_bytes(path))}{of}")

@@ -15,43 +15,43 @@ from typing import Any
 
 from toyexp.base.formatting import pluralise
 from toyexp.base.ownership import DirectoryLocked, lock, require_unlocked
-from toyexp.sweeps.directory import SUCCEEDED, Job, JobExit, LaunchSpec
+from toyexp.sweeps.directory import ANSWERED, Ended, Job, Order
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop, run_process
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.watch import Watch
 
 POLL = 0.2  # seconds between looks at the jobs
-MAX_BATCH = 1000  # jobs that are handed over in one go; an array of Slurm's has 1001 unless it was told otherwise
-SWEEP_CHECK_SECONDS = 2.0  # seconds between a job's looks at whether its sweep still runs
-LOCK_TIMEOUT = 120.0  # seconds until a run that was lost has saved and ended, or its disk has given its lock back
+MOST = 1000  # jobs that are handed over in one go; an array of Slurm's has 1001 unless it was told otherwise
+LOOK = 2.0  # seconds between a job's looks at whether its sweep still runs
+LETS_GO = 120.0  # seconds until a run that was lost has saved and ended, or its disk has given its lock back
 
 
-class NodeJob:
+class OnNode:
     """What runs on a node: a job's process. It travels there as a pickle."""
 
-    def __init__(self, order: LaunchSpec, stop_file: Path | None = None):
-        self.order, self.stop = replace(order, resumes=True), Stop()  # a cluster may begin it a second time by itself
+    def __init__(self, order: Order, stop_file: Path | None = None):
+        self.order, self.stop = replace(order, goes_on=True), Stop()  # a cluster may begin it a second time by itself
         self._stop_file = stop_file  # another machine makes it when the job is to end
         self._next_look = math.inf
 
-    def __call__(self) -> JobExit:
+    def __call__(self) -> Ended:
         """Runs the job; what it prints is passed on to the log that the cluster keeps."""
-        if self._has_sweep():  # else the sweep is gone already, or locks do not reach this node
+        if self._is_followed():  # else the sweep is gone already, or locks do not reach this node
             self._next_look = 0.0
-        self._wait_for_lock()
+        self._wait_for_the_run()
         if self.stop.requested:
-            return JobExit(128 + signal.SIGTERM, "interrupted")
+            return Ended(128 + signal.SIGTERM, "interrupted")
         return run_process(self.order, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
         """Ask the job to save and exit if the sweep says so, or was killed."""
         is_gone = False
         if time.monotonic() > self._next_look:
-            self._next_look, is_gone = time.monotonic() + SWEEP_CHECK_SECONDS, not self._has_sweep()
+            self._next_look, is_gone = time.monotonic() + LOOK, not self._is_followed()
         if (is_gone or (self._stop_file and self._stop_file.exists())) and not self.stop.requested:
             self.stop.end()
 
-    def _has_sweep(self) -> bool:
+    def _is_followed(self) -> bool:
         """Return True if a sweep holds the lock of its directory."""
         try:
             require_unlocked(self.order.log.parent.parent)
@@ -61,9 +61,9 @@ class NodeJob:
             pass
         return False
 
-    def _wait_for_lock(self) -> None:
+    def _wait_for_the_run(self) -> None:
         """Until nobody writes it: where its node or worker was lost, its process may still be saving."""
-        until = time.monotonic() + LOCK_TIMEOUT
+        until = time.monotonic() + LETS_GO
         while time.monotonic() < until and not self.stop.requested:
             try:
                 os.close(lock(self.order.directory))
@@ -77,7 +77,7 @@ class NodeJob:
 
 
 @dataclass(frozen=True)
-class LostJob:
+class Lost:
     """A job that ended with the machine, or what ran it there, and not by itself."""
 
     why: str
@@ -92,26 +92,26 @@ class Cluster(Launcher):
         """Prepare for the first job of the sweep in this directory."""
 
     @abstractmethod
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
+    def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
         """Return a name for people and a handle of each; raise whatever the cluster has against them."""
 
     @abstractmethod
-    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
         """Return those that are over, after a moment's wait if none is."""
 
     @abstractmethod
-    def result(self, handle: Any) -> JobExit | LostJob:
+    def result(self, handle: Any) -> Ended | Lost:
         """Return what came of a job that is over."""
 
     @abstractmethod
     def stop(self, handles: Sequence[Any], times: int) -> None:
         """Have these save and end, or not begin; they were told so `times` before."""
 
-    def make_work(self, order: LaunchSpec) -> NodeJob:
+    def work(self, order: Order) -> OnNode:
         """Return what it is to run."""
-        return NodeJob(order)
+        return OnNode(order)
 
-    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
         """Yield each job with how it ended. When the sweep is stopped the running ones save, and the others leave."""
         self.begin(watch.folder.path)
         running: dict[Any, Job] = {}
@@ -119,24 +119,24 @@ class Cluster(Launcher):
         tries: dict[int, int] = {}
         told = 0
         while True:
-            free = min(max(self.limit() - len(running), 0 if running else 1), MAX_BATCH)
+            free = min(max(self.limit() - len(running), 0 if running else 1), MOST)
             if watch.stop.requested:
-                yield from ((job, JobExit(128 + signal.SIGTERM, "interrupted")) for job in lost)
+                yield from ((job, Ended(128 + signal.SIGTERM, "interrupted")) for job in lost)
                 lost = []
             batch, lost = lost[:free], lost[free:]
             if new := list(itertools.islice(jobs, free - len(batch))):
                 watch.begin(new, shown=False)
-            yield from self._submit_batch([*batch, *new], watch, running)
+            yield from self._submitted([*batch, *new], watch, running)
             if not running and not batch and not new:
                 return
             while told < watch.stop.ends:
                 self.stop(list(running), told)
                 told += 1
-            for handle in self.poll_ended(list(running)):
+            for handle in self.ended(list(running)):
                 job, result = running.pop(handle), self.result(handle)
-                if not isinstance(result, LostJob):
+                if not isinstance(result, Lost):
                     yield job, result
-                    if job.status in SUCCEEDED:  # it printed elsewhere
+                    if job.status in ANSWERED:  # it printed elsewhere
                         watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
                     continue
                 if watch.stop.requested:
@@ -145,23 +145,23 @@ class Cluster(Launcher):
                 tries[job.number] = tries.get(job.number, 0) + 1
                 if tries[job.number] > self.retries:
                     given_up = f", begun again {pluralise(self.retries, 'time')}" if self.retries else ""
-                    yield job, JobExit(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
+                    yield job, Ended(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
                     continue
                 again = f"begun again, {tries[job.number]} of {self.retries} times"
                 watch.say(f"[{job.number}] lost ({result.why}): {again}")
                 job.attempts += 1
                 lost.append(job)
 
-    def _submit_batch(
+    def _submitted(
         self, batch: Sequence[Job], watch: Watch, running: dict[Any, Job]
-    ) -> Iterator[tuple[Job, JobExit]]:  # fmt: skip
+    ) -> Iterator[tuple[Job, Ended]]:  # fmt: skip
         """Hand jobs over, all at once; those that cannot be have ended."""
         if not batch:
             return
         try:
-            handles = self.submit([self.make_work(watch.launch_spec(job)) for job in batch])
+            handles = self.submit([self.work(watch.order(job)) for job in batch])
         except Exception as error:  # whatever the cluster has against it
-            yield from ((job, JobExit(NOT_STARTED, f"{self.name}: {last_line(error)}")) for job in batch)
+            yield from ((job, Ended(NOT_STARTED, f"{self.name}: {last_line(error)}")) for job in batch)
             return
         for job, (name, handle) in zip(batch, handles, strict=True):
             watch.say(f"[{job.number}] {job.label}".rstrip() + f"  submitted{name}")

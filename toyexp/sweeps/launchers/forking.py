@@ -24,11 +24,11 @@ from toyexp.base.ranks import FORK_SERVER_FILE
 POLL = 0.1  # seconds between looks at whether the sweep is to stop
 PLATFORMS = ("linux",)  # elsewhere libraries of the system are not fork-safe: jobs are spawned
 
-Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
 Start = Callable[[Sequence[str], Mapping[str, str], bool], Process]  # of words, environment, whether on a terminal
 
 
-def spawn(words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
+def spawned(words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
     """Start the process of a job, which loads everything by itself."""
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *words],
@@ -37,7 +37,7 @@ def spawn(words: Sequence[str], environment: Mapping[str, str], terminal: bool) 
     )  # fmt: skip
 
 
-class ForkServer:
+class Forks:
     """Starts a sweep's jobs. Where that cannot be by forking, each is spawned.
 
     What a job does is what `spawned` has it do: only what is loaded is there already, as it was when the sweep began.
@@ -71,10 +71,10 @@ class ForkServer:
         with self._lock:
             if self._is_ready():
                 try:
-                    return ForkedProcess(self._control, words, environment, terminal)
+                    return Forked(self._control, words, environment, terminal)
                 except (ConnectionError, EOFError):  # it has been killed
                     self._ready = False
-        return spawn(words, environment, terminal)
+        return spawned(words, environment, terminal)
 
     def wait(self) -> None:
         """Wait until the fork server has loaded what jobs need."""
@@ -101,7 +101,7 @@ class ForkServer:
         return self._ready
 
 
-class ForkedProcess:
+class Forked:
     """A process that is no child of this one, with Popen's methods: its parent sends its exit code."""
 
     def __init__(self, control: Connection, words: Sequence[str], environment: Mapping[str, str], terminal: bool):
@@ -152,7 +152,7 @@ class ForkedProcess:
             if self.poll() is None:
                 os.kill(self.pid, sig)
 
-    def __enter__(self) -> ForkedProcess:
+    def __enter__(self) -> Forked:
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -32,7 +32,7 @@ from toyexp.config.request import Request
 from toyexp.config.schema import AUTO, Source
 from toyexp.interfaces.engine import Engine
 from toyexp.plugins.discovery import cache_registry
-from toyexp.sweeps.begin import JOB_FLAGS
+from toyexp.sweeps.begin import FLAGS
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 STREAMS = 4  # files of a job: the standard ones, and the channel that hears how it ended
@@ -47,15 +47,15 @@ def serve() -> bool:
         asked = control.recv()
         with contextlib.suppress(Exception):  # each job reports errors in its settings itself
             _load(**asked)
-        fit = _is_safe_to_fork()
+        fit = _is_fit()
         control.send(fit)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
         while fit:
             order, files = control.recv(), [recv_handle(control) for _ in range(STREAMS)]
             with contextlib.suppress(Exception):
-                _compose_request(order["words"])
-            if _fork_job(control, files):
-                _become_job(order, files)
+                _composed(order["words"])
+            if _forked(control, files):
+                _become(order, files)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 return True
             for file in files:
@@ -69,7 +69,7 @@ def _load(words: Sequence[str], stacks: bool) -> None:
 
     if stacks:
         import toyexp.sweeps.launchers.stack_process  # noqa: F401 - and where nothing trains together
-    request = _compose_request(words)
+    request = _composed(words)
     cache_registry(request.registry)
     composed = request.compose()
     for offer in request.registry.engines():
@@ -81,15 +81,15 @@ def _load(words: Sequence[str], stacks: bool) -> None:
         composed.look_over()  # the settings of parts that jobs share are merged once
 
 
-def _compose_request(words: Sequence[str]) -> Request:
+def _composed(words: Sequence[str]) -> Request:
     """Return the request of some words, and compose what other jobs may ask for too."""
     flags, settings = split(words)
-    request = Request.of(settings, Source.of(*map(flags.get, JOB_FLAGS)))
+    request = Request.of(settings, Source.of(*map(flags.get, FLAGS)))
     keep(Keys.of(request.registry).in_lists(request.settings), request.source)
     return request
 
 
-def _is_safe_to_fork() -> bool:
+def _is_fit() -> bool:
     """Return whether it is safe to fork: no other thread runs, and no device is open."""
     gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it, and takes a while
     gc.enable()
@@ -103,7 +103,7 @@ def _is_safe_to_fork() -> bool:
     return False
 
 
-def _fork_job(control: Connection, files: Sequence[int]) -> bool:
+def _forked(control: Connection, files: Sequence[int]) -> bool:
     """Fork a process that waits for the job, and from that one the job; return True in the job, and False here.
 
     One of the files receives the job's process id and exit code; until it is closed, the id is not given again.
@@ -134,7 +134,7 @@ def _fork_job(control: Connection, files: Sequence[int]) -> bool:
     os._exit(0)
 
 
-def _become_job(order: Mapping[str, Any], files: Sequence[int]) -> None:
+def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     """Make this process what a job's is that was started by its words."""
     os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
     for number, file in enumerate(files[:-1]):

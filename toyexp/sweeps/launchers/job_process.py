@@ -20,12 +20,12 @@ from toyexp.base.signals import Handler, ending_signals, handle_signals
 from toyexp.base.threads import core_variables
 from toyexp.base.writing import make_directory, open_for_writing
 from toyexp.sweeps.combinations import LIFELINE
-from toyexp.sweeps.directory import JobExit, LaunchSpec
-from toyexp.sweeps.launchers.forking import Process, Start, spawn
-from toyexp.sweeps.launchers.gpus import VISIBLE_DEVICES
+from toyexp.sweeps.directory import Ended, Order
+from toyexp.sweeps.launchers.forking import Process, Start, spawned
+from toyexp.sweeps.launchers.gpus import VISIBLE
 
 POLL = 0.2  # seconds between looks at a job's process and output
-PIPE_TIMEOUT = 0.5  # seconds that a dead job's own children may hold its output open
+LINGER = 0.5  # seconds that a dead job's own children may hold its output open
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
 LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
 NOT_STARTED = 126  # the exit code that shells have for it
@@ -68,7 +68,7 @@ class Stop:
                 process.send_signal(signal.SIGKILL)
 
     @contextlib.contextmanager
-    def forward_signals(self, process: Process) -> Iterator[None]:
+    def watching(self, process: Process) -> Iterator[None]:
         """From now on a signal reaches `process`, and one that came already does."""
         self._processes.add(process)
         if self.requested:
@@ -79,7 +79,7 @@ class Stop:
             self._processes.discard(process)
 
     @contextlib.contextmanager
-    def handle_signals(self) -> Iterator[None]:
+    def handling(self) -> Iterator[None]:
         """The signals that end are ours; SIGUSR1, if it is none of them, is for jobs alone."""
         handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), self.handle)
         handlers.setdefault(signal.SIGUSR1, lambda number, frame: None)
@@ -88,41 +88,41 @@ class Stop:
 
 
 def run_process(
-    order: LaunchSpec,
+    order: Order,
     stop: Stop,
     show: Callable[[str, IO[str]], None],
     poll: Callable[[], None] = lambda: None,
     terminal: bool = False,
-    start: Start = spawn,
-) -> JobExit:
+    start: Start = spawned,
+) -> Ended:
     """Runs a job in a process of its own and waits for it; `show` gets its lines, and the log has them too.
 
     With `terminal` it writes to our own standard output, where it draws its bar. `poll` is called now and then.
     """
     last = _LastWords()
     try:
-        words = order.args()
+        words = order.words()
         environment = {**os.environ, **core_variables(order.cores), **order.environment, LIFELINE: "1"}
         if order.gpus:
-            environment[VISIBLE_DEVICES] = ",".join(order.gpus)
+            environment[VISIBLE] = ",".join(order.gpus)
         make_directory(order.log.parent)
         with (
             open(open_for_writing(order.log, os.O_APPEND), "ab", buffering=0) as log,
             start(words, environment, terminal) as process,
-            stop.forward_signals(process),
+            stop.watching(process),
         ):
             for line, to_stderr in _lines(process, log, poll):
-                if not (to_stderr and last.holds_back(line)):
+                if not (to_stderr and last.hears(line)):
                     show(line, sys.stderr if to_stderr else sys.stdout)
             code = process.wait()
         if code == 0:  # it said something of an error, and came through
             for line in last.held:
                 show(line, sys.stderr)
     except UserError as error:
-        return JobExit(2, str(error))
+        return Ended(2, str(error))
     except OSError as error:  # no memory for a process, no room for its log
-        return JobExit(NOT_STARTED, f"could not be run here ({error.strerror})")
-    return JobExit(code, last.text() if code else "")
+        return Ended(NOT_STARTED, f"could not be run here ({error.strerror})")
+    return Ended(code, last.text() if code else "")
 
 
 class _LastWords:
@@ -132,7 +132,7 @@ class _LastWords:
         self.held: deque[str] = deque(maxlen=LINES)
         self._line = ""
 
-    def holds_back(self, line: str) -> bool:
+    def hears(self, line: str) -> bool:
         """Whether this line of its stderr belongs to an error."""
         self._line = line.strip() or self._line
         if self.held or line.startswith(ENDINGS):
@@ -152,7 +152,7 @@ def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterat
     with selectors.DefaultSelector() as selector:
         for pipe in left:
             selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map() and not (ended and time.monotonic() - ended > PIPE_TIMEOUT):
+        while selector.get_map() and not (ended and time.monotonic() - ended > LINGER):
             for key, _ in selector.select(POLL):
                 pipe = key.fileobj
                 chunk = os.read(key.fd, 1 << 16)

@@ -14,10 +14,10 @@ from toyexp.base.formatting import pluralise
 from toyexp.base.packages import prefix_unavailable, require_package
 from toyexp.base.threads import available_cores, core_variables
 from toyexp.config.top_level import Sweep
-from toyexp.sweeps.directory import Job, JobExit
+from toyexp.sweeps.directory import Ended, Job
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.forking import PLATFORMS, ForkServer, Start, spawn
-from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
+from toyexp.sweeps.launchers.forking import PLATFORMS, Forks, Start, spawned
+from toyexp.sweeps.launchers.gpus import Gpus, visible
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.watch import Watch
 
@@ -34,7 +34,7 @@ class Resources(NamedTuple):
     stacks: int = 1  # that share the memory of a device
     counts: Sequence[int | None] = ()  # GPUs of a job of each engine; None: all there are
 
-    def max_gpus(self, there: int) -> int:
+    def gpus_of(self, there: int) -> int:
         """Return the GPUs of the job that takes the most, of so many; 0: as many as one asks for."""
         auto = min(there, 1)
         return max((there if n is None else auto if n == AUTO else n for n in self.counts), default=0)
@@ -49,14 +49,14 @@ class Launcher(ABC):
     takes_all: ClassVar[str] = ""  # without sweep.jobs all jobs run at once: what they do then
     shares_gpus: ClassVar[bool] = False  # sweep.per_gpu applies
     shares_gpus_by: ClassVar[str] = ""  # what to type in place of it
-    uses_fork_server: ClassVar[bool] = False  # jobs start from the fork server, where there is one
-    trains_stacks: ClassVar[bool] = False  # one process trains several jobs together
-    _forks: ForkServer | None = None
+    is_forked: ClassVar[bool] = False  # jobs start from the fork server, where there is one
+    is_stacked: ClassVar[bool] = False  # one process trains several jobs together
+    _forks: Forks | None = None
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
         """Divide the machine among `total` jobs, of which `jobs` show every setting."""
         self.settings, self.total, self.configs = settings, total, configs
-        self.gpus = Gpus(visible_gpus())
+        self.gpus = Gpus(visible())
         self.share = self.resources(jobs)
 
     @classmethod
@@ -83,7 +83,7 @@ class Launcher(ABC):
                 importlib.import_module(cls.package)
 
     @abstractmethod
-    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
         """Run jobs; yield each as it ends. The next one may depend on how those before ended."""
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
@@ -95,20 +95,20 @@ class Launcher(ABC):
         return self.share.jobs
 
     @property
-    def runs_singly(self) -> bool:
+    def alone(self) -> bool:
         """Whether jobs print as if there were no other."""
-        return self.limit() == 1 and not self.trains_stacks
+        return self.limit() == 1 and not self.is_stacked
 
     @property
     def start(self) -> Start:
         """Return the function that starts the process of a job."""
-        return self._forks.start if self._forks else spawn
+        return self._forks.start if self._forks else spawned
 
     def preload(self, words: Sequence[str], stop: Stop) -> None:
         """Start the fork server, which imports what jobs of these words need."""
-        if self.uses_fork_server and sys.platform in PLATFORMS:
+        if self.is_forked and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
-            self._forks = ForkServer(environment, words, lambda: stop.requested, self.trains_stacks)
+            self._forks = Forks(environment, words, lambda: stop.requested, self.is_stacked)
 
     def wait(self) -> None:
         """Wait until the fork server has loaded what jobs need."""
@@ -136,18 +136,18 @@ class Launcher(ABC):
 
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
-    def requested_resources(self, jobs: Sequence[Job], gpus: int) -> Resources:
+    def demand(self, jobs: Sequence[Job], gpus: int) -> Resources:
         """Return what the largest job takes of so many `gpus`, for all jobs at once."""
-        kinds = list(one_job_per_engine(jobs))
+        kinds = list(of_each_engine(jobs))
         processes = max((self.configs.processes(job) for job in kinds), default=1)
         counts = [self.configs.gpus(job, AUTO) for job in kinds]
         share = Resources(self.settings.jobs or self.total, 0, 0, processes, counts=counts)
-        return share._replace(gpus=share.max_gpus(gpus))
+        return share._replace(gpus=share.gpus_of(gpus))
 
-    def limit_to_machine(self, share: Resources) -> Resources:
+    def on_this_machine(self, share: Resources) -> Resources:
         """Return the share of each job here: jobs of several GPUs have them for themselves, others unless told."""
         settings, cores = self.settings, available_cores()
-        at_once = self.gpus.capacity(share.gpus, self.per_gpu(share))
+        at_once = self.gpus.at_once(share.gpus, self.per_gpu(share))
         limit = settings.jobs or max(cores // share.processes, 1)
         if settings.jobs:
             limit = min(limit, max(self.total, 1))
@@ -164,7 +164,7 @@ class Launcher(ABC):
         return max(self.settings.per_gpu, 1)
 
 
-def one_job_per_engine(jobs: Sequence[Job]) -> Iterable[Job]:
+def of_each_engine(jobs: Sequence[Job]) -> Iterable[Job]:
     """Return a job of each engine, and of each setting of one."""
     kinds: dict[tuple[str, ...], Job] = {}
     for job in jobs:

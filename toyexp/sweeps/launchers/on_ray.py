@@ -18,17 +18,15 @@ from toyexp.base.signals import ending_signals, handle_signals
 from toyexp.base.terminal import print_line
 from toyexp.base.threads import CORES_VARIABLE, available_cores
 from toyexp.config.top_level import RAY_ADDRESS
-from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
-from toyexp.sweeps.launchers.cluster import POLL, Cluster, LostJob, NodeJob, last_line
-from toyexp.sweeps.launchers.gpus import visible_gpus
+from toyexp.sweeps.directory import Ended, Job, Order
+from toyexp.sweeps.launchers.cluster import POLL, Cluster, Lost, OnNode, last_line
+from toyexp.sweeps.launchers.gpus import visible
 from toyexp.sweeps.launchers.job_process import NOT_STARTED
 from toyexp.sweeps.launchers.launcher import Resources
 
-CONNECT_TIMEOUT = (
-    5.0  # seconds that the head of a cluster has for taking a connection; Ray alone would try for two minutes
-)
+ANSWERS = 5.0  # seconds that the head of a cluster has for taking a connection; Ray alone would try for two minutes
 # Of the environment, what a job has wherever it runs; all else is its node's own.
-FORWARDED_VARIABLES = ("PYTHONPATH", "TOYEXP_")
+TRAVELS = ("PYTHONPATH", "TOYEXP_")
 # For Ray and what it starts: no usage is reported to its makers, unless somebody asked for that, and jobs save when the
 # sweep is killed, where Ray would kill them with their worker.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_kill_child_processes_on_worker_exit": "false"}
@@ -49,7 +47,7 @@ class Node:
         return int(min(self.cores // cores, of_gpus))
 
 
-def divide_cores(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int | None) -> tuple[int, int]:
+def share(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int | None) -> tuple[int, int]:
     """Jobs at once, and cores for each: all the cores there are where so many jobs, 0: as many as fit, run at once.
 
     A job has at least `least` cores, or `cpus` where that is said, and so many GPUs, which may be a part of one.
@@ -77,8 +75,8 @@ class OnRay(Cluster):
     def resources(self, jobs: Sequence[Job]) -> Resources:
         self.retries = self.settings.ray.retries
         if self.settings.ray.cluster():
-            return self.requested_resources(jobs, 0)
-        return self.limit_to_machine(self.requested_resources(jobs, len(visible_gpus())))
+            return self.demand(jobs, 0)
+        return self.on_this_machine(self.demand(jobs, len(visible())))
 
     def connect(self) -> None:
         """Connect to a cluster, or have Ray start one here.
@@ -91,9 +89,9 @@ class OnRay(Cluster):
         os.environ.update({**SETTINGS, **os.environ})
         address = settings.cluster()
         _join(address, max(available_cores(), own.jobs * own.cores))
-        self._nodes = _read_nodes()
-        self._gpus = gpus = settings.gpus or own.max_gpus(int(max((node.gpus for node in self._nodes), default=0)))
-        limit, self._cores = divide_cores(self._nodes, self.settings.jobs, own.processes, gpus, settings.cpus)
+        self._nodes = _look()
+        self._gpus = gpus = settings.gpus or own.gpus_of(int(max((node.gpus for node in self._nodes), default=0)))
+        limit, self._cores = share(self._nodes, self.settings.jobs, own.processes, gpus, settings.cpus)
         each = pluralise(self._cores, "core") + (
             f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""
         )
@@ -112,38 +110,38 @@ class OnRay(Cluster):
             f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a cluster of its own on this machine"
         )
         print_line(f"ray     {where}: {pluralise(limit, 'job')} at once, {each} each")
-        self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_run_on_node)
+        self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_at_node)
 
     def limit(self) -> int:
         if self.settings.jobs or not self._nodes:
             return self.share.jobs
-        return sum(node.fits(self._cores, self._gpus) for node in _read_nodes())
+        return sum(node.fits(self._cores, self._gpus) for node in _look())
 
-    def make_work(self, order: LaunchSpec) -> NodeJob:
-        ours = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_VARIABLES) and k != CORES_VARIABLE}
-        return NodeJob(replace(order, cores=self._cores, environment={**ours, **order.environment}))
+    def work(self, order: Order) -> OnNode:
+        ours = {k: v for k, v in os.environ.items() if k.startswith(TRAVELS) and k != CORES_VARIABLE}
+        return OnNode(replace(order, cores=self._cores, environment={**ours, **order.environment}))
 
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
+    def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]
 
-    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
         import ray
 
         over: Sequence[Any] = ray.wait(list(handles), num_returns=1, timeout=POLL)[0] if handles else []
         return over
 
-    def result(self, handle: Any) -> JobExit | LostJob:
+    def result(self, handle: Any) -> Ended | Lost:
         import ray
         from ray import exceptions
 
         try:
-            ended: JobExit = ray.get(handle)
+            ended: Ended = ray.get(handle)
         except exceptions.TaskCancelledError:
-            return JobExit(128 + signal.SIGTERM, "interrupted")
+            return Ended(128 + signal.SIGTERM, "interrupted")
         except exceptions.RayTaskError as error:  # what keeps a task from its start: no toyexp there, another disk
-            return JobExit(NOT_STARTED, f"ray: {printable(last_line(error), 300)}")
+            return Ended(NOT_STARTED, f"ray: {printable(last_line(error), 300)}")
         except exceptions.RayError as error:
-            return LostJob(LOSS_REASONS.get(type(error).__name__, "its node is gone"))
+            return Lost(GONE.get(type(error).__name__, "its node is gone"))
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
@@ -160,25 +158,23 @@ class OnRay(Cluster):
             ray.shutdown()
 
 
-LOSS_REASONS = {"WorkerCrashedError": "its worker was killed", "OutOfMemoryError": "its node ran out of memory"}
+GONE = {"WorkerCrashedError": "its worker was killed", "OutOfMemoryError": "its node ran out of memory"}
 
 
-def _run_on_node(work: NodeJob, cwd: str) -> JobExit:
+def _at_node(work: OnNode, cwd: str) -> Ended:
     """What a task runs: signals that end go on to the job, those of ray.cancel too."""
     try:
         os.chdir(cwd)
     except OSError as error:
-        return JobExit(
-            NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes have to see this disk"
-        )
+        return Ended(NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes have to see this disk")
     signal.pthread_sigmask(
         signal.SIG_UNBLOCK, ending_signals()
     )  # a worker blocks SIGINT, which the job would take over
-    with work.stop.handle_signals():
+    with work.stop.handling():
         return work()
 
 
-def _read_nodes() -> Sequence[Node]:
+def _look() -> Sequence[Node]:
     """Return the nodes as they are."""
     import ray
 
@@ -216,7 +212,7 @@ def _require_answer(address: str, given: str) -> None:
         where = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; a port is from 1 to 65535"
         raise UserError(f"{printable(given)}: takes auto, or {where}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
+        socket.create_connection((host.strip("[]"), int(port)), ANSWERS).close()
     except OSError as error:
         why = printable(str(error), 100)
         raise UserError(f"{given}: nothing answers there ({why}); start one: ray start --head") from None

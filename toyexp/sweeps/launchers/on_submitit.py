@@ -12,12 +12,12 @@ from typing import Any
 from toyexp.base.errors import UserError
 from toyexp.base.writing import make_directory
 from toyexp.config.top_level import Submitit
-from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
-from toyexp.sweeps.launchers.cluster import MAX_BATCH, POLL, Cluster, LostJob, NodeJob, last_line
+from toyexp.sweeps.directory import Ended, Job, Order
+from toyexp.sweeps.launchers.cluster import MOST, POLL, Cluster, Lost, OnNode, last_line
 from toyexp.sweeps.launchers.job_process import PATIENCE
 from toyexp.sweeps.launchers.launcher import Resources
 
-SAVE_TIMEOUT = 60.0  # seconds that a run has for saving when its time is up; Slurm is asked for 90
+SAVING = 60.0  # seconds that a run has for saving when its time is up; Slurm is asked for 90
 
 
 class OnSubmitit(Cluster):
@@ -27,41 +27,41 @@ class OnSubmitit(Cluster):
     takes_all = "are in the queue"
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        cluster, share = self.settings.submitit.cluster, self.requested_resources(jobs, 0)
+        cluster, share = self.settings.submitit.cluster, self.demand(jobs, 0)
         if cluster == "slurm" or (cluster is None and shutil.which("srun")):
             return share
-        return self.limit_to_machine(share)
+        return self.on_this_machine(share)
 
     def connect(self) -> None:
-        make_executor(Path(tempfile.gettempdir()), self.settings.submitit, self.share.gpus)
+        executor(Path(tempfile.gettempdir()), self.settings.submitit, self.share.gpus)
 
     def begin(self, folder: Path) -> None:
         """Its files go to a new folder below the sweep's: submitit unpickles results, and a stranger's is not one."""
         own = Path(
             tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
         )
-        self._executor = make_executor(own, self.settings.submitit, self.share.gpus)
+        self._executor = executor(own, self.settings.submitit, self.share.gpus)
         self._stop_file = own / "stop"
 
-    def make_work(self, order: LaunchSpec) -> NodeJob:
+    def work(self, order: Order) -> OnNode:
         return _Requeued(order, self._stop_file)
 
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
+    def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
         with self._executor.batch():
             jobs = [self._executor.submit(work) for work in works]
         return [(f" as {job.job_id}", job) for job in jobs]
 
-    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
         over = [handle for handle in handles if handle.done()]
         time.sleep(0 if over else POLL)
         return over
 
-    def result(self, handle: Any) -> JobExit | LostJob:
+    def result(self, handle: Any) -> Ended | Lost:
         """What the work returned; a job that was cancelled, or whose node went away for good, returned nothing."""
         try:
-            ended: JobExit = handle.result()
+            ended: Ended = handle.result()
         except Exception as error:  # submitit's own, with the end of the job's log
-            return LostJob(last_line(error))
+            return Lost(last_line(error))
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
@@ -72,19 +72,19 @@ class OnSubmitit(Cluster):
                 handle.cancel()
 
 
-class _Requeued(NodeJob):
+class _Requeued(OnNode):
     def checkpoint(self) -> Any:
         """What submitit calls when the time is up: the run saves, and goes on when there is a node again."""
         from submitit.helpers import DelayedSubmission
 
         self.stop.end()
-        self.stop.wait(SAVE_TIMEOUT)
+        self.stop.wait(SAVING)
         return DelayedSubmission(_Requeued(self.order, self._stop_file))
 
     __submitit_checkpoint__ = checkpoint  # its name from the next submitit on
 
 
-def make_executor(folder: Path, settings: Submitit, gpus: int) -> Any:
+def executor(folder: Path, settings: Submitit, gpus: int) -> Any:
     """What jobs are submitted by; UserError for a cluster that is not there.
 
     Each asks for so many `gpus` where the settings leave that open.
@@ -98,6 +98,6 @@ def make_executor(folder: Path, settings: Submitit, gpus: int) -> Any:
     made.update_parameters(
         name="toyexp", timeout_min=settings.timeout_min, gpus_per_node=settings.gpus or gpus or None,
         cpus_per_task=settings.cpus, mem_gb=settings.mem_gb, slurm_partition=settings.partition,
-        slurm_array_parallelism=MAX_BATCH,
+        slurm_array_parallelism=MOST,
     )  # fmt: skip
     return made

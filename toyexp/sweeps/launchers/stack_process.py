@@ -31,11 +31,11 @@ from toyexp.interfaces.stack import Stack, program_difference
 from toyexp.interfaces.values import Constant
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
-from toyexp.sweeps.directory import Job, JobExit, prepare_resume
+from toyexp.sweeps.directory import Ended, Job, is_begun
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.search.pruning import pop_pruning_callback
-from toyexp.training.driver import Asks, Realize, drive, interrupting, started
-from toyexp.training.experiment import run
+from toyexp.sweeps.search.pruning import taken
+from toyexp.training.driver import Realize, Requests, bind_sessions, drive, forward_interrupts
+from toyexp.training.experiment import run_requests
 from toyexp.training.memory import stack_bytes
 from toyexp.training.resume import Resumed
 from toyexp.training.run_config import Prepared
@@ -44,14 +44,12 @@ from toyexp.training.verdict import print_result
 log = logging.getLogger("toyexp")
 
 POOL = 256  # jobs that are made ready before the first of them trains, and so the most in a stack
-MEMORY_SHARE = 0.8  # of the memory that is free
-MIN_SECONDS = 5.0  # seconds of all steps one after another, for which nothing is tried
+SHARE = 0.8  # of the memory that is free
+SHORT = 5.0  # seconds of all steps one after another, for which nothing is tried
 SIZES = (4, 16, 64)  # that are tried, and the most that fit
 WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # steps not measured; steps and seconds that are at least; at most
-GAIN, MAX_SLOWDOWN = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
-FAST_ENOUGH = (
-    0.5  # of the share alone: a GPU on which the most have less is seldom faster with fewer, and they are not tried
-)
+GAIN, LOSS = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
+MUCH = 0.5  # of the share alone: a GPU on which the most have less is seldom faster with fewer, and they are not tried
 
 _tag: ContextVar[str] = ContextVar("tag", default="")  # what a line begins with of the job that is at work
 
@@ -71,7 +69,7 @@ class Member:
         """Those that are left."""
         return self.prepared.config.settings.steps - (self.resumed.checkpoint.step if self.resumed else 0)
 
-    def why_apart(self, other: Member) -> str:
+    def joins(self, other: Member) -> str:
         """Why its steps and another's are not of one program, or nothing."""
         ours, theirs = self.prepared, other.prepared
         if ours.config.engine != theirs.config.engine:
@@ -91,8 +89,8 @@ def train_stack(request: Request) -> int:
         open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,
         catch_signals(signals),
         share_open_data(),
-        contextlib.redirect_stdout(cast("TextIO", TaggedStream(sys.stdout))),
-        contextlib.redirect_stderr(cast("TextIO", TaggedStream(sys.stderr))),
+        contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),
+        contextlib.redirect_stderr(cast("TextIO", Tagged(sys.stderr))),
     ):
         log.setLevel(logging.INFO)  # each run would put it back as it was when it began, and others go on
 
@@ -121,7 +119,7 @@ class StackProcess:
         try:
             while (left or pool) and not self.signals.is_ending():
                 while left and len(pool) < (self.limit or POOL) and not self.signals.is_ending():
-                    pool += self._prepare(left.popleft(), ahead)
+                    pool += self._made_ready(left.popleft(), ahead)
                 if pool and not self.signals.is_ending():
                     stack = self._next_stack(pool)
                     pool = [member for member in pool if member not in stack]
@@ -133,7 +131,7 @@ class StackProcess:
 
     # -- which jobs --
 
-    def _prepare(self, order: Mapping[str, Any], ahead: JobConfigs) -> Iterator[Member]:
+    def _made_ready(self, order: Mapping[str, Any], ahead: JobConfigs) -> Iterator[Member]:
         """The job's run, checked, with nothing written yet; none where it cannot be, which is told."""
         job = Job(order["number"], order["overrides"])
         context, directory = copy_context(), Path(order["directory"])
@@ -142,29 +140,27 @@ class StackProcess:
 
         def make() -> PreparedRun:
             os.environ.update(order["environment"])
-            begun = order["goes_on"] and prepare_resume(directory)
-            return prepare_run(ahead.run_config(job), directory, directory if begun else None, pop_pruning_callback())
+            begun = order["goes_on"] and is_begun(directory)
+            return prepare_run(ahead.of_a_run(job), directory, directory if begun else None, taken())
 
         try:
             with restore_process_state(), attribute_part_errors():
                 yield Member(job.number, *context.run(make), context)
         except (Exception, SystemExit) as error:
-            self._report_end(job.number, JobExit.from_error(error))
+            self._ended(job.number, Ended.of(error))
 
     def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
         """The first job, and those that train with it."""
         first = pool[0]
-        alike = [member for member in pool if member is first or not first.why_apart(member)]
+        alike = [member for member in pool if member is first or not first.joins(member)]
         if len(alike) == 1:
             if len(pool) > 1:
-                self._say_once(
-                    f"job {first.number} trains alone, the next one is another program: {first.why_apart(pool[1])}"
-                )
+                self._once(f"job {first.number} trains alone, the next one is another program: {first.joins(pool[1])}")
             return alike
-        size = next((size for known, size in self._sizes if not first.why_apart(known)), 0)
+        size = next((size for known, size in self._sizes if not first.joins(known)), 0)
         if not size:
             size, words = self._size(alike)
-            self._say_once(words)
+            self._once(words)
             self._sizes.append((first, size))
         parts = -(-len(alike) // size)
         return alike[: -(-len(alike) // parts)]
@@ -175,11 +171,11 @@ class StackProcess:
         if why := prepared[0].config.engine.stack_conflict([one.plan for one in prepared]):
             return 1, f"jobs train one after another: {why}"
         try:
-            return choose_size(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
+            return size_of(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
         except Exception as error:  # whose fault that is shows when they train
             return 1, f"jobs train one after another: their steps could not be tried ({error})"
 
-    def _say_once(self, line: str) -> None:
+    def _once(self, line: str) -> None:
         if line not in self._told:
             print_line(f"stack   {line}")
         self._told.add(line)
@@ -192,15 +188,15 @@ class StackProcess:
             print_line(
                 f"stack   {pluralise(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}"
             )
-        lives = [ContextLoop(self._run_member(member), member.context) for member in stack]
+        lives = [Life(self._life(member), member.context) for member in stack]
         begun = {}
-        with interrupting(lives):
+        with forward_interrupts(lives):
             for life in lives:
                 with contextlib.suppress(StopIteration):  # it has ended already
                     begun[life] = cast("Realize", next(life))
             self._drive(begun)
 
-    def _drive(self, begun: Mapping[ContextLoop, Realize]) -> None:
+    def _drive(self, begun: Mapping[Life, Realize]) -> None:
         """Answer runs that stand at their beginning; where memory is too short for all, by halves."""
         lives = [*begun]
         if not lives:
@@ -221,34 +217,34 @@ class StackProcess:
             for part in (lives[:half], lives[half:]):
                 self._drive({life: begun[life] for life in part})
             return
-        drive(lives, *started(lives, found))
+        drive(lives, *bind_sessions(lives, found))
 
-    def _run_member(self, member: Member) -> Asks[None]:
+    def _life(self, member: Member) -> Requests[None]:
         """A job's run; whatever becomes of it is told, and touches no other."""
         try:
             with attribute_part_errors():
                 signals = self.signals.add_run()
-                result = yield from run(member.prepared, member.directory, signals, print_line, member.resumed)
+                result = yield from run_requests(member.prepared, member.directory, signals, print_line, member.resumed)
                 print_result(result)
         except KeyboardInterrupt as error:
-            self._report_end(member.number, JobExit(getattr(error, "exit_code", 130), str(error)))
+            self._ended(member.number, Ended(getattr(error, "exit_code", 130), str(error)))
             if self.signals.count() > 1:  # in the midst of this run; it is meant for all
                 raise
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
-            self._report_end(member.number, JobExit.from_error(error))
+            self._ended(member.number, Ended.of(error))
         else:
-            self._report_end(member.number, JobExit(0))
+            self._ended(member.number, Ended(0))
 
-    def _report_end(self, number: int, ended: JobExit) -> None:
+    def _ended(self, number: int, ended: Ended) -> None:
         sys.stdout.flush()
         self.tell(ended=number, code=ended.code, error=ended.error)
 
 
-class ContextLoop(Generator[Any, Any, None]):
+class Life(Generator[Any, Any, None]):
     """A run that goes on in a context of its own, wherever it is driven from."""
 
-    def __init__(self, loop: Asks[None], context: Context):
+    def __init__(self, loop: Requests[None], context: Context):
         self._loop, self._context = loop, context
 
     def send(self, answer: Any) -> Any:
@@ -261,7 +257,7 @@ class ContextLoop(Generator[Any, Any, None]):
         return self._context.run(partial(self._loop.throw, *own))
 
 
-class TaggedStream:
+class Tagged:
     """A stream whose lines begin with which job they are of."""
 
     def __init__(self, stream: TextIO):
@@ -286,7 +282,7 @@ class TaggedStream:
 # -- how many train together ------------------------------------------------------------------------------------------
 
 
-def choose_size(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
+def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
     """Return how many jobs of one program, with so many steps in all, train together, and why, in words.
 
     With a `limit` nothing is tried but whether it fits.
@@ -303,38 +299,38 @@ def choose_size(alike: Sequence[Prepared], steps: int, limit: int, shared_by: in
         frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # held once in each stack
         free = max(free // shared_by - frozen, 0)
         words += f" of {format_bytes(free)} that are free"
-        if each * most > MEMORY_SHARE * free:
-            most = max(int(MEMORY_SHARE * free / each), 1)
+        if each * most > SHARE * free:
+            most = max(int(SHARE * free / each), 1)
             words += f": at most {most} at once"
     if limit or most == 1 or (shared_by > 1 and engine.on_gpu):
         return most, words
-    return _fastest_size(alike, steps, most, words)
+    return _paying(alike, steps, most, words)
 
 
-def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
+def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
     """Return the size whose jobs have the least share of a step each.
 
     On a GPU the largest comes first, and is taken at once if its jobs have less than `MUCH` of the share of one alone.
     """
-    blank, on_gpu = [_zero_weights(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
-    alone = _time_step(blank[:1])
-    if alone * steps < MIN_SECONDS:
+    blank, on_gpu = [_blank(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
+    alone = _seconds(blank[:1])
+    if alone * steps < SHORT:
         return most, words
     best, share = 1, alone
     sizes = [*(size for size in SIZES if size < most), most]
     for size in sizes[::-1] if on_gpu else sizes:
         try:
             with convert_memory_errors():
-                now = _time_step(blank[:size]) / size
+                now = _seconds(blank[:size]) / size
         except RunFailed:  # that many do not fit
             if on_gpu:
                 continue
             break
         if now < GAIN * share:
             best, share = size, now
-        elif now > MAX_SLOWDOWN * share and (on_gpu or size > SIZES[0]):
+        elif now > LOSS * share and (on_gpu or size > SIZES[0]):
             break
-        if on_gpu and best == most and share < FAST_ENOUGH * alone:
+        if on_gpu and best == most and share < MUCH * alone:
             break
     if best == 1:
         return 1, f"{words}; together they are no faster here than alone: they train one after another"
@@ -342,13 +338,13 @@ def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) 
     return best, f"{words}; {took}: {alone / share:.1f} times as fast"
 
 
-def _zero_weights(prepared: Prepared) -> Prepared:
+def _blank(prepared: Prepared) -> Prepared:
     """The same run with zeros in place of its weights: to draw or read those takes longer than a few steps."""
     plan = prepared.plan
     return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 
 
-def _time_step(some: Sequence[Prepared]) -> float:
+def _seconds(some: Sequence[Prepared]) -> float:
     """Seconds of a step of these jobs, on weights that are dropped afterwards."""
     engine, plans = some[0].config.engine, [prepared.plan for prepared in some]
     stack = Stack([])

@@ -15,14 +15,14 @@ from toyexp.base.formatting import format_value
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.run import Run
-from toyexp.results.run_dirs import PRUNED_PREFIX
+from toyexp.results.found import PRUNES
 from toyexp.sweeps.combinations import TRIAL
 from toyexp.sweeps.search.study import Judge
 
 log = logging.getLogger("toyexp")
 
 
-def first_pruning_step(steps: int, eval_every: int) -> int:
+def first_asked(steps: int, eval_every: int) -> int:
     """The step from which on a run of so many may be stopped: its first eval in the second quarter.
 
     Before it, a schedule has hardly begun to lower the learning rate, and what a run is worth does not show yet: runs
@@ -31,13 +31,13 @@ def first_pruning_step(steps: int, eval_every: int) -> int:
     return -(-steps // (4 * eval_every)) * eval_every
 
 
-def pruning_environment(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
+def ordered(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
     """What the process of a run is told in its environment."""
     told = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
     return {TRIAL: json.dumps(told)}
 
 
-def pop_pruning_callback() -> dict[str, Callback]:
+def taken() -> dict[str, Callback]:
     """Return the callback by which the search that started this process may stop its run, if one did.
 
     It is no setting of the run.
@@ -80,13 +80,13 @@ class Pruning(Callback):
             raise UserError(f"sweep.metric={self.metric}: an eval has {', '.join(metrics)}")
         score = metrics[self.metric]
         try:
-            stops = self._judge.should_stop(step, score)
+            stops = self._judge.stops(step, score)
         except OSError as error:
             log.warning("%s: not written (%s); the run goes on", self.journal, error.strerror)
             return
         if stops and step < run.steps:
             told = f"the held-out {self.metric} {format_value(round(score, 4))} after step {step}"
-            self._why = f"{PRUNED_PREFIX}{self.prune}: {told} is bad beside that of other points"
+            self._why = f"{PRUNES}{self.prune}: {told} is bad beside that of other points"
 
     @hookimpl
     def stop_reason(self) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value
-from toyexp.sweeps.combinations import sweep_values
+from toyexp.sweeps.combinations import swept
 from toyexp.sweeps.directory import Job
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Key:
             return len(self.settings)
         return self.numbers[1] - self.numbers[0] + 1 if self.is_whole else math.inf
 
-    def value(self, place: int) -> Any:
+    def at(self, place: int) -> Any:
         """Return one of its values that can be counted, from 0, as Optuna has it."""
         if self.is_interval:
             return self.numbers[0] + place
@@ -47,7 +47,7 @@ class Key:
     def distribution(self, of: Any) -> Any:
         """Return what Optuna draws from, made by its module of distributions."""
         if not self.numbers:
-            return of.CategoricalDistribution([self.value(place) for place in range(len(self.settings))])
+            return of.CategoricalDistribution([self.at(place) for place in range(len(self.settings))])
         kind, low = of.IntDistribution if self.is_whole else of.FloatDistribution, self.numbers[0]
         if self.is_interval:
             return kind(low, self.numbers[1], log=self.log)
@@ -64,7 +64,7 @@ class Key:
 Types = Callable[[str], set[Any]]  # what a key takes
 
 
-def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
+def space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
     """The keys that a search has to find values for; UserError where it cannot. `types` are those that a key takes."""
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
@@ -111,7 +111,7 @@ def _key(override: Override) -> Key:
         return Key(
             key, line, [f"{key}={format_value(low)}", f"{key}={format_value(high)}"], [low, high], is_interval, log
         )
-    found = list(sweep_values(override))
+    found = list(swept(override))
     is_range = override.is_range_sweep() and len(found) > 1
     if is_range:
         found.sort(key=lambda pair: pair[1])
@@ -119,7 +119,7 @@ def _key(override: Override) -> Key:
     return Key(key, line, [word for word, _ in found], numbers)
 
 
-def make_probes(keys: Sequence[Key]) -> list[Job]:
+def probes(keys: Sequence[Key]) -> list[Job]:
     """Jobs that show each value once, and the ends of each interval: what is wrong with one is told before a run."""
     lists = [key.settings for key in keys]
     first = [words[0] for words in lists]
@@ -127,15 +127,15 @@ def make_probes(keys: Sequence[Key]) -> list[Job]:
     return [Job(number, words) for number, words in enumerate((first, *others))]
 
 
-def count_points(keys: Sequence[Key]) -> float:
+def size(keys: Sequence[Key]) -> float:
     """How many points there are; infinity where a number may be any of an interval."""
     return math.prod(key.count() for key in keys)
 
 
-def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
+def point(keys: Sequence[Key], number: int) -> dict[str, Any]:
     """The values of one of so many points, by key, as Optuna has them; the last key varies fastest."""
     found: dict[str, Any] = {}
     for key in reversed(keys):
         number, place = divmod(number, int(key.count()))
-        found[key.key] = key.value(place)
+        found[key.key] = key.at(place)
     return found

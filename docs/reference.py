@@ -10,7 +10,7 @@ import notebook_pages
 import setting_pages
 from mkdocs.structure.files import File, Files
 
-from toyexp.cli.pages import with_templates
+from toyexp.cli.pages import insert_templates
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "trust.md", "CHANGELOG.md": "changes.md"}
@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return re.sub(
         rf"\]\((?:\.\./)+({'|'.join(PAGES)})\)",
         lambda link: f"](../reference/{PAGES[link[1]]})",
-        with_templates(markdown),
+        insert_templates(markdown),
     )
 
 

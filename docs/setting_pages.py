@@ -8,7 +8,7 @@ from toyexp.base.formatting import format_value
 from toyexp.config.describe import lines_about
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
-from toyexp.config.top_level import GROUPS, top_level
+from toyexp.config.top_level import GROUPS, top_level_settings
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import Setting, list_settings
 from toyexp.training.settings import ASIDE, FREE, Settings, keys_with
@@ -118,7 +118,7 @@ def page(kind: str) -> str:
 def overview() -> str:
     """The keys that belong to no part."""
     free, aside = keys_with(FREE, Settings), keys_with(ASIDE, Settings)
-    own = [(key, setting) for key, setting in top_level() if not key.startswith("sweep.")]
+    own = [(key, setting) for key, setting in top_level_settings() if not key.startswith("sweep.")]
     parts = ["# Settings\n", "Every key is typed `key=value`, or stands in a file of `--config-dir`. Of a part:\n"]
     parts += [f"* [{title}](settings/{kind}.md)" for kind, title in TITLES.items()]
     columns = "key | type | default | what it does | may change on resume | decides numbers"
@@ -129,7 +129,7 @@ def overview() -> str:
         parts.append(f"{told} {'yes' if key in free else 'no'} | {'no' if key in aside else 'yes'} |")
     parts += ["\n## Of a sweep\n", "No number of a run depends on them; they go with `-m`.\n"]
     parts += ["| key | type | default | what it does |", "|---|---|---|---|"]
-    for key, s in top_level():
+    for key, s in top_level_settings():
         if key.startswith("sweep."):
             parts.append(f"| `{key}` | {kind_of_value(s.type)} | {default(s.default)} | {cell(s.comment)} |")
     parts += ["\n## Of Hydra\n", "| key | default | what it does |", "|---|---|---|"]

@@ -32,7 +32,7 @@ def pytest_collection_finish():
     """
     from toyexp.config import compose_cache
 
-    compose_cache.AGAIN = 1000
+    compose_cache.CACHE_SIZE = 1000
     gc.freeze()
 
 

@@ -9,7 +9,7 @@ import environments
 import pytest
 
 from toyexp.base.formatting import format_value
-from toyexp.config.top_level import top_level
+from toyexp.config.top_level import top_level_settings
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import list_settings
 
@@ -71,7 +71,7 @@ def test_every_key_of_every_part_is_in_the_tables_with_its_default_and_its_reade
                 keys += 1
     assert keys > 150
     top = {row[0] for row in table_of(site["reference/settings.html"]) if row}
-    assert top >= {key for key, _ in top_level()}
+    assert top >= {key for key, _ in top_level_settings()}
 
 
 def test_the_diagrams_are_drawn_and_name_rooms_and_what_is_handed_on_as_the_code_has_them(site):

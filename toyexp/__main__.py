@@ -32,15 +32,15 @@ def _forks() -> int:
 
 def _load_and_run() -> int:
     # Deferred: numpy takes longer than a person waits for a sign of life.
-    from toyexp.cli.main import answer
+    from toyexp.cli.main import run_words
 
-    return answer(sys.argv[1:])
+    return run_words(sys.argv[1:])
 
 
 def _explained(error: str) -> str:
-    from toyexp.cli.main import explained
+    from toyexp.cli.main import add_page
 
-    return explained(error, sys.argv[1:])
+    return add_page(error, sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def seconds(engine: str, every: int, steps: int, registry) -> float:
     """How long the steps of one run take."""
     overrides = ["model=small", f"engine={engine}", f"steps={steps}", "eval_every=0", f"checkpoint_every={every}",
                  "batch_size=2", "~callbacks.gguf_export"]  # fmt: skip
-    prepared = prepare(Request([], registry).parts(*overrides))
+    prepared = prepare(Request([], registry).build_config(*overrides))
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         return execute(prepared, Path(directory) / "run").outcome.seconds
 

@@ -30,7 +30,7 @@ ROUNDS = 9
 def prepared(model, steps, registry):
     """The experiment that is measured, composed as the command line would."""
     overrides = [f"model={model}", "engine=cpu", f"steps={steps}", "eval_every=0"]
-    return prepare(Request([], registry).parts(*overrides))
+    return prepare(Request([], registry).build_config(*overrides))
 
 
 def toyexp_seconds(model, steps, registry):

@@ -29,7 +29,7 @@ HERE = "STACK_PHASES"  # where the processes of a sweep leave their tables, and 
 PHASES = [
     # of the process that trains
     ("toyexp.sweeps.launchers.stack", "JobConfigs.of_a_run", "configurations composed"),
-    ("toyexp.config.compose", "Composed.parts", "parts made"),
+    ("toyexp.config.compose", "Composition.build_config", "parts made"),
     ("toyexp.training.experiment", "prepare", "planned"),
     ("toyexp.interfaces.data", "open_data", "data opened"),
     ("toyexp.training.experiment", "check_forward", "models checked"),

@@ -25,9 +25,9 @@ def child(shape, engine, steps):
     from toyexp.interfaces.recipe import start_session
     from toyexp.training.experiment import prepare
 
-    request = Request.of([f"experiment=bench_{shape}", "callbacks=[]", "steps=5"])
-    ((_, asked),) = request.on_engines([engine]).items()
-    prepared = prepare(asked.parts())
+    request = Request.parse([f"experiment=bench_{shape}", "callbacks=[]", "steps=5"])
+    ((_, asked),) = request.per_engine([engine]).items()
+    prepared = prepare(asked.build_config())
     plan = prepared.plan
     with start_session(prepared.config.recipe, prepared.config.engine, plan) as session:
         print(f"{session.describe()['nodes']} nodes", flush=True)

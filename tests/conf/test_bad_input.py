@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 
-from toyexp.cli.bench_stepper import ALONE
+from toyexp.cli.bench_stepper import RUN_ONLY_KEYS
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
 from toyexp.config.keys import Keys
@@ -364,7 +364,7 @@ def test_a_text_whose_blanks_would_be_lost_is_told_how_they_are_kept(text, refus
 def test_a_sweep_over_texts_whose_blanks_would_be_lost_is_told_how_they_are_kept(values, kept, refused):
     usual, key = ["-m", *SMALL, "callbacks=[default,sample]", "eval_every=0"], "callbacks.sample.prompt"
     refused([*usual, f"{key}={values}"], f"{key}={values}", "are lost", f'"{key}={kept}"')
-    check_blanks(parse([f"{key}={kept}"])[0], Keys.of(load()))  # those that are only behind a comma stay unsaid
+    check_blanks(parse([f"{key}={kept}"])[0], Keys.from_registry(load()))  # blanks after a comma are fine
 
 
 @pytest.mark.parametrize(
@@ -1076,6 +1076,6 @@ def test_what_ggml_is_told_once_in_a_process_is_refused_with_what_can_be_typed(r
 def test_parity_tells_which_settings_of_a_run_it_refuses(refused, capsys):
     assert main(["parity", "--help"]) == 0
     told = capsys.readouterr().out
-    for key in sorted(ALONE - {"sweep", "hydra"}):
+    for key in sorted(RUN_ONLY_KEYS - {"sweep", "hydra"}):
         assert key in told
         refused(["parity", f"{key}=1"], f"{key}=1: is of no effect in parity")

@@ -14,12 +14,12 @@ import yaml
 
 from toyexp import Unavailable, UserError
 from toyexp.cli.main import main
-from toyexp.config.flags import split
+from toyexp.config.flags import split_flags
 from toyexp.config.keys import choices
 from toyexp.config.paths import CONF
 from toyexp.config.request import Request
 from toyexp.config.schema import Root, Source
-from toyexp.config.top_level import GROUPS, PARTS, top_level
+from toyexp.config.top_level import GROUPS, PARTS, top_level_settings
 from toyexp.config.words import parse
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import list_settings
@@ -63,7 +63,7 @@ def test_every_experiment_composes_and_builds(request_of_nothing, name):
     cfg = composed.cfg
     assert cfg.steps == body.get("steps", cfg.steps) and cfg.name == body.get("name", cfg.name)
     try:
-        built = composed.parts()
+        built = composed.build_config()
     except Unavailable as reason:  # the device comes last: all else was checked before
         assert str(reason).startswith(f"engine={cfg.engine.name}: ")
     else:
@@ -72,7 +72,7 @@ def test_every_experiment_composes_and_builds(request_of_nothing, name):
 
 @pytest.mark.parametrize("name", presets("model"))
 def test_every_model_preset_composes_and_builds_with_its_sizes(request_of_nothing, name):
-    model = request_of_nothing.parts(f"model={name}", *SMALL).model
+    model = request_of_nothing.build_config(f"model={name}", *SMALL).model
     body = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     body.pop("defaults")
     assert body.items() <= model.settings().items()
@@ -81,7 +81,7 @@ def test_every_model_preset_composes_and_builds_with_its_sizes(request_of_nothin
 @pytest.mark.parametrize("threads", [0, 1])
 def test_auto_hands_its_threads_to_the_engine_that_it_takes(request_of_nothing, threads):
     words = [*SMALL, *([f"engine.threads={threads}"] if threads else [])]
-    built = request_of_nothing.parts(*words)
+    built = request_of_nothing.build_config(*words)
     assert getattr(built.engine, "threads", threads) == threads
 
 
@@ -132,7 +132,7 @@ def test_every_comment_of_config_yaml_is_the_help_of_its_key():
         if found := re.fullmatch(r"( *)(\w+):( .+?)? # (.+)", line):
             under[len(found[1]) // 2 :] = [found[2]]
             shown[".".join(under)] = found[4]
-    own = {key: setting.comment for key, setting in top_level()}
+    own = {key: setting.comment for key, setting in top_level_settings()}
     assert {key: text for key, text in shown.items() if key in own} == own
     assert shown.keys() - own.keys() == {"sweep", "sweep.submitit", "sweep.ray"}
 
@@ -140,7 +140,8 @@ def test_every_comment_of_config_yaml_is_the_help_of_its_key():
 def test_a_config_file_that_leaves_keys_out_gets_the_shipped_defaults(registry, tmp_path):
     parts = "{model: nano}, {data: random}, {recipe: scratch}, {engine: auto}, {optim: adamw}, {callbacks: []}"
     (tmp_path / "config.yaml").write_text(f"defaults: [{parts}, _self_]\nseed: 3\n")
-    own, shipped = (Request([], registry, (), s).compose().cfg for s in (Source.of(str(tmp_path)), Source.of()))
+    sources = Source.from_flags(str(tmp_path)), Source.from_flags()
+    own, shipped = (Request([], registry, (), source).compose().cfg for source in sources)
     keys = {f.name for f in fields(Root)} - {*PARTS, "callbacks", "seed"}
     assert {k: own[k] for k in keys} == {k: shipped[k] for k in keys} and own.seed == 3
 
@@ -228,7 +229,7 @@ def test_names_of_the_command_line_stand_before_those_of_a_file(tmp_path, capsys
 def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(tmp_path, capsys, typed):
     """As the name of a directory does, or of a run; a number stays one."""
     settings = [f"name={typed}", f"data.path={typed}", f"hydra.run.dir={typed}", "steps=1_000", "lr=1e-3"]
-    composed = Request.of(["data=text", *settings]).compose()
+    composed = Request.parse(["data=text", *settings]).compose()
     assert (composed.cfg.name, composed.cfg.data.path, composed.cfg.hydra.run.dir) == (typed, typed, typed)
     assert (composed.cfg.steps, composed.cfg.lr) == (1000, 0.001)
 
@@ -285,12 +286,12 @@ def test_a_word_that_was_read_before_is_read_as_new():
 
 
 def test_a_job_that_is_made_ready_in_the_process_of_others_is_one_run_of_the_experiments_sweep(tiny_sweep):
-    flags, settings = split(tiny_sweep)
-    ahead = JobConfigs(Request.of(settings, Source.of(extra=flags["--config-dir"])), {})
+    flags, settings = split_flags(tiny_sweep)
+    ahead = JobConfigs(Request.parse(settings, Source.from_flags(extra=flags["--config-dir"])), {})
     for number, words in enumerate(
         (["seed=3", "model.n_layers=1", "lr=0.5"], ["seed=4", "model.n_layers=2", "lr=0.5"])
     ):
-        settings = ahead.of_a_run(Job(number, words)).parts().settings
+        settings = ahead.of_a_run(Job(number, words)).build_config().settings
         assert (settings.seed, settings.lr) == (3 + number, 0.5)
 
 

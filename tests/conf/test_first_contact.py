@@ -10,10 +10,10 @@ from lines import failed
 
 from toyexp.cli import doctor
 from toyexp.cli.main import main
-from toyexp.cli.pages import after_the_doctor, page_about, read, topics
+from toyexp.cli.pages import doctor_hints, page_about, read_page, topics
 from toyexp.config.keys import Keys
 from toyexp.config.paths import PAGES
-from toyexp.config.top_level import GROUPS, in_our_words, other_tools
+from toyexp.config.top_level import GROUPS, other_tools, translate_setting
 from toyexp.plugins.discovery import load
 from toyexp.plugins.rules import KINDS
 from toyexp.runner import one_run
@@ -61,13 +61,13 @@ def test_whoever_has_trained_before_or_asks_for_something_is_told_nothing_of_tha
 
 def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "verdict", lambda offer: "PASS  here" if offer.name in ("cpu", "ggml") else "no    why")
-    monkeypatch.setattr(doctor, "not_here", lambda registry: [])
+    monkeypatch.setattr(doctor, "missing_packages", lambda registry: [])
     assert main(["doctor"]) == 0
     tail = capsys.readouterr().out.rpartition("\n\n")[2]
     assert tail.startswith("next  toyexp  # a small run of seconds on cpu, ")
     assert "toyexp parity engine=cpu,ggml" in tail and "toyexp help engines" in tail
-    assert "parity" not in "\n".join(after_the_doctor(["ggml"])), "one engine agrees with none"
-    assert "pip install 'toyexp[torch]'" in "\n".join(after_the_doctor([]))
+    assert "parity" not in "\n".join(doctor_hints(["ggml"])), "one engine agrees with none"
+    assert "pip install 'toyexp[torch]'" in "\n".join(doctor_hints([]))
 
 
 def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys):
@@ -87,13 +87,13 @@ def test_help_for_what_is_no_command_leads_to_what_it_is_here(capsys):
 
 
 def known_settings():
-    every = Keys.of(load())
-    keys = {f"{place}.{key}".lstrip(".") for place in every.classes for key in every.under(place)}
+    every = Keys.from_registry(load())
+    keys = {f"{place}.{key}".lstrip(".") for place in every.classes for key in every.key_names(place)}
     return keys | {*every.classes, *GROUPS, "hydra.run.dir"}
 
 
 def test_settings_of_other_tools_lead_to_settings_that_there_are():
-    every = Keys.of(load())
+    every = Keys.from_registry(load())
     known = known_settings()
     for ours, theirs in other_tools("settings").items():
         assert not {*theirs.split()} & known, theirs
@@ -131,7 +131,7 @@ def test_every_setting_that_the_page_translates_is_answered_with_what_stands_bes
             if key in known or any(name.endswith(f".{key}") and name in ours for name in known):
                 continue  # it is called so here too
             answered += 1
-            words = re.sub(r"=\.\.\.| \(.*", "", in_our_words(key, value or "...") or "nothing")
+            words = re.sub(r"=\.\.\.| \(.*", "", translate_setting(key, value or "...") or "nothing")
             assert words.partition("=")[0] in ours, (key, words)
             assert value in ("", "2", "3", "gpt2", '"gpu"') or words.split()[0] in ours, (key, value, words)
     assert answered > 50
@@ -206,13 +206,13 @@ def test_what_ends_a_run_leads_to_its_page_too(error, topic):
 
 
 def test_a_page_says_what_its_pictures_show():
-    told = read("callbacks")
+    told = read_page("callbacks")
     assert "(picture: A small ViT learns to read digits)" in told and "![" not in told
 
 
 def test_every_page_that_an_error_may_name_is_there():
     from toyexp.cli import pages
 
-    named = {*pages._OF_KEY.values(), *pages._OF_COMMAND.values(), *(topic for _, topic in pages._ABOUT)}
+    named = {*pages._KEY_PAGES.values(), *pages._COMMAND_PAGES.values(), *(topic for _, topic in pages._ERROR_PAGES)}
     assert named <= {*topics()}
-    assert {*KINDS} - {"command"} <= {*pages._OF_KEY} and {*pages._OF_COMMAND} <= {*load().offers["command"]}
+    assert {*KINDS} - {"command"} <= {*pages._KEY_PAGES} and {*pages._COMMAND_PAGES} <= {*load().offers["command"]}

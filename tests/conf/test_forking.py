@@ -15,7 +15,7 @@ from toyexp.base.errors import UserError
 from toyexp.cli.main import main
 from toyexp.config import compose_cache as beforehand
 from toyexp.config import schema
-from toyexp.config.build import without_hydra
+from toyexp.config.build import drop_hydra_keys
 from toyexp.config.request import Request
 from toyexp.config.schema import Source, compose_raw
 from toyexp.sweeps.launchers import forking, launcher
@@ -309,14 +309,14 @@ CHOOSE = ("model", "engine", "optim", "recipe", "data", "experiment", "callbacks
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_what_was_composed_beforehand_is_what_hydra_composes(words, monkeypatch):
-    request = Request.of(words)
-    schema.composed_before.clear()
-    beforehand.keep([word for word in words if word.partition("=")[0] in CHOOSE], request.source)
+    request = Request.parse(words)
+    schema.composition_cache.clear()
+    beforehand.store_composition([word for word in words if word.partition("=")[0] in CHOOSE], request.source)
     lines = [str(o.input_line) for o in request.settings]
     whole = compose_raw(lines, request.source)
     monkeypatch.setattr(beforehand, "compose_raw", None)  # which is not asked again
-    beforehand.composed(lines, request.source).seed = 99  # a copy
-    found = beforehand.composed(lines, request.source)
+    beforehand.compose_cached(lines, request.source).seed = 99  # a copy
+    found = beforehand.compose_cached(lines, request.source)
     for cfg in (found, whole):
         OmegaConf.set_readonly(cfg.hydra, False)
         cfg.hydra.overrides.task, cfg.hydra.overrides.hydra, cfg.hydra.job.override_dirname = [], [], ""
@@ -324,14 +324,15 @@ def test_what_was_composed_beforehand_is_what_hydra_composes(words, monkeypatch)
 
 
 def test_names_that_are_chosen_again_are_composed_no_more_and_are_what_they_were(monkeypatch):
-    schema.composed_before.clear()
+    schema.composition_cache.clear()
     asked = []
     monkeypatch.setattr(beforehand, "compose_raw", lambda *given: asked.append(given) or compose_raw(*given))
     for number in range(3):
         for words in WORDS:
-            lines = [str(o.input_line) for o in Request.of(words).settings]
-            found, whole = beforehand.composed(lines, Source.of()), compose_raw(lines, Source.of())
-            assert OmegaConf.to_yaml(without_hydra(found)) == OmegaConf.to_yaml(without_hydra(whole))
+            lines = [str(o.input_line) for o in Request.parse(words).settings]
+            source = Source.from_flags()
+            found, whole = beforehand.compose_cached(lines, source), compose_raw(lines, source)
+            assert OmegaConf.to_yaml(drop_hydra_keys(found)) == OmegaConf.to_yaml(drop_hydra_keys(whole))
             found.seed = found.model.context = 99  # which is nobody else's
         assert len(asked) == len(WORDS) * min(number + 1, 2)
 
@@ -344,17 +345,17 @@ def test_a_part_that_another_plugin_offers_under_the_same_name_is_composed_anew(
         )
         (tmp_path / f"{module}.py").write_text(text)
         for _ in range(3):
-            composed = Request.of([f"plugins=[{module}]", "callbacks=[offered]"]).compose()
+            composed = Request.parse([f"plugins=[{module}]", "callbacks=[offered]"]).compose()
             assert composed.cfg.callbacks.offered.size == value
 
 
 @pytest.mark.parametrize("word", ["lr=much", "modle.n_layers=2", "model.n_layer=2", "lr=[1]"])
 def test_a_value_that_cannot_be_set_is_refused_in_the_words_of_any_run(word):
-    request = Request.of(["steps=3"])
-    schema.composed_before.clear()
+    request = Request.parse(["steps=3"])
+    schema.composition_cache.clear()
     with pytest.raises(UserError) as usual:
         request.compose(word)
-    beforehand.keep(["steps=3"], request.source)
+    beforehand.store_composition(["steps=3"], request.source)
     for _ in range(3):
         with pytest.raises(UserError) as found:
             request.compose(word)
@@ -367,8 +368,8 @@ def test_what_depends_on_the_words_of_a_run_is_left_to_hydra(tmp_path, monkeypat
     asked = []
     monkeypatch.setattr(beforehand, "compose_raw", lambda *given: asked.append([*given[0]]) or compose_raw(*given))
     # The second word counts in the order in which it was typed.
-    for words, source in (["seed=5"], Source.of(str(tmp_path), "mine")), (["+made_up=1"], Source.of()):
-        beforehand.keep(words, source)
+    for words, source in (["seed=5"], Source.from_flags(str(tmp_path), "mine")), (["+made_up=1"], Source.from_flags()):
+        beforehand.store_composition(words, source)
         for _ in range(3):
-            beforehand.composed(words, source)
+            beforehand.compose_cached(words, source)
             assert asked[-1] == words

@@ -66,15 +66,15 @@ def outcome(typed, node):
 @pytest.mark.parametrize("before", NODES[:4] + NODES[-4:], ids=repr)
 def test_settings_behind_those_of_another_job_are_typed_as_they_are_alone(before, monkeypatch):
     for node in NODES:
-        monkeypatch.setattr(build, "_typed", {})
-        outcome(build._typed_once, before)
-        assert outcome(build._typed_once, node) == outcome(build.typed, node)
+        monkeypatch.setattr(build, "_typed_cache", {})
+        outcome(build._apply_types_cached, before)
+        assert outcome(build._apply_types_cached, node) == outcome(build.apply_types, node)
 
 
 def test_what_one_job_does_to_its_settings_reaches_no_other(monkeypatch):
-    monkeypatch.setattr(build, "_typed", {})
+    monkeypatch.setattr(build, "_typed_cache", {})
     for _ in range(3):
-        found = build._typed_once(Part, ALL, "data")
+        found = build._apply_types_cached(Part, ALL, "data")
         assert found["names"] == ["a", "b"]
         found["names"].append("c")
         found["size"] = 9
@@ -86,7 +86,7 @@ STRANGE = ["é", "😀", "a: b", "- x", "'q'", '"d"', "a\nb", "\t", "word " * 40
 
 
 def test_a_saved_configuration_is_read_as_it_was_and_has_its_letters():
-    plain = Request.of([]).parts().plain | {"name": "😀 naïve"}
+    plain = Request.parse([]).build_config().plain | {"name": "😀 naïve"}
     text = runnable_yaml(plain)
     assert "😀 naïve" in text and runnable_yaml(plain | {"name": "naïve"}).count("naïve") == 1
     for name in STRANGE:

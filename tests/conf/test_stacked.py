@@ -327,7 +327,7 @@ def test_each_core_has_a_process_unless_jobs_take_more(monkeypatch, engine, core
     name, *more = engine
     words = [f"engine={name}", *more, *QUICK[2:]]
     jobs = [Job(number, [f"seed={number}"]) for number in range(5)]
-    ahead = JobConfigs(Request.of(words), {})
+    ahead = JobConfigs(Request.parse(words), {})
     assert Stacks(Sweep(launcher="stacked"), jobs, len(jobs), ahead).share[:2] == expected
 
 
@@ -359,7 +359,7 @@ def test_a_search_that_learns_of_no_point_trains_them_all_together(capfd):
 def test_that_jobs_could_train_together_is_said_where_it_pays(monkeypatch):
     def told(*words, seeds=4):
         jobs = [Job(number, [f"seed={number}", f"model.n_layers={1 + number // 4}"]) for number in range(seeds)]
-        return advice(jobs, JobConfigs(Request.of([*QUICK[2:], *words]), {}))
+        return advice(jobs, JobConfigs(Request.parse([*QUICK[2:], *words]), {}))
 
     line = "could train together: sweep.launcher=stacked"
     assert told("engine=cuda") == f"these 4 jobs {line}"
@@ -377,8 +377,8 @@ def test_that_jobs_could_train_together_is_said_where_it_pays(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ready():
-    request = Request.of([*QUICK, "callbacks=[]", "eval_every=0"])
-    return [prepare(request.parts(f"seed={seed}")) for seed in range(6)]
+    request = Request.parse([*QUICK, "callbacks=[]", "eval_every=0"])
+    return [prepare(request.build_config(f"seed={seed}")) for seed in range(6)]
 
 
 def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
@@ -459,12 +459,13 @@ def test_jobs_that_are_likely_of_one_program_are_dealt_together():
 
 
 def test_runs_of_one_process_share_data_of_the_same_settings_and_no_batches():
-    request = Request.of([*QUICK, "callbacks=[]"])
+    request = Request.parse([*QUICK, "callbacks=[]"])
     with share_open_data():
-        one, two, other = (prepare(request.parts(*words)) for words in (["seed=0"], ["seed=1"], ["data.vocab=99"]))
+        words = "seed=0", "seed=1", "data.vocab=99"
+        one, two, other = (prepare(request.build_config(word)) for word in words)
     assert one.dataset is two.dataset is not other.dataset and one.config.data is two.config.data
     assert one.batches is not two.batches and (one.batches.batch(0)["tokens"] != two.batches.batch(0)["tokens"]).any()
-    assert prepare(request.parts("seed=0")).dataset is not one.dataset
+    assert prepare(request.build_config("seed=0")).dataset is not one.dataset
 
 
 def test_each_run_hears_of_a_signal_and_the_second_is_raised():

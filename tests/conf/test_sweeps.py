@@ -27,7 +27,7 @@ from toyexp.base.threads import CORES_VARIABLE, available_cores, machine_cores
 from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
-from toyexp.config.words import parse, setting
+from toyexp.config.words import format_override, parse
 from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.combinations import combinations, swept
 from toyexp.sweeps.directory import Ended, Job, Status, SweepDir
@@ -209,12 +209,12 @@ def is_free(run):
 def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     folder = 'ä "b" c=d/s'
     sweep = [*QUICK, "checkpoint_every=50", "steps=1500,1501,4", "callbacks.mishap.wait=0.01"]
-    sweep.append(setting("hydra.sweep.dir", folder))
+    sweep.append(format_override("hydra.sweep.dir", folder))
     process = start("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2")
     first, second = (Path(folder, f"{n}-scratch-llama") for n in (0, 1))
     wait_for(lambda: has_checkpoint(first) and has_checkpoint(second))
-    again = [*QUICK, "seed=0,1", setting("hydra.sweep.dir", folder)]
-    for words in ([setting("sweep.resume", folder), MODULES], ["-m", *again]):
+    again = [*QUICK, "seed=0,1", format_override("hydra.sweep.dir", folder)]
+    for words in ([format_override("sweep.resume", folder), MODULES], ["-m", *again]):
         assert main(words) == 2  # one at a time
         assert "is being written by process" in capsys.readouterr().err
     os.kill(owner(first), signal.SIGKILL)
@@ -225,7 +225,7 @@ def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     wait_for(lambda: is_free(second))  # a job whose sweep is gone saves and ends
     assert json.loads((second / "result.json").read_text())["reason"] == "interrupted"
     in_one = ["sweep.launcher=serial", "sweep.jobs=0", "sweep.isolate=false"]
-    assert main([setting("sweep.resume", folder), MODULES, *in_one]) == 0
+    assert main([format_override("sweep.resume", folder), MODULES, *in_one]) == 0
     assert statuses(folder) == ["completed"] * 3
     assert capsys.readouterr().out.count("resumed from step") == 2
     assert steps_of(first) == list(range(1, 1501)) and steps_of(second) == list(range(1, 1502))
@@ -515,7 +515,7 @@ def lookahead(*words, fixed=("data=random", "engine=cpu")):
     parsed = parse(words)
     found = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for override in parsed for word, value in swept(override)}
-    return found, JobConfigs(Request.of(fixed), values)
+    return found, JobConfigs(Request.parse(fixed), values)
 
 
 def test_every_value_is_looked_at_once_before_the_first_job_and_names_are_composed_once(monkeypatch):
@@ -757,7 +757,7 @@ def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, caps
     "text", ["a/b", "a b", 'say "x"', "back\\slash", 'both\\"', "end\\", "ü=ß", "007", "null", "it's"]
 )
 def test_a_path_of_any_characters_is_read_back(text):
-    (override,) = parse([setting("hydra.run.dir", text)])
+    (override,) = parse([format_override("hydra.run.dir", text)])
     assert override.value() == text and isinstance(override.value(), str)
 
 

@@ -46,7 +46,7 @@ def warnings_of(registry):
     """What a run of the text would be told."""
 
     def told(*words):
-        return list(prepare(Request([], registry, MODULES).parts(*last_of_each(*TEXT, *words))).warnings)
+        return list(prepare(Request([], registry, MODULES).build_config(*last_of_each(*TEXT, *words))).warnings)
 
     return told
 
@@ -153,13 +153,13 @@ def test_a_run_tells_it_on_the_terminal_in_the_log_and_as_an_event(capsys):
 
 def test_an_ordinary_run_is_warned_of_nothing(registry):
     for words in ([], ["recipe=warm"], ["model=gpt2"]):
-        config = Request([], registry, MODULES).parts(*words, "engine=noop", "data.max_mb=0.1")
+        config = Request([], registry, MODULES).build_config(*words, "engine=noop", "data.max_mb=0.1")
         assert prepare(config).warnings == []
 
 
 def test_groups_stand_in_the_introduction(registry):
     own = "optim.groups={*attn_q*:{frozen:true},blk.*:{lr:0.1,weight_decay:0}}"
-    lines = introduction(prepare(Request([], registry, MODULES).parts(*TEXT, "model.n_layers=1", own)))
+    lines = introduction(prepare(Request([], registry, MODULES).build_config(*TEXT, "model.n_layers=1", own)))
     (frozen,), (rest,) = ([line for line in lines if word in line] for word in ("*attn_q*", "blk.*"))
     assert frozen == "group   *attn_q*: frozen=true; 1 tensor"
     assert re.fullmatch(r"group   blk\.\*: lr=0\.1, weight_decay=0; 8 tensors", rest), rest
@@ -168,7 +168,7 @@ def test_groups_stand_in_the_introduction(registry):
 def test_more_held_out_images_than_there_are(registry):
     pytest.importorskip("sklearn")
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
-    prepared = prepare(Request([], registry, MODULES).parts(*words))
+    prepared = prepare(Request([], registry, MODULES).build_config(*words))
     assert prepared.warnings == ["data.eval_images=360: 359 are held out, which are all taken"]
     planned = RunPreview(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
@@ -196,7 +196,7 @@ def test_engines_say_which_of_their_settings_have_nothing_to_do():
 def test_threads_that_the_engine_of_auto_does_not_take_are_told(registry, monkeypatch):
     monkeypatch.setattr(registry.get("engine", "noop"), "priority", 1000, raising=False)
     words = [*(w for w in TEXT if w != "engine=noop"), "engine.threads=2"]
-    told = prepare(Request([], registry, MODULES).parts(*words)).warnings
+    told = prepare(Request([], registry, MODULES).build_config(*words)).warnings
     assert told == ["engine.threads=2: engine=auto took noop, which has no such setting"]
 
 
@@ -219,7 +219,7 @@ def test_what_contradicts_is_refused(line, words, capsys):
 
 def test_one_value_of_a_list_is_a_list_of_one(registry, capsys):
     words = [*TEXT, "recipe=lora", f"recipe.base={DONOR}", "data.tokenizer=auto", "recipe.targets=q"]
-    config = Request([], registry, MODULES).parts(*words)
+    config = Request([], registry, MODULES).build_config(*words)
     assert isinstance(config.recipe, Lora) and config.recipe.targets == ["q"]
     assert main([f"plugins={MODULES[0]}", *TEXT, "callbacks=plots", "hydra.run.dir=run"]) == 0
     assert sorted(p.name for p in Path("run").iterdir()) == ["checkpoints", "config.yaml", "log.txt", "plots",

@@ -11,11 +11,11 @@ import pytest
 import shells
 
 from toyexp.cli.commands import COMMANDS
-from toyexp.cli.completion import RUNS, SHELLS, complete, read_line, values_of
+from toyexp.cli.completion import RUNS, SHELLS, complete, possible_values, read_line
 from toyexp.cli.main import main
 from toyexp.config import schema
 from toyexp.config.flags import FLAGS
-from toyexp.config.top_level import GROUPS, LAUNCHERS, top_level
+from toyexp.config.top_level import GROUPS, LAUNCHERS, top_level_settings
 from toyexp.interfaces.optimiser import MODES
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import list_settings
@@ -137,17 +137,18 @@ def test_at_the_beginning_there_are_all_commands_and_all_keys(offered):
 
 
 def test_what_a_value_may_be_is_what_the_code_takes():
-    keys = dict(top_level())
-    assert values_of(keys["nonfinite"])[0] == list(NONFINITE)
-    assert values_of(keys["sweep.launcher"])[0] == list(LAUNCHERS)
-    assert set(values_of(next(s for s in list_settings(AdamWOptimiser) if s.name == "mode"))[0]) == {"auto", *MODES}
+    keys = dict(top_level_settings())
+    assert possible_values(keys["nonfinite"])[0] == list(NONFINITE)
+    assert possible_values(keys["sweep.launcher"])[0] == list(LAUNCHERS)
+    mode = next(s for s in list_settings(AdamWOptimiser) if s.name == "mode")
+    assert set(possible_values(mode)[0]) == {"auto", *MODES}
 
 
 def test_the_default_of_a_setting_is_among_its_choices():
     for offers in load().offers.values():
         for offer in offers.values():
             for setting in list_settings(offer.cls):
-                choices, paths = values_of(setting)
+                choices, paths = possible_values(setting)
                 if choices and setting.type.startswith("str") and paths is None:
                     assert setting.default in choices, (offer.name, setting)
 
@@ -176,7 +177,7 @@ def test_every_flag_and_every_option_of_every_command_is_offered(offered):
 )
 def test_a_line_is_read_as_bash_reads_it(line, words, kept, quote):
     found = read_line(line, " \t\n\"'><=;|&(:")
-    assert (found.words, found.kept, found.quote) == (words, kept, quote)
+    assert (found.words, found.kept_length, found.quote) == (words, kept, quote)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -72,7 +72,7 @@ def test_seeds_of_data_and_model_are_set_apart():
 
     def drawn(*words):
         """The digests of the first batch and of the initial values."""
-        run = prepare(Request([], registry, ["toyexp.testing.null"]).parts(*small, *words))
+        run = prepare(Request([], registry, ["toyexp.testing.null"]).build_config(*small, *words))
         return batch_digest(run.batches.batch(0)), run.plan.initial_values(run.plan.tensors[0]).tobytes()
 
     (order, values), (other_order, other_values) = drawn("seed=1"), drawn("seed=2")

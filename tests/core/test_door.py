@@ -21,7 +21,7 @@ from tiny import write_base
 
 import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
-from toyexp.api.calls import worded
+from toyexp.api.calls import format_settings
 from toyexp.base.lazy import lazy
 from toyexp.base.process_state import restore_process_state, use_torch_defaults
 from toyexp.cli.main import main
@@ -452,14 +452,16 @@ def test_keywords_are_read_back_as_the_values_they_were(here):
         "steps": 100, "lr": 1e-3, "name": "a b", "data.path": "it's \"here\"\\", "resume": None, "x": True, "y": "true",
         "z": "12", "list": ["a", 1, None], "u": np.float32(0.5), "place": Path("a/b c"), "café": "é",
     }  # fmt: skip
-    found = {o.key_or_group: o.value() for o in parse(worded({k: v for k, v in given.items() if k != "café"}))}
+    found = {o.key_or_group: o.value() for o in parse(format_settings({k: v for k, v in given.items() if k != "café"}))}
     expected = {k: str(v) if isinstance(v, Path) else v for k, v in given.items() if k != "café"}
     assert {k: getattr(v, "text", v) for k, v in found.items()} == expected
-    nested = worded({"model": {"name": "llama", "d_model": 8}, "callbacks": {"default": {}, "plots": {"every": 5}},
-                     "optim": {"groups": {"*[0]": {"lr": 1}}}})  # fmt: skip
+    callbacks = {"default": {}, "plots": {"every": 5}}
+    nested = format_settings({
+        "model": {"name": "llama", "d_model": 8}, "callbacks": callbacks, "optim": {"groups": {"*[0]": {"lr": 1}}},
+    })  # fmt: skip
     assert nested == ["model=llama", "model.d_model=8", "callbacks=[default,plots]", "callbacks.plots.every=5",
                       r"optim.groups={*\[0\]:{lr:1}}"]  # fmt: skip
-    assert worded({"seed": [1, 2], "callbacks": ["a"]}, swept=True) == ["seed=1,2", "callbacks=[a]"]
+    assert format_settings({"seed": [1, 2], "callbacks": ["a"]}, swept=True) == ["seed=1,2", "callbacks=[a]"]
 
 
 # -- many -------------------------------------------------------------------------------------------------------------
@@ -487,7 +489,7 @@ def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here
     words = ["data=random", "data.vocab=32", "engine=ggml", "eval_every=0", "callbacks=[events]", "sweep.report=false"]
     some = toyexp.sweep(*words, "model.n_heads=2,3", steps=1, model={"d_model": 16, "context": 8, "d_ff": 8},
                         sweep={"isolate": False}, quiet=True)  # fmt: skip
-    assert [row["state"] for row in some.table] == ["completed", "refused"] and "n_heads" in some.failed[1]
+    assert [row["state"] for row in some.table] == ["completed", "refused"] and "n_heads" in some.errors[1]
     with pytest.raises(UserError, match="n_heads"):
         toyexp.sweep(*words, "model.n_heads=3,5", steps=1, model={"d_model": 16}, quiet=True)
     with pytest.raises(UserError, match=r"holds no sweep"):
@@ -650,7 +652,7 @@ def test_a_preset_that_is_edited_counts_in_the_next_run_of_the_same_process(here
     for steps in (3, 4):  # more often than what is chosen is composed anew
         (presets / "experiment" / "edited.yaml").write_text(f"# @package _global_\nsteps: {steps}\nlr: 0.5\n")
         for _ in range(3):
-            assert beforehand.composed(["experiment=edited"], schema.Source(presets)).steps == steps
+            assert beforehand.compose_cached(["experiment=edited"], schema.Source(presets)).steps == steps
 
 
 def test_runs_of_several_threads_take_their_turns(here):

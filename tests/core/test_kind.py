@@ -9,7 +9,7 @@ import pytest
 
 from toyexp import IMAGES, TOKENS, InputSpec, Kind, PlanTensor, Setup, TokenDataset
 from toyexp.batching.tokens import Dropout
-from toyexp.cli.bench import positions
+from toyexp.cli.bench import row_positions
 from toyexp.inference.evaluate import Evaluation
 from toyexp.plugins.compatibility import incompatibility, kind_mismatch, matching_data
 from toyexp.plugins.discovery import load
@@ -85,7 +85,7 @@ def test_a_row_of_a_kind_without_positions_counts_as_one():
         ({"frames": InputSpec((7, 32), "float32"), **ends}, Hears("rows"), 7),
         (TOKENS.inputs(9), OpModel("rows"), 9),
     ]:
-        assert positions(Setup(inputs, rows=2).plan(model, tensors)) == wanted
+        assert row_positions(Setup(inputs, rows=2).plan(model, tensors)) == wanted
 
 
 def test_batches_made_of_others_tell_what_those_leave_out():

@@ -14,8 +14,8 @@ import pytest
 
 from toyexp.cli import pages
 from toyexp.cli.main import main
-from toyexp.cli.new import KINDS, renamed
-from toyexp.cli.pages import read, topics
+from toyexp.cli.new import KINDS, fill_template
+from toyexp.cli.pages import read_page, topics
 from toyexp.config.paths import TEMPLATES
 from toyexp.interfaces.run import Run
 from toyexp.plugins.discovery import load_package
@@ -156,7 +156,8 @@ def test_a_kind_may_be_called_as_habit_has_it(tmp_path, capsys, word, kind):
 
 
 def test_a_name_takes_the_place_of_the_templates_in_every_form():
-    assert renamed("my_data MyData my-data my_datax", "data", "two_words") == "two_words TwoWords two-words two_wordsx"
+    text = "my_data MyData my-data my_datax"
+    assert fill_template(text, "data", "two_words") == "two_words TwoWords two-words two_wordsx"
 
 
 # -- plugins --check ------------------------------------------------------------------------------------------------
@@ -218,8 +219,8 @@ def test_of_all():
 def test_a_test_that_ends_the_process_fails_and_one_that_ends_its_child_does_not(tmp_path):
     (tmp_path / "test_ends.py").write_text(ENDS)
     program = (
-        "from toyexp.cli.plugin_check import _Found, _pytest; found = _Found([])\n"
-        "_pytest(['test_ends.py'], found); print(found.told()[0].failures)"
+        "from toyexp.cli.plugin_check import _PytestResults, _run_pytest; found = _PytestResults([])\n"
+        "_run_pytest(['test_ends.py'], found); print(found.sorted_lines()[0].failures)"
     )
     done = environments.run(sys.executable, "-c", program, cwd=tmp_path)
     assert done.stdout == "['test_of_all: SystemExit: os._exit(0) would end toyexp']\n", done.stdout + done.stderr
@@ -337,12 +338,12 @@ def test_check_and_json_go_with_what_they_are_for(capsys):
 
 def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
     for topic in topics():
-        text = read(topic)
+        text = read_page(topic)
         assert not re.search(r"\]\((?!http)[^)]*\.(md|py)", text), topic
         assert {*re.findall(r"`toyexp help ([\w/-]+)`", text)} <= {*topics(), "TOPIC"}, topic
         assert "<!--" not in text and "](#" not in text, topic
-    assert "known[name](**sizes)" in read("plugins/format"), "code is no link"
-    assert "A model (`toyexp help plugins/model`)" in read("plugin-author")
+    assert "known[name](**sizes)" in read_page("plugins/format"), "code is no link"
+    assert "A model (`toyexp help plugins/model`)" in read_page("plugin-author")
     assert main(["help", "plugins/engine"]) == 0
     assert "class MyEngineSession(Session):" in capsys.readouterr().out
     assert main(["help", "runs"]) == 0
@@ -352,7 +353,8 @@ def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
 
 
 def test_the_page_on_callbacks_lists_every_field_and_method_of_a_run():
-    listed = re.findall(r"`(\w+)[`(]", "".join(re.findall(r"^\| (`.*?) \|", read("plugins/callback"), re.MULTILINE)))
+    page = read_page("plugins/callback")
+    listed = re.findall(r"`(\w+)[`(]", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
     public = {name for name in (*vars(Run), *Run.__dataclass_fields__) if name[0] != "_"} - {"bus", "ledger", "remedy"}
     assert public <= {*listed}
 

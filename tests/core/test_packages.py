@@ -14,7 +14,7 @@ from toyexp import Unavailable, UserError, require_package
 from toyexp.base.errors import Broken
 from toyexp.base.packages import explain_import_error, prefix_unavailable, probe_import
 from toyexp.base.signals import Interrupted, catch_signals
-from toyexp.config.build import facts_of, pick_engine
+from toyexp.config.build import check_engine, pick_engine
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Offer
 from toyexp.testing.null import NullEngine
@@ -176,7 +176,7 @@ class Faulty(NullEngine):
 
 def test_an_engine_whose_check_raises_anything_is_not_here():
     with pytest.raises(Broken, match=r"^its check failed \(OSError: libdriver\.so: too old\)$"):
-        facts_of(Faulty())
+        check_engine(Faulty())
 
 
 def engine(name, check):

@@ -368,7 +368,7 @@ def test_a_signal_in_the_middle_of_a_librarys_clean_up_is_no_bad_input(number, m
         finally:
             print(old)  # which has no value yet, as where OmegaConf puts its flags back
 
-    monkeypatch.setattr("toyexp.config.compose.composed", compose)
+    monkeypatch.setattr("toyexp.config.compose.compose_cached", compose)
     assert main(["steps=1"]) == 128 + number
     assert capsys.readouterr().err == f"toyexp: interrupted by {signal.Signals(number).name}\n"
 
@@ -379,6 +379,6 @@ def test_a_signal_that_native_code_lost_is_no_failure(monkeypatch, capsys):
             os.kill(os.getpid(), signal.SIGTERM)
         raise ImportError("_multiarray failed to import")  # as NumPy's C API says, without what it was raised by
 
-    monkeypatch.setattr("toyexp.config.compose.composed", compose)
+    monkeypatch.setattr("toyexp.config.compose.compose_cached", compose)
     assert main(["steps=1"]) == 143
     assert capsys.readouterr().err == "toyexp: interrupted by SIGTERM\n"

@@ -25,11 +25,11 @@ from toyexp.cli.bench_stepper import (
     FIGURES,
     Entry,
     Stepper,
-    alone,
-    forget_peak,
+    measure_alone,
     memory_bytes,
-    pids_of,
+    reset_peak,
     warm_up,
+    worker_pids,
 )
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
@@ -137,17 +137,17 @@ def test_products_are_spread_over_the_devices_of_an_engine(monkeypatch):
     """Each has one, and all of them count: three rows for three devices, though a step has twelve."""
     monkeypatch.setattr(stepper, "SIZES", ((32, 2),))
     seen = []
-    monkeypatch.setattr(stepper, "_seconds", lambda engine, plan: seen.append(plan.rows) or 0.5)
+    monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: seen.append(plan.rows) or 0.5)
     monkeypatch.setattr(TorchCPU, "count", lambda self: 3)
-    assert stepper.peak_of(TorchCPU(), most_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
+    assert stepper.measure_peak(TorchCPU(), most_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
     assert seen == [3]
 
 
 def test_the_peak_is_of_the_fastest_products_and_none_follow_those_that_take_long(monkeypatch):
     monkeypatch.setattr(stepper, "SIZES", ((32, 2), (64, 2), (128, 2), (256, 2)))
     times = iter([0.001, 0.012, 1.0])  # of them the first are fastest; the fourth are never tried
-    monkeypatch.setattr(stepper, "_seconds", lambda engine, plan: next(times))
-    assert stepper.peak_of(TorchCPU(), 1) == stepper.Peak(2 * 2 * 32**3 / 0.001, 32)
+    monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: next(times))
+    assert stepper.measure_peak(TorchCPU(), 1) == stepper.Peak(2 * 2 * 32**3 / 0.001, 32)
 
 
 def a_plan(model, rows):
@@ -283,13 +283,13 @@ def test_the_peak_of_memory_is_seen_and_forgotten():
     present, peak = memory_bytes()
     assert peak > with_block - 1e6  # Linux counts in batches of pages
     if present < peak - 50e6:  # where the system tells what is held now
-        forget_peak()
+        reset_peak()
         assert memory_bytes()[1] < peak - 50e6
 
 
 def test_a_process_that_fails_says_why():
     with pytest.raises(RunFailed, match=r"odd: in a process of its own: .*unknown key modle; .*--no-memory"):
-        alone(Entry("odd", ["modle=llama"], "ggml"))
+        measure_alone(Entry("odd", ["modle=llama"], "ggml"))
 
 
 # -- the baselines ----------------------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(ca
 
 def test_processes_on_another_host_have_no_memory_here():
     here = platform.node()
-    assert pids_of([f"pid {os.getpid()} on {here}", f"pid 7 on {here}", "pid 8 on elsewhere"]) == [7]
+    assert worker_pids([f"pid {os.getpid()} on {here}", f"pid 7 on {here}", "pid 8 on elsewhere"]) == [7]
 
 
 ONCE = """

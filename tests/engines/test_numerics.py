@@ -11,7 +11,7 @@ import pytest
 
 from toyexp import UserError
 from toyexp.cli import doctor
-from toyexp.cli.doctor import Op, Training, engines, examine, gradient, references, table
+from toyexp.cli.doctor import Op, Training, build_engines, build_references, check_engine, format_table, gradient
 from toyexp.cli.main import main
 from toyexp.plugins.discovery import load
 from toyexp.reference.opmodel import CASES, rows_for
@@ -25,7 +25,7 @@ ALL = f"{CHECKS} of {CHECKS}"
 
 
 def every(kind):
-    return [check for check in references() if isinstance(check, kind)]
+    return [check for check in build_references() if isinstance(check, kind)]
 
 
 def test_the_reference_gradient_is_that_of_autograd():
@@ -89,7 +89,7 @@ class WrongEngine(GGMLCPU):
 
 @pytest.mark.parametrize("fault", ["", "logits", "loss", "one number", "nan", "raises", "decay", "slots"])
 def test_what_is_wrong_is_found_and_nothing_else(fault):
-    lines = list(examine(WrongEngine(threads=1, fault=fault), references()))
+    lines = list(check_engine(WrongEngine(threads=1, fault=fault), build_references()))
     failed = {line.name for line in lines if not line.passed}
     names, trained = {op.name for op in every(Op)}, {run.name for run in every(Training)}
     if fault in ("decay", "slots"):
@@ -98,11 +98,12 @@ def test_what_is_wrong_is_found_and_nothing_else(fault):
         assert failed == (names if fault else set())
     if fault == "raises":
         assert "RuntimeError: the device is lost" in {line.failure for line in lines}
-        assert any(row.endswith("FAIL  RuntimeError: the device is lost") for row in table("x", GGMLCPU(), lines))
+        rows = format_table("x", GGMLCPU(), lines)
+        assert any(row.endswith("FAIL  RuntimeError: the device is lost") for row in rows)
 
 
 def test_the_command_examines_what_works_here_and_an_emulated_device(capsys):
-    assert [label for label, _ in engines([], load())] == ["metal:emulate=true", "cpu", "ggml"]
+    assert [label for label, _ in build_engines([], load())] == ["metal:emulate=true", "cpu", "ggml"]
     assert main(["doctor", "--numerics", "engine=ggml:threads=1,metal:threads=1:emulate=true"]) == 0
     out = capsys.readouterr().out
     assert len({row.index("PASS") for row in out.splitlines() if row.endswith("PASS")}) == 1, (
@@ -116,16 +117,16 @@ def test_lower_precisions_pass_by_their_own_tolerances_and_not_by_float32s():
     from toyexp_torch.engines import TorchCPU
 
     half = TorchCPU(threads=1, dtype="bfloat16")
-    assert all(line.passed for line in examine(half, references()))
+    assert all(line.passed for line in check_engine(half, build_references()))
 
     class Boasting(TorchCPU):
         def rounds_to(self):
             return "float32"
 
     boasting = Boasting(threads=1, dtype="bfloat16")
-    failed = {line.name for line in examine(boasting, references()) if not line.passed}
+    failed = {line.name for line in check_engine(boasting, build_references()) if not line.passed}
     assert {"matmul", "attention", "3 steps, lora"} <= failed
-    assert all(line.passed for line in examine(TorchCPU(threads=1, dtype="float64"), references()))
+    assert all(line.passed for line in check_engine(TorchCPU(threads=1, dtype="float64"), build_references()))
 
 
 def test_a_failure_is_exit_code_1_and_no_traceback_whichever_engine_has_it(capsys, monkeypatch):
@@ -150,9 +151,9 @@ def test_an_op_and_a_training_have_the_tolerances_of_what_the_engine_rounds_to(t
             return to
 
     engine = Rounding(threads=1)
-    lines = list(examine(engine, [every(Op)[0], every(Training)[0]]))
+    lines = list(check_engine(engine, [every(Op)[0], every(Training)[0]]))
     assert [line.tolerances for line in lines] == [op, training]
-    shown = [row.split()[-5:] for row in table("x", engine, lines)[-2:]]
+    shown = [row.split()[-5:] for row in format_table("x", engine, lines)[-2:]]
     assert [(float(row[1]), float(row[3])) for row in shown] == [op, training]
 
 
@@ -237,5 +238,5 @@ def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_sha
     suite.test_op_computes_what_its_definition_says("rope", None)
     suite.test_accumulation_equals_one_large_batch()
     monkeypatch.setattr(doctor, "CASES", {name: CASES[name] for name in ("matmul", "rope")})
-    lines = list(examine(suite.engine, references.__wrapped__(4)))
+    lines = list(check_engine(suite.engine, build_references.__wrapped__(4)))
     assert (len(lines), [line for line in lines if not line.passed]) == (6, [])

@@ -78,7 +78,7 @@ def test_what_is_set_to_nothing_is_not_set(monkeypatch):
 def test_auto_takes_an_engine_that_has_ranks(monkeypatch):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    config = Request.of(["engine=auto", "data=random"]).parts()
+    config = Request.parse(["engine=auto", "data=random"]).build_config()
     assert config.engine.name in ("cpu", "cuda") and "not here: " in config.engine_note
 
 
@@ -86,7 +86,7 @@ def test_auto_takes_an_engine_that_has_ranks(monkeypatch):
 def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatch, typed, saved):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    config = Request.of(["engine=cpu", "data=random", *typed]).parts()
+    config = Request.parse(["engine=cpu", "data=random", *typed]).build_config()
     assert config.plain["engine"]["devices"] == saved
 
 
@@ -109,7 +109,7 @@ def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatc
 def test_a_launcher_that_starts_no_ranks_is_warned_of(monkeypatch, told, line):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    warnings = Request.of(["engine=cpu", "data=random"]).parts().omissions
+    warnings = Request.parse(["engine=cpu", "data=random"]).build_config().omissions
     assert len(warnings) == (line is not None)
     assert all(re.match(line, warning) for warning in warnings), warnings
 

@@ -212,7 +212,7 @@ class Header:
 
 
 def built(*key, more=()):
-    return requests.Request([], REGISTRY).parts(*words(*key), *more)
+    return requests.Request([], REGISTRY).build_config(*words(*key), *more)
 
 
 def fresh(cfg, **parts):

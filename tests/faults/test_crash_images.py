@@ -34,7 +34,7 @@ def configured(bench):
 
     @functools.cache
     def built(recipe, model, engine):
-        return Request([], REGISTRY).parts(*words(recipe, model, engine))
+        return Request([], REGISTRY).build_config(*words(recipe, model, engine))
 
     def configure(recipe, model, engine):
         cell, other = built(recipe, model, "ggml"), built("scratch", "llama", engine)

@@ -76,7 +76,7 @@ class Filler(Callback):
 
 @functools.cache
 def configured():
-    return Request([], REGISTRY).parts(*WORDS)
+    return Request([], REGISTRY).build_config(*WORDS)
 
 
 def execute(directory, *more, resume=False, say=lambda line: None):

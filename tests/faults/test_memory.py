@@ -51,7 +51,7 @@ def test_a_checkpoint_that_has_no_room_is_told_before_anything_is_written(here, 
     from toyexp.training import memory as of_a_run
 
     settings = [*WORDS, "engine=ggml", "batch_size=2", "steps=2", "eval_every=0", "model.d_model=64"]
-    run = prepare(Request([], load()).parts(*settings))
+    run = prepare(Request([], load()).build_config(*settings))
     weights = sum(t.size for t in run.plan.trainable)  # with their gradients, and with m and v: 16 bytes a number
     monkeypatch.setattr(of_a_run, "available_bytes", lambda: 20 * weights)
     directory = here / "no-room"

@@ -154,7 +154,7 @@ def run(words, registry):
     named = any(w.startswith("data=") for w in words)
     if words[0].startswith("recipe="):  # up to where its directory would be made
         text = [] if named else ["data=text", "data.path=TEXT.txt"]
-        return prepare(Request([], registry, ["toyexp.testing.null"]).parts(*words, *text, *QUICK))
+        return prepare(Request([], registry, ["toyexp.testing.null"]).build_config(*words, *text, *QUICK))
     eval_on = NOOP if named else [*NOOP, "--data", "TEXT.txt"]
     written = [NOOP[0], "--engine", "noop"]
     more = {"eval": eval_on, "generate": written, "predict": written, "merge": [NOOP[0]], "export": []}

@@ -276,7 +276,7 @@ def test_masks_are_drawn_by_seed_whatever_the_seeds_of_data_and_model_are(tmp_pa
     request = Request([], load(["toyexp.testing.null"]), ["toyexp.testing.null"])
 
     def drawn(*seeds):
-        run = prepare(request.parts(*words, *seeds))
+        run = prepare(request.build_config(*words, *seeds))
         batch, (name, *_) = run.batches.batch(0), [adapter.mask for adapter in run.plan.dropout_adapters]
         return batch[name].tobytes(), batch["tokens"].tobytes()
 

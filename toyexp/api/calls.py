@@ -19,13 +19,13 @@ from toyexp.base.terminal import show_status, silence
 from toyexp.base.threads import available_cores
 from toyexp.base.writing import reject_bad_names
 
-CALLS = {"eval": "toyexp.evaluate(...)", "generate": "toyexp.open(...).generate(...)"}
-CALLS |= {command: f"toyexp.{command}(...)" for command in ("predict", "compare")}
-_turn = threading.RLock()  # Hydra, the environment and the working directory are those of the process
+PYTHON_CALLS = {"eval": "toyexp.evaluate(...)", "generate": "toyexp.open(...).generate(...)"}
+PYTHON_CALLS |= {command: f"toyexp.{command}(...)" for command in ("predict", "compare")}
+_lock = threading.RLock()  # Hydra, the environment and the working directory are those of the process
 
 
 @contextlib.contextmanager
-def aside(call: str, quiet: bool = False) -> Iterator[None]:
+def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
     """Around all that is done: one call at a time, and what it changes globally is put back.
 
     That is random state, environment (but for what libraries read once, as they start), working directory, logging,
@@ -33,7 +33,7 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
     ranks of a command.
     """
     from toyexp.base.process_state import restore_process_state
-    from toyexp.config.compose_cache import own_hydra
+    from toyexp.config.compose_cache import isolate_hydra
 
     if not isinstance(quiet, bool):
         raise UserError(f"{call} quiet: is True or False, and is {printable(repr(quiet))}")
@@ -41,25 +41,25 @@ def aside(call: str, quiet: bool = False) -> Iterator[None]:
         raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
     available_cores()  # which refuses a TOYEXP_CORES that cannot be
     working_directory()  # which says so when it is gone
-    with _turn, restore_process_state(), own_hydra(), silence(quiet), reject_bad_names(), attribute_part_errors():
+    with _lock, restore_process_state(), isolate_hydra(), silence(quiet), reject_bad_names(), attribute_part_errors():
         try:
             yield
         except UserError as error:
             if call not in ("toyexp.run", "toyexp.sweep"):  # which take the words of a command line
-                error.args = (for_python(str(error)),)
+                error.args = (translate_error(str(error)),)
             raise
         finally:
             show_status("")
 
 
-def for_python(text: str) -> str:
+def translate_error(text: str) -> str:
     """Return an error's words with keywords in place of options, and calls in place of commands."""
     text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda found: found[1].replace("-", "_"), text)
-    return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(CALLS)})\b", lambda found: CALLS[found[1]], text)
+    return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(PYTHON_CALLS)})\b", lambda found: PYTHON_CALLS[found[1]], text)
 
 
 @contextlib.contextmanager
-def what_is_left(where: Path, call: str) -> Iterator[None]:
+def note_remains(where: Path, call: str) -> Iterator[None]:
     """Says of a run that fails or is interrupted how it is looked at from here, and gone on with."""
     try:
         yield
@@ -73,10 +73,10 @@ def what_is_left(where: Path, call: str) -> Iterator[None]:
 # -- keywords of a call as the settings that would be typed for them --------------------------------------------------
 
 
-WITHIN = ("callbacks", "hydra", "sweep")  # whose mappings hold mappings of settings, too
+NESTED_KEYS = ("callbacks", "hydra", "sweep")  # whose mappings hold mappings of settings, too
 
 
-def texts(call: str, words: Sequence[Any]) -> list[str]:
+def check_words(call: str, words: Sequence[Any]) -> list[str]:
     """The words themselves; UserError for what is none, such as a mapping of settings."""
     for word in words:
         if not isinstance(word, str):
@@ -87,32 +87,32 @@ def texts(call: str, words: Sequence[Any]) -> list[str]:
     return list(words)
 
 
-def place(what: str, given: Any) -> Path:
+def check_path(what: str, given: Any) -> Path:
     """A directory that is given; UserError for what is no path."""
     if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes) or not os.fspath(given):
         raise UserError(f"{what}: must be a path, got {printable(repr(given))}")
     return Path(given)
 
 
-def worded(settings: Mapping[str, Any], swept: bool = False) -> list[str]:
+def format_settings(settings: Mapping[str, Any], swept: bool = False) -> list[str]:
     """`key=value` for each keyword; a mapping holds the settings of a part, and `name` in it which part that is.
 
     With `swept` a list or a tuple holds the values of a sweep, but for `callbacks` and `plugins`, which are lists.
     Raises UserError for what is no setting's value.
     """
-    return [word for key, value in settings.items() for word in _words(key, value, swept)]
+    return [word for key, value in settings.items() for word in _overrides(key, value, swept)]
 
 
-def _words(key: str, value: Any, swept: bool) -> Iterator[str]:
-    from toyexp.config.words import setting
+def _overrides(key: str, value: Any, swept: bool) -> Iterator[str]:
+    from toyexp.config.words import format_override
 
     parts = key.split(".")
-    if isinstance(value, Mapping) and (len(parts) == 1 or (parts[0] in WITHIN and len(parts) == 2)):
+    if isinstance(value, Mapping) and (len(parts) == 1 or (parts[0] in NESTED_KEYS and len(parts) == 2)):
         if parts == ["callbacks"]:
-            yield setting(key, list(value))
+            yield format_override(key, list(value))
         for name, inner in value.items():
-            yield from _words(key if name == "name" and parts[0] != "callbacks" else f"{key}.{name}", inner, swept)
+            yield from _overrides(key if name == "name" and parts[0] != "callbacks" else f"{key}.{name}", inner, swept)
     elif swept and isinstance(value, list | tuple | range) and key not in ("callbacks", "plugins"):
-        yield f"{key}={','.join(setting(key, one).removeprefix(f'{key}=') for one in value)}"
+        yield f"{key}={','.join(format_override(key, one).removeprefix(f'{key}=') for one in value)}"
     else:
-        yield setting(key, value)
+        yield format_override(key, value)

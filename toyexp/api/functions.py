@@ -10,8 +10,8 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from toyexp.api.calls import aside, place, texts, what_is_left, worded
-from toyexp.api.result import Result, of_table, require_run
+from toyexp.api.calls import check_path, check_words, format_settings, isolated_call, note_remains
+from toyexp.api.result import Result, require_run, table_html
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import align_columns, pluralise, short_path
 from toyexp.base.ownership import SWEEP_FILE
@@ -20,7 +20,7 @@ from toyexp.base.signals import protect_imports
 from toyexp.base.terminal import print_error
 from toyexp.base.user_paths import expand_overrides
 from toyexp.base.writing import reject_bad_names
-from toyexp.config.flags import read, request_of, split
+from toyexp.config.flags import build_request, read_flags, split_flags
 from toyexp.inference.model_files import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -62,18 +62,18 @@ def run(
     KeyboardInterrupt (Ctrl-C) saves first; a note on it says how to go on. Calls from several threads wait for one
     another, and what they change in the process is put back.
     """
-    typed = [*texts("toyexp.run", words), *worded(settings)]
+    typed = [*check_words("toyexp.run", words), *format_settings(settings)]
     if resume is not None:
-        typed.append(f"resume={os.fspath(place('toyexp.run resume', resume))}")
-    with aside("toyexp.run", quiet):
+        typed.append(f"resume={os.fspath(check_path('toyexp.run resume', resume))}")
+    with isolated_call("toyexp.run", quiet):
         from toyexp.runner.one_run import prepare_request
         from toyexp.training.resume import AUTO, Complete
 
-        flags, asked, going_on = read(expand_overrides(typed))
+        flags, asked, going_on = read_flags(expand_overrides(typed))
         if "--multirun" in flags:
             raise UserError("toyexp.run --multirun: trains one experiment; many runs are toyexp.sweep(...)")
-        asked += _directory("hydra.run.dir", "toyexp.run directory", directory)
-        request = _request("toyexp.run", flags, asked)
+        asked += _directory_override("hydra.run.dir", "toyexp.run directory", directory)
+        request = _build_request("toyexp.run", flags, asked)
         if "sweep.resume" in request.values:
             raise UserError("toyexp.run sweep.resume: goes on with a sweep: toyexp.sweep(resume=DIR)")
         try:
@@ -82,26 +82,26 @@ def run(
             if going_on != AUTO:
                 raise
             return Result(error.run, request.registry)
-        with what_is_left(ready.directory, "toyexp.run("), update_summary(ready.directory, ready.resumed is not None):
+        with note_remains(ready.directory, "toyexp.run("), update_summary(ready.directory, ready.resumed is not None):
             ready.run()
     return Result(ready.directory, request.registry)
 
 
-def _directory(key: str, what: str, path: str | os.PathLike[str] | None) -> list[str]:
-    from toyexp.config.words import setting
+def _directory_override(key: str, what: str, path: str | os.PathLike[str] | None) -> list[str]:
+    from toyexp.config.words import format_override
 
-    return [] if path is None else [setting(key, place(what, path).absolute())]
+    return [] if path is None else [format_override(key, check_path(what, path).absolute())]
 
 
-def _request(call: str, flags: Mapping[str, str], settings: Sequence[str]) -> Request:
+def _build_request(call: str, flags: Mapping[str, str], settings: Sequence[str]) -> Request:
     for flag in flags:
         if not flag.startswith("--config-"):
             command = "toyexp -m" if call == "toyexp.sweep" else "toyexp"
             raise UserError(f"{call} {flag}: trains; type it: {command} {flag} ...")
-    return request_of(flags, settings)
+    return build_request(flags, settings)
 
 
-SHOWN = 30  # rows of a table
+MAX_ROWS = 30  # rows of a table
 
 
 @protect_imports()
@@ -127,17 +127,17 @@ def sweep(
     Raises UserError for bad input, and if no job could begin; a job that fails ends no other, and stands in the result.
     KeyboardInterrupt lets running jobs save first; a note on it says how to go on.
     """
-    typed = [*texts("toyexp.sweep", words), *worded(settings, swept=True)]
+    typed = [*check_words("toyexp.sweep", words), *format_settings(settings, swept=True)]
     if not typed and resume is None:
         raise UserError("toyexp.sweep: says nothing of what to run: toyexp.sweep(seed=[0, 1]); one run is toyexp.run()")
-    with aside("toyexp.sweep", quiet):
+    with isolated_call("toyexp.sweep", quiet):
         from toyexp.sweeps.begin import prepare_sweep
 
-        flags, asked = split(expand_overrides(typed))
+        flags, asked = split_flags(expand_overrides(typed))
         flags.pop("--multirun", None)
-        asked += _directory("hydra.sweep.dir", "toyexp.sweep directory", directory)
-        asked += _directory("sweep.resume", "toyexp.sweep resume", resume)
-        request = _request("toyexp.sweep", flags, asked)
+        asked += _directory_override("hydra.sweep.dir", "toyexp.sweep directory", directory)
+        asked += _directory_override("sweep.resume", "toyexp.sweep resume", resume)
+        request = _build_request("toyexp.sweep", flags, asked)
         runner = prepare_sweep(flags, request)
         code = runner.run()
         if code > 128:
@@ -160,8 +160,8 @@ class SweepResult(Sequence[Result]):
     def __init__(self, directory: Path, registry: Registry | None = None):
         self.directory = directory.absolute()
         self._registry = registry or load()
-        self._all, asked = remembered(self.directory)
-        self._ranking: Ranking[Job] = ranked(self._all, asked["sweep"])
+        self._jobs, asked = remembered(self.directory)
+        self._ranking: Ranking[Job] = ranked(self._jobs, asked["sweep"])
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -186,7 +186,7 @@ class SweepResult(Sequence[Result]):
     @cached_property
     def table(self) -> list[dict[str, Any]]:
         """Rows of jobs, the best first; `mean` and `deviation` (n-1) are over jobs that differ in the seed alone."""
-        keys = list(dict.fromkeys(word.partition("=")[0] for job in self._all for word in job.overrides))
+        keys = list(dict.fromkeys(word.partition("=")[0] for job in self._jobs for word in job.overrides))
         rows = []
         for job, point in self._ranking.jobs():
             result, found = self._results[job.number], job.result
@@ -210,9 +210,9 @@ class SweepResult(Sequence[Result]):
         return pandas.DataFrame(self.table).set_index("job")
 
     @property
-    def failed(self) -> dict[int, str]:
+    def errors(self) -> dict[int, str]:
         """Why jobs have no result, by their numbers: what failed, was refused, or was killed."""
-        return {job.number: job.error for job in self._all if job.error and job.status != "pruned"}
+        return {job.number: job.error for job in self._jobs if job.error and job.status != "pruned"}
 
     @property
     def report(self) -> Path | None:
@@ -240,22 +240,22 @@ class SweepResult(Sequence[Result]):
     def __len__(self) -> int:
         return len(self.runs)
 
-    def _cells(self) -> tuple[list[str], list[list[str]], str]:
+    def _table_cells(self) -> tuple[list[str], list[list[str]], str]:
         left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.seeds)}
         heads = [name for name in dict.fromkeys(key for row in self.table for key in row) if name not in left_out]
-        rows = [[_text(row.get(name)) for name in heads] for row in self.table[:SHOWN]]
-        more = f"{len(self.table) - SHOWN} more in .table; " if len(self.table) > SHOWN else ""
-        failed = f", {len(self.failed)} without a result (.failed)" if self.failed else ""
+        rows = [[_text(row.get(name)) for name in heads] for row in self.table[:MAX_ROWS]]
+        more = f"{len(self.table) - MAX_ROWS} more in .table; " if len(self.table) > MAX_ROWS else ""
+        failed = f", {len(self.errors)} without a result (.errors)" if self.errors else ""
         place = short_path(self.directory)
-        below = f"{more}{pluralise(len(self._all), 'job')}{failed}, the best {self.metric} first; {place}"
+        below = f"{more}{pluralise(len(self._jobs), 'job')}{failed}, the best {self.metric} first; {place}"
         return heads, rows, below
 
     def __repr__(self) -> str:
-        heads, rows, below = self._cells()
+        heads, rows, below = self._table_cells()
         return "\n".join([*align_columns([heads, *rows]), below])
 
     def _repr_html_(self) -> str:
-        return of_table(*self._cells())
+        return table_html(*self._table_cells())
 
     def __fspath__(self) -> str:
         return str(self.directory)
@@ -278,7 +278,7 @@ def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | 
     from toyexp.base.process_state import restore_process_state
 
     with restore_process_state():
-        directory, registry = place("toyexp.open", path), load(plugins)
+        directory, registry = check_path("toyexp.open", path), load(plugins)
     if (directory / SWEEP_FILE).is_file():
         return SweepResult(directory, registry)
     checkpoint = directory.absolute() if is_checkpoint(directory) else None
@@ -297,14 +297,16 @@ def evaluate(
     `data` is a path, else the run's own data is taken; `settings` are those of `toyexp eval`: `engine="ggml"`,
     `batch_size=4`, `**{"data.val_fraction": 0.5}`. Raises UserError for what does not fit together.
     """
-    with aside("toyexp.evaluate", quiet=True):
-        from toyexp.config.request import one_experiment
+    with isolated_call("toyexp.evaluate", quiet=True):
+        from toyexp.config.request import parse_experiment
         from toyexp.inference import evaluate as evaluating
 
-        request = one_experiment("eval", worded({**settings, **({"plugins": list(plugins)} if plugins else {})}))
-        where = None if data is None else os.fspath(place("toyexp.evaluate data", data))
-        on_it = None if adapter is None else place("toyexp.evaluate adapter", adapter)
-        return evaluating.evaluate(place("toyexp.evaluate", model), request, where, on_it)
+        request = parse_experiment(
+            "eval", format_settings({**settings, **({"plugins": list(plugins)} if plugins else {})})
+        )
+        where = None if data is None else os.fspath(check_path("toyexp.evaluate data", data))
+        on_it = None if adapter is None else check_path("toyexp.evaluate adapter", adapter)
+        return evaluating.evaluate(check_path("toyexp.evaluate", model), request, where, on_it)
 
 
 @protect_imports()
@@ -313,23 +315,23 @@ def predict(
     plugins: Sequence[str] = (),
 ) -> Predictions:  # fmt: skip
     """Return the likeliest classes of images: files, or folders of them."""
-    with aside("toyexp.predict", quiet=True):
+    with isolated_call("toyexp.predict", quiet=True):
         from toyexp.batching.pictures import require_pillow
         from toyexp.inference import predict as predicting
 
         require_pillow()
         if not images or type(top) is not int or top < 1:
             raise UserError("toyexp.predict(model, image, ..., top=1): takes images, and a whole number from 1 as top")
-        files = predicting.list_images([place("toyexp.predict", image) for image in images])
-        return predicting.predict(place("toyexp.predict", model), files, top, engine, load(plugins), plugins)
+        files = predicting.list_images([check_path("toyexp.predict", image) for image in images])
+        return predicting.predict(check_path("toyexp.predict", model), files, top, engine, load(plugins), plugins)
 
 
 @protect_imports()
 def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> Compared:
     """Return runs, sweeps or directories of them side by side; texts such as "lr>1e-3" choose among them."""
-    with aside("toyexp.compare", quiet=True):
+    with isolated_call("toyexp.compare", quiet=True):
         from toyexp.results.filters import divided
         from toyexp.sweeps.compare import compared
 
-        places, filters = divided([os.fspath(place("toyexp.compare", run)) for run in runs])
+        places, filters = divided([os.fspath(check_path("toyexp.compare", run)) for run in runs])
         return compared(places, filters, None if metric is None else str(metric), pool)

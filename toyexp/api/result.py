@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toyexp.api.calls import aside
+from toyexp.api.calls import isolated_call
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import explain_missing
 from toyexp.base.formatting import align_columns, pluralise, short_path
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.model import Model
     from toyexp.tokenizers.tokenizer import Tokenizer
 
-FILES = ("checkpoints", "plots", "logs")  # directories of a run whose entries are files of it
+FILE_DIRECTORIES = ("checkpoints", "plots", "logs")  # directories of a run whose entries are files of it
 
 
 class Result:
@@ -49,7 +49,7 @@ class Result:
         self.directory = directory.absolute()
         self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
         self._registry = registry or load()
-        self._when, found = self._begun(), look(self.directory)
+        self._when, found = self._start_times(), look(self.directory)
         self.name, self._engine_name = found.name, found.engine
         self.state = found.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
         self.why = found.why  # the sentence of the callback that stopped it, or the error that it failed with, or empty
@@ -62,14 +62,14 @@ class Result:
         if not late:
             self.lines()  # which reads settings, history and warnings
 
-    def _begun(self) -> list[int]:
+    def _start_times(self) -> list[int]:
         """Return when training last began: each process that trains the run writes its config.yaml anew."""
         return [path.stat().st_mtime_ns for path in self.directory.glob("config.yaml")]
 
     @property
-    def _place(self) -> Path:
+    def _run_directory(self) -> Path:
         """The run's directory; UserError if the run was resumed since."""
-        if self._when != self._begun():
+        if self._when != self._start_times():
             now = f"toyexp.open({str(self.directory)!r}) shows it as it is now"
             raise UserError(f"{short_path(self.directory)}: was resumed, or moved, since this result was read; {now}")
         return self.directory
@@ -83,22 +83,22 @@ class Result:
     @cached_property
     def history(self) -> History:
         """Its numbers step by step, as arrays."""
-        return History.of(self._place)
+        return History.of(self._run_directory)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings by the keys they are typed under: settings["model"], settings["model.d_model"]."""
-        return values(self._place)
+        return values(self._run_directory)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What it recorded as it began: engine, machine, model, data."""
-        return start_of(self._place)
+        return start_of(self._run_directory)
 
     @cached_property
     def warnings(self) -> list[str]:
         """What it was warned of, a sentence each."""
-        events = events_in(self._place / "events.jsonl")
+        events = events_in(self._run_directory / "events.jsonl")
         return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
 
     @property
@@ -106,8 +106,8 @@ class Result:
         """Its files by their names below its directory; a checkpoint is a directory: files["checkpoints/step-200"]."""
         found: dict[str, Path] = {}
         with contextlib.suppress(OSError):
-            for path in sorted(self._place.iterdir()):
-                inside = sorted(path.iterdir()) if path.name in FILES and path.is_dir() else [path]
+            for path in sorted(self._run_directory.iterdir()):
+                inside = sorted(path.iterdir()) if path.name in FILE_DIRECTORIES and path.is_dir() else [path]
                 shown = [p for p in inside if not p.name.startswith(".") and p.name not in (LOCK_FILE, LEDGER)]
                 found |= {str(p.relative_to(self.directory)): p for p in shown}
         return found
@@ -120,7 +120,7 @@ class Result:
 
         Raises UserError where the run left no weights.
         """
-        return self._loaded.model
+        return self._load_model.model
 
     @cached_property
     def parameters(self) -> Mapping[str, np.ndarray]:
@@ -131,11 +131,11 @@ class Result:
         from toyexp.formats.file_plan import frozen_tensors
         from toyexp.interfaces.format import LazyTensors
 
-        loaded = self._loaded
+        loaded = self._load_model
         tensors = {t.name: t for t in frozen_tensors(self.model, loaded.path, loaded.adapter)[0]}
 
         def read(name: str) -> np.ndarray:
-            assert self._place  # which raises UserError if the run was resumed since
+            assert self._run_directory  # which raises UserError if the run was resumed since
             return np.asarray(tensors[name].values.draw(tensors[name].shape, 0, name), np.float32)
 
         return LazyTensors({name: tensor.shape for name, tensor in tensors.items()}, read)
@@ -143,7 +143,7 @@ class Result:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of its text: encode(), decode(); UserError for a model without one."""
-        return self._loaded.tokenizer()
+        return self._load_model.tokenizer()
 
     def logits(self, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
         """The model's float32 logits, before any softmax.
@@ -156,8 +156,8 @@ class Result:
         """
         from toyexp.inference.predict import logits
 
-        with aside("logits"):
-            return logits(self._loaded, inputs, engine)
+        with isolated_call("logits"):
+            return logits(self._load_model, inputs, engine)
 
     def generate(
         self, prompt: str | Sequence[int], tokens: int = 64, *, temperature: float = 0.8, top_k: int = 40,
@@ -177,7 +177,7 @@ class Result:
         from toyexp.inference.predict import token_ids
         from toyexp.interfaces.sampling import Sampling
 
-        loaded = self._loaded
+        loaded = self._load_model
         numbers = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
                    "seed": seed}  # fmt: skip
         for key, value in numbers.items():
@@ -195,19 +195,19 @@ class Result:
         sampling = Sampling(temperature, top_k, top_p, min_p)
         adapter = str(loaded.adapter) if loaded.adapter else None
         asked = Options(loaded.path, text, ids, chat, system, tokens, sampling, seed, adapter, engine)
-        with aside("generate", quiet=True):
+        with isolated_call("generate", quiet=True):
             found = write(asked, self._registry, lambda text: None, print_note)
         return found.text if isinstance(prompt, str) and found.text is not None else found.ids
 
     # -- how it is done --
 
     @property
-    def _loaded(self) -> LoadedModel:
+    def _load_model(self) -> LoadedModel:
         """The files of the model and an adapter on it; UserError if the run left no weights, or was resumed since."""
         from toyexp.inference.loaded_model import LoadedModel
         from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file
 
-        where, adapter = self.checkpoint or self._place, self._place / ADAPTER
+        where, adapter = self.checkpoint or self._run_directory, self._run_directory / ADAPTER
         if (where / MODEL).exists():
             return LoadedModel.open(where, self._registry)
         if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
@@ -216,7 +216,7 @@ class Result:
             if changes := record.list_changes({"base": cached_fingerprint(path)}):
                 raise UserError(f"{short_path(path)}: is another file than it was: {changes[0]}; put that file back")
             return LoadedModel(path, adapter, self._registry)
-        with aside("weights"):
+        with isolated_call("weights"):
             return LoadedModel.open(where, self._registry)
 
     # -- how it is shown --
@@ -245,7 +245,7 @@ class Result:
         return "\n".join(align_columns(self.lines()))
 
     def _repr_html_(self) -> str:
-        return of_run(self.lines(), self.history)
+        return run_html(self.lines(), self.history)
 
     def __fspath__(self) -> str:
         return str(self.directory)
@@ -265,23 +265,23 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 420, 130, 34, 8, 8, 20  # of the pictur
 POINTS = 300  # of a curve; of more the means of so many stretches are drawn
 
 
-def of_run(lines: Sequence[tuple[str, str]], history: History) -> str:
+def run_html(lines: Sequence[tuple[str, str]], history: History) -> str:
     """A run: what is worth a look, and its losses."""
     rows = "".join(
         f'<tr><td style="text-align:left">{escape(word)}</td><td style="text-align:left">{escape(text)}</td></tr>'
         for word, text in lines
     )
-    return f"<table>{rows}</table>{losses(history)}"
+    return f"<table>{rows}</table>{loss_svg(history)}"
 
 
-def of_table(heads: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
+def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
     """A table, whose first row is the best one, with a line below it."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(below)}</p>"
 
 
-def losses(history: History) -> str:
+def loss_svg(history: History) -> str:
     """The training loss as a line and the held-out loss as points over the steps, in SVG; nothing of fewer than two."""
     trained, held_out = means(history.curve("loss"), POINTS), history.held_out_curve("loss")
     steps, values = map(np.concatenate, zip(trained, held_out, strict=True))

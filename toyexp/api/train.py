@@ -10,13 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from toyexp.api.calls import aside, place, what_is_left
+from toyexp.api.calls import check_path, isolated_call, note_remains
 from toyexp.api.result import Result
 from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.signals import protect_imports
 from toyexp.base.terminal import show_status
-from toyexp.config.build import check_together, facts_of, pick_engine, typed
+from toyexp.config.build import apply_types, check_engine, check_parts, pick_engine
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, default_callbacks
 from toyexp.formats.gguf.open_model import model_in, opened
@@ -71,26 +71,26 @@ def train(
         raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
-    with aside("toyexp.train", quiet):
+    with isolated_call("toyexp.train", quiet):
         show_status("starting the engine")
         given = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
         with convert_memory_errors():
-            registry = _registry([*given.values(), *callbacks])
-            built = _built(given, callbacks, settings, registry)
+            registry = _extend_registry([*given.values(), *callbacks])
+            built = _build_config(given, callbacks, settings, registry)
             if resume is not None:
-                where = place("toyexp.train resume", resume).absolute()
+                where = check_path("toyexp.train resume", resume).absolute()
                 require_run(where, "resume")
             else:
                 now = f"{datetime.now():%Y-%m-%d_%H%M%S_%f}"
                 below = Path("outputs", built.settings.name, now)
-                where = (below if directory is None else place("toyexp.train directory", directory)).absolute()
+                where = (below if directory is None else check_path("toyexp.train directory", directory)).absolute()
             ready = prepare_parts(built, where, resume is not None, "directory")
-        with what_is_left(where, "toyexp.train(..., "), update_summary(where, resume is not None):
+        with note_remains(where, "toyexp.train(..., "), update_summary(where, resume is not None):
             ready.run()
     return Result(where, registry)
 
 
-def _registry(parts: Sequence[Any]) -> Registry:
+def _extend_registry(parts: Sequence[Any]) -> Registry:
     """What is installed, and the classes of these parts, so that what they leave is read again."""
     known = load()
     grown = Registry({kind: dict(offers) for kind, offers in known.offers.items()}, known.problems, known.notes)
@@ -109,31 +109,31 @@ def _registry(parts: Sequence[Any]) -> Registry:
     return grown
 
 
-def _built(
+def _build_config(
     given: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
 ) -> Config:
-    parts = {kind: copy(_part(kind, given[kind], registry)) for kind in ("data", "recipe", "optim")}
-    watching = _callbacks(callbacks, registry)
-    base = _base(parts["recipe"], given["model"], registry)
-    parts["model"] = base or _part("model", given["model"] or "llama", registry)
+    parts = {kind: copy(_resolve_part(kind, given[kind], registry)) for kind in ("data", "recipe", "optim")}
+    watching = _resolve_callbacks(callbacks, registry)
+    base = _load_base(parts["recipe"], given["model"], registry)
+    parts["model"] = base or _resolve_part("model", given["model"] or "llama", registry)
     if given["engine"] == AUTO:
         engine, note = pick_engine({"name": AUTO}, registry)
     else:
-        engine = _part("engine", given["engine"], registry)
-        note = f"{engine.name}: {facts_of(engine)}"
+        engine = _resolve_part("engine", given["engine"], registry)
+        note = f"{engine.name}: {check_engine(engine)}"
     name = f"{parts['recipe'].name}-{parts['model'].name}"
-    of_run = _settings({"name": name, **settings})
+    of_run = _build_settings({"name": name, **settings})
     plain: dict[str, Any] = {f.name: getattr(of_run, f.name) for f in fields(of_run)}
-    plain |= {kind: _plain(kind, part) for kind, part in {**parts, "engine": engine}.items()}
-    plain["callbacks"] = {name: _plain(f"callbacks.{name}", callback) for name, callback in watching.items()}
-    check_together(of_run, parts, watching)
+    plain |= {kind: _plain_settings(kind, part) for kind, part in {**parts, "engine": engine}.items()}
+    plain["callbacks"] = {name: _plain_settings(f"callbacks.{name}", callback) for name, callback in watching.items()}
+    check_parts(of_run, parts, watching)
     return Config(
         settings=of_run, **parts, engine=engine, callbacks=watching, plain=plain, engine_note=note, base=base,
         default_callbacks=default_callbacks,
     )  # fmt: skip
 
 
-def _part(kind: str, value: Any, registry: Registry) -> Any:
+def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
     if isinstance(value, str):
         if value in registry.offers[kind]:
             return registry.get(kind, value)()
@@ -151,13 +151,13 @@ def _part(kind: str, value: Any, registry: Registry) -> Any:
     return value
 
 
-def _callbacks(given: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:
+def _resolve_callbacks(given: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:
     """The callbacks by their names, where `default` stands for those that a run has unless told otherwise."""
     each = [one for value in given for one in (default_callbacks() if value == "default" else [value])]
     found: dict[str, Callback] = {}
     objects: dict[str, Callback] = {}
     for value in each:
-        callback = _part("callbacks", value, registry)
+        callback = _resolve_part("callbacks", value, registry)
         if callback.name in found and isinstance(value, str):
             continue
         if not isinstance(value, str) and objects.setdefault(callback.name, callback) is not callback:
@@ -166,7 +166,7 @@ def _callbacks(given: Sequence[Callback | str], registry: Registry) -> dict[str,
     return found
 
 
-def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
+def _load_base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
     recipe.check()
     path = recipe.base_file()
     if path is None:
@@ -176,15 +176,15 @@ def _base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
     return model_in(opened(str(path)), registry, recipe.reads)
 
 
-def _settings(given: Mapping[str, Any]) -> Settings:
+def _build_settings(given: Mapping[str, Any]) -> Settings:
     if {"steps", "epochs"} <= given.keys():
         raise UserError(f"train epochs={given['epochs']}: sets the number of steps; leave steps={given['steps']} out")
     known = {f.name for f in fields(Settings)} - {"resume", "plugins"}
     for key in given.keys() - known:
         raise UserError(f"train {key}: there is no such setting; {suggest(key, known)}")
-    return Settings(**typed(Settings, dict(given), ""))
+    return Settings(**apply_types(Settings, dict(given), ""))
 
 
-def _plain(where: str, part: Any) -> dict[str, Any]:
+def _plain_settings(where: str, part: Any) -> dict[str, Any]:
     node = {"name": part.name, **{f.name: getattr(part, f.name) for f in fields(part) if f.init}}
-    return typed(type(part), node, where)
+    return apply_types(type(part), node, where)

@@ -25,17 +25,17 @@ from toyexp.base.formatting import align_columns, format_bytes, format_count, pl
 from toyexp.base.terminal import print_output
 from toyexp.base.threads import available_cores
 from toyexp.cli.bench_stepper import (
-    ALONE,
     BATCHES,
     FIGURES,
+    RUN_ONLY_KEYS,
     EngineStepper,
     Entry,
     Stepper,
-    alone,
     baselines,
-    on_engines,
-    peak_of,
-    prepared_on,
+    measure_alone,
+    measure_peak,
+    parse_engines,
+    prepare_runs,
     warm_up,
 )
 from toyexp.config.request import Request
@@ -75,7 +75,7 @@ def run(arguments: Arguments) -> int:
         how = f"--{word.replace('=', ' ', 1)}"
         raise UserError(f"{word}: bench takes the steps that fill its rounds; to fix them: {how}")
     picture = check_plot_path("--plot", arguments.plot) if arguments.plot else None
-    request, labels = on_engines("bench", arguments, {*ALONE, "callbacks"})
+    request, labels = parse_engines("bench", arguments, {*RUN_ONLY_KEYS, "callbacks"})
     watch: Callable[[str], None] = (lambda line: None) if arguments.json else print_output
     report = measure(request, labels, arguments, watch)
     code, work = report.show(arguments), report.work
@@ -145,13 +145,13 @@ class Report(Answer):
         ]
 
 
-def work_of(prepared: Prepared) -> Work:
+def describe_work(prepared: Prepared) -> Work:
     """What an engine computes, and where."""
     plan, flops, cores = prepared.plan, step_flops(prepared.plan), available_cores()
     rows = plan.rows * plan.accumulate
     machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
     size = format_count(prepared.model.parameters())
-    per_step = f"{rows} x {positions(plan)} positions and {flops / 1e9:.3g} GFLOP a step"
+    per_step = f"{rows} x {row_positions(plan)} positions and {flops / 1e9:.3g} GFLOP a step"
     kind = prepared.model.reads
     return Work(
         machine=", ".join([*machine, f"toyexp {toyexp.__version__}"]),
@@ -163,7 +163,7 @@ def work_of(prepared: Prepared) -> Work:
     )
 
 
-def positions(plan: Plan) -> int:
+def row_positions(plan: Plan) -> int:
     """Positions of a row: the first axis of what the model reads, where that is a sequence or has several."""
     name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
     return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1
@@ -178,7 +178,7 @@ def step_flops(plan: Plan) -> float:
     output layer too, and so are the matrices of adapters. Attention's two products are counted in full though half of
     them is masked, and d is the width of all heads; a model without n_layers and d_model has N alone.
     """
-    model, length = plan.model, positions(plan)
+    model, length = plan.model, row_positions(plan)
     sizes = {t.name: math.prod(t.shape) for t in model.tensors() if len(t.shape) > 1}
     only_looked_up = {name for name in sizes if name.endswith("position_embd.weight")}
     if "output.weight" in sizes:
@@ -197,12 +197,12 @@ def step_flops(plan: Plan) -> float:
 def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Callable[[str], None]) -> Report:
     """Run the benchmark; `watch` gets a line each about machine, model and data before it begins."""
     environment = dict(os.environ)  # engines may set in it what they tell their library, once in a process
-    runs = prepared_on(request, labels)
+    runs = prepare_runs(request, labels)
     first = runs[labels[0]]
     settings = [str(override.input_line) for override in request.settings]
     names = [prepared.config.engine.name for prepared in runs.values()]
     added = list(baselines(settings, names)) if asked.baseline else []
-    work = work_of(first)
+    work = describe_work(first)
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
@@ -211,7 +211,7 @@ def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Ca
     ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
     left_out: dict[str, str] = {}
     measured = {} if asked.no_peak else runs
-    peaks = {label: peak_of(prepared.config.engine, prepared.plan.rows) for label, prepared in measured.items()}
+    peaks = {label: measure_peak(prepared.config.engine, prepared.plan.rows) for label, prepared in measured.items()}
     with contextlib.ExitStack() as last:
 
         def begin(name: str, open_stepper: Callable[[], Stepper]) -> None:
@@ -243,7 +243,7 @@ def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Ca
         if peak := peaks.get(entry.engine):
             row["share_of_peak"] = row["flops_per_second"] / peak.flops_per_second
             row |= {"peak_flops_per_second": peak.flops_per_second, "peak_size": peak.size}
-        engines.append(row if asked.no_memory else row | alone(entry, environment))
+        engines.append(row if asked.no_memory else row | measure_alone(entry, environment))
     return Report(work, engines, left_out)
 
 
@@ -257,7 +257,7 @@ def take_turns(
         first = r % len(names)
         for name in names[first:] + names[:first]:
             stepper, steps = ready[name]
-            seconds[name].append(stepper.turn(batches, steps))
+            seconds[name].append(stepper.time_steps(batches, steps))
     return seconds
 
 

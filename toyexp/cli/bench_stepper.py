@@ -25,7 +25,7 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import pluralise
-from toyexp.config.request import Request, one_experiment, take_engines
+from toyexp.config.request import Request, parse_experiment, take_engines
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batch, InputSpec
 from toyexp.interfaces.engine import Engine
@@ -41,7 +41,7 @@ from toyexp.training.experiment import prepare
 from toyexp.training.run_config import Prepared
 from toyexp.training.settings import OF_A_RUN, Settings, keys_with
 
-ALONE = {*keys_with(OF_A_RUN, Settings), "sweep", "hydra"}  # keys that only a run takes
+RUN_ONLY_KEYS = {*keys_with(OF_A_RUN, Settings), "sweep", "hydra"}  # keys that only a run takes
 FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
 SLICE = 0.3  # seconds that one takes steps before it is the next one's turn
@@ -51,17 +51,17 @@ BATCHES = 8  # made beforehand, and used over and over
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
 
 
-def prepared_on(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
+def prepare_runs(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
     """Return the experiment on each engine, by its label as it was typed: ggml, ggml:blas=false."""
-    return {label: prepare(asked.parts()) for label, asked in request.on_engines(labels).items()}
+    return {label: prepare(asked.build_config()) for label, asked in request.per_engine(labels).items()}
 
 
-def on_engines(
+def parse_engines(
     command: str, arguments: Arguments, ignored: Collection[str], default: str = "cpu,ggml"
 ) -> tuple[Request, list[str]]:
     """Return the request of one experiment, see `one_experiment`, and the labels of its engines."""
     labels, settings = take_engines(arguments.settings, default)
-    return one_experiment(command, settings, ignored), labels
+    return parse_experiment(command, settings, ignored), labels
 
 
 class Stepper(Protocol):
@@ -80,7 +80,7 @@ class Stepper(Protocol):
     def close(self) -> None:
         """Free everything."""
 
-    def turn(self, batches: Sequence[Batch], steps: int) -> float:
+    def time_steps(self, batches: Sequence[Batch], steps: int) -> float:
         """Take so many training steps, and return the seconds of one."""
         began = time.perf_counter()
         for k in range(steps):
@@ -101,9 +101,9 @@ class EngineStepper(Stepper):
         self.stack = Stack([self.session])
         self._plan, self._lr = prepared.plan, prepared.config.settings.lr
         self._steps = 0
-        self._under_way: list[Callable[[], StepMetrics]] = []
+        self._pending: list[Callable[[], StepMetrics]] = []
         facts = self.session.describe()
-        self.devices, self.pids = facts.get("devices", 1), pids_of(facts.get("ranks", ()))
+        self.devices, self.pids = facts.get("devices", 1), worker_pids(facts.get("ranks", ()))
         told, of_auto, _ = prepared.config.engine_note.partition(" (auto")
         device = told.partition(": ")[2].split(", ")
         threads = [pluralise(facts["threads"])] if "threads" in facts and self.devices == 1 else []
@@ -117,14 +117,14 @@ class EngineStepper(Stepper):
         """One step, with the numbers that the optimiser has for it."""
         given = self.session.step_input(batch, self._plan.numbers(self._steps, self._lr))
         self._steps += 1
-        self._under_way.append(self.stack.step({0: given})[0])
-        if len(self._under_way) >= self.session.depth:
-            self._under_way.pop(0)()
+        self._pending.append(self.stack.step({0: given})[0])
+        if len(self._pending) >= self.session.depth:
+            self._pending.pop(0)()
 
     def wait(self) -> None:
         """Until the last step is taken."""
-        while self._under_way:
-            self._under_way.pop(0)()
+        while self._pending:
+            self._pending.pop(0)()
 
     def device_bytes(self) -> int | None:
         """Return the session's."""
@@ -135,7 +135,7 @@ class EngineStepper(Stepper):
         self.session.close()
 
 
-def pids_of(ranks: Sequence[str]) -> list[int]:
+def worker_pids(ranks: Sequence[str]) -> list[int]:
     """The other processes of a run on this machine, of ranks as a session tells them: `pid 12 on host`."""
     told = [re.fullmatch(r"pid (\d+) on (.*)", rank) for rank in ranks]
     return [int(rank[1]) for rank in told if rank and rank[2] == platform.node() and int(rank[1]) != os.getpid()]
@@ -168,7 +168,7 @@ class Entry:
 
     def prepare(self) -> tuple[Prepared, Callable[[], Stepper]]:
         """Reads the settings and imports what they need; what is returned beside the experiment opens it."""
-        prepared = prepared_on(Request.of(self.settings), [self.engine])[self.engine]
+        prepared = prepare_runs(Request.parse(self.settings), [self.engine])[self.engine]
         if not self.file:
             return prepared, partial(EngineStepper, prepared)
         index = runpy.run_path(str(Path(self.file).with_name("__init__.py")))
@@ -195,8 +195,8 @@ def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple
 
 
 SIZES = ((256, 4), (1024, 8), (4096, 16), (8192, 16))  # of the matrices, and how many products follow one another
-LONG = 0.02  # seconds of them beside which a call's own time is nothing: no larger ones are tried
-TIMES = 5
+LONG_ENOUGH = 0.02  # seconds of them beside which a call's own time is nothing: no larger ones are tried
+REPETITIONS = 5
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Peak:
     size: int
 
 
-def peak_of(engine: Engine, most_rows: int) -> Peak:
+def measure_peak(engine: Engine, most_rows: int) -> Peak:
     """The most floating-point operations a second in products of n x n matrices by this engine, here and now.
 
     They are computed as in a held-out loss, in the type that the engine's products have, through its own op; a product
@@ -218,10 +218,10 @@ def peak_of(engine: Engine, most_rows: int) -> Peak:
     best = Peak(0.0, 0)
     for size, products in SIZES:
         plan = _plan(engine, size, products, most_rows)
-        seconds = _seconds(engine, plan)
+        seconds = _median_seconds(engine, plan)
         reached = Peak(2 * plan.rows * products * size**3 / seconds, size)
         best = max(best, reached, key=lambda peak: peak.flops_per_second)
-        if seconds > LONG:
+        if seconds > LONG_ENOUGH:
             break
     return best
 
@@ -240,7 +240,7 @@ def _plan(engine: Engine, size: int, products: int, most_rows: int) -> Plan:
     return plan
 
 
-def _seconds(engine: Engine, plan: Plan) -> float:
+def _median_seconds(engine: Engine, plan: Plan) -> float:
     """The median of some held-out losses, after those that warm up."""
     length = plan.inputs["tokens"].shape[0]
     ids = np.tile(np.arange(length, dtype=np.int32) % CLASSES, (plan.rows, 1))
@@ -248,7 +248,7 @@ def _seconds(engine: Engine, plan: Plan) -> float:
     times = []
     with engine.realize(plan) as session:
         session.build()
-        for _ in range(2 + TIMES):
+        for _ in range(2 + REPETITIONS):
             began = time.perf_counter()
             session.evaluate([batch])
             times.append(time.perf_counter() - began)
@@ -258,7 +258,7 @@ def _seconds(engine: Engine, plan: Plan) -> float:
 CLASSES = 8
 
 
-class Repeated(Normal):
+class RepeatedNormal(Normal):
     """Normal values that come again and again: to draw 8192 x 8192 of them would take longer than to use them."""
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
@@ -283,9 +283,9 @@ class Products(Model):
         """Values that keep the size of what they multiply."""
         size, std = self.size, self.size**-0.5
         return [
-            TensorSpec("table", (CLASSES, size), Repeated(1.0)),
-            TensorSpec("w", (size, size), Repeated(std)),
-            TensorSpec("out", (CLASSES, size), Repeated(std)),
+            TensorSpec("table", (CLASSES, size), RepeatedNormal(1.0)),
+            TensorSpec("w", (size, size), RepeatedNormal(std)),
+            TensorSpec("out", (CLASSES, size), RepeatedNormal(std)),
         ]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -299,7 +299,7 @@ class Products(Model):
 # -- alone in a process ---------------------------------------------------------------------------------------------
 
 
-def alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[str, float | None]:
+def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[str, float | None]:
     """Seconds and bytes of an entry in a new process; RunFailed when it does not get through.
 
     By FIGURES: those until its first step, from the process's start; the most that it took of its device's memory, None
@@ -321,7 +321,7 @@ def main(words: Sequence[str]) -> None:
     entry, began = Entry(**json.loads(words[0])), float(words[1])
     prepared, open_stepper = entry.prepare()
     imported, before = memory_bytes()
-    forget_peak()
+    reset_peak()
     stepper = open_stepper()
     for k in range(STEPS_ALONE):
         stepper.step(prepared.batches.batch(k))
@@ -329,7 +329,7 @@ def main(words: Sequence[str]) -> None:
         if k == 0:
             seconds = time.monotonic() - began
     _, peak = memory_bytes()
-    others = [_of_linux(pid) for pid in stepper.pids]
+    others = [_linux_memory(pid) for pid in stepper.pids]
     whole = max(peak, before) + sum(most for _, most in filter(None, others)) if all(others) else None
     found = seconds, stepper.device_bytes(), whole, peak - imported
     json.dump(dict(zip(FIGURES, found, strict=True)), sys.stdout)
@@ -338,7 +338,7 @@ def main(words: Sequence[str]) -> None:
 
 def memory_bytes() -> tuple[int, int]:
     """What this process holds, and the most it held; where the system tells only the latter, that twice."""
-    if found := _of_linux("self"):  # whose getrusage starts at the peak of the process that started this one
+    if found := _linux_memory("self"):  # whose getrusage starts at the peak of the process that started this one
         return found
     import resource  # deferred: Windows has none
 
@@ -346,7 +346,7 @@ def memory_bytes() -> tuple[int, int]:
     return peak, peak
 
 
-def _of_linux(pid: int | str) -> tuple[int, int] | None:
+def _linux_memory(pid: int | str) -> tuple[int, int] | None:
     """The same of any process, where Linux tells it."""
     try:
         found = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()))
@@ -355,7 +355,7 @@ def _of_linux(pid: int | str) -> tuple[int, int] | None:
     return 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Lets the peak begin anew where the system can: reading data may have needed more for a moment."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux

@@ -21,10 +21,10 @@ from toyexp.base.terminal import print_line
 from toyexp.cli.commands import find
 from toyexp.cli.new import KINDS
 from toyexp.cli.pages import topics
-from toyexp.config.flags import SHORT
+from toyexp.config.flags import SHORT_FLAGS
 from toyexp.config.flags import parser as flag_parser
 from toyexp.config.paths import CONF
-from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level
+from toyexp.config.top_level import GROUPS, HYDRA_KEYS, top_level_settings
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.interfaces.command import Arguments, Command
 from toyexp.plugins.discovery import load
@@ -72,27 +72,27 @@ class Line:
             kinds = command.takes.split()
         options = parser.options
         flag, equals, value = self.word.partition("=")
-        last = SHORT.get(self.before[-1], self.before[-1]) if self.before else ""
+        last = SHORT_FLAGS.get(self.before[-1], self.before[-1]) if self.before else ""
         if last in options and options[last].nargs != 0:
-            yield from self._behind(last, options[last], self.word)
+            yield from self._option_values(last, options[last], self.word)
         elif equals and flag in options:
-            yield from (replace(c, text=f"{flag}={c.text}") for c in self._behind(flag, options[flag], value))
+            yield from (replace(c, text=f"{flag}={c.text}") for c in self._option_values(flag, options[flag], value))
         elif self.word.startswith("-"):
             yield from (Candidate(flag, option.help or "") for flag, option in options.items())
             yield from map(Candidate, ("--help",) if command else ("--help", "--version"))
         else:
             for kind in kinds:
-                yield from self._words(kind)
+                yield from self._words_of_kind(kind)
 
-    def _words(self, kind: str) -> Iterator[Candidate]:
+    def _words_of_kind(self, kind: str) -> Iterator[Candidate]:
         match kind:
             case "settings":
                 yield from self.settings()
             case "commands":
-                yield from self._offered("command")
+                yield from self._plugin_names("command")
             case "names":
                 for offered in self.registry.offers:
-                    yield from self._offered(offered)
+                    yield from self._plugin_names(offered)
             case "topics":
                 yield from map(Candidate, topics())
             case "kinds":
@@ -105,10 +105,10 @@ class Line:
                 yield from runs()
                 yield from paths(self.word, (".gguf",))
 
-    def _offered(self, kind: str, form: str = "{}") -> Iterator[Candidate]:
+    def _plugin_names(self, kind: str, form: str = "{}") -> Iterator[Candidate]:
         return (Candidate(form.format(n), o.help) for n, o in self.registry.offers.get(kind, {}).items())
 
-    def _behind(self, flag: str, option: Action, word: str) -> Iterator[Candidate]:
+    def _option_values(self, flag: str, option: Action, word: str) -> Iterator[Candidate]:
         """What stands behind an option: one of its choices, or what its example tells, as a file's suffix does."""
         match flag:
             case "--engine":
@@ -132,7 +132,9 @@ class Line:
                 yield replace(c, text=f"{key}={c.text}")
             return
         prefix = self.word[: len(self.word) - len(self.word.lstrip("+~"))]
-        found = self._offered("callbacks", "callbacks.{}") if prefix == "~" else self._keys(self.word[len(prefix) :])
+        found = (
+            self._plugin_names("callbacks", "callbacks.{}") if prefix == "~" else self._keys(self.word[len(prefix) :])
+        )
         yield from (replace(c, text=prefix + c.text) for c in found)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
@@ -146,17 +148,17 @@ class Line:
 
     def _values(self, key: str, value: str) -> Iterator[Candidate]:
         if key in GROUPS:
-            yield from self._named(key, value)
+            yield from self._group_names(key, value)
             return
         for setting in [setting for known, setting in self._settings(key) if known == key]:
-            choices, suffixes = values_of(setting)
+            choices, suffixes = possible_values(setting)
             yield from map(Candidate, choices)
             if "run's directory" in setting.comment:
                 yield from runs()
             if suffixes is not None:
                 yield from paths(value, suffixes)
 
-    def _named(self, kind: str, value: str) -> Iterator[Candidate]:
+    def _group_names(self, kind: str, value: str) -> Iterator[Candidate]:
         """Names of a group: alone, in a list, or between the commas of a sweep."""
         head = value[: max(value.rfind("["), value.rfind(",")) + 1] or ("[" if kind == "callbacks" else "")
         typed = re.split(r"[\[,]", head)
@@ -174,15 +176,15 @@ class Line:
     def _choices(self, kind: str) -> list[Candidate]:
         """What a group may be: plugins, and the presets of the config directories."""
         pairs = zip(self.before, self.before[1:], strict=False)
-        given = [value for flag, value in pairs if SHORT.get(flag, flag) in ("--config-dir", "--config-path")]
+        given = [value for flag, value in pairs if SHORT_FLAGS.get(flag, flag) in ("--config-dir", "--config-path")]
         roots = [d / kind for d in (*map(Path, given), CONF)]
         found = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
         found += [Candidate("auto", "The best engine that works here.")] if kind == "engine" else []
-        return list({c.text: c for c in (*found, *self._offered(kind))}.values())
+        return list({c.text: c for c in (*found, *self._plugin_names(kind))}.values())
 
     def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
         """The top-level keys, and those of the key's group: of what is chosen on this line, or of all that could be."""
-        yield from top_level()
+        yield from top_level_settings()
         yield from ((key, Setting("dir", "str", "", "")) for key in HYDRA_KEYS[:3])
         kind = key.partition(".")[0]
         offers = self.registry.offers.get(kind, {}) if "." in key else {}
@@ -193,7 +195,7 @@ class Line:
                 yield from ((f"{where}.{s.name}", s) for s in list_settings(offer.cls))
 
 
-def values_of(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
+def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
     """What a setting takes, by its type and the comment behind it: `one | other (why) | a GGUF file`.
 
     These are its choices, and the suffixes of the files that it takes: none for any file, None where it takes no path.
@@ -290,7 +292,7 @@ end
 complete -c toyexp -f -a '(__toyexp)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-SPECIAL = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # what bash would read otherwise than as itself, in a path
+SHELL_CHARACTERS = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # what bash would read otherwise than as itself, in a path
 
 
 def run(arguments: Arguments) -> int:
@@ -317,24 +319,24 @@ def answer(shell: str, words: Sequence[str]) -> list[str]:
     return [f"{c.text}\t{c.help}" for c in complete([*before, read_line(word).words[-1]])]  # fish leaves the quotes
 
 
-class Typed(NamedTuple):
+class TypedLine(NamedTuple):
     """A command line up to the cursor, as bash reads it."""
 
     words: list[str]  # without their quotes
-    kept: int  # characters of the last word that a completion leaves alone
+    kept_length: int  # characters of the last word that a completion leaves alone
     quote: str  # that is open
 
     def replacement(self, found: Candidate) -> str:
         """Return what takes the place of the rest of the word."""
-        text = found.text[self.kept :]
+        text = found.text[self.kept_length :]
         if self.quote:  # which readline closes
             return text
         if found.path:
-            text = re.sub(SPECIAL, r"\\\g<0>", text)
+            text = re.sub(SHELL_CHARACTERS, r"\\\g<0>", text)
         return text if found.more else f"{text} "
 
 
-def read_line(line: str, breaks: str = "") -> Typed:
+def read_line(line: str, breaks: str = "") -> TypedLine:
     """Return the words of a line that may end in the middle of one, without the assignments before the command."""
     for quote in ("", "'", '"'):
         with contextlib.suppress(ValueError):  # this one is not open at the end
@@ -348,4 +350,4 @@ def read_line(line: str, breaks: str = "") -> Typed:
         end = re.sub(r"\\(.)", r"\1", unbroken[0]) if unbroken else ""
     while len(words) > 1 and words[0].partition("=")[0].isidentifier() and "=" in words[0]:
         del words[0]
-    return Typed(words, len(words[-1]) - len(end), quote)
+    return TypedLine(words, len(words[-1]) - len(end), quote)

@@ -17,9 +17,9 @@ from toyexp.base.files import working_directory
 from toyexp.base.formatting import align_columns
 from toyexp.base.packages import explain_import_error
 from toyexp.base.terminal import print_output
-from toyexp.cli.bench_stepper import ALONE, on_engines, prepared_on
-from toyexp.cli.pages import after_the_doctor
-from toyexp.config.build import engine_of
+from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
+from toyexp.cli.pages import doctor_hints
+from toyexp.config.build import build_engine
 from toyexp.config.request import take_engines
 from toyexp.formats.gguf.quantise import quantiser
 from toyexp.inference import llamacpp
@@ -54,11 +54,13 @@ def run(arguments: Arguments) -> int:
     """Report on the engines, on their numbers, or on their graphs."""
     working_directory()  # or MKL, which looks for itself from there, ends the process
     if arguments.graph:
-        request, labels = on_engines("doctor --graph", arguments, {*ALONE, "steps", "lr", "callbacks"}, "ggml")
-        print("\n".join(placement(prepared_on(request, labels))))
+        request, labels = parse_engines(
+            "doctor --graph", arguments, {*RUN_ONLY_KEYS, "steps", "lr", "callbacks"}, "ggml"
+        )
+        print("\n".join(placement(prepare_runs(request, labels))))
         return 0
     if arguments.numerics:
-        return _numerics(arguments)
+        return _check_numerics(arguments)
     if word := next(iter(arguments.settings), ""):
         raise UserError(f"doctor {word}: takes --numerics or --graph and settings behind it, or nothing")
     registry = load()
@@ -71,24 +73,24 @@ def run(arguments: Arguments) -> int:
         told = verdict(offer)
         print_output(f"  {offer.name:<{width}}  {told}")
         working += [offer.name] if told.startswith("PASS") else []
-    for line in not_here(registry):
+    for line in missing_packages(registry):
         print_output(f"  {line}")
     for problem in registry.problems:
         print_output(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
-    print_output("\n".join(after_the_doctor(working)))
+    print_output("\n".join(doctor_hints(working)))
     return 0
 
 
-def _numerics(arguments: Arguments) -> int:
+def _check_numerics(arguments: Arguments) -> int:
     """Check whether the engines compute every op's values and gradients, and a short training, as float64 does."""
     labels, strange = take_engines(arguments.rest, "")
     if strange:
         raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
     passed = True
-    for label, engine in engines(labels, load(arguments.modules)):
-        lines = list(examine(engine, references(rows_for(engine))))
+    for label, engine in build_engines(labels, load(arguments.modules)):
+        lines = list(check_engine(engine, build_references(rows_for(engine))))
         passed = passed and all(line.passed for line in lines)
-        print_output("\n".join(table(label, engine, lines)))
+        print_output("\n".join(format_table(label, engine, lines)))
     return 0 if passed else 1
 
 
@@ -124,7 +126,7 @@ def verdict(offer: Offer) -> str:
         return f"FAIL  {explain_import_error(error)}"
 
 
-def not_here(registry: Registry) -> Iterator[str]:
+def missing_packages(registry: Registry) -> Iterator[str]:
     """A line about each thing but engines that needs a package which is missing or broken."""
     for label, check in _checks(registry):
         try:
@@ -160,7 +162,7 @@ def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
 Arrays = Mapping[str, np.ndarray]
 
 STEPS, CLIP = 3, 0.5
-TRAINED = "rope"  # the case that the short training takes: attention with grouped heads and positions
+TRAINING_CASE = "rope"  # the case that the short training takes: attention with grouped heads and positions
 
 
 @dataclass(frozen=True)
@@ -179,18 +181,18 @@ class Line:
         return not self.failure and self.values <= self.tolerances[0] and self.gradients <= self.tolerances[1]
 
 
-def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
+def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """Return the named engines; without any, all that work here, and the first other one that is emulated."""
     if labels:
-        return [(label, engine_of(label, registry)) for label in labels]
+        return [(label, build_engine(label, registry)) for label in labels]
     found: list[tuple[str, Engine]] = []
     for offer in registry.engines():
         try:
-            found.append((offer.name, engine_of(offer.name, registry)))
+            found.append((offer.name, build_engine(offer.name, registry)))
         except Unavailable:
             emulated = f"{offer.name}:emulate=true"
             if "emulate" in dir(offer.cls) and not any(label.endswith("emulate=true") for label, _ in found):
-                found.append((emulated, engine_of(emulated, registry)))
+                found.append((emulated, build_engine(emulated, registry)))
     if not found:
         command = f"`toyexp doctor{registry.loading}`"
         raise UserError(f"doctor --numerics: no engine works here; {command} says why and what to install")
@@ -201,7 +203,7 @@ def engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine
 class Op:
     """Values and gradients of an op on a batch, in float64."""
 
-    judged_by: ClassVar[str] = "slopes"
+    tolerance_name: ClassVar[str] = "slopes"
 
     name: str
     plan: Plan
@@ -226,7 +228,7 @@ class Op:
 class Training:
     """A short training by AdamW in float64."""
 
-    judged_by: ClassVar[str] = "weights"
+    tolerance_name: ClassVar[str] = "weights"
 
     name: str
     plan: Plan
@@ -240,7 +242,7 @@ class Training:
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:
             session.build()
-            batches = [(op_batch(self.plan.rows, step, TRAINED), self.adamw.hp_for_step(step)) for step in steps]
+            batches = [(op_batch(self.plan.rows, step, TRAINING_CASE), self.adamw.hp_for_step(step)) for step in steps]
             losses = [session.step(batch, hp).loss for batch, hp in batches]
             weights = {name: session.download(name) for name in self.start}
         off = [norm(weights[n] - w) / norm(w - self.start[n]) for n, w in self.end.items()]
@@ -248,7 +250,7 @@ class Training:
 
 
 @functools.cache
-def references(rows: int = ROWS) -> list[Op | Training]:
+def build_references(rows: int = ROWS) -> list[Op | Training]:
     """Return every op, the adapters, and a training in both modes of AdamW, on batches of so many rows."""
     found: list[Op | Training] = []
     for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:
@@ -275,13 +277,13 @@ def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-
 
 def training(adamw: AdamW, rows: int) -> Training:
     """Train a few steps in float64, with a gradient that is clipped and weights that decay."""
-    plan = op_plan(TRAINED, rows=rows, grad_clip=CLIP)
+    plan = op_plan(TRAINING_CASE, rows=rows, grad_clip=CLIP)
     start = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)
     moments = {n: (np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
     losses = []
     for step in range(STEPS):
-        batch, hp = op_batch(rows, step, TRAINED), adamw.hp_for_step(step)
+        batch, hp = op_batch(rows, step, TRAINING_CASE), adamw.hp_for_step(step)
         losses.append(reference_loss(plan, weights, batch))
         gradients = {n: gradient(plan, weights, batch, n) for n in weights}
         clip = min(1.0, CLIP / (norm(*gradients.values()) + 1e-6))
@@ -291,11 +293,11 @@ def training(adamw: AdamW, rows: int) -> Training:
     return Training(f"{STEPS} steps, {adamw.mode}", plan, adamw, losses, start, weights)
 
 
-def examine(engine: Engine, checks: Sequence[Op | Training]) -> Iterator[Line]:
+def check_engine(engine: Engine, checks: Sequence[Op | Training]) -> Iterator[Line]:
     """Yield a line for each op and training; an error of the engine fails its line and no other."""
     limits = TOLERANCES[precision(engine)]
     for check in checks:
-        tolerances = limits.values, getattr(limits, check.judged_by)
+        tolerances = limits.values, getattr(limits, check.tolerance_name)
         try:
             yield Line(check.name, *check.errors(engine), tolerances)
         except Exception as error:  # whatever an engine raises, the other lines are still worth reading
@@ -308,7 +310,7 @@ def norm(*arrays: np.ndarray) -> float:
     return math.sqrt(sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays))
 
 
-def table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
+def format_table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
     """For a person."""
     rows = [("op", "values", "at most", "gradients", "at most", "")]
     for line in lines:

@@ -26,10 +26,10 @@ from toyexp.base.terminal import print_error, print_line, print_output, show_sta
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench import step_flops
 from toyexp.cli.bench_stepper import EngineStepper, memory_bytes
-from toyexp.config.compose import Composed
+from toyexp.config.compose import Composition
 from toyexp.config.request import Request
 from toyexp.config.top_level import GROUPS
-from toyexp.config.words import setting
+from toyexp.config.words import format_override
 from toyexp.formats.gguf.open_model import in_place
 from toyexp.interfaces.model import compute_scores
 from toyexp.runner.one_run import locate, prepare_run
@@ -47,9 +47,9 @@ from toyexp.training.settings import Interval, evaluations
 WARM_UP_STEPS, WARM_UP = 3, 0.1  # that do not count: so many, and so many seconds of them
 STEPS, SLICE = 3, 0.5  # that count
 PATIENCE = 5.0  # seconds of either after which one step is enough
-NOTHING = "nothing was trained, and nothing written but what data keep in their cache"
-TRIED = 8  # shapes of which a job is tried; what the others take is then the mean of these
-SAME = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep",
+NOTHING_WRITTEN = "nothing was trained, and nothing written but what data keep in their cache"
+MAX_SHAPES = 8  # shapes of which a job is tried; what the others take is then the mean of these
+COST_NEUTRAL = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep",
         "checkpoint_best", "nonfinite")  # fmt: skip
 FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -60,14 +60,14 @@ def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
     prepared, directory, resumed = prepare_run(composed, resume=found)
     show_status("taking a few steps")
     with convert_memory_errors():
-        told = _foresee(request, composed, prepared, directory, resumed)
+        told = _estimate_run(request, composed, prepared, directory, resumed)
     show_status("")
-    print_output(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_run(told)))
+    print_output(dump_json(told, indent=2) if as_json else "\n".join(_run_lines(told)))
     return 0
 
 
-def _foresee(
-    request: Request, composed: Composed, prepared: Prepared, directory: Path, resumed: Resumed | None
+def _estimate_run(
+    request: Request, composed: Composition, prepared: Prepared, directory: Path, resumed: Resumed | None
 ) -> dict[str, Any]:
     """Take a few steps of a run that is ready, on its own engine and data; UserError for what it would be refused.
 
@@ -83,7 +83,7 @@ def _foresee(
     steps = config.settings.steps - begins
     tried = _try_steps(prepared, begins)
     ended = time.perf_counter()
-    settings, flops = _differing(request, composed), step_flops(plan)
+    settings, flops = _changed_settings(request, composed), step_flops(plan)
     tried["seconds"] += time.perf_counter() - ended
     units, learned = prepared.model.reads.units, tried["learned"]
     known = call_checked(Mapping, prepared.dataset.describe).get(f"train_{units}")
@@ -108,7 +108,7 @@ def _foresee(
     }  # fmt: skip
 
 
-def _lines_of_run(told: Mapping[str, Any]) -> list[str]:
+def _run_lines(told: Mapping[str, Any]) -> list[str]:
     """Return what was found of a run, for a person."""
     tried, units, epochs, free = told["tried"], told["units"], told["epochs"], told["free_bytes"]
     again = "" if epochs is None else f", {epochs:.3g} times through the data"
@@ -125,7 +125,7 @@ def _lines_of_run(told: Mapping[str, Any]) -> list[str]:
     per_step, in_all = format_count(told["units_per_step"]), format_count(told["steps"] * told["units_per_step"])
     lines = [
         *([f"settings {' '.join(told['settings'])}"] if told["settings"] else []),
-        *map(_aligned, told["about"]),
+        *map(_align, told["about"]),
         f"trains   {format_count(told['trainable'])} parameters; "
         f"the model, as exported, has {format_count(told['parameters'])}",
         f"steps    {told['steps']}{behind}, each of {per_step} {units}: {in_all} in all{again}",
@@ -137,12 +137,12 @@ def _lines_of_run(told: Mapping[str, Any]) -> list[str]:
         f"         {pluralise(tried['steps'], 'step')} were tried; callbacks, checkpoints and exports come on top",
         f"writes   {short_path(Path(told['directory']))}",
         *(f"warning  {line}" for line in told["warnings"]),
-        NOTHING,
+        NOTHING_WRITTEN,
     ]
     return [line.rstrip() for line in lines]
 
 
-def _aligned(line: str) -> str:
+def _align(line: str) -> str:
     """Return a line of a run's introduction with its text in the column of the others."""
     name, _, rest = line.partition(" ")
     return f"{name:<8} {rest.lstrip()}"
@@ -159,14 +159,14 @@ def _frozen_bytes(prepared: Prepared) -> int:
     return size
 
 
-def _differing(request: Request, composed: Composed) -> list[str]:
+def _changed_settings(request: Request, composed: Composition) -> list[str]:
     """The choices that were typed, and each setting that is not the default of what was chosen."""
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
         usual = replace(request, settings=chosen).compose()
     except UserError:  # choices that only go together with a setting
         return [str(o.input_line) for o in request.settings]
-    return [*(str(o.input_line) for o in chosen), *composed.unlike(usual)]
+    return [*(str(o.input_line) for o in chosen), *composed.diff(usual)]
 
 
 def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
@@ -197,14 +197,14 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
         evals = evaluations(begins, settings.steps, settings.eval_every)
         return {
             "ready": ready - began, "step": step,
-            "evaluation": _evaluation(prepared, stepper) if evals else 0.0,
+            "evaluation": _time_evaluation(prepared, stepper) if evals else 0.0,
             "evaluations": evals,  # of the whole run
             "steps": len(learned), "learned": sum(learned) / len(learned), "seconds": time.perf_counter() - ready,
             "device_bytes": stepper.device_bytes(), "process_bytes": memory_bytes()[1],
         }  # fmt: skip
 
 
-def _evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
+def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
     """Seconds of an evaluation, from as many of its batches as take a moment."""
     held_out = prepared.batches.held_out()
     if not len(held_out):  # which the run says of itself
@@ -239,43 +239,45 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
     """Say what the jobs of a sweep would be; return 2 if one that is tried is refused, and 1 if one fails."""
     try:
         codes = [2 * runner.prepare()]
-        shapes = _shapes(runner.source.foreseen())
+        shapes = _group_jobs(runner.source.foreseen())
         if not shapes:
             print_line(dump_json({"jobs": 0}) if as_json else "no job would run")
             return max(codes)
-        root = _root(runner, [shape.jobs[0] for shape in shapes])
-        for shape in shapes[:TRIED]:
+        root = _sweep_directory(runner, [shape.jobs[0] for shape in shapes])
+        for shape in shapes[:MAX_SHAPES]:
             show_status(f"taking a few steps of job {shape.jobs[0].number}")
             try:
-                _try(shape, runner, root)
+                _try_job(shape, runner, root)
             except (UserError, RunFailed) as error:
                 print_error(f"error in job {shape.jobs[0].number}: {error}")
                 codes.append(error.exit_code)
         show_status("")
         if any(shape.found for shape in shapes):
-            told = _sum(shapes, runner, root)
-            print_output(dump_json(told, indent=2) if as_json else "\n".join(_lines_of_sweep(told, runner)))
+            told = _sum_jobs(shapes, runner, root)
+            print_output(dump_json(told, indent=2) if as_json else "\n".join(_sweep_lines(told, runner)))
         return 1 if 1 in codes else max(codes)
     finally:
         runner.close()
 
 
-def _shapes(jobs: Sequence[Job]) -> Sequence[Shape]:
+def _group_jobs(jobs: Sequence[Job]) -> Sequence[Shape]:
     found: dict[tuple[str, ...], Shape] = {}
     for job in jobs:
-        own = [word for word in job.overrides if not _costs_the_same(word)]
+        own = [word for word in job.overrides if not _is_cost_neutral(word)]
         found.setdefault(tuple(own), Shape(own, [])).jobs.append(job)
     return list(found.values())
 
 
-def _costs_the_same(word: str) -> bool:
+def _is_cost_neutral(word: str) -> bool:
     """Return whether a setting leaves what a step computes as it is: a seed, a rate, a number with a fraction."""
     key, _, value = word.partition("=")
     kind = key.split(".")[0]
-    return key in SAME or (kind in ("optim", "callbacks") and key != kind and FRACTION.fullmatch(value) is not None)
+    return key in COST_NEUTRAL or (
+        kind in ("optim", "callbacks") and key != kind and FRACTION.fullmatch(value) is not None
+    )
 
 
-def _root(runner: Runner, jobs: Sequence[Job]) -> Path:
+def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
     """Return the sweep's directory, as the first job names it that can; UserError where it would be refused."""
     if runner.folder:
         return runner.folder.path
@@ -290,11 +292,11 @@ def _root(runner: Runner, jobs: Sequence[Job]) -> Path:
     return Path.cwd()
 
 
-def _try(shape: Shape, runner: Runner, root: Path) -> None:
+def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
     """Have a process say what a run of the first job would be; raises UserError and RunFailed."""
     launcher, out = runner.launcher, list[str]()
     of_machine = launcher.is_forked and not launcher.is_stacked
-    words = [*_words(shape.jobs[0], runner, root), "--dry-run", "--json"]
+    words = [*_trial_words(shape.jobs[0], runner, root), "--dry-run", "--json"]
     gpus = visible()[: launcher.share.gpus] if of_machine else ()
     launcher.wait()
 
@@ -313,17 +315,17 @@ def _try(shape: Shape, runner: Runner, root: Path) -> None:
     shape.start = seconds - shape.found["tried"]["seconds"]
 
 
-def _words(job: Job, runner: Runner, root: Path) -> list[str]:
+def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     """Return the command line that tries a job."""
     asked = runner.asked.memory
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
         return [f"resume={root / job.directory}", *(word for word in asked["settings"] if word.startswith("plugins="))]
     where = root / job.directory if job.directory else runner.configs.directory(job, root)[1]
-    place = [] if where.exists() else [setting("hydra.run.dir", where)]
+    place = [] if where.exists() else [format_override("hydra.run.dir", where)]
     return [*shared_words(asked), *job.overrides, *place, f"hydra.job.num={job.number}"]
 
 
-def _sum(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
+def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
     """Add up what was found; jobs of shapes that were not tried count as the mean."""
     launcher, asked, search = runner.launcher, runner.asked, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
@@ -365,7 +367,7 @@ def _sum(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _lines_of_sweep(told: Mapping[str, Any], runner: Runner) -> list[str]:
+def _sweep_lines(told: Mapping[str, Any], runner: Runner) -> list[str]:
     """Return what was found of a sweep, for a person."""
     shapes, search, left, prune = told["shapes"], told["search"], told["not_tried"], runner.asked.settings.prune
     jobs, how = pluralise(told["jobs"], "job"), runner.launcher.describe(told["at_once"])
@@ -375,7 +377,7 @@ def _lines_of_sweep(told: Mapping[str, Any], runner: Runner) -> list[str]:
     for key, values in told["varied"].items() if not search else ():
         more = f",... ({len(values)} values)" if len(values) > 12 else ""
         lines.append(f"varies   {key}={','.join(values[:12])}{more}")
-    lines += map(_aligned, shapes[0]["about"])
+    lines += map(_align, shapes[0]["about"])
     head = ["jobs", "parameters", "train", "memory", "held", "step", "eval", "GFLOP a step", "start", "settings"]
     lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
     if left:
@@ -399,7 +401,7 @@ def _lines_of_sweep(told: Mapping[str, Any], runner: Runner) -> list[str]:
         f"compute  {told['flops'] / 1e9:.3g} GFLOP in all",
         f"time     about {format_duration(told['seconds'])}: {jobs}, {each} each, {how}",
         *(f"         {note}" for note in notes if note),
-        NOTHING,
+        NOTHING_WRITTEN,
     ]
 
 

@@ -20,7 +20,7 @@ from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
 
 
-def one_file(command: str, files: Sequence[str], usage: str) -> Path:
+def parse_model_path(command: str, files: Sequence[str], usage: str) -> Path:
     """Return the file that a command is about; raise UserError, with its `usage`, for none and for several."""
     if len(files) != 1 or not files[0]:
         raise UserError(f"{shlex.join([command, *files])}: takes one file or run directory{usage}")
@@ -45,7 +45,7 @@ def run_describe(arguments: Arguments) -> int:
     """Read the file's header, and show it."""
     from toyexp.inference.describe import describe
 
-    what = one_file("describe", arguments.rest, ": toyexp describe model.gguf")
+    what = parse_model_path("describe", arguments.rest, ": toyexp describe model.gguf")
     return describe(what, load(arguments.modules), arguments.metadata, arguments.tensors).show(arguments)
 
 
@@ -100,13 +100,13 @@ model.context=N (tokens of a window), batch_size=N, data.*, engine, engine.* and
 
 def run_eval(arguments: Arguments) -> int:
     """Evaluate a model, and show its scores; RunFailed for a loss that is no number."""
-    from toyexp.config.request import one_experiment
+    from toyexp.config.request import parse_experiment
     from toyexp.inference.evaluate import evaluate
 
     files = [word for word in arguments.rest if "=" not in word]
     usage = ", settings behind it, --data, --adapter and --json: toyexp eval model.gguf batch_size=4"
-    what = one_file("eval", files, usage)
-    request = one_experiment("eval", [word for word in arguments.settings if "=" in word])
+    what = parse_model_path("eval", files, usage)
+    request = parse_experiment("eval", [word for word in arguments.settings if "=" in word])
     found = evaluate(what, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
     found.show(arguments)
     if not math.isfinite(found.loss):
@@ -199,7 +199,7 @@ def run_export(arguments: Arguments) -> int:
 
     settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
     files, word = [word for word in arguments.rest if word not in settings], arguments.type
-    what = one_file("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
+    what = parse_model_path("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
     if word is None:
         raise UserError(f"export {what}: takes a type: toyexp export {shlex.quote(str(what))} --type q8_0")
     registry = load(arguments.modules)

@@ -15,7 +15,7 @@ from toyexp.base.random import stream
 from toyexp.base.signals import Interrupted, handle_signals
 from toyexp.base.terminal import is_terminal, print_note, print_text
 from toyexp.base.writing import dump_json
-from toyexp.cli.files import one_file
+from toyexp.cli.files import parse_model_path
 from toyexp.inference.generate import (
     LIMIT,
     STOPPED,
@@ -37,11 +37,11 @@ from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.tokenizers.chat_template import BadChat, Template
 
-IN_A_CHAT = 512  # tokens of an answer, unless told
-MOST_TEXT = 1 << 24  # bytes of a prompt
+CHAT_TOKENS = 512  # tokens of an answer, unless told
+MAX_PROMPT_BYTES = 1 << 24  # bytes of a prompt
 CHAT_STEP = 256  # positions by which a chat's window grows
 QUIT = "/quit"
-AGAIN = f"{QUIT}, or the end of the input, ends it; Ctrl-C stops an answer"
+CHAT_HINT = f"{QUIT}, or the end of the input, ends it; Ctrl-C stops an answer"
 
 HELP = """\
 usage: toyexp generate MODEL --prompt TEXT [options] [plugins=[my_module]]
@@ -87,7 +87,9 @@ def run(arguments: Arguments) -> int:
 def read(arguments: Arguments) -> Options:
     """Return the command line's options; raise UserError for bad values, and for a prompt that is missing."""
     typed = {name: value for name, value in vars(arguments).items() if value is not None}
-    typed["model"] = model = one_file("generate", arguments.rest, ": toyexp generate model.gguf --prompt 'def '")
+    typed["model"] = model = parse_model_path(
+        "generate", arguments.rest, ": toyexp generate model.gguf --prompt 'def '"
+    )
     typed["sampling"] = Sampling(**{f.name: typed[f.name] for f in fields(Sampling) if f.name in typed})
     asked = Options(**{f.name: typed[f.name] for f in fields(Options) if f.name in typed})
     if asked.system is not None and not asked.chat:
@@ -95,7 +97,7 @@ def read(arguments: Arguments) -> Options:
     if asked.chat and asked.ids is not None:
         raise UserError("generate --chat: takes its message from --prompt; ids go without it")
     if asked.chat and asked.prompt is None:
-        return asked if "tokens" in typed else replace(asked, tokens=IN_A_CHAT)
+        return asked if "tokens" in typed else replace(asked, tokens=CHAT_TOKENS)
     if (asked.prompt is None) == (asked.ids is None):
         usage = "--prompt TEXT (- reads it from standard input), --ids 1,2,3 in its place, or --chat for a conversation"
         raise UserError(f"generate: give {usage}")
@@ -107,13 +109,15 @@ def _read_prompt(given: str | None) -> str | None:
         return None
     if given == "-" and sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; --prompt TEXT, or a pipe")
-    raw = sys.stdin.buffer.read(MOST_TEXT + 1) if given == "-" else os.fsencode(given)
-    if len(raw) > MOST_TEXT:
-        raise UserError(f"--prompt -: more than {MOST_TEXT >> 20} MiB, which fits no context; give its last part")
-    return _decoded(raw, "--prompt")
+    raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if given == "-" else os.fsencode(given)
+    if len(raw) > MAX_PROMPT_BYTES:
+        raise UserError(
+            f"--prompt -: more than {MAX_PROMPT_BYTES >> 20} MiB, which fits no context; give its last part"
+        )
+    return _decode(raw, "--prompt")
 
 
-def _decoded(raw: bytes, option: str) -> str:
+def _decode(raw: bytes, option: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -192,7 +196,7 @@ def chat(
         if asked.system is not None and not template:
             raise UserError(f"{loaded.name}: has no chat template, which would write --system; leave it out")
         how = f"chat template of {template.file}" if template else "no chat template: the text is continued"
-        print_note(f"{how} · {AGAIN}")
+        print_note(f"{how} · {CHAT_HINT}")
         talk = Conversation(author, template)
         with handle_signals({signal.SIGINT: talk.interrupt}):
             for message in messages():
@@ -221,7 +225,7 @@ def messages() -> Iterator[str]:
             import readline  # noqa: F401 - which lets `input` edit a line and recall earlier ones
     while True:
         try:
-            line = input("> ") if before_a_person else _line()
+            line = input("> ") if before_a_person else _read_line()
         except EOFError:
             if before_a_person:
                 print(flush=True)
@@ -230,7 +234,7 @@ def messages() -> Iterator[str]:
             if not before_a_person or signalled.exit_code != 128 + signal.SIGINT:
                 raise
             print(flush=True)
-            print_note(AGAIN)
+            print_note(CHAT_HINT)
             continue
         if line.strip() == QUIT:
             return
@@ -238,8 +242,8 @@ def messages() -> Iterator[str]:
             yield line.strip()
 
 
-def _line() -> str:
+def _read_line() -> str:
     """Return the next line of a pipe or a file; EOFError behind the last."""
     if raw := sys.stdin.buffer.readline():
-        return _decoded(raw, "generate --chat")
+        return _decode(raw, "generate --chat")
     raise EOFError

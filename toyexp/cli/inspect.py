@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING
 from toyexp.base.errors import UserError, suggest
 
 if TYPE_CHECKING:
-    from toyexp.config.compose import Composed
+    from toyexp.config.compose import Composition
     from toyexp.config.request import Request
     from toyexp.config.schema import Source
 
 
 def inspect(flags: Mapping[str, str], request: Request) -> int:
     """Shows what the flags ask for; returns the exit code, and raises UserError for what it cannot show."""
-    from toyexp.config.mistakes import in_plain_words
+    from toyexp.config.mistakes import rephrase
 
     if "--hydra-help" in flags:
         words: Sequence[str] = ()
     else:
         composed = request.compose()
         if "--cfg" in flags:
-            print(_composed(composed, flags), end="")
+            print(_format_config(composed, flags), end="")
             return 0
-        words = composed.every.in_lists(composed.given)
+        words = composed.every.hydra_overrides(composed.given)
     try:
-        _show_by_hydra(flags.get("--info"), request.source, [*request.source.overrides(), *words])
+        _print_from_hydra(flags.get("--info"), request.source, [*request.source.overrides(), *words])
     except OSError:  # of what takes the output
         raise
     except Exception as error:
-        raise in_plain_words(" ".join(f"{flag} {value}".strip() for flag, value in flags.items()), error) from None
+        raise rephrase(" ".join(f"{flag} {value}".strip() for flag, value in flags.items()), error) from None
     return 0
 
 
-def _show_by_hydra(info: str | None, source: Source, words: list[str]) -> None:
+def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> None:
     """Print what Hydra's own --info tells, or without it Hydra's help; Hydra's log handlers do not stay."""
     from hydra import initialize_config_dir
     from hydra._internal.utils import get_args_parser
@@ -56,12 +56,12 @@ def _show_by_hydra(info: str | None, source: Source, words: list[str]) -> None:
         root.setLevel(level)
 
 
-def _composed(composed: Composed, flags: Mapping[str, str]) -> str:
+def _format_config(composed: Composition, flags: Mapping[str, str]) -> str:
     """The configuration, or the part that --package names, as Hydra shows it; UserError where there is no such part."""
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from toyexp.config.mistakes import in_plain_words
+    from toyexp.config.mistakes import rephrase
 
     cfg, package = composed.cfg, flags.get("--package")
     shown = {"job": set(cfg) - {"hydra"}, "hydra": {"hydra"}, "all": set(cfg)}[flags["--cfg"]]
@@ -71,7 +71,7 @@ def _composed(composed: Composed, flags: Mapping[str, str]) -> str:
         if "--resolve" in flags:
             OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
-        raise in_plain_words(f"--cfg {flags['--cfg']}", error) from None
+        raise rephrase(f"--cfg {flags['--cfg']}", error) from None
     if node is None:
         raise UserError(f"--package {package}: the config has no such part; {suggest(str(package), map(str, cfg))}")
     head = "" if node is cfg else f"# @package {package}\n"

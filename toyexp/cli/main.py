@@ -20,7 +20,7 @@ from toyexp.base.threads import available_cores
 from toyexp.base.user_paths import expand_overrides
 from toyexp.base.writing import reject_bad_names
 from toyexp.cli.commands import COMMANDS, find
-from toyexp.config.flags import SHOWING, read, request_of
+from toyexp.config.flags import PRINTING_FLAGS, build_request, read_flags
 from toyexp.interfaces.command import Command, parse_modules
 from toyexp.sweeps.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
     typed = sys.argv[1:] if argv is None else argv
-    return run_to_exit_code(partial(answer, typed), lambda error: explained(error, typed))
+    return run_to_exit_code(partial(run_words, typed), lambda error: add_page(error, typed))
 
 
-def explained(error: str, typed: Sequence[str]) -> str:
+def add_page(error: str, typed: Sequence[str]) -> str:
     """An error with the page of the documentation that is about it; the sweep of a job tells its error itself."""
-    from toyexp.cli.pages import with_page
+    from toyexp.cli.pages import add_page
 
-    return error if is_a_job() else with_page(error, typed[0] if typed else "")
+    return error if is_a_job() else add_page(error, typed[0] if typed else "")
 
 
 @reject_bad_names()
 @attribute_part_errors()
-def answer(typed: Sequence[str]) -> int:
+def run_words(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
     follow_the_sweep()
     words = list(typed)
@@ -60,7 +60,7 @@ def answer(typed: Sequence[str]) -> int:
             return _call(command, words[1:])
         return _call_of_a_plugin(command, words[1:])
     if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # a word that is no command is an error below
-        return answer(["help"])
+        return run_words(["help"])
     if "--version" in words:
         show_status("")
         print(f"toyexp {toyexp.__version__}")
@@ -97,13 +97,13 @@ def run(words: Sequence[str]) -> int:
     """Composes and runs one experiment, or a sweep with -m."""
     available_cores()  # which refuses a TOYEXP_CORES that cannot be, also where engine.threads is what counts
     working_directory()  # which says so when it is gone: runs are written there
-    flags, settings, resume = read(words)
-    request = request_of(flags, settings)
+    flags, settings, resume = read_flags(words)
+    request = build_request(flags, settings)
     if STACK in os.environ:
         from toyexp.sweeps.launchers.stack_process import train_stack
 
         return train_stack(request)
-    if flags.keys() & SHOWING:
+    if flags.keys() & PRINTING_FLAGS:
         from toyexp.cli.inspect import inspect
 
         show_status("")
@@ -131,7 +131,7 @@ def run(words: Sequence[str]) -> int:
 
 def _train(request: Request, resume: str | None, is_bare: bool) -> int:
     """Train one run; after the first run of a directory, if nothing was typed, print what to try next."""
-    from toyexp.cli.pages import after_a_run
+    from toyexp.cli.pages import run_hints
     from toyexp.runner.one_run import follow, prepare_request
     from toyexp.training.verdict import print_result
 
@@ -153,13 +153,13 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
         result = ready.run()
     print_result(result)
     if is_first:
-        print_line("\n".join(after_a_run(result)))
+        print_line("\n".join(run_hints(result)))
     return 0
 
 
 def _sweep(flags: Mapping[str, str], request: Request) -> int:
     """Run every combination of the values, or go on with a sweep; return the exit code."""
-    from toyexp.config.schema import BEGUN
+    from toyexp.config.schema import START_DIRECTORY
     from toyexp.sweeps.begin import prepare_sweep
 
     try:
@@ -170,4 +170,4 @@ def _sweep(flags: Mapping[str, str], request: Request) -> int:
 
         return dry_run_sweep(runner, "--json" in flags)
     finally:
-        os.environ.pop(BEGUN, None)
+        os.environ.pop(START_DIRECTORY, None)

@@ -28,17 +28,17 @@ KINDS = {  # the registry's words for them
     "engine": "engine", "model": "model", "recipe": "recipe", "data": "data", "callback": "callbacks",
     "optimiser": "optim", "format": "format",
 }  # fmt: skip
-HABITS = {"optim": "optimiser", "optimizer": "optimiser", "callbacks": "callback", "dataset": "data"}
-LONGEST = 60  # letters of a name, which becomes a part of file names
-HOW = "toyexp new KIND NAME, such as toyexp new optimiser sgdr"
+KIND_ALIASES = {"optim": "optimiser", "optimizer": "optimiser", "callbacks": "callback", "dataset": "data"}
+MAX_NAME_LENGTH = 60  # letters of a name, which becomes a part of file names
+USAGE = "toyexp new KIND NAME, such as toyexp new optimiser sgdr"
 
 
 def run(arguments: Arguments) -> int:
     """Writes it, and says how to go on."""
     words = arguments.rest
     if len(words) != 2:
-        raise UserError(f"new{''.join(f' {word}' for word in words)}: takes a kind, and a name: {HOW}")
-    kind = HABITS.get(words[0], words[0])
+        raise UserError(f"new{''.join(f' {word}' for word in words)}: takes a kind, and a name: {USAGE}")
+    kind = KIND_ALIASES.get(words[0], words[0])
     if kind not in KINDS:
         raise UserError(f"new {kind}: there is no such kind; {suggest(kind, KINDS)}")
     place = write(kind, words[1], Path(arguments.into or "."), arguments.modules)
@@ -64,18 +64,18 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
         with write_atomically(place) as new:
             new.mkdir()
             for file, text in files.items():
-                (new / renamed(file, kind, name)).write_text(renamed(text, kind, name))
+                (new / fill_template(file, kind, name)).write_text(fill_template(text, kind, name))
     return place
 
 
-def renamed(text: str, kind: str, name: str) -> str:
+def fill_template(text: str, kind: str, name: str) -> str:
     """A template with a name of one's own in the place of `my_<kind>`, as class and as distribution too."""
-    for mine, theirs in zip(_forms(f"my_{kind}"), _forms(name), strict=True):
+    for mine, theirs in zip(_name_forms(f"my_{kind}"), _name_forms(name), strict=True):
         text = text.replace(mine, theirs)
     return text
 
 
-def _forms(name: str) -> tuple[str, str, str]:
+def _name_forms(name: str) -> tuple[str, str, str]:
     """As a module and a setting, as a class, and as a distribution."""
     return name, "".join(part.capitalize() for part in name.split("_")), name.replace("_", "-")
 
@@ -87,9 +87,9 @@ def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None
         guess = "_".join(re.findall("[a-z0-9]+", re.sub("([a-z0-9])([A-Z])", r"\1_\2", name).lower()))
         hint = f"; did you mean {guess}?" if name.isascii() and guess[:1].isalpha() else ""
         raise UserError(f"{asked}: a name is lower-case letters, digits and single underscores, a letter first{hint}")
-    if len(name) > LONGEST:
-        raise UserError(f"new {kind} {name[:20]}...: has {len(name)} letters; a name has at most {LONGEST}")
-    _, its_class, _ = _forms(name)
+    if len(name) > MAX_NAME_LENGTH:
+        raise UserError(f"new {kind} {name[:20]}...: has {len(name)} letters; a name has at most {MAX_NAME_LENGTH}")
+    _, its_class, _ = _name_forms(name)
     if name != f"my_{kind}" and (iskeyword(its_class) or re.search(rf"\b{its_class}\b", template)):
         raise UserError(f"{asked}: its class would be {its_class}, which stands for something else; such as my_{name}")
     offer = load(modules).offers[KINDS[kind]].get(name)

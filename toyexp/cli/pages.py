@@ -13,7 +13,7 @@ from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.base.formatting import format_value, short_path
 from toyexp.base.terminal import is_terminal
 from toyexp.config.paths import CONF, PAGES, TEMPLATES
-from toyexp.config.top_level import GROUPS, top_level
+from toyexp.config.top_level import GROUPS, top_level_settings
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -35,12 +35,12 @@ def topics() -> dict[str, Path]:
     return found
 
 
-def read(topic: str) -> str:
+def read_page(topic: str) -> str:
     """A page with the files that it shows, its links as what one types; UserError where there is none of that name."""
     known = topics()
     if topic not in known:
         own = topic.removesuffix(".md").rpartition("/")[2]  # of guides/data.md, its place in a folder: data
-        meant = nearest(topic, known) or (own if own in known else nearest(own, known)) or _OF_KEY.get(own)
+        meant = nearest(topic, known) or (own if own in known else nearest(own, known)) or _KEY_PAGES.get(own)
         hint = f"did you mean {meant}?" if meant else suggest("", known)
         raise UserError(f"help {topic}: there is no such page; {hint}")
     page, by_path = known[topic], {path: name for name, path in known.items()}
@@ -49,7 +49,7 @@ def read(topic: str) -> str:
         name = by_path.get((page.parent / link[2]).resolve())
         return f"{link[1]} (`toyexp help {name}`)" if name and name != topic else link[1]
 
-    text = re.sub(r"^ *<!--.*?-->\n+", "", with_templates(page.read_text()), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *<!--.*?-->\n+", "", insert_templates(page.read_text()), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"(picture: \1)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)  # to another place of the same page
     return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", told, text)
@@ -62,15 +62,15 @@ def search(words: str) -> list[tuple[str, int, str]]:
     """
     found, begins = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
-        lines = [(n, line) for n, line in enumerate(read(topic).splitlines(), 1) if begins.search(line)]
+        lines = [(n, line) for n, line in enumerate(read_page(topic).splitlines(), 1) if begins.search(line)]
         hits = [(len(line.partition(" ")[0]) if line[0] == "#" else 9, n, line) for n, line in lines]  # of a heading
         if hits:
             depth, number, line = min(hits)
-            found.append((topic != _OF_KEY.get(words), depth, -len(hits), topic, number, line.strip("# ")))
+            found.append((topic != _KEY_PAGES.get(words), depth, -len(hits), topic, number, line.strip("# ")))
     return [(topic, number, line) for *_, topic, number, line in sorted(found)]
 
 
-def with_templates(page: str) -> str:
+def insert_templates(page: str) -> str:
     """A page with the templates that it links to in lines of their own, such as `[x.py](../../templates/x.py)`."""
 
     def shown(match: re.Match[str]) -> str:
@@ -80,7 +80,7 @@ def with_templates(page: str) -> str:
     return _TEMPLATE.sub(shown, page)
 
 
-def show(page: str) -> None:
+def print_page(page: str) -> None:
     """Prints a page, laid out where a person reads it."""
     if not is_terminal():
         print(page, end="")
@@ -92,7 +92,7 @@ def show(page: str) -> None:
 
 
 # What an error is about, by how it begins or what it holds: the first that fits; then by its key, or its command.
-_ABOUT = (
+_ERROR_PAGES = (
     (r"add -m to sweep|run it with -m", "sweeps"),
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
     (r"^--type[ =]", "exports"),
@@ -103,12 +103,12 @@ _ABOUT = (
     (r"^hydra\.(run|sweep)\.dir=|is not empty|choose another directory", "outputs"),
     (r"^plugins=", "plugins"),
 )
-_OF_KEY = {
+_KEY_PAGES = {
     "engine": "engines", "recipe": "recipes", "model": "models", "data": "data", "optim": "optimisers",
     "callbacks": "callbacks", "sweep": "sweeps", "resume": "resume", "experiment": "runs", "format": "exports",
     "lr": "runs", "steps": "runs", "batch_size": "runs", "seed": "runs", "name": "outputs",
 }  # fmt: skip
-_OF_COMMAND = {
+_COMMAND_PAGES = {
     "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",
     "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
     "new": "plugins", "plugins": "plugins", "doctor": "engines",
@@ -117,19 +117,19 @@ _OF_COMMAND = {
 
 def page_about(error: str, command: str = "") -> str:
     """Return the topic that explains an error of a command; nothing if none does."""
-    if command in _OF_COMMAND and re.search(r"^--|the GGUF files on this machine", error):  # the command says what of
-        return _OF_COMMAND[command]
-    for pattern, topic in _ABOUT:
+    if command in _COMMAND_PAGES and re.search(r"^--|the GGUF files on this machine", error):
+        return _COMMAND_PAGES[command]
+    for pattern, topic in _ERROR_PAGES:
         if re.search(pattern, error):
             return topic
     if key := re.match(r"unknown key ([a-z_]+)", error):
-        return _OF_KEY.get(key[1], "runs")
+        return _KEY_PAGES.get(key[1], "runs")
     if key := re.match(r"([a-z_]+)(?:\.[\w.]+)?=", error):
-        return _OF_KEY.get(key[1], "")
-    return _OF_COMMAND.get(error.partition(" ")[0].removesuffix(":"), "")
+        return _KEY_PAGES.get(key[1], "")
+    return _COMMAND_PAGES.get(error.partition(" ")[0].removesuffix(":"), "")
 
 
-def with_page(error: str, command: str = "") -> str:
+def add_page(error: str, command: str = "") -> str:
     """Return an error with the page that explains it behind it."""
     topic = page_about(error, command)
     return f"{error} (more: toyexp help {topic})" if topic else error
@@ -161,7 +161,7 @@ Tab completion (or zsh, fish): eval "$(toyexp completion bash)\""""
 def run_help(arguments: Arguments) -> int:
     """Print how toyexp is used, a page of the documentation, or the pages that mention a word."""
     if not arguments.rest:
-        print(page())
+        print(usage_text())
         return 0
     word, offers = " ".join(arguments.rest), load(arguments.modules).offers
     if word in offers["command"] and word not in topics():
@@ -173,17 +173,19 @@ def run_help(arguments: Arguments) -> int:
             begins = max(line.lower().find(word.lower()) - 30, 0)
             print(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[begins : begins + 64]}")
         return 0
-    show(read(found[0][0] if found else word))
+    print_page(read_page(found[0][0] if found else word))
     if word in offers["command"]:
         print(f"\nOf the command: toyexp {word} --help")
     return 0
 
 
-def page(modules: Sequence[str] = ()) -> str:
+def usage_text(modules: Sequence[str] = ()) -> str:
     """All of it."""
     registry = load(modules)
     commands = [f"  {n:<12} {o.help.removesuffix('.')}{o.origin}" for n, o in registry.offers["command"].items()]
-    keys = [f"  {f'{key}={format_value(setting.default)}':<34} {setting.comment}" for key, setting in top_level()]
+    keys = [
+        f"  {f'{key}={format_value(setting.default)}':<34} {setting.comment}" for key, setting in top_level_settings()
+    ]
     return "\n".join([
         HEAD, "commands", *commands, EXAMPLES, "choices", *_choices(registry), "",
         "top-level keys (conf/config.yaml)", *keys, "", "pages of the documentation: toyexp help TOPIC",
@@ -191,7 +193,7 @@ def page(modules: Sequence[str] = ()) -> str:
     ])  # fmt: skip
 
 
-HELP_HELP = page
+HELP_HELP = usage_text
 
 
 def _choices(registry: Registry) -> Iterator[str]:
@@ -206,7 +208,7 @@ def _choices(registry: Registry) -> Iterator[str]:
 # -- what to try next -------------------------------------------------------------------------------------------------
 
 
-def after_a_run(result: Result) -> list[str]:
+def run_hints(result: Result) -> list[str]:
     """Three things to try, behind the first run of a directory."""
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
@@ -217,7 +219,7 @@ def after_a_run(result: Result) -> list[str]:
     ])  # fmt: skip
 
 
-def after_the_doctor(engines: Sequence[str]) -> list[str]:
+def doctor_hints(engines: Sequence[str]) -> list[str]:
     """What can be done with the engines that work here, the one that `auto` takes first."""
     if not engines:
         return _next([

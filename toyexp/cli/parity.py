@@ -18,7 +18,7 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import align_columns, format_bytes
 from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
-from toyexp.cli.bench_stepper import ALONE, on_engines, prepared_on
+from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
 from toyexp.cli.parity_plot import sheet
 from toyexp.config.request import Request
 from toyexp.interfaces.command import Arguments
@@ -31,7 +31,7 @@ from toyexp.training.run_config import Prepared, introduction
 
 STEPS = 20  # unless the user says how many
 LIMITS = ("loss", "gradient", "weights")  # what has a tolerance
-SHOWN = 3  # tensors listed for each engine without --all
+TENSORS_SHOWN = 3  # tensors listed for each engine without --all
 # A gradient below this share of the whole gradient is compared with that.
 SMALL = 1e-6
 # And below float32's precision it is nothing but rounding: so is the bias of attention's keys without rope, which the
@@ -133,8 +133,8 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
         judged_by = coarser(rounds[first], rounds[label])
         tolerances = replace(TOLERANCES[judged_by], **limits)
-        tensors.sort(key=partial(_times_off, tolerances), reverse=True)
-        exceeded = list(_exceeded(loss, tensors, tolerances))
+        tensors.sort(key=partial(_tolerance_ratio, tolerances), reverse=True)
+        exceeded = list(_exceeded_messages(loss, tensors, tolerances))
         engines.append(
             EngineReport(label, notes[label], measured.losses, loss, tensors, judged_by, tolerances, exceeded)
         )
@@ -193,11 +193,11 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     return differences
 
 
-def _times_off(limits: Tolerances, tensor: TensorDifference) -> float:
+def _tolerance_ratio(limits: Tolerances, tensor: TensorDifference) -> float:
     return max(_ratio(tensor.gradient, limits.gradient), _ratio(tensor.weights, limits.weights))
 
 
-def _exceeded(loss: LossDifference, tensors: Sequence[TensorDifference], limits: Tolerances) -> Iterator[str]:
+def _exceeded_messages(loss: LossDifference, tensors: Sequence[TensorDifference], limits: Tolerances) -> Iterator[str]:
     """A sentence for each exceeded tolerance: where it is worst, and by how much."""
 
     def by(value: float, limit: float) -> str:
@@ -247,11 +247,11 @@ def run(arguments: Arguments) -> int:
     picture = check_plot_path("--plot", plot) if plot else None
     typed = {name: getattr(arguments, name) for name in LIMITS}
     limits = {name: limit for name, limit in typed.items() if limit is not None}
-    request, labels = on_engines("parity", arguments, ALONE)
+    request, labels = parse_engines("parity", arguments, RUN_ONLY_KEYS)
     _require_schedules(request)
     own = own_sweep(request)
     fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
-    request = request.before(f"steps={STEPS}").plus(*fixed)
+    request = request.with_defaults(f"steps={STEPS}").with_overrides(*fixed)
     watch: Callable[[str], None] = (lambda line: None) if as_json else print_output
     reports: dict[str, Report] = {}
     if picture and (several := [o.key_or_group for o in own if o.is_sweep_override()]):
@@ -261,7 +261,7 @@ def run(arguments: Arguments) -> int:
         label = " ".join(varied)
         if varied:
             watch(f"\n[{len(reports)}] {label}")
-        runs = prepared_on(request.plus(*varied), labels)
+        runs = prepare_runs(request.with_overrides(*varied), labels)
         reports[label] = report = compare(runs, limits, watch)
         for line in summary(report, arguments.all):
             watch(line)
@@ -297,7 +297,7 @@ Trains one experiment on several engines, from the same bytes and batches, and c
 engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false, or
 engine=cuda,cuda:capture=false.
 All other settings are those of a run; steps={STEPS} unless given. Nothing is evaluated or written: refused are
-{", ".join(sorted(ALONE))}.
+{", ".join(sorted(RUN_ONLY_KEYS))}.
 An experiment that sweeps, such as parity_all, is compared job by job.
 Optimisers that go by signs (optim=lion) make whole steps of rounding errors: weights differ where gradients are near 0;
 --weights X allows for it.
@@ -321,7 +321,7 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
         rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
     lines = ["", *align_columns(rows, right=range(1, 8))]
     for engine in report.engines:
-        shown = engine.tensors if every_tensor else engine.tensors[:SHOWN]
+        shown = engine.tensors if every_tensor else engine.tensors[:TENSORS_SHOWN]
         of = f"{len(shown)} of {len(engine.tensors)} tensors"
         rows = [(f"{engine.engine}, {of}", "gradient", "cosine", "weights", "of norm")]
         for t in shown:

@@ -16,7 +16,7 @@ ROW = 0.2  # inches
 def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     """The picture of a report as plain data."""
     engines = report["engines"]
-    tensors = _worst(engines)
+    tensors = _worst_tensors(engines)
     rows = (2.4, 2.0, 0.75 + ROW * max(len(tensors), 3))
     every = len(engines[0]["tensors"])
     left_out = f"the {len(tensors)} of {every} tensors that differ most" if len(tensors) < every else ""
@@ -34,7 +34,7 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     return found
 
 
-def _worst(engines: Sequence[Mapping[str, Any]]) -> list[str]:
+def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     """The tensors that are furthest from the tolerances of any engine, the furthest first."""
     found: dict[str, float] = {}
     for engine in engines:
@@ -47,16 +47,16 @@ def _worst(engines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _losses(axes: Any, report: Mapping[str, Any]) -> None:
     steps = range(1, len(report["losses"]) + 1)
-    axes.plot(steps, report["losses"], color=INK, linewidth=3, alpha=0.35, label=_named(report["reference"], report))
+    axes.plot(steps, report["losses"], color=INK, linewidth=3, alpha=0.35, label=_legend(report["reference"], report))
     for number, engine in enumerate(report["engines"]):
-        _line(axes, number, engine["losses"], label=_named(engine["engine"], engine))
+        _line(axes, number, engine["losses"], label=_legend(engine["engine"], engine))
     axes.set_ylabel("loss")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelbottom=False)
     axes.legend(loc="upper right", frameon=False, fontsize=SMALL, labelcolor="linecolor")
 
 
-def _named(engine: str, of: Mapping[str, Any]) -> str:
+def _legend(engine: str, of: Mapping[str, Any]) -> str:
     return f"{fit_text(engine, 40)}, at the end {of['losses'][-1]:.5g}"
 
 
@@ -96,7 +96,7 @@ def _errors(
     highest = axes.get_xlim()[1]
     for number, of in enumerate(each):
         places = [min(max(of[name], floor), highest) for name in tensors]
-        look = {"markersize": 4, "linestyle": "none", "alpha": 0.85, **_look(number)}
+        look = {"markersize": 4, "linestyle": "none", "alpha": 0.85, **_line_style(number)}
         axes.plot(places, range(len(tensors)), clip_on=False, **look)
     for tolerance in set(tolerances.values()):
         axes.axvline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
@@ -117,8 +117,8 @@ def _line(axes: Any, number: int, values: Sequence[float], **how: Any) -> None:
     """Draw the values of one engine, step by step from 1."""
     every = max(len(values) // 12, 1)
     axes.plot(range(1, len(values) + 1), values, linewidth=1, markersize=3.5, markevery=(number % 3, every),
-              **_look(number), **how)  # fmt: skip
+              **_line_style(number), **how)  # fmt: skip
 
 
-def _look(number: int) -> dict[str, str]:
+def _line_style(number: int) -> dict[str, str]:
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)]}

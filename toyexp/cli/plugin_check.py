@@ -25,8 +25,8 @@ from toyexp.plugins.discovery import GROUP, load_package
 from toyexp.plugins.exporter import Exporter
 from toyexp.plugins.registry import Offer, Registry
 
-RUN_ON = ("ggml", "cpu")  # engines on which parts of other kinds are tried, where they work
-HERE = "the plugin under test"
+TRIAL_ENGINES = ("ggml", "cpu")  # engines on which parts of other kinds are tried, where they work
+PACKAGE = "the plugin under test"
 
 
 @dataclass
@@ -54,20 +54,20 @@ class Line:
 
 
 @dataclass
-class Checked(Answer):
+class CheckReport(Answer):
     """All of it."""
 
     path: str
     checked: list[Line]
 
     @property
-    def good(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether every part was held against its suite, where its device is here, and nothing failed."""
         return all(line.verdict in ("PASS", "skipped") for line in self.checked)
 
     def plain(self) -> dict[str, Any]:
         """The lines, and whether all is good."""
-        return {"path": self.path, "good": self.good, "checked": [line.plain() for line in self.checked]}
+        return {"path": self.path, "good": self.has_passed, "checked": [line.plain() for line in self.checked]}
 
     def lines(self) -> list[str]:
         """A table, and then each failure in a line."""
@@ -79,7 +79,7 @@ class Checked(Answer):
         return [*align_columns(rows), *(["", *failures] if failures else [])]
 
 
-def check(path: str) -> Checked:
+def check(path: str) -> CheckReport:
     """Runs the tests that lie with a plugin, and a suite for each part that none of them is about.
 
     Raises UserError where there is no plugin, or no pytest.
@@ -89,24 +89,24 @@ def check(path: str) -> Checked:
     with contextlib.suppress(OSError):  # standard error has no file, as in a notebook
         faulthandler.enable()  # which names the line of a plugin whose native code ends the process
     place = Path(path)
-    modules, folders = _modules(place)
+    modules, folders = _find_modules(place)
     for folder in reversed(folders):
         sys.path.insert(0, str(folder))
-    registry = load_package([EntryPoint(name, module, GROUP) for name, module in modules.items()], HERE)
-    broken = [p for p in registry.problems if p.package == HERE]
+    registry = load_package([EntryPoint(name, module, GROUP) for name, module in modules.items()], PACKAGE)
+    broken = [p for p in registry.problems if p.package == PACKAGE]
     if broken:
-        return Checked(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])
-    offers = [o for known in registry.offers.values() for o in known.values() if o.package == HERE]
+        return CheckReport(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])
+    offers = [o for known in registry.offers.values() for o in known.values() if o.package == PACKAGE]
     offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # which a format's own suite is about
     beside = [place.with_name(f"test_{place.name}")] if place.is_file() else []
     tests = [*beside, *sorted(file for folder in (place, place / "tests") for file in folder.glob("test_*.py"))]
-    found = _Found(offers)
+    found = _PytestResults(offers)
     if tests := [file for file in tests if file.is_file()]:
-        _pytest(tests, found)
-    return Checked(path, [*found.told(), *_with_defaults(offers, found, registry)])
+        _run_pytest(tests, found)
+    return CheckReport(path, [*found.sorted_lines(), *_check_defaults(offers, found, registry)])
 
 
-def _modules(place: Path) -> tuple[dict[str, str], list[Path]]:
+def _find_modules(place: Path) -> tuple[dict[str, str], list[Path]]:
     """The plugin modules of a package or a file, by the names of their entry points, and where they are imported from.
 
     Raises UserError where there are none.
@@ -134,12 +134,12 @@ def _modules(place: Path) -> tuple[dict[str, str], list[Path]]:
     return points, [whole, *(p for p in [whole / "src"] if p.is_dir())]
 
 
-def _with_defaults(offers: Sequence[Offer], found: _Found, registry: Registry) -> list[Line]:
+def _check_defaults(offers: Sequence[Offer], found: _PytestResults, registry: Registry) -> list[Line]:
     """A line about each part that no test was about: what its suite says of its defaults, or why it cannot."""
     from toyexp.testing.defaults import SUITES, Beside, suite_for
 
     engines = []
-    for name in RUN_ON:
+    for name in TRIAL_ENGINES:
         with contextlib.suppress(KeyError, Unavailable):  # it is not here
             engine = registry.classes("engine")[name](threads=1)
             engine.check()
@@ -165,16 +165,16 @@ def _with_defaults(offers: Sequence[Offer], found: _Found, registry: Registry) -
     if suites:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "test_with_defaults.py")
-            file.write_text(f"from {__name__} import MADE\n\nglobals().update(MADE)\n")
-            MADE.clear()
-            MADE.update(suites)
-            by_default = _Found(offers, "its defaults")
-            _pytest([file], by_default)
-            told += by_default.told()
+            file.write_text(f"from {__name__} import GENERATED_SUITES\n\nglobals().update(GENERATED_SUITES)\n")
+            GENERATED_SUITES.clear()
+            GENERATED_SUITES.update(suites)
+            by_default = _PytestResults(offers, "its defaults")
+            _run_pytest([file], by_default)
+            told += by_default.sorted_lines()
     return told
 
 
-MADE: dict[str, type] = {}  # the suites that the one file of tests above finds
+GENERATED_SUITES: dict[str, type] = {}  # the suites that the one file of tests above finds
 
 
 def _label(offer: Offer) -> str:
@@ -182,7 +182,7 @@ def _label(offer: Offer) -> str:
     return forms.get(offer.kind, f"{offer.kind}={{}}").format(offer.name)
 
 
-class _Found:
+class _PytestResults:
     """What pytest tells of its tests, sorted by the part that each is about."""
 
     def __init__(self, offers: Sequence[Offer], note: str = "") -> None:
@@ -195,11 +195,11 @@ class _Found:
         """Whether a suite of its kind names it, or leaves open whom it is about."""
         return bool(self._about & {(offer.kind, offer.name), (offer.kind, None)})
 
-    def told(self) -> list[Line]:
+    def sorted_lines(self) -> list[Line]:
         """The lines, suites first."""
         return sorted(self._lines.values(), key=lambda line: line.part == "")
 
-    def broke(self, why: str) -> None:
+    def record_crash(self, why: str) -> None:
         """The tests could not be run at all."""
         line = self._line("", "other tests")
         line.counts["failed"] += 1
@@ -238,7 +238,7 @@ class _Found:
 
     def pytest_internalerror(self, excinfo: Any) -> bool:
         """What a test file raises that pytest does not expect, such as SystemExit; True: it prints nothing of it."""
-        self.broke(explain_import_error(excinfo.value))
+        self.record_crash(explain_import_error(excinfo.value))
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -246,7 +246,7 @@ class _Found:
         if report.when == "call" or report.outcome != "passed":
             self._count(self._of[report.nodeid], report)
 
-    def _place(self, raised: Any) -> str:
+    def _file_line(self, raised: Any) -> str:
         """Where in the parts' own files that came from, the innermost line; nothing where it was outside them."""
         files = {Path(found).resolve() for o in self._offers if (found := inspect.getsourcefile(o.cls))}
         entries = getattr(getattr(raised, "reprtraceback", None), "reprentries", [])
@@ -261,12 +261,12 @@ class _Found:
             crash = getattr(report.longrepr, "reprcrash", None)
             text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
             test = report.nodeid.partition("::")[2] or report.nodeid  # with its class: a part may have several suites
-            line.failures.append(f"{test}: {' '.join(text.split())[:300]}{self._place(report.longrepr)}")
+            line.failures.append(f"{test}: {' '.join(text.split())[:300]}{self._file_line(report.longrepr)}")
         elif report.outcome == "skipped" and isinstance(report.longrepr, tuple) and not line.note:
             line.note = str(report.longrepr[2]).removeprefix("Skipped: ")
 
 
-def _pytest(files: Sequence[Path | str], found: _Found) -> None:
+def _run_pytest(files: Sequence[Path | str], found: _PytestResults) -> None:
     """Runs these tests in this process, silently and without the settings of a project around them."""
     import pytest
 
@@ -286,8 +286,8 @@ def _pytest(files: Sequence[Path | str], found: _Found) -> None:
                 code = pytest.main([*options, *map(str, files)], plugins=[found])
         except pytest.skip.Exception as error:  # of a conftest.py
             code = pytest.ExitCode.OK
-            found.broke(f"conftest.py: pytest.skip: {error}")
+            found.record_crash(f"conftest.py: pytest.skip: {error}")
     if code == pytest.ExitCode.USAGE_ERROR:  # a conftest.py that cannot be imported is one
-        found.broke(said.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
-    if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in found.told()):
+        found.record_crash(said.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
+    if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in found.sorted_lines()):
         raise KeyboardInterrupt

@@ -36,7 +36,7 @@ def run(arguments: Arguments) -> int:
             raise UserError(f"plugins --check {path}: takes one directory or file, and --json")
         checked = check(path)
         checked.show(arguments)
-        return 0 if checked.good else 1
+        return 0 if checked.has_passed else 1
     if arguments.json:
         raise UserError("plugins --json: goes with --check PATH")
     if len(names) > (0 if matrix else 1):

@@ -47,8 +47,8 @@ HEADS = ("when", "name", "sweep", "recipe", "data", "engine", "seed", "lr", "ste
 RIGHT = ("seed", "lr", "steps", "held-out")
 
 
-ALIKE = ("engine", "data", "sweep", "steps", "seed", "name", "recipe", "lr")  # that need not stand in each line
-FIRST_OUT = ("sweep", "name", "when", "data", "engine", "seed", "steps")
+DROP_IF_EQUAL = ("engine", "data", "sweep", "steps", "seed", "name", "recipe", "lr")  # that need not stand in each line
+DROP_ORDER = ("sweep", "name", "when", "data", "engine", "seed", "steps")
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class Runs(Answer):
 
     def plain(self) -> dict[str, Any]:
         """The runs, each with all that is known of it."""
-        return {"runs": [run.plain() for run in self.runs], "notes": self.told()}
+        return {"runs": [run.plain() for run in self.runs], "notes": self.note_lines()}
 
-    def told(self) -> list[str]:
+    def note_lines(self) -> list[str]:
         """Return what could not be read of these runs and of those that the filters left out."""
         return [*self.notes, *(f"not read: {short_path(run.path)}, {run.unread}" for run in self.runs if run.unread)]
 
     def lines(self) -> list[str]:
         """A table, and what it adds up to."""
-        where, notes = ", ".join(self.where), [f"note: {escape_cell(note)}" for note in self.told()]
+        where, notes = ", ".join(self.where), [f"note: {escape_cell(note)}" for note in self.note_lines()]
         if not self.runs:
             none = f"none of {pluralise(self.seen, 'run')} below {where} is asked for by these filters"
             empty = f"no runs below {where}; begin one: toyexp, or look elsewhere: toyexp runs DIR"
@@ -82,7 +82,7 @@ class Runs(Answer):
         total = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(sorted(states)))
         of = "" if len(self.runs) == self.seen else f" of {self.seen}"
         rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
-        table, missing = fitted(rows)
+        table, missing = fit_rows(rows)
         count = f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}"
         return [*align_table(table, {*RIGHT, *scores}), "", *wrap_lines([*missing, *notes, count])]
 
@@ -101,7 +101,7 @@ class Runs(Answer):
 
 def run(arguments: Arguments) -> int:
     """Look for runs, and list them."""
-    one_form(arguments)
+    check_form(arguments)
     places, filters = divided(arguments.rest)
     for word in places:
         if not Path(word).is_dir() and not (word.lower().endswith(".zip") and Path(word).is_file()):
@@ -114,12 +114,12 @@ def run(arguments: Arguments) -> int:
     if not arguments.csv:
         return answer.show(arguments)
     print(answer.csv(), end="")
-    for note in answer.told():
+    for note in answer.note_lines():
         print_note(f"note: {note}")
     return 0
 
 
-def one_form(arguments: Arguments) -> None:
+def check_form(arguments: Arguments) -> None:
     """Raise UserError if two forms of the answer are asked for at once."""
     if arguments.json and arguments.csv:
         raise UserError("--json --csv: are two forms of the same; leave one of them out")
@@ -131,7 +131,7 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
     steps += f"/{run.of}" if run.of is not None and run.steps not in (None, run.of) else ""
     why = f": {run.why}" if run.why and run.state in ("failed", "stopped", "unreadable") else ""
     return [
-        told_time(run.when), run.name, *(getattr(run, key) or "-" for key in ("sweep", "recipe", "data", "engine")),
+        format_time(run.when), run.name, *(getattr(run, key) or "-" for key in ("sweep", "recipe", "data", "engine")),
         "-" if run.seed is None else str(run.seed),
         "-" if run.lr is None else f"{run.lr:g}", steps, format_metric(run.loss),
         *(format_metric(run.scores.get(s)) for s in scores),
@@ -139,7 +139,7 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def told_time(when: str) -> str:
+def format_time(when: str) -> str:
     """A time, in the zone of this machine."""
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M")
@@ -147,7 +147,7 @@ def told_time(when: str) -> str:
         return when or "-"
 
 
-def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
+def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     """Rows that fit the terminal, and what has to be said of what they lack for it.
 
     What is alike in all of them goes first, then what a run's place says mostly too; at last the state is cut.
@@ -155,8 +155,8 @@ def fitted(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     if fits_terminal(rows):
         return [list(row) for row in rows], []
     columns_of = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
-    alike = {head: cells[0] for head in ALIKE if len(set(cells := columns_of.get(head, ()))) == 1 < len(cells)}
-    table, gone = drop_columns(rows, [*alike, *FIRST_OUT])
+    alike = {head: cells[0] for head in DROP_IF_EQUAL if len(set(cells := columns_of.get(head, ()))) == 1 < len(cells)}
+    table, gone = drop_columns(rows, [*alike, *DROP_ORDER])
     same, others = [head for head in gone if head in alike], [head for head in gone if head not in alike]
     notes = [f"in all of them: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
     notes += [f"no room here for: {', '.join(others)}; --csv has all"] if others else []
@@ -193,13 +193,13 @@ def run_compare(arguments: Arguments) -> int:
     from toyexp.results.report import Report, importance_of, title
     from toyexp.sweeps.compare import compared
 
-    one_form(arguments)
+    check_form(arguments)
     page, plot, metric = arguments.html, arguments.plot, arguments.metric
     if (page or plot) and (arguments.json or arguments.csv):
         asked, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
         raise UserError(f"{asked} {other}: are two answers; ask for them one after the other")
     if page:
-        check_page(page)
+        check_report_path(page)
     picture = check_plot_path("--plot", plot) if plot else None
     named, filters = divided(arguments.rest)
     if not named:
@@ -222,7 +222,7 @@ def run_compare(arguments: Arguments) -> int:
     return 0
 
 
-def check_page(page: str) -> None:
+def check_report_path(page: str) -> None:
     """Raise UserError before anything is read if the page cannot be written."""
     from toyexp.results.report import is_a_page, require
 

@@ -19,8 +19,8 @@ from toyexp.base.ranks import started_ranks
 from toyexp.base.signals import hidden_interrupt
 from toyexp.base.user_paths import expand_path
 from toyexp.config.keys import Keys
-from toyexp.config.mistakes import in_plain_words
-from toyexp.config.schema import AUTO, Root, class_of, schema
+from toyexp.config.mistakes import rephrase
+from toyexp.config.schema import AUTO, Root, part_class, schema
 from toyexp.config.top_level import PARTS, Sweep
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.engine import Engine
@@ -32,27 +32,29 @@ from toyexp.training.provenance import Origin
 from toyexp.training.settings import Settings
 
 
-def parts_of(cfg: DictConfig, keys: Keys, begun: Origin) -> dict[str, Any]:
+def build_parts(cfg: DictConfig, keys: Keys, begun: Origin) -> dict[str, Any]:
     """Return the parts of a run by their names in Config, each checked, but for the engine.
 
     Of a run that is resumed, relative paths are those of the directory where it was `begun`.
     """
-    plain = _plain(resolved(cfg))
+    plain = _apply_all_types(resolve_config(cfg))
     classes = {where: found[0] for where, found in keys.classes.items() if found}
     for kind in PARTS:
-        plain[kind] = _typed_once(classes[kind], plain[kind], kind)
+        plain[kind] = _apply_types_cached(classes[kind], plain[kind], kind)
     for name, node in plain["callbacks"].items():
-        plain["callbacks"][name] = _typed_once(classes[f"callbacks.{name}"], node, f"callbacks.{name}")
+        plain["callbacks"][name] = _apply_types_cached(classes[f"callbacks.{name}"], node, f"callbacks.{name}")
     parts = {
-        kind: made(classes[kind], located(classes[kind], plain[kind], begun)) for kind in PARTS if kind != "engine"
+        kind: instantiate(classes[kind], resolve_paths(classes[kind], plain[kind], begun))
+        for kind in PARTS
+        if kind != "engine"
     }
-    callbacks = {name: made(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
-    settings = made(Settings, plain)
-    check_together(settings, parts, callbacks)
+    callbacks = {name: instantiate(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
+    settings = instantiate(Settings, plain)
+    check_parts(settings, parts, callbacks)
     return {"settings": settings, **parts, "callbacks": callbacks, "plain": plain}
 
 
-def check_together(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
+def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
     """Has all parts of a run but its engine look at their settings, and looks at what two of them say together."""
     named = {f"{kind}={part.name}": part for kind, part in parts.items()}
     every = {"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}}
@@ -66,26 +68,26 @@ def check_together(settings: Settings, parts: Mapping[str, Any], callbacks: Mapp
         raise UserError(f"optim.accumulate={accumulate} does not divide batch_size={batch_size} into micro-batches")
 
 
-def _plain(found: dict[str, Any]) -> dict[str, Any]:
+def _apply_all_types(found: dict[str, Any]) -> dict[str, Any]:
     """A run's own settings with their types, and those of its parts as they are found, in the order of Root."""
     groups = {kind: found[kind] for kind in (*PARTS, "callbacks") if isinstance(found.get(kind), dict)}
     if len(groups) <= len(PARTS):  # one is missing, or no settings
-        return {key: value for key, value in typed(Root, found, "").items() if key != "sweep"}
+        return {key: value for key, value in apply_types(Root, found, "").items() if key != "sweep"}
     if "sweep" in found:  # is about many runs, and no part of any
-        _typed_once(Sweep, found["sweep"], "sweep")
+        _apply_types_cached(Sweep, found["sweep"], "sweep")
     own = {key: value for key, value in found.items() if key not in (*groups, "sweep")}
-    return _typed_once(Settings, own, "") | groups
+    return _apply_types_cached(Settings, own, "") | groups
 
 
-def saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Origin) -> tuple[Model, Data, Recipe]:
+def build_saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Origin) -> tuple[Model, Data, Recipe]:
     """Return the model, data and recipe of a run's saved configuration, checked; UserError for a missing file."""
     parts = []
     for kind in ("model", "data", "recipe"):
         node = plain.get(kind)
         if not isinstance(node, Mapping) or "name" not in node:
             raise UserError(f"its configuration holds no {kind}")
-        cls = class_of(kind, node, registry)
-        parts.append(made(cls, located(cls, typed(cls, node, kind), begun)))
+        cls = part_class(kind, node, registry)
+        parts.append(instantiate(cls, resolve_paths(cls, apply_types(cls, node, kind), begun)))
         parts[-1].check()
     return parts[0], parts[1], parts[2]
 
@@ -93,17 +95,17 @@ def saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Origin) -> 
 # -- settings with the types and defaults of the classes whose fields they are -----------------------------------------
 
 
-def without_hydra(cfg: DictConfig) -> DictConfig:
+def drop_hydra_keys(cfg: DictConfig) -> DictConfig:
     """A copy with our keys alone."""
     return OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
 
 
-def resolved(cfg: DictConfig) -> dict[str, Any]:
+def resolve_config(cfg: DictConfig) -> dict[str, Any]:
     """Our keys as plain data, with every ${key} in place; UserError for what cannot be."""
     try:
         return {str(key): _value(cfg[key]) for key in cfg if key != "hydra"}
     except OmegaConfBaseException as error:
-        raise in_plain_words(getattr(error, "full_key", None) or "the config", error) from None
+        raise rephrase(getattr(error, "full_key", None) or "the config", error) from None
 
 
 def _value(node: Any) -> Any:
@@ -112,18 +114,18 @@ def _value(node: Any) -> Any:
     return node
 
 
-_typed: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # the last settings of each: as found, and with types
+_typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the previous job: raw, typed
 
 
-def _typed_once(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what `typed` gives; settings that equal those of the job before are not merged again (1 to 5 ms each)."""
     given = repr(node)
-    if (cls, where) not in _typed or _typed[cls, where][0] != given:
-        _typed[cls, where] = given, typed(cls, node, where)
-    return copy.deepcopy(_typed[cls, where][1])
+    if (cls, where) not in _typed_cache or _typed_cache[cls, where][0] != given:
+        _typed_cache[cls, where] = given, apply_types(cls, node, where)
+    return copy.deepcopy(_typed_cache[cls, where][1])
 
 
-def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
+def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`node` with the types and defaults of `cls`: a person's own config file may have come without its schema."""
     dot = f"{where}." if where else ""
     shape = cls if where in ("", "sweep") else schema(cls, str(node["name"]))
@@ -133,7 +135,7 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
         values = cast("dict[str, Any]", OmegaConf.to_container(merged, throw_on_missing=True))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
-        raise in_plain_words(f"{dot}{key}={node.get(str(key))}", error) from None
+        raise rephrase(f"{dot}{key}={node.get(str(key))}", error) from None
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{dot}{key}={value}: must be a finite number")
@@ -141,7 +143,7 @@ def typed(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     return values | {key: expand_path(values[key]) for key in texts if where in PARTS}
 
 
-def located(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[str, Any]:
+def resolve_paths(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[str, Any]:
     """Return the settings of a part with relative paths as from where its run was begun.
 
     A text is a path if something lies there, and it is no word such as data.tokenizer=byte in place of a default.
@@ -152,7 +154,7 @@ def located(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[str, A
     return {**node, **{key: begun.resolve(texts[key]) for key in paths}}
 
 
-def made(cls: type, node: Mapping[str, Any]) -> Any:
+def instantiate(cls: type, node: Mapping[str, Any]) -> Any:
     """An instance of a dataclass from its settings."""
     return cls(**{f.name: node[f.name] for f in dataclasses.fields(cls)})
 
@@ -160,7 +162,7 @@ def made(cls: type, node: Mapping[str, Any]) -> Any:
 # -- which engine computes ---------------------------------------------------------------------------------------------
 
 
-def read_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
+def parse_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
     """The engine of `name:key=value:...` and its own settings; the UserError tells what was `asked`."""
     name, *own = label.split(":")
     if own and not name:
@@ -172,27 +174,27 @@ def read_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
     return name, dict(setting.split("=", 1) for setting in own)
 
 
-def engine_of(label: str, registry: Registry) -> Engine:
+def build_engine(label: str, registry: Registry) -> Engine:
     """Return the engine that a label means, which works here; raise UserError, or Unavailable."""
-    return pick_labelled(label, registry, f"engine={label}")[0]
+    return pick_labelled_engine(label, registry, f"engine={label}")[0]
 
 
-def pick_labelled(label: str, registry: Registry, asked: str) -> tuple[Engine, str]:
+def pick_labelled_engine(label: str, registry: Registry, asked: str) -> tuple[Engine, str]:
     """Return the engine of a label, and a line that says which; errors in the label begin with what was `asked`."""
-    name, own = read_label(label, asked)
-    cls = class_of("engine", {"name": name}, registry)
+    name, own = parse_label(label, asked)
+    cls = part_class("engine", {"name": name}, registry)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in own.keys() - set(known):
         raise UserError(f"{asked}: {name} has no setting {printable(key)}; {suggest(key, known)}")
-    return pick_engine(typed(cls, {"name": name, **own}, "engine"), registry)
+    return pick_engine(apply_types(cls, {"name": name, **own}, "engine"), registry)
 
 
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:
     """The engine that was asked for, or with `auto` the best that works here, and a line that says which and why."""
     if node["name"] != AUTO:
-        engine = made(class_of("engine", node, registry), node)
+        engine = instantiate(part_class("engine", node, registry), node)
         try:
-            return engine, f"{engine.name}: {facts_of(engine)}"
+            return engine, f"{engine.name}: {check_engine(engine)}"
         except Unavailable:
             with prefix_unavailable(f"engine={engine.name}"):
                 raise
@@ -208,7 +210,7 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
             passed_over.append(offer.name)
             continue
         try:
-            facts = facts_of(engine)
+            facts = check_engine(engine)
         except Broken as reason:
             broken.setdefault(reason.fact, []).append(offer.name)
         except Unavailable as reason:
@@ -220,14 +222,14 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
             shown = [
                 e.name for e in later if e.on_gpu and os.environ.get(e.device_variable or "-", "-1") not in ("", "-1")
             ]
-            return engine, f"{offer.name}: {facts} ({_auto(passed_over, broken, shown)})"
+            return engine, f"{offer.name}: {facts} ({_auto_note(passed_over, broken, shown)})"
     found = "".join(f"; {fact}" for fact in (*broken, *absent))
     command = f"`toyexp doctor{registry.loading}`"
     rest = "why" if absent else "why and what to install"
     raise UserError(f"engine=auto: no engine works here{found}; {command} says {rest}")
 
 
-def facts_of(engine: Engine) -> str:
+def check_engine(engine: Engine) -> str:
     """What an engine says about its device; Broken when its check fails in another way than saying why not."""
     try:
         return engine.check()
@@ -237,7 +239,7 @@ def facts_of(engine: Engine) -> str:
         raise hidden_interrupt(error) or Broken(f"its check failed ({explain_import_error(error)})") from None
 
 
-def _auto(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]], shown: Sequence[str]) -> str:
+def _auto_note(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]], shown: Sequence[str]) -> str:
     told = [", ".join(passed_over)] if passed_over else []
     told += [f"{', '.join(names)}: {fact}" for fact, names in broken.items()]
     later = f"; not tried: {', '.join(shown)}" if shown else ""

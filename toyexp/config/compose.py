@@ -18,13 +18,21 @@ from omegaconf.errors import OmegaConfBaseException
 from toyexp.base.errors import UserError, require_visible
 from toyexp.base.formatting import format_value as plain
 from toyexp.base.ranks import rank_warnings, started_ranks
-from toyexp.config.build import located, made, parts_of, pick_engine, resolved, typed, without_hydra
-from toyexp.config.compose_cache import composed
-from toyexp.config.keys import Keys, in_braces, value_of
-from toyexp.config.mistakes import check_files, check_keys, check_settings, explain, in_plain_words, placed
+from toyexp.config.build import (
+    apply_types,
+    build_parts,
+    drop_hydra_keys,
+    instantiate,
+    pick_engine,
+    resolve_config,
+    resolve_paths,
+)
+from toyexp.config.compose_cache import compose_cached
+from toyexp.config.keys import Keys, mapping_overrides, single_value
+from toyexp.config.mistakes import check_files, check_keys, check_settings, explain, locate_errors, rephrase
 from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import AUTO, Root, Source, default_callbacks
-from toyexp.config.top_level import OF_LAUNCHERS, Sweep
+from toyexp.config.top_level import LAUNCHER_SETTINGS, Sweep
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.open_model import model_in, opened
 from toyexp.interfaces.callback import Callback, sets_lr
@@ -38,26 +46,26 @@ from toyexp.training.resume import differences
 from toyexp.training.run_config import Config
 
 
-def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composed:
+def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composition:
     """The configuration of one run; UserError for whatever cannot be composed."""
-    keys = Keys.of(registry)
+    keys = Keys.from_registry(registry)
     check_settings(given, keys, source)
     try:
-        words = keys.in_lists(given)
-        cfg = composed(words, source)
+        words = keys.hydra_overrides(given)
+        cfg = compose_cached(words, source)
     except UserError:  # of `trust`, in its own words
         raise
     except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
         raise explain(error, given, registry, source) from None
     check_files(cfg, given, source)
-    found = Composed(cfg, given, keys, modules, source)
+    found = Composition(cfg, given, keys, modules, source)
     with open_dict(cfg):
         for override in given:  # data.path=2024_01 is no number, though Hydra has read one
-            is_number = isinstance(value_of(override), bool | int | float)
+            is_number = isinstance(single_value(override), bool | int | float)
             if is_number and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
                 OmegaConf.update(cfg, override.key_or_group, str(override.input_line).partition("=")[2].strip())
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
-        for override in in_braces(given):  # what is typed stands before what files say: the first that fits counts
+        for override in mapping_overrides(given):  # typed patterns precede those of files: the first match counts
             node = OmegaConf.select(cfg, override.key_or_group)
             typed_names: Any = override.value()
             both = {name: node[name] for name in (*typed_names, *node)}
@@ -76,14 +84,14 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
 
 
 @dataclass
-class Composed:
+class Composition:
     """The configuration of one run."""
 
     cfg: DictConfig  # with Hydra's own settings under `hydra`
     given: Sequence[Override]  # what was typed
     every: Keys  # of all that could have been chosen
     modules: Sequence[str] = ()  # the plugins named on the command line: no file can load code
-    source: Source = field(default_factory=Source.of)
+    source: Source = field(default_factory=Source.from_flags)
 
     @property
     def sweeps(self) -> dict[str, str]:
@@ -97,40 +105,40 @@ class Composed:
         try:
             text = str(OmegaConf.select(self.cfg, key, throw_on_missing=True))
         except OmegaConfBaseException as error:
-            raise in_plain_words(key, error) from None
+            raise rephrase(key, error) from None
         if not text.strip():
             raise UserError(f"{key}=: must name a directory")
         require_visible(key, text)
         return (below / text).absolute()
 
-    def settle(self) -> Model | None:
+    def apply_base(self) -> Model | None:
         """Puts the model of the recipe's base file, if it has one, in place of the run's own; returns it.
 
         Names and directories that are made of the model's name are then of the one that is trained.
         """
-        return self._settled[0]
+        return self._base_and_keys[0]
 
     @cached_property
-    def _settled(self) -> tuple[Model | None, Keys]:
+    def _base_and_keys(self) -> tuple[Model | None, Keys]:
         """The model of the base file, and the keys of what the configuration then chooses."""
         keys = check_keys(self.cfg, self.every)
-        base = base_of(self.cfg, self.given, keys, self.source.begun)
+        base = load_base(self.cfg, self.given, keys, self.source.begun)
         if base is None:
             return None, keys
         with open_dict(self.cfg):
             self.cfg.model = dict(base.settings)
-        return base.model, self.every.of_config(self.cfg)
+        return base.model, self.every.restrict(self.cfg)
 
-    def unlike(self, usual: Composed) -> list[str]:
+    def diff(self, usual: Composition) -> list[str]:
         """The settings, beside Hydra's own, that are others than in a usual configuration."""
-        then, now = (OmegaConf.to_container(without_hydra(c.cfg)) for c in (usual, self))
+        then, now = (OmegaConf.to_container(drop_hydra_keys(c.cfg)) for c in (usual, self))
         return [f"{key}={plain(value)}" for key, (_, value) in differences(then, now)]
 
-    def look_over(self) -> None:
+    def check_parts(self) -> None:
         """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""
-        parts_of(self.cfg, check_keys(self.cfg, self.every), self.source.begun)
+        build_parts(self.cfg, check_keys(self.cfg, self.every), self.source.begun)
 
-    def parts(self) -> Config:
+    def build_config(self) -> Config:
         """The parts of a run; UserError for anything a user could have typed wrong."""
         registry = self.every.registry
         if self.sweeps:
@@ -138,46 +146,46 @@ class Composed:
             what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
             line += registry.loading
             raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
-        base, keys = self._settled
+        base, keys = self._base_and_keys
         try:
-            parts = parts_of(self.cfg, keys, self.source.begun)
+            parts = build_parts(self.cfg, keys, self.source.begun)
         except UserError:
-            with self.placed():
+            with self.locate_errors():
                 raise
         require_plugins(parts["settings"].plugins, self.modules, "the config")
-        self._take_ranks(parts["plain"]["engine"])
+        self._set_devices(parts["plain"]["engine"])
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
             **parts, engine=engine, engine_note=note, base=base, default_callbacks=default_callbacks,
             cwd=self.source.begun.cwd,
             suggest_command=lambda: suggest_command(
-                by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry
+                inputs_by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry
             ),
             omissions=[
                 *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),
                 *registry.notes,
-                *_replaced(self.given),
-                *_without_default(self.given, parts["callbacks"], registry),
-                *_unused_threads(parts["plain"], engine),
+                *_repetition_warnings(self.given),
+                *_callback_warnings(self.given, parts["callbacks"], registry),
+                *_thread_warnings(parts["plain"], engine),
                 *rank_warnings(),
             ],
         )  # fmt: skip
 
-    def _take_ranks(self, engine: dict[str, Any]) -> None:
+    def _set_devices(self, engine: dict[str, Any]) -> None:
         """As many devices as ranks were started, whatever a run that goes on had: one has to ask for another number."""
         typed_number = any(o.key_or_group == "engine.devices" for o in self.given) and engine.get("devices") != "1"
         if (count := started_ranks().count) > 1 and "devices" in engine and not typed_number:
             engine["devices"] = str(count)
 
-    def placed(self) -> AbstractContextManager[None]:
+    def locate_errors(self) -> AbstractContextManager[None]:
         """Names the file and the line of a setting that cannot work and was not typed."""
-        return placed(self.given, self.source)
+        return locate_errors(self.given, self.source)
 
     def sweep_settings(self) -> Sweep:
         """How the jobs of a sweep are run; UserError for what cannot be."""
         only = OmegaConf.masked_copy(self.cfg, ["sweep"])
-        node = typed(Sweep, resolved(only)["sweep"], "sweep")
-        settings = Sweep(**{**node, **{launcher: cls(**node[launcher]) for launcher, cls in OF_LAUNCHERS.items()}})
+        node = apply_types(Sweep, resolve_config(only)["sweep"], "sweep")
+        settings = Sweep(**{**node, **{launcher: cls(**node[launcher]) for launcher, cls in LAUNCHER_SETTINGS.items()}})
         settings.check()
         return settings
 
@@ -185,22 +193,22 @@ class Composed:
 # -- what is not in use, and may have been meant to be ----------------------------------------------------------------
 
 
-def _replaced(given: Sequence[Override]) -> list[str]:
+def _repetition_warnings(given: Sequence[Override]) -> list[str]:
     """A warning of each setting that was typed twice, with another value: as in Hydra the last one counts."""
     last = {o.key_or_group: o.input_line for o in given}
-    braced = in_braces(given) if len(last) < len(given) else []
+    braced = mapping_overrides(given) if len(last) < len(given) else []
     pairs = [(o.input_line, last[o.key_or_group]) for o in given if o not in braced]
     return [f"{line}: {later}, which comes later, takes its place" for line, later in pairs if line != later]
 
 
-def _unused_threads(plain: Mapping[str, Any], engine: Engine) -> list[str]:
+def _thread_warnings(plain: Mapping[str, Any], engine: Engine) -> list[str]:
     threads = plain["engine"].get("threads") if plain["engine"]["name"] == AUTO else None
     if not threads or any(f.name == "threads" for f in dataclasses.fields(engine)):
         return []
     return [f"engine.threads={threads}: engine=auto took {engine.name}, which has no such setting"]
 
 
-def _without_default(given: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
+def _callback_warnings(given: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
     """A warning when `callbacks=[plots]` was typed, of what a run has by default and this one lacks.
 
     Nothing is lacking in a list that is empty, one of presets, and of schedules where it has one of its own.
@@ -236,7 +244,7 @@ class Base:
     settings: Mapping[str, Any]  # as in the file, but for `context`, the length of the run's own training windows
 
 
-def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origin) -> Base | None:
+def load_base(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origin) -> Base | None:
     """The base of the recipe, if it has one; UserError for a file that no model here can represent.
 
     Raises UserError too where anything of `model` but its context was given, and is not so in the file.
@@ -244,9 +252,10 @@ def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origi
     cls, described, data = (keys.classes[kind][0] for kind in ("recipe", "model", "data"))
     if cls.base_file is Recipe.base_file:
         return None
-    recipe: Recipe = made(cls, located(cls, typed(cls, resolved(cfg)["recipe"], "recipe"), begun))
+    node = apply_types(cls, resolve_config(cfg)["recipe"], "recipe")
+    recipe: Recipe = instantiate(cls, resolve_paths(cls, node, begun))
     if unfit := model_mismatch(recipe, described()):
-        raise UserError(f"{unfit}{suggest_command(by_key(given), recipe, described(), data, keys.registry)}")
+        raise UserError(f"{unfit}{suggest_command(inputs_by_key(given), recipe, described(), data, keys.registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:
@@ -254,7 +263,7 @@ def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origi
     model = recipe.prepare_base(model_in(opened(str(path)), keys.registry, recipe.reads))
     settings = {"name": model.name, **model_settings(model)}
     for override in given:
-        _require_same(override, cfg, f"recipe={recipe.name} takes the model from {origin(path)}, a {model.name}", model)
+        _check_model(override, cfg, f"recipe={recipe.name} takes the model from {origin(path)}, a {model.name}", model)
     if model.context:
         settings["context"] = context = cfg.model.get("context", model.context)
         if isinstance(context, int) and context > model.context:
@@ -263,7 +272,7 @@ def base_of(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origi
     return Base(model, settings)
 
 
-def _require_same(override: Override, cfg: DictConfig, taken: str, model: Model) -> None:
+def _check_model(override: Override, cfg: DictConfig, taken: str, model: Model) -> None:
     """Raises UserError for a setting of the model that is another in the file."""
     kind, _, key = override.key_or_group.partition(".")
     if kind != "model" or key == "context":
@@ -275,6 +284,6 @@ def _require_same(override: Override, cfg: DictConfig, taken: str, model: Model)
         raise UserError(f"{override.input_line}: {taken}{but}; leave {override.key_or_group} out")
 
 
-def by_key(given: Sequence[Override]) -> dict[str, str]:
+def inputs_by_key(given: Sequence[Override]) -> dict[str, str]:
     """The settings as they were typed, by their keys."""
     return {o.key_or_group: str(o.input_line) for o in given}

@@ -18,55 +18,55 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.config.paths import CONF
-from toyexp.config.schema import Source, compose_raw, composed_before
+from toyexp.config.schema import Source, compose_raw, composition_cache
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 
-OF_A_JOB = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # where it is, and nothing is chosen by
-AGAIN = 32  # choices of names that are kept: a composition takes some memory
-OF_HYDRA = re.compile(r"hydra[.:](?!job\.num)")  # as ${hydra:job.override_dirname}, which tells of all the words
+JOB_KEYS = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # where it is, and nothing is chosen by
+CACHE_SIZE = 32  # choices of names that are kept: a composition takes some memory
+HYDRA_REFERENCE = re.compile(r"hydra[.:](?!job\.num)")  # as ${hydra:job.override_dirname}, which tells of all the words
 
 _presets: list[tuple[str, int, int]] = []  # the files of which composed_before is
 
 
-def composed(words: Sequence[str], source: Source) -> DictConfig:
+def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
     """Compose words with Hydra; its errors go through.
 
     Names that a process chooses again and again from toyexp's own presets are composed twice, and then copied.
     """
-    names, _ = _of_a_job(words)
-    if _presets != (now := _files()):  # a person edits them while a notebook runs
-        composed_before.clear()
+    names, _ = _split_job_words(words)
+    if _presets != (now := _preset_files()):  # a person edits them while a notebook runs
+        composition_cache.clear()
         _presets[:] = now
-    if (source, names) not in composed_before:
-        if source == Source(CONF) and all(map(_is_choice, names)) and len(composed_before) < AGAIN:
-            composed_before[source, names] = None
+    if (source, names) not in composition_cache:
+        if source == Source(CONF) and all(map(_is_choice, names)) and len(composition_cache) < CACHE_SIZE:
+            composition_cache[source, names] = None
         return compose_raw(words, source)
-    if composed_before[source, names] is None:
-        keep(words, source)
-    base = composed_before[source, names]
-    cfg = _with_values(copy.deepcopy(base), words) if base is not None else None
+    if composition_cache[source, names] is None:
+        store_composition(words, source)
+    base = composition_cache[source, names]
+    cfg = _set_values(copy.deepcopy(base), words) if base is not None else None
     return compose_raw(words, source) if cfg is None else cfg
 
 
-def keep(words: Sequence[str], source: Source) -> None:
+def store_composition(words: Sequence[str], source: Source) -> None:
     """Compose the names that these words choose, for `composed`; names that depend on other words are left to Hydra."""
-    names, _ = _of_a_job(words)
-    if len(composed_before) == AGAIN:
-        composed_before.clear()
-    if composed_before.get((source, names)) is None and all(map(_is_choice, names)):
+    names, _ = _split_job_words(words)
+    if len(composition_cache) == CACHE_SIZE:
+        composition_cache.clear()
+    if composition_cache.get((source, names)) is None and all(map(_is_choice, names)):
         cfg = compose_raw(names, source)
         own = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
-        composed_before[source, names] = None if OF_HYDRA.search(own) else cfg
+        composition_cache[source, names] = None if HYDRA_REFERENCE.search(own) else cfg
 
 
-def _files() -> list[tuple[str, int, int]]:
+def _preset_files() -> list[tuple[str, int, int]]:
     """toyexp's presets as they stand: path, time of the last change in ns, bytes."""
     stated = [(str(path), path.stat()) for path in sorted(CONF.rglob("*.yaml"))]
     return [(path, status.st_mtime_ns, status.st_size) for path, status in stated]
 
 
-def told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """The words that choose by name, add a key or hold keys of their own, and those that give a key a value."""
     keys = {word: word.partition("=") for word in words}
     names = tuple(
@@ -77,10 +77,10 @@ def told_apart(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     return names, [word for word in words if word not in names]
 
 
-def _with_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
+def _set_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
     """The same with the values that the words give to keys; None where one cannot be set."""
-    _, values = _of_a_job(words)
-    if any(OF_HYDRA.search(word.partition("=")[2]) for word in values):
+    _, values = _split_job_words(words)
+    if any(HYDRA_REFERENCE.search(word.partition("=")[2]) for word in values):
         return None
     try:
         with read_write(cfg.hydra):
@@ -91,9 +91,9 @@ def _with_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
     return cfg
 
 
-def _of_a_job(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    names, values = told_apart(words)
-    told = [word for word in names if word.startswith(OF_A_JOB)]
+def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    names, values = split_choices(words)
+    told = [word for word in names if word.startswith(JOB_KEYS)]
     return tuple(word for word in names if word not in told), [*values, *told]
 
 
@@ -103,11 +103,11 @@ def _is_choice(word: str) -> bool:
     return key in GROUPS and value[:1] != "{"
 
 
-_ours: dict[str, Any] = {}  # schemas of plugins, which take a while to make, as Hydra's store holds them
+_schemas: dict[str, Any] = {}  # schemas of plugins, which take a while to make, as Hydra's store holds them
 
 
 @contextlib.contextmanager
-def own_hydra() -> Iterator[None]:
+def isolate_hydra() -> Iterator[None]:
     """Afterwards Hydra has the schemas, the readers of files and the configuration that it had before."""
     Plugins.instance()  # which makes its readers known, once in a process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
@@ -115,9 +115,9 @@ def own_hydra() -> Iterator[None]:
     had = HydraConfig in Singleton._instances
     cfg = HydraConfig.instance().cfg
     begun = GlobalHydra.instance().hydra  # where the caller composes something, or runs under @hydra.main
-    if not _ours:
-        _ours.update({name: theirs[name] for name in ("hydra", "_dummy_empty_config_.yaml")})
-    store.repo, sources.types = _ours, dict(readers)
+    if not _schemas:
+        _schemas.update({name: theirs[name] for name in ("hydra", "_dummy_empty_config_.yaml")})
+    store.repo, sources.types = _schemas, dict(readers)
     GlobalHydra.instance().hydra = None
     try:
         yield

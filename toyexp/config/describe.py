@@ -55,7 +55,7 @@ def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
             yield [head, f"  {kind}={base}, with", *_settings(f"{kind}.", registry.get(kind, base), body)]
         else:
             commands = (line for line in comments if line.startswith("toyexp "))
-            yield [head, *(f"  {line}" for line in (*commands, *_choices(chosen), *_flat(body)))]
+            yield [head, *(f"  {line}" for line in (*commands, *_choices(chosen), *_flatten(body)))]
 
 
 def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
@@ -70,10 +70,10 @@ def _choices(defaults: list[Any]) -> Iterator[str]:
             yield f"{str(key).rpartition('/')[2]}={format_value(value)}"
 
 
-def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in node.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _flat(value, f"{name}.")
+            yield from _flatten(value, f"{name}.")
         else:
             yield f"{name.replace('hydra.sweeper.params.', '-m ')}={format_value(value)}"

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, nearest, suggest
-from toyexp.config.top_level import GROUPS, in_our_words, other_tools
+from toyexp.config.top_level import GROUPS, other_tools, translate_setting
 from toyexp.interfaces.command import Arguments, Parser, parse_modules
 from toyexp.training.settings import Settings
 
 if TYPE_CHECKING:
     from toyexp.config.request import Request
 
-SHORT = {
+SHORT_FLAGS = {
     "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",
     "-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir",
 }  # fmt: skip
@@ -34,9 +34,9 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
     "--config-dir": (),
     "--hydra-help": None,
 }
-SHOWING = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
+PRINTING_FLAGS = {"--cfg", "--info", "--hydra-help"}  # and nothing is run
 # What people know from Hydra, in our words.
-HYDRA = {
+HYDRA_CHOICES = {
     "hydra/launcher=basic": ["sweep.launcher=serial"],
     "hydra/launcher=joblib": ["sweep.launcher=processes"],
     "hydra/launcher=ray": ["sweep.launcher=ray"],
@@ -46,9 +46,9 @@ HYDRA = {
 }
 
 
-def read(words: Sequence[str]) -> tuple[dict[str, str], list[str], str | None]:
+def read_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str], str | None]:
     """The flags, the settings, and what to go on with; UserError for what cannot be read, or has no effect."""
-    flags, settings = split(words)
+    flags, settings = split_flags(words)
     resume = None
     if "--multirun" not in flags:
         settings, resume = take_resume(settings)
@@ -67,12 +67,12 @@ def parser() -> Parser:
     return parser
 
 
-def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The flags with their values, by their long names, and the settings; UserError for what is neither."""
     typed: list[str] = []
     for word, following in zip(words, [*words[1:], ""], strict=False):
         given, equals, value = word.partition("=")
-        flag = SHORT.get(given, given) + equals + value
+        flag = SHORT_FLAGS.get(given, given) + equals + value
         typed.append("--info=all" if flag == "--info" and following not in (FLAGS["--info"] or ()) else flag)
     found = Arguments()
     rest = parser().split(typed, found)
@@ -83,18 +83,20 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if "=" not in word and word[:1] not in "~+":
             from toyexp.plugins.discovery import load  # deferred: to read a command line needs no plugins
 
-            raise no_setting(word, settings, rest[i + 1 :], load(parse_modules(words)).offers["command"])
-        settings += HYDRA.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
+            raise unknown_word(word, settings, rest[i + 1 :], load(parse_modules(words)).offers["command"])
+        settings += HYDRA_CHOICES.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
     flags = {f"--{name.replace('_', '-')}": "" if value is True else value for name, value in vars(found).items()}
     return flags, settings
 
 
-def request_of(flags: Mapping[str, str], settings: Sequence[str]) -> Request:
+def build_request(flags: Mapping[str, str], settings: Sequence[str]) -> Request:
     """Return what the settings ask for, beside the configuration that the flags name."""
     from toyexp.config.request import Request
     from toyexp.config.schema import Source
 
-    return Request.of(settings, Source.of(*map(flags.get, ("--config-path", "--config-name", "--config-dir"))))
+    return Request.parse(
+        settings, Source.from_flags(*map(flags.get, ("--config-path", "--config-name", "--config-dir")))
+    )
 
 
 def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
@@ -102,7 +104,7 @@ def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
     for flag in ("--resolve", "--package"):
         if flag in flags and "--cfg" not in flags:
             raise UserError(f"{flag}: goes with --cfg, which shows the configuration: toyexp --cfg job {flag}")
-    showing = sorted(flags.keys() & SHOWING)
+    showing = sorted(flags.keys() & PRINTING_FLAGS)
     if showing and "--dry-run" in flags:
         showing.append("--dry-run")
     if "--json" in flags and "--dry-run" not in flags:
@@ -141,18 +143,18 @@ VERBS = ("train", "run", "fit", "start", "sweep")
 
 def unknown_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
     """An error about a word with dashes that is no flag, by what comes `after` it."""
-    if setting := setting_with_dashes(word, after) or (word.lstrip("-") if "=" in word else None):
+    if setting := dashed_setting(word, after) or (word.lstrip("-") if "=" in word else None):
         return UserError(f"{word}: a setting has no dashes: {setting}")
     return UserError(f"{word}: there is no such option; {suggest(word, flags)}")
 
 
-def setting_with_dashes(word: str, after: Sequence[str]) -> str | None:
+def dashed_setting(word: str, after: Sequence[str]) -> str | None:
     """The setting that is meant by a word such as --lr, if there is one of that name."""
     name, equals, value = word.partition("=")
     return _setting(name.lstrip("-"), value if equals else _value(after)) if len(name) > 2 else None
 
 
-def no_setting(word: str, before: Sequence[str], after: Sequence[str], commands: Collection[str]) -> UserError:
+def unknown_word(word: str, before: Sequence[str], after: Sequence[str], commands: Collection[str]) -> UserError:
     """An error about a word that is neither a command nor a setting, by what stands around it."""
     if word in VERBS:
         many = "-m seed=1,2" if word == "sweep" else "recipe=warm"
@@ -185,4 +187,4 @@ def _setting(name: str, value: str) -> str | None:
     known = {*GROUPS, *(f.name for f in dataclasses.fields(Settings))}
     if key in known or key.partition(".")[0] in GROUPS:
         return f"{key}={value or '...'}"
-    return in_our_words(key, value or "...")
+    return translate_setting(key, value or "...")

@@ -13,8 +13,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from toyexp.config.paths import CONF
-from toyexp.config.schema import Root, Source, all_offered, offered
-from toyexp.config.top_level import OF_LAUNCHERS, PARTS, Sweep
+from toyexp.config.schema import Root, Source, all_part_classes, part_classes
+from toyexp.config.top_level import LAUNCHER_SETTINGS, PARTS, Sweep
 from toyexp.plugins.registry import Registry
 from toyexp.plugins.rules import types_of
 
@@ -28,72 +28,74 @@ class Keys:
     offers: Mapping[str, Mapping[str, type]]  # what can be chosen of each kind, beside presets
 
     @classmethod
-    def of(cls, registry: Registry) -> Keys:
+    def from_registry(cls, registry: Registry) -> Keys:
         """Those of everything that can be chosen."""
-        offers = all_offered(registry)
-        return cls(registry, _placed(offers), offers)
+        offers = all_part_classes(registry)
+        return cls(registry, _classes_by_key(offers), offers)
 
-    def of_config(self, cfg: DictConfig) -> Keys:
+    def restrict(self, cfg: DictConfig) -> Keys:
         """Those of what a configuration chooses, as far as there is such a thing."""
-        chosen = {kind: [n for n in names_in(cfg, kind) if n in known] for kind, known in self.offers.items()}
-        return replace(self, classes=_placed({k: {n: self.offers[k][n] for n in names} for k, names in chosen.items()}))
+        chosen = {kind: [n for n in chosen_names(cfg, kind) if n in known] for kind, known in self.offers.items()}
+        return replace(
+            self, classes=_classes_by_key({k: {n: self.offers[k][n] for n in names} for k, names in chosen.items()})
+        )
 
-    def strangers(self, cfg: DictConfig) -> list[str]:
+    def unknown_keys(self, cfg: DictConfig) -> list[str]:
         """The keys in a configuration that nobody reads, at the top and in what it chooses."""
-        found = sorted({str(key) for key in cfg} - self.under("") - {"hydra"})
+        found = sorted({str(key) for key in cfg} - self.key_names("") - {"hydra"})
         for where in (w for w, classes in self.classes.items() if w and classes and not w.startswith("sweep")):
             there = {str(key) for key in OmegaConf.select(cfg, where)}
-            found += [f"{where}.{key}" for key in sorted(there - self.under(where))]
+            found += [f"{where}.{key}" for key in sorted(there - self.key_names(where))]
         return found
 
-    def under(self, where: str) -> set[str]:
+    def key_names(self, where: str) -> set[str]:
         """The names of the keys that may stand at a place."""
-        own = {name for cls in self.classes.get(where, ()) for name in self.fields(cls)}
+        own = {name for cls in self.classes.get(where, ()) for name in self.field_names(cls)}
         return own if where == "" or where.partition(".")[0] == "sweep" else own | {"name"}
 
     @staticmethod
-    def fields(cls: type) -> set[str]:
+    def field_names(cls: type) -> set[str]:
         """The names of a class's settings."""
         return {f.name for f in dataclasses.fields(cls)}
 
     def types(self, key: str) -> set[Any]:
         """What a setting may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
         where, _, name = key.rpartition(".")
-        classes: list[type] = [cls for cls in self.classes.get(where, ()) if name in self.fields(cls)]
+        classes: list[type] = [cls for cls in self.classes.get(where, ()) if name in self.field_names(cls)]
         hints = [types_of(cls)[name] for cls in classes]
         unions = (typing.Union, types.UnionType)
         return {t for h in hints for t in (typing.get_args(h) if typing.get_origin(h) in unions else (h,))}
 
-    def holds_list(self, key: str) -> bool:
+    def is_list(self, key: str) -> bool:
         """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
         return key == "callbacks" or any(typing.get_origin(t) is list for t in self.types(key))
 
-    def holds_names(self, key: str) -> bool:
+    def is_mapping(self, key: str) -> bool:
         """Whether a setting holds names with values: optim.groups={token_embd.weight: {lr: 0.001}}."""
         return any(typing.get_origin(t) is dict for t in self.types(key))
 
-    def in_lists(self, typed: Sequence[Override]) -> list[str]:
+    def hydra_overrides(self, typed: Sequence[Override]) -> list[str]:
         """The settings as Hydra takes them: one value of a list stands in brackets, a mapping's keys may all be new."""
         words = []
         for override in typed:
             key, equals, value = str(override.input_line).partition("=")
-            if equals and "." in key and self.holds_names(override.key_or_group) and key[0] != "+":
+            if equals and "." in key and self.is_mapping(override.key_or_group) and key[0] != "+":
                 key = f"++{key}"
-            elif isinstance(value_of(override), str | int | float) and self.holds_list(override.key_or_group):
+            elif isinstance(single_value(override), str | int | float) and self.is_list(override.key_or_group):
                 value = f"[{value}]"
             words.append(key + equals + value)
         return words
 
 
-def _placed(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
+def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
     """The classes by where their settings stand."""
     callbacks = {f"callbacks.{name}": [cls] for name, cls in offers["callbacks"].items()}
     parts = {kind: list(offers[kind].values()) for kind in PARTS}
-    launchers = {f"sweep.{launcher}": [cls] for launcher, cls in OF_LAUNCHERS.items()}
+    launchers = {f"sweep.{launcher}": [cls] for launcher, cls in LAUNCHER_SETTINGS.items()}
     return {"": [Root], "sweep": [Sweep], **launchers, **parts, **callbacks}
 
 
-def names_in(cfg: DictConfig, kind: str) -> list[str]:
+def chosen_names(cfg: DictConfig, kind: str) -> list[str]:
     """What a configuration chooses of a kind."""
     node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
     if not isinstance(node, DictConfig):
@@ -101,18 +103,18 @@ def names_in(cfg: DictConfig, kind: str) -> list[str]:
     return [str(name) for name in node] if kind == "callbacks" else [str(node["name"])] if "name" in node else []
 
 
-def value_of(override: Override) -> Any:
+def single_value(override: Override) -> Any:
     """The value of a setting; None where there are several, and where it is dropped."""
     return None if override.is_sweep_override() or override.is_delete() else override.value()
 
 
-def in_braces(typed: Sequence[Override]) -> list[Override]:
+def mapping_overrides(typed: Sequence[Override]) -> list[Override]:
     """Those that give names with values: optim.groups={...}."""
-    return [override for override in typed if isinstance(value_of(override), dict)]
+    return [override for override in typed if isinstance(single_value(override), dict)]
 
 
 def choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:
     """What `kind=` may be: plugins by name, and the presets of the config directories."""
     roots = [d / kind for d in (source.directories if source else [CONF])]
     presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
-    return offered(kind, registry).keys() | presets
+    return part_classes(kind, registry).keys() | presets

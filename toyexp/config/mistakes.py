@@ -16,17 +16,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toyexp.base.errors import UserError, nearest, printable, suggest
 from toyexp.base.formatting import format_value
-from toyexp.config.compose_cache import composed
-from toyexp.config.keys import Keys, choices, names_in
+from toyexp.config.compose_cache import compose_cached
+from toyexp.config.keys import Keys, choices, chosen_names
 from toyexp.config.paths import CONF
 from toyexp.config.schema import Source, load_yaml, read_config
-from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, in_our_words, top_level
+from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_level_settings, translate_setting
 from toyexp.plugins.registry import Registry
 
 EMPTY = "is empty (a variable that is not set?); leave it out for the default"
 
 # One of several values behind `=`, with the commas that stand in its quotes or brackets.
-LISTED = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*\}|[^,])+""")
+LIST_ITEM = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*\}|[^,])+""")
 
 # -- one setting as it was typed --------------------------------------------------------------------------------------
 
@@ -36,11 +36,13 @@ def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> Non
     for override in given:
         types = keys.types(override.key_or_group)
         choice = override.key_or_group in GROUPS and not override.is_delete()
-        if wrong := _wrong_form(override, types, keys) or (_wrong_choice(override, keys, source) if choice else None):
+        if wrong := _form_mistake(override, types, keys) or (
+            _choice_mistake(override, keys, source) if choice else None
+        ):
             raise UserError(wrong)
 
 
-def check_listed(override: Override, keys: Keys) -> None:
+def check_brackets(override: Override, keys: Keys) -> None:
     """Raises UserError for a list that was given to a number, and meant as several values."""
     key, line = str(override.key_or_group), str(override.input_line)
     types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
@@ -57,18 +59,18 @@ def check_blanks(override: Override, keys: Keys) -> None:
     simple = isinstance(listed, ChoiceSweep) and listed.simple_form
     if key in GROUPS or str not in keys.types(key) or not simple:
         return
-    values = LISTED.findall(line.partition("=")[2])
-    kept = [v if _keeps(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
+    values = LIST_ITEM.findall(line.partition("=")[2])
+    kept = [v if _keeps_blanks(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
     if kept != values:
         raise UserError(f'{line!r}: blanks at the ends are lost; keep them in quotes: "{key}={",".join(kept)}"')
 
 
-def _keeps(text: str) -> bool:
+def _keeps_blanks(text: str) -> bool:
     """Whether what is typed as a text is all of it when it is read."""
     return text == text.strip() or text.strip()[:1] in "'\""
 
 
-def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str | None:
+def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str | None:
     """What is wrong with a setting that may hold these types, but for the names that it chooses."""
     key, line, value = str(override.key_or_group), str(override.input_line), override.value()
     text = line.partition("=")[2]
@@ -81,7 +83,7 @@ def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str |
     if override.package is not None:
         return f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}"
     if override.is_sweep_override():
-        listed = f"{key}=[{text}] is a list, or " if keys.holds_list(key) else ""
+        listed = f"{key}=[{text}] is a list, or " if keys.is_list(key) else ""
         return f"{line}: several values; {listed}add -m to sweep over them"
     if line.endswith("=") and key not in GROUPS and (types or kind == "hydra"):
         return f"{line}: {EMPTY}" + (f"; an empty text is \"{line}''\"" if kind == "callbacks" and str in types else "")
@@ -92,22 +94,22 @@ def _wrong_form(override: Override, types: Collection[Any], keys: Keys) -> str |
     if override.is_delete():
         allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
         return None if allowed else f"{line}: only callbacks can be dropped, such as '~callbacks.progress'"
-    if text.strip() and not _keeps(text) and isinstance(value, str) and str in types and key not in GROUPS:
+    if text.strip() and not _keeps_blanks(text) and isinstance(value, str) and str in types and key not in GROUPS:
         return f"{line!r}: blanks at its ends are lost; keep them with quotes inside: \"{key}='{text}'\""
     if isinstance(value, int) and value not in (0, 1) and types == {bool}:
         return f"{line}: must be true or false"
     if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
         return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"
     if kind in GROUPS and rest:
-        return _wrong_part(override, kind, rest, keys)
+        return _part_mistake(override, kind, rest, keys)
     if kind == "sweep" and key in keys.classes:
         return f"{line}: give its settings one by one: {key}.<setting>=..."
-    if rest and kind in keys.under("") and kind != "sweep":
+    if rest and kind in keys.key_names("") and kind != "sweep":
         return f"{line}: {kind} holds one value: {kind}=..."
     return None
 
 
-def _wrong_part(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
+def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
     """What is wrong with where a setting of a part is put."""
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
@@ -117,19 +119,21 @@ def _wrong_part(override: Override, kind: str, rest: Sequence[str], keys: Keys) 
         return f"{line}: {one_by_one}; add callbacks by name: callbacks=[default,{rest[0]}]"
     if len(rest) > depth:
         key = ".".join([kind, *rest[:depth]])
-        return f"{line}: {key} holds {_in_braces(key) if keys.holds_names(key) else 'one value, not keys of its own'}"
+        return (
+            f"{line}: {key} holds {_mapping_example(key) if keys.is_mapping(key) else 'one value, not keys of its own'}"
+        )
     if rest[-1] == "name":
         name = "[...]" if kind == "callbacks" else override.get_value_element_as_str()
         return f"{line}: cannot be set; choose by name: {kind}={name}"
     return None
 
 
-def _in_braces(key: str) -> str:
+def _mapping_example(key: str) -> str:
     example = "{blk.*: {lr: 0.001}}" if key == "optim.groups" else "{name: value}"
     return f"names with values, in braces: {key}={example}"
 
 
-def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
+def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | None:
     """What is wrong with what is chosen by name."""
     kind, line, value = str(override.key_or_group), str(override.input_line), override.value()
     names: list[Any] = value if isinstance(value, list) else [value]
@@ -151,7 +155,7 @@ def _wrong_choice(override: Override, keys: Keys, source: Source) -> str | None:
 
 
 def _sweep_keys() -> set[str]:
-    return {key for key, _ in top_level() if key.startswith("sweep.")}
+    return {key for key, _ in top_level_settings() if key.startswith("sweep.")}
 
 
 # -- keys that nobody reads -------------------------------------------------------------------------------------------
@@ -159,21 +163,21 @@ def _sweep_keys() -> set[str]:
 
 def check_keys(cfg: DictConfig, every: Keys) -> Keys:
     """The keys of what a configuration chooses; UserError for one that nobody reads, and a part that is missing."""
-    keys, registry = every.of_config(cfg), every.registry
-    for name in names_in(cfg, "callbacks"):
+    keys, registry = every.restrict(cfg), every.registry
+    for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:
             registry.get("callbacks", name)  # which says that there is none
         node = cfg.callbacks[name]
         if not isinstance(node, DictConfig) or node.get("name") != name:
-            raise UserError(_not_chosen(f"callbacks.{name}"))
-    for key in keys.strangers(cfg):
+            raise UserError(_missing_callback(f"callbacks.{name}"))
+    for key in keys.unknown_keys(cfg):
         value = "..."
         with contextlib.suppress(OmegaConfBaseException):  # it holds what cannot be resolved
             value = format_value(OmegaConf.select(cfg, key))
         raise UserError(unknown_key(key, cfg, registry, value))
     for kind in PARTS:
         if not keys.classes[kind]:
-            for name in names_in(cfg, kind):
+            for name in chosen_names(cfg, kind):
                 registry.get(kind, name)
             raise UserError(f"the config chooses no {kind}; add {kind}=..., {suggest('', choices(kind, registry))}")
     return keys
@@ -181,23 +185,23 @@ def check_keys(cfg: DictConfig, every: Keys) -> Keys:
 
 def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> str:
     """What is said of a key nobody reads, with the nearest one that somebody does."""
-    keys = Keys.of(registry) if cfg is None else Keys.of(registry).of_config(cfg)
+    keys = Keys.from_registry(registry) if cfg is None else Keys.from_registry(registry).restrict(cfg)
     kind, *rest = re.split("[./]", key)
     where, _, last = key.rpartition(".")
-    there = {k: names_in(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
-    theirs = (in_our_words(key, value) or "").removesuffix(f"={value}")
+    there = {k: chosen_names(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
+    theirs = (translate_setting(key, value) or "").removesuffix(f"={value}")
     if kind == "sweep":
         theirs = theirs or (f"hydra.{key}" if rest in (["dir"], ["subdir"]) else "")
         hint = f"did you mean {theirs}?" if theirs else suggest(key, _sweep_keys())
         return f"unknown key {key}; {hint}"
     if kind == "hydra":
         return f"unknown key {key}; {suggest(key, HYDRA_KEYS)}"
-    if kind not in keys.under(""):  # it stands elsewhere, or one like it does
+    if kind not in keys.key_names(""):  # it stands elsewhere, or one like it does
         of_sweeps = [place for place in keys.classes if place.partition(".")[0] == "sweep"]
         places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), *of_sweeps]
-        homes = [theirs] * bool(theirs) + [f"{place}.{key}" for place in places if key in keys.under(place)]
-        homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.under(""))])]
-        hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.under('')))}"
+        homes = [theirs] * bool(theirs) + [f"{place}.{key}" for place in places if key in keys.key_names(place)]
+        homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.key_names(""))])]
+        hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:
         return f"{key}: the configuration file has no such key; put 'schema' first in its defaults list"
@@ -208,20 +212,20 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
             hint = f"did you mean {'.'.join([kind, best, *rest[1:]])}?" if best else suggest("", offers)
             return f"unknown key {key}; {hint}"
         if cfg is not None and rest[0] not in cfg.callbacks:
-            return _not_chosen(key)
+            return _missing_callback(key)
     chosen = f"{kind}={there[kind][0]}" if there[kind] and kind != "callbacks" else where
-    owners = " or ".join(sorted(n for n, offer in offers.items() if last in Keys.fields(offer.cls)))
+    owners = " or ".join(sorted(n for n, offer in offers.items() if last in Keys.field_names(offer.cls)))
     if owners and kind != "callbacks":
         return f"unknown key {key} with {chosen}; it belongs to {kind}={owners}: choose that, or leave the key out"
-    valid = keys.under(where) - {"name"}
+    valid = keys.key_names(where) - {"name"}
     best = nearest(last, valid)
     own = f"{kind}_{last}"  # data.seed is data_seed
-    meant = theirs or (own if own in keys.under("") else best and f"{where}.{best}")
+    meant = theirs or (own if own in keys.key_names("") else best and f"{where}.{best}")
     hint = f"did you mean {meant}?" if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
     return f"unknown key {key}; {hint}"
 
 
-def _not_chosen(key: str) -> str:
+def _missing_callback(key: str) -> str:
     name = key.split(".")[1]
     return f"{key}: {name} is not among this run's callbacks; add it, such as callbacks=[default,{name}]"
 
@@ -233,7 +237,7 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
     """A complaint about a configuration that could not be composed, as one of ours."""
     text = str(error)
     if isinstance(error, RecursionError):
-        included = next(files(given, source))
+        included = next(config_files(given, source))
         hint = "take its own name out of its defaults list, or a file's named there"
         return UserError(f"{included}: includes itself; {hint}")
     if not isinstance(error, HydraException | OmegaConfBaseException | OverflowError):
@@ -244,38 +248,38 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
     path = next((path for path in paths if path.is_file()), None)
     key = next(iter(re.findall(r"full_key: (\S+)", f"{text}\n{error.__cause__}")), None)
     if path is not None and key is None:
-        key, value = next(_misshapen(load_yaml(path), Keys.of(registry)), (None, None))
+        key, value = next(_misplaced_values(load_yaml(path), Keys.from_registry(registry)), (None, None))
         if key in (*PARTS, "callbacks"):
-            return UserError(f"{place(path, key)}: {key} holds settings, and no names; {_choice(key, value)}")
-    found = _of_a_key(error, given, registry, source) or wrong_value(error, key, [] if path else given, registry)
+            return UserError(f"{file_line(path, key)}: {key} holds settings, and no names; {_choice_hint(key, value)}")
+    found = _explain_key(error, given, registry, source) or wrong_value(error, key, [] if path else given, registry)
     if path is None or str(found).startswith(str(path)):
         return found
-    return UserError(f"{place(path, key or '')}: {found}")
+    return UserError(f"{file_line(path, key or '')}: {found}")
 
 
-def _choice(kind: str, value: Any) -> str:
+def _choice_hint(kind: str, value: Any) -> str:
     return f"choose in the file's defaults list: '- override /{kind}: {format_value(value)}'"
 
 
-def _misshapen(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
+def _misplaced_values(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
     """What a file gives one value, or a list, where there are names with values; or names where there is a list."""
     for key, value in ((f"{where}{name}", value) for name, value in held.items() if value is not None):
-        names = key in keys.classes or key == "callbacks" or keys.holds_names(key)
-        if isinstance(value, dict) != names and (names or keys.holds_list(key)):
+        names = key in keys.classes or key == "callbacks" or keys.is_mapping(key)
+        if isinstance(value, dict) != names and (names or keys.is_list(key)):
             yield key, value
         elif isinstance(value, dict):
-            yield from _misshapen(value, keys, f"{key}.")
+            yield from _misplaced_values(value, keys, f"{key}.")
 
 
-def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
+def _explain_key(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
     """Where the complaint is of a key or a choice: Hydra says so in words alone."""
     text = str(error)
     if match := re.search(r"Could not override '([^']+)'|Key '[^']+' not in .*\n\s*full_key: (\S+)", text):
         if match[2] == "experiment":
-            return misplaced(given, source)
+            return misplaced_error(given, source)
         key = match[1] or match[2]
         value = next((str(o.input_line).partition("=")[2] for o in given if o.key_or_group == key), "...")
-        return UserError(unknown_key(key, _groups_only(given, source), registry, value))
+        return UserError(unknown_key(key, _compose_choices(given, source), registry, value))
     if match := re.search(r"An item is already at '([^']+)'", text):
         return UserError(f"+{match[1]}: that key is there already; leave out the '+'")
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):
@@ -283,12 +287,14 @@ def _of_a_key(error: Exception, given: Sequence[Override], registry: Registry, s
         hint = f"; {suggest(name, choices(kind, registry, source))}" if kind in GROUPS else ""
         return UserError(f"{kind}={name}: there is none of that name{hint}")
     if match := re.search(r"Multiple values for (\S+)\. .*: (\S+)'", text):
-        return UserError(f"{next(files(given, source))}: {match[1]} is chosen already; {_choice(match[1], match[2])}")
+        return UserError(
+            f"{next(config_files(given, source))}: {match[1]} is chosen already; {_choice_hint(match[1], match[2])}"
+        )
     dropped = next((o for o in given if o.is_delete() and "Could not delete" in text), None)
     if dropped is None:
         return None
-    cfg, name = _groups_only(given, source), dropped.key_or_group.partition(".")[2]
-    there = names_in(cfg, "callbacks") if cfg is not None else []
+    cfg, name = _compose_choices(given, source), dropped.key_or_group.partition(".")[2]
+    there = chosen_names(cfg, "callbacks") if cfg is not None else []
     return UserError(f"{dropped.input_line}: this run has no such callback; {suggest(name, there)}")
 
 
@@ -298,19 +304,19 @@ def wrong_value(error: Exception, key: str | None, given: Sequence[Override], re
     same = [o for o in given if o.key_or_group == key]  # it may be there twice
     guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same
     label = str(guilty[-1].input_line) if guilty else key or "the config"
-    if key and Keys.of(registry).holds_names(key):
-        return UserError(f"{label}: takes {_in_braces(key)}")
+    if key and Keys.from_registry(registry).is_mapping(key):
+        return UserError(f"{label}: takes {_mapping_example(key)}")
     numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
     whole = next((number for number in numbers if abs(number) < 2**63), None)
     written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
-    return UserError(f"{in_plain_words(label, cause)}{written_out}")
+    return UserError(f"{rephrase(label, cause)}{written_out}")
 
 
-def _groups_only(given: Sequence[Override], source: Source) -> DictConfig | None:
+def _compose_choices(given: Sequence[Override], source: Source) -> DictConfig | None:
     """The config with the choices of the command line alone, to know which model's keys to suggest."""
     chosen = [str(o.input_line) for o in given if o.key_or_group in GROUPS]
     try:
-        return composed(chosen, source)
+        return compose_cached(chosen, source)
     except (HydraException, OmegaConfBaseException):
         return None
 
@@ -333,7 +339,7 @@ _PLAIN_WORDS = {
 }
 
 
-def in_plain_words(what: str, error: BaseException) -> UserError:
+def rephrase(what: str, error: BaseException) -> UserError:
     """OmegaConf's complaint about a value as one of ours, without its names for types."""
     text = str(error).strip()
     for pattern, words in _PLAIN_WORDS.items():
@@ -352,17 +358,19 @@ RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # what t
 def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> None:
     """Raises UserError for files whose settings stand in no place, and for one that says what to go on with."""
     if "experiment" in cfg:
-        raise misplaced(parsed, source)
+        raise misplaced_error(parsed, source)
     given = {o.key_or_group for o in parsed}
     for key, example in RESUMES.items():
         if key not in given and OmegaConf.select(cfg, key, throw_on_resolution_failure=False) is not None:
-            where = next((path for path in files(parsed, source) if _holds(load_yaml(path), key)), "the config")
+            where = next(
+                (path for path in config_files(parsed, source) if _has_key(load_yaml(path), key)), "the config"
+            )
             raise UserError(f"{where}: {key} is not taken from a file; give it on the command line: {example}")
 
 
-def misplaced(parsed: Sequence[Override], source: Source) -> UserError:
+def misplaced_error(parsed: Sequence[Override], source: Source) -> UserError:
     """An error about an experiment whose settings stand under the key `experiment`."""
-    path = next(files(parsed, source))
+    path = next(config_files(parsed, source))
     if not isinstance(load_yaml(path), dict):
         # Not what it holds: the file may be a link to one that its owner shows to nobody.
         return UserError(f"{path}: holds no keys with values, such as steps: 100 below a first line '{HEADER}'")
@@ -371,7 +379,7 @@ def misplaced(parsed: Sequence[Override], source: Source) -> UserError:
     return UserError(f"{path}: its first line must be '{HEADER}', and that of each experiment which it includes")
 
 
-def files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
+def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
     """The experiment's file, where one is chosen, and the main one."""
     names = [str(o.value()) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
     places = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
@@ -381,7 +389,7 @@ def files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def placed(given: Sequence[Override], source: Source) -> Iterator[None]:
+def locate_errors(given: Sequence[Override], source: Source) -> Iterator[None]:
     """Begins a UserError about a setting with the line of the person's file that gave it, unless it was typed."""
     try:
         yield
@@ -390,13 +398,13 @@ def placed(given: Sequence[Override], source: Source) -> Iterator[None]:
         if type(error) is not UserError or not found or source.saved or found[1] in {o.key_or_group for o in given}:
             raise
         key, said = found[1], str(error)[found.end() :]
-        for path in files(given, source):
-            if not path.is_relative_to(CONF) and _holds(load_yaml(path), key, one_value=found[2] == "="):
-                raise UserError(f"{place(path, key, said)}: {error}") from error
+        for path in config_files(given, source):
+            if not path.is_relative_to(CONF) and _has_key(load_yaml(path), key, one_value=found[2] == "="):
+                raise UserError(f"{file_line(path, key, said)}: {error}") from error
         raise
 
 
-def place(path: Path, key: str, said: str = "") -> str:
+def file_line(path: Path, key: str, said: str = "") -> str:
     """`path, line 3`: where a file says something of a key, as deep as it does, to the name that `said` begins with."""
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
     for part in key.split("."):  # a preset's keys begin where it stands
@@ -407,7 +415,7 @@ def place(path: Path, key: str, said: str = "") -> str:
     return f"{path}, line {line}" if line else str(path)
 
 
-def _holds(node: Any, key: str, one_value: bool = False) -> bool:
+def _has_key(node: Any, key: str, one_value: bool = False) -> bool:
     """Whether a file says something of a key, and where `one_value` is wanted, one."""
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None

@@ -10,10 +10,10 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from toyexp.base.errors import UserError
-from toyexp.config.build import read_label
-from toyexp.config.compose import Composed, compose
+from toyexp.config.build import parse_label
+from toyexp.config.compose import Composition, compose
 from toyexp.config.schema import Source, store_schemas
-from toyexp.config.words import lines, parse, setting
+from toyexp.config.words import format_override, input_lines, parse
 from toyexp.interfaces.command import parse_modules
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -28,58 +28,62 @@ class Request:
     settings: Sequence[Override]
     registry: Registry
     modules: Sequence[str] = ()  # local plugins, which come from the command line alone
-    source: Source = field(default_factory=Source.of)
+    source: Source = field(default_factory=Source.from_flags)
 
     @classmethod
-    def of(cls, words: Sequence[str], source: Source | None = None) -> Request:
+    def parse(cls, words: Sequence[str], source: Source | None = None) -> Request:
         """Reads words of the command line, and loads the plugins that they name; UserError for what cannot be read."""
         settings = parse(words)
-        modules = parse_modules(lines(settings))
-        return cls(settings, load(modules), modules, source or Source.of())
+        modules = parse_modules(input_lines(settings))
+        return cls(settings, load(modules), modules, source or Source.from_flags())
 
     def __post_init__(self) -> None:
         store_schemas(self.registry)
 
-    def plus(self, *more: str) -> Request:
+    def with_overrides(self, *more: str) -> Request:
         """The same with more settings behind it."""
         return replace(self, settings=[*self.settings, *parse(more)])
 
-    def before(self, *first: str) -> Request:
+    def with_defaults(self, *first: str) -> Request:
         """The same with more settings before it, of which what was typed takes the place."""
         return replace(self, settings=[*parse(first), *self.settings])
 
-    def without(self, key: str) -> Request:
+    def drop(self, key: str) -> Request:
         """The same without a setting."""
         return replace(self, settings=[o for o in self.settings if o.key_or_group != key])
 
-    def compose(self, *more: str) -> Composed:
+    def compose(self, *more: str) -> Composition:
         """The configuration of one run."""
         settings = [*self.settings, *parse(more)] if more else self.settings
         return compose(settings, self.registry, self.source, self.modules)
 
-    def parts(self, *more: str) -> Config:
+    def build_config(self, *more: str) -> Config:
         """A run's parts, checked."""
-        return self.compose(*more).parts()
+        return self.compose(*more).build_config()
 
     @property
     def values(self) -> dict[str, str]:
         """What each key was given, where that is one value."""
         return {o.key_or_group: str(o.value()) for o in self.settings if not (o.is_sweep_override() or o.is_delete())}
 
-    def of_run(self, directory: Path) -> Request:
+    def use_saved_config(self, directory: Path) -> Request:
         """The same on the saved configuration of a run; UserError where that is of another model, data or recipe."""
-        source = Source.of_run(directory, self.values, self.modules)
+        source = Source.from_run(directory, self.values, self.modules)
         typed = {} if source.begun.cwd in (None, Path.cwd()) else self.values
         here = {key: Path(typed[key]).absolute() for key in MOVED if os.path.lexists(typed.get(key, ""))}
         settings = [o for o in self.settings if o.key_or_group not in here]
-        return replace(self, settings=[*settings, *parse([setting(*pair) for pair in here.items()])], source=source)
+        return replace(
+            self, settings=[*settings, *parse([format_override(*pair) for pair in here.items()])], source=source
+        )
 
-    def on_engines(self, labels: Sequence[str]) -> dict[str, Request]:
+    def per_engine(self, labels: Sequence[str]) -> dict[str, Request]:
         """The same on each engine of `name[:key=value...]`, by the label; engine.key=value is a setting of all."""
         found = {}
         for label in labels:
-            name, own = read_label(label, f"engine={label}")
-            found[label] = self.plus(f"engine={name}", *(f"engine.{key}={value}" for key, value in own.items()))
+            name, own = parse_label(label, f"engine={label}")
+            found[label] = self.with_overrides(
+                f"engine={name}", *(f"engine.{key}={value}" for key, value in own.items())
+            )
         return found
 
 
@@ -96,9 +100,9 @@ def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[st
     return labels, [word for word in words if not word.startswith("engine=")]
 
 
-def one_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
+def parse_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
     """Return the request of one experiment; raise UserError for several values of a key, and for an `ignored` one."""
-    request = Request.of(settings)
+    request = Request.parse(settings)
     for override in request.settings:
         if override.is_sweep_override():
             raise UserError(f"{override.input_line}: {command} compares engines on one experiment; give one value")

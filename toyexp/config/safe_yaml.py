@@ -18,13 +18,14 @@ from toyexp.base.files import check_nodes
 from toyexp.plugins.rules import NAMES_CODE
 
 SIZE_LIMIT = 256 << 10  # bytes of a file
-CODE = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
+CODE_ERROR = "names code; toyexp chooses its parts by name: engine=, recipe=, callbacks=[...]"
 RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # what ${name:...} may ask
-OF_HYDRA = r"(_\w+_\.)?hydra(\.|$)"  # a package that is Hydra's own: hydra.run, _global_.hydra
+HYDRA_PACKAGE = r"(_\w+_\.)?hydra(\.|$)"  # a package that is Hydra's own: hydra.run, _global_.hydra
 HYDRA_KEYS = ("run", "sweep", "sweeper", "searchpath")  # of Hydra's own settings
 PLACES = ("run", "sweep")  # where something is written: for a person's own main file to say, no other
-PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")}
-NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
+TAGS = "str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp"
+PLAIN_TAGS = {f"tag:yaml.org,2002:{tag}" for tag in TAGS}
+NUMBER_TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
 
 @functools.lru_cache  # of a text that was looked through nothing else can be said
@@ -44,14 +45,14 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
     check_nodes(root, path)
     for node, key in _nodes(root):
         place = f"{path}, line {node.start_mark.line + 1}"
-        if node.tag not in PLAIN:
+        if node.tag not in PLAIN_TAGS:
             raise UserError(f"{place}: {printable(node.tag)} names a type; a configuration holds plain values")
-        if node.tag in NUMBERS and ":" in node.value:  # sexagesimal
+        if node.tag in NUMBER_TAGS and ":" in node.value:  # sexagesimal
             raise UserError(f"{place}: YAML reads {node.value} in base 60; write the number, or a text in quotes")
-        if key and not ours and re.search(rf"@{OF_HYDRA}", str(node.value)):
+        if key and not ours and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
             raise UserError(f"{place}: {printable(str(node.value))} sets Hydra's own settings, which is not taken")
         if key and node.value in NAMES_CODE:
-            raise UserError(f"{place}: {node.value} {CODE}")
+            raise UserError(f"{place}: {node.value} {CODE_ERROR}")
         if not key and not ours and isinstance(node, yaml.ScalarNode):
             check_text(node.value, place)
     if not ours:
@@ -94,7 +95,7 @@ def check_text(text: str, place: str) -> None:
 def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
     """Raises UserError for settings of Hydra's that can load or call something, or write where a preset wants."""
     package = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
-    if package and re.match(OF_HYDRA, package[1]):
+    if package and re.match(HYDRA_PACKAGE, package[1]):
         raise UserError(f"{path}: sets Hydra's own settings by '@package {printable(package[1])}', which is not taken")
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value != "hydra" or not isinstance(value, yaml.MappingNode):

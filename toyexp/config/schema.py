@@ -37,7 +37,7 @@ from toyexp.training.resume import saved_state
 from toyexp.training.settings import Settings
 
 AUTO = "auto"
-BEGUN = "TOYEXP_BEGUN"  # in the environment of a sweep that is resumed elsewhere, and its jobs: where it was begun
+START_DIRECTORY = "TOYEXP_BEGUN"  # environment variable: where a resumed sweep was started
 
 
 @dataclass
@@ -78,7 +78,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
             return super().load_config(config_path)  # which says so
 
         def load(text: str) -> Any:
-            return copy.deepcopy(_parsed(text)), self._get_header_dict(text)
+            return copy.deepcopy(_load_text(text)), self._get_header_dict(text)
 
         config, header = load_yaml(path, load, preset="/" in config_path)
         return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header=header)
@@ -89,7 +89,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 @functools.lru_cache
-def _parsed(text: str) -> Any:
+def _load_text(text: str) -> Any:
     """What a text in YAML holds; a process that composes several runs reads the same few files."""
     return OmegaConf.load(io.StringIO(text))
 
@@ -110,7 +110,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         return found
 
 
-composed_before: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {}  # with the parts that are stored now
+composition_cache: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {}  # with the parts that are stored now
 
 
 def store_schemas(registry: Registry) -> None:
@@ -119,7 +119,7 @@ def store_schemas(registry: Registry) -> None:
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # which takes a while
         store.store(name="schema", node=Root)
-    for kind, offers in all_offered(registry).items():
+    for kind, offers in all_part_classes(registry).items():
         known = store.repo.setdefault(kind, {})
         for name, cls in offers.items():
             file, package = f"{name}.yaml", f"callbacks.{name}" if kind == "callbacks" else None
@@ -135,7 +135,7 @@ def store_schemas(registry: Registry) -> None:
                     continue
             node: Any = cls
             known[file] = ConfigNode(file, node, kind, package, None)
-            composed_before.clear()
+            composition_cache.clear()
 
 
 @functools.cache
@@ -148,20 +148,20 @@ def schema(cls: type, name: str) -> type:
     return dataclasses.make_dataclass(cls.__name__, parts)
 
 
-def offered(kind: str, registry: Registry) -> dict[str, type]:
+def part_classes(kind: str, registry: Registry) -> dict[str, type]:
     """Everything of a kind by name: what plugins offer, and engine=auto."""
     own = {AUTO: AutoEngine} if kind == "engine" else {}
     return own | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
 
 
-def all_offered(registry: Registry) -> dict[str, dict[str, type]]:
+def all_part_classes(registry: Registry) -> dict[str, dict[str, type]]:
     """The same of every kind that settings choose."""
-    return {kind: offered(kind, registry) for kind in (*PARTS, "callbacks")}
+    return {kind: part_classes(kind, registry) for kind in (*PARTS, "callbacks")}
 
 
-def class_of(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
+def part_class(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
     """The class whose settings `node` holds; UserError when nobody offers one of that name."""
-    return offered(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
+    return part_classes(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Source:
     begun: Origin = field(default_factory=Origin, compare=False)  # where that run was begun
 
     @classmethod
-    def of_run(cls, directory: Path, asked: Mapping[str, str], modules: Sequence[str]) -> Source:
+    def from_run(cls, directory: Path, asked: Mapping[str, str], modules: Sequence[str]) -> Source:
         """The saved configuration of a run, without its settings of engine and callbacks where others are `asked` for.
 
         Raises UserError where another model, data set or recipe is, and where its local plugins are not loaded.
@@ -196,11 +196,11 @@ class Source:
         others = {"engine", "callbacks"} & asked.keys()
         begun = parse_origin(saved_state(directory))
         if others:
-            return cls._holding({k: v for k, v in saved.items() if k not in others}, begun)
+            return cls._write_config({k: v for k, v in saved.items() if k not in others}, begun)
         return cls(directory.absolute(), saved=True, begun=begun)
 
     @classmethod
-    def _holding(cls, settings: Mapping[str, Any], begun: Origin) -> Source:
+    def _write_config(cls, settings: Mapping[str, Any], begun: Origin) -> Source:
         """A directory of its own, which is there as long as this is: Hydra takes a main file from nowhere else."""
         source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True, begun=begun)
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
@@ -209,13 +209,13 @@ class Source:
         return source
 
     @classmethod
-    def of(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
+    def from_flags(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
         """What --config-path, --config-name and --config-dir say; UserError for what is not there."""
         for flag, given in (("--config-path", path), ("--config-dir", extra)):
             if given is not None:
                 require_directory(given, f"{flag} {given}")
         directory = Path(path).absolute() if path else CONF
-        begun = parse_origin({"cwd": os.environ.get(BEGUN)})
+        begun = parse_origin({"cwd": os.environ.get(START_DIRECTORY)})
         extra_directory = Path(extra).absolute() if extra else None
         source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, begun=begun)
         file = directory / f"{source.name}.yaml"
@@ -241,17 +241,17 @@ class Source:
         added = [f"hydra.searchpath=[{','.join(quoted)}]", "hydra.output_subdir=null"]
         ours = load_yaml(CONF / "config.yaml")["hydra"]
         if self.directory == CONF:
-            return added + _places(ours)
+            return added + _directory_overrides(ours)
         path = self.directory / f"{self.name}.yaml"
         theirs = load_yaml(path) or {}
         if not isinstance(theirs, dict):
             raise UserError(f"{path}: holds no keys with values, such as steps: 100")
         own: dict[str, Any] = theirs["hydra"] if isinstance(theirs.get("hydra"), dict) else {}
         quiet = [] if own else ["hydra/hydra_logging=none", "hydra/job_logging=none"]
-        return added + quiet + _places({k: {**ours[k], **(own.get(k) or {})} for k in PLACES})
+        return added + quiet + _directory_overrides({k: {**ours[k], **(own.get(k) or {})} for k in PLACES})
 
 
-def _places(hydra_node: Mapping[str, Any]) -> list[str]:
+def _directory_overrides(hydra_node: Mapping[str, Any]) -> list[str]:
     """Where runs and sweeps go, as overrides."""
     nodes = [(f"hydra.{k}.{n}", str(value)) for k in PLACES for n, value in hydra_node[k].items()]
     return [f"{key}={QuotedString(text, Quote.single).with_quotes()}" for key, text in nodes]

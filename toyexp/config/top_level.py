@@ -19,10 +19,10 @@ PARTS = ("model", "data", "recipe", "engine", "optim")
 GROUPS = (*PARTS, "callbacks", "experiment")  # what is chosen by name
 LAUNCHERS = ("serial", "processes", "stacked", "submitit", "ray")
 ALIASES = {"joblib": "processes"}  # of launchers
-MOST_JOBS = 100_000  # of a sweep
+MAX_JOBS = 100_000  # of a sweep
 SEARCHES = ("random", "tpe", "cmaes", "grid")
 PRUNERS = ("asha", "median")
-OF_A_SEARCH = ("trials", "metric", "repeats", "prune")
+SEARCH_KEYS = ("trials", "metric", "repeats", "prune")
 RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own variable for the cluster to use
 LIMITS = {  # the least that is taken
     "submitit": {"timeout_min": 1, "gpus": 0, "cpus": 1, "mem_gb": 0, "requeues": 0},
@@ -32,7 +32,7 @@ TEXT_LIMITS = {  # of the numbers that a text is written by: the least and the m
     "--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1),
     "--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0),
 }  # fmt: skip
-COMPARED = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # what makes the points of a search alike
+SEARCH_IDENTITY = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # fixed for a search
 # Of Hydra's own settings, those that toyexp goes by; a sweep gives its jobs the last one.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
 
@@ -64,7 +64,7 @@ class Ray:
         return self.address or os.environ.get(RAY_ADDRESS) or None
 
 
-OF_LAUNCHERS = {"submitit": Submitit, "ray": Ray}  # the launchers with settings of their own
+LAUNCHER_SETTINGS = {"submitit": Submitit, "ray": Ray}  # the launchers with settings of their own
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Sweep:
         if self.retry and self.resume is None:
             raise UserError("sweep.retry=true: goes with sweep.resume=DIR")
         self._check_search()
-        for launcher in OF_LAUNCHERS:
+        for launcher in LAUNCHER_SETTINGS:
             own = getattr(self, launcher)
             asked = [f.name for f in dataclasses.fields(own) if changed(own, f.name)]
             if asked and self.launcher != launcher:
@@ -111,9 +111,9 @@ class Sweep:
     def _check_search(self) -> None:
         words = {"search": SEARCHES, "prune": PRUNERS}
         require_choice("sweep", self, **{k: known for k, known in words.items() if getattr(self, k) is not None})
-        require_range("sweep", self, trials=f"[1,{MOST_JOBS}]", repeats=f"[1,{MOST_JOBS}]")
+        require_range("sweep", self, trials=f"[1,{MAX_JOBS}]", repeats=f"[1,{MAX_JOBS}]")
         if self.search is None:
-            for name in (name for name in OF_A_SEARCH if changed(self, name)):
+            for name in (name for name in SEARCH_KEYS if changed(self, name)):
                 given = f"sweep.{name}={getattr(self, name)}"
                 raise UserError(f"{given}: goes with a search, such as sweep.search=tpe sweep.trials=20")
             return
@@ -130,7 +130,7 @@ def other_tools(kind: str) -> dict[str, str]:
     return found[kind]
 
 
-def in_our_words(key: str, value: str) -> str | None:
+def translate_setting(key: str, value: str) -> str | None:
     """The setting that a key of another tool's stands for, wherever that has it: trainer.max_epochs=3."""
     last = key.rpartition(".")[2].lower()
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
@@ -141,8 +141,8 @@ def in_our_words(key: str, value: str) -> str | None:
     return ours if ours is None or "=" in ours else f"{ours}={value}"
 
 
-def top_level() -> Iterator[tuple[str, Setting]]:
+def top_level_settings() -> Iterator[tuple[str, Setting]]:
     """Every key that is no part's, by its whole name."""
-    own = ((f"sweep.{launcher}.", cls) for launcher, cls in OF_LAUNCHERS.items())
+    own = ((f"sweep.{launcher}.", cls) for launcher, cls in LAUNCHER_SETTINGS.items())
     for prefix, cls in (("", Settings), ("sweep.", Sweep), *own):
-        yield from ((prefix + s.name, s) for s in list_settings(cls) if s.name not in OF_LAUNCHERS)
+        yield from ((prefix + s.name, s) for s in list_settings(cls) if s.name not in LAUNCHER_SETTINGS)

@@ -18,11 +18,11 @@ from toyexp.base.errors import UserError, escape_cell, suggest
 from toyexp.base.formatting import align_columns
 from toyexp.base.validators import is_integer
 from toyexp.batching.images import ImageDataset
-from toyexp.config.build import located
+from toyexp.config.build import resolve_paths
 from toyexp.config.request import Request
 from toyexp.config.safe_yaml import require_plugins
-from toyexp.config.schema import class_of, load_yaml
-from toyexp.config.words import setting
+from toyexp.config.schema import load_yaml, part_class
+from toyexp.config.words import format_override
 from toyexp.formats.file_plan import match_preprocessing
 from toyexp.formats.gguf.header import origin
 from toyexp.formats.gguf.tokenizer import has_text
@@ -95,7 +95,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     chosen = _choose_data(loaded, typed, registry, trained, data)
     batch_size = [f"batch_size={trained.batch_size}"] if trained and "batch_size" not in typed else []
     with trained.record.explain_missing_paths(["data.path"]) if trained else nullcontext():
-        built = request.before(*chosen, *batch_size).without("model.context").parts()
+        built = request.with_defaults(*chosen, *batch_size).drop("model.context").build_config()
     built.engine.check_rows(built.settings.batch_size, 1)
     window = _window(request.values.get("model.context"), model, trained.context if trained else None)
     dataset = _open_dataset(built, loaded)
@@ -142,10 +142,10 @@ def _choose_data(
     own = trained.settings(loaded.path, has_text(loaded.file), registry) if trained else []
     if data is not None:
         name = recognise_data(Path(data), model, registry)
-        kind, given = f"data={name}", [setting("data.path", data)]
+        kind, given = f"data={name}", [format_override("data.path", data)]
         cls = cast("type[Data]", registry.get("data", name))
         fit = "" if model.reads.text else cls.suggest_settings(model_settings(model), None) or ""
-        given += [setting(f"data.{key}", value) for key, value in cls.eval_settings.items()]
+        given += [format_override(f"data.{key}", value) for key, value in cls.eval_settings.items()]
         return [*(own if kind in own else [kind, *(w for w in fit.split() if not re.search("=[A-Z]", w))]), *given]
     if "data" in typed:
         return []
@@ -250,11 +250,11 @@ class TrainedRun:
     def settings(self, file: Path, has_text: bool, registry: Registry) -> list[str]:
         """The same as typed, for the model in `file`, whose own tokenizer is the one that the run made or took."""
         name = self.data["name"]
-        settings = located(class_of("data", self.data, registry), self.data, self.record)
+        settings = resolve_paths(part_class("data", self.data, registry), self.data, self.record)
         own = {key: value for key, value in settings.items() if key != "name"}
         if own.get("tokenizer") not in (None, "", "auto") and has_text:
             own["tokenizer"] = str(file)
-        return [f"data={name}", *(setting(f"data.{key}", value) for key, value in own.items())]
+        return [f"data={name}", *(format_override(f"data.{key}", value) for key, value in own.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], taken: str = "") -> tuple[bool, str]:
         """Return whether the data is the run's own, or else what to say; UserError for other data nobody `typed`."""

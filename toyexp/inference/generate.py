@@ -17,7 +17,7 @@ from toyexp.base.memory import convert_memory_errors
 from toyexp.base.random import stream
 from toyexp.base.threads import MAX_THREADS
 from toyexp.base.validators import is_integer
-from toyexp.config.build import read_label
+from toyexp.config.build import parse_label
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
@@ -134,7 +134,7 @@ def load_model(asked: Options, registry: Registry) -> LoadedModel:
     engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, asked.engine.partition(":")[0]
     if name not in engines:
         raise UserError(f"--engine {asked.engine}: {suggest(name, engines)}")
-    read_label(asked.engine, f"--engine {asked.engine}")
+    parse_label(asked.engine, f"--engine {asked.engine}")
     loaded = LoadedModel.open(asked.model, registry, Path(asked.adapter) if asked.adapter else None)
     if loaded.file.metadata.get("general.type") == "adapter":
         raise loaded.file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
@@ -284,7 +284,7 @@ def require_room(loaded: LoadedModel, count: int, context: int) -> None:
 
 
 def _generate_with_llama_cpp(loaded: LoadedModel, asked: Options, write: Callable[[str], None]) -> Generated:
-    path, adapter, own = str(loaded.path), loaded.adapter, read_label(asked.engine, f"--engine {asked.engine}")[1]
+    path, adapter, own = str(loaded.path), loaded.adapter, parse_label(asked.engine, f"--engine {asked.engine}")[1]
     threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
     if own.keys() - {"threads"} or not is_integer(threads, 0, MAX_THREADS) or (":" in asked.engine and not own):
         usage = f"threads alone, at most {MAX_THREADS}: {LLAMA_CPP}:threads=1"

@@ -12,7 +12,7 @@ from toyexp.base.errors import UserError, suggest
 from toyexp.base.formatting import short_path
 from toyexp.base.memory import EVALUATE_REMEDY
 from toyexp.base.terminal import print_error
-from toyexp.config.build import pick_labelled
+from toyexp.config.build import pick_labelled_engine
 from toyexp.config.schema import AUTO
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.header import origin
@@ -83,7 +83,7 @@ def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]
     name = label.partition(":")[0]
     if name not in (known := {*registry.offers["engine"], AUTO}):
         raise UserError(f"--engine {label}: {suggest(name, known)}")
-    engine, note = pick_labelled(label, registry, f"--engine {label}")
+    engine, note = pick_labelled_engine(label, registry, f"--engine {label}")
     return fit_rows(engine, note, rows)
 
 

@@ -166,9 +166,9 @@ def _general(path: Path, found: checkpoint.Checkpoint, plan: Plan) -> dict[str, 
 
 def _rebuild_plan(plain: dict[str, Any], registry: Registry, begun: Origin) -> tuple[Plan, Any, Any]:
     """Return the run's plan, recipe and data; UserError if its data or files are no longer what they were."""
-    from toyexp.config.build import saved_parts
+    from toyexp.config.build import build_saved_parts
 
-    model, data, recipe = saved_parts(plain, registry, begun)
+    model, data, recipe = build_saved_parts(plain, registry, begun)
     for role, file in source_files(recipe).items():
         if changes := begun.list_changes({role: cached_fingerprint(file)}):
             raise UserError(f"{origin(file)}: is another file than it was: {changes[0]}; put that file back")

@@ -16,7 +16,7 @@ from toyexp.base.formatting import align_columns, format_csv, pluralise, short_p
 from toyexp.base.terminal import print_note
 from toyexp.batching.images import Unlabelled
 from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, files_below, images_below, read_image, scaled
-from toyexp.config.build import engine_of
+from toyexp.config.build import build_engine
 from toyexp.formats.gguf.form import architecture_of
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.evaluate import read_trained
@@ -221,7 +221,7 @@ def logits(loaded: LoadedModel, given: Any, engine: str | Engine = "auto") -> np
     """Return the float32 logits of a text, ids [T] or [B, T], or uint8 images [N, H, W, channels]."""
     arrays, specs, single = _inputs(loaded, given)
     rows = min(max((len(array) for array in arrays.values()), default=1), ROWS)
-    computes = engine_of(engine, loaded.registry) if isinstance(engine, str) else engine
+    computes = build_engine(engine, loaded.registry) if isinstance(engine, str) else engine
     with loaded.session(fit_rows(computes, "", rows)[0], specs, rows) as session:
         found = session.logits(arrays)
     return found[0] if single else found

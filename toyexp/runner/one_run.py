@@ -12,7 +12,7 @@ from toyexp.base.formatting import short_path
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.ownership import require_empty
 from toyexp.base.terminal import print_line, show_status
-from toyexp.config.compose import Composed
+from toyexp.config.compose import Composition
 from toyexp.config.request import Request
 from toyexp.interfaces.callback import Callback
 from toyexp.training.experiment import execute, prepare
@@ -45,7 +45,7 @@ def prepare_request(
     return prepare_run(composed, resume=found, callbacks=callbacks)
 
 
-def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Path | None]:
+def locate(request: Request, resume: str | None) -> tuple[Request, Composition, Path | None]:
     """Return the request of a run, with a resumed run's settings, its configuration, and the directory to resume."""
     of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
     many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
@@ -59,25 +59,25 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composed, Pat
         for override in request.settings:
             if override.key_or_group == "hydra.run.dir":
                 raise UserError(f"{override.input_line}: resume={resume} goes on in that directory; leave it out")
-        request = request.of_run(Path(resume))
+        request = request.use_saved_config(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()
     return request, composed, find_newest(*_place(composed))
 
 
-def _place(composed: Composed) -> tuple[Path, str]:
-    composed.settle()
+def _place(composed: Composition) -> tuple[Path, str]:
+    composed.apply_base()
     return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
 
 
 def follow(request: Request, resume: str | None = None) -> None:
     """Take part in the run of rank 0 until it ends."""
     _, composed, _ = locate(request, None if resume == AUTO else resume)
-    composed.parts().engine.follow()
+    composed.build_config().engine.follow()
 
 
 def prepare_run(
-    composed: Composed, directory: Path | None = None, resume: Path | None = None,
+    composed: Composition, directory: Path | None = None, resume: Path | None = None,
     callbacks: Mapping[str, Callback] | None = None,
 ) -> PreparedRun:  # fmt: skip
     """Build and check one configuration, to run in a directory with further `callbacks`, or to resume a run."""
@@ -85,10 +85,10 @@ def prepare_run(
     source = composed.source
     begun = source.begun if source.begun.cwd else read_origin(source.directory)  # of the run that a new one repeats
     with convert_memory_errors(), begun.explain_missing_paths(MOVED):
-        built = composed.parts()
+        built = composed.build_config()
         built.callbacks.update(callbacks or {})
         where = resume or directory or composed.directory("hydra.run.dir")
-        with composed.placed():
+        with composed.locate_errors():
             run = prepare_parts(built, where, resume is not None)
         if resume:
             return run
@@ -107,7 +107,7 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
     return PreparedRun(prepared, directory, load_resumed(directory, prepared) if goes_on else None)
 
 
-def _compared(prepared: Prepared, begun: Origin, repeated: Path, composed: Composed) -> Prepared:
+def _compared(prepared: Prepared, begun: Origin, repeated: Path, composed: Composition) -> Prepared:
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
         return prepared
     told = [

@@ -12,11 +12,11 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.ownership import SWEEP_FILE
 from toyexp.base.terminal import print_line
 from toyexp.config.keys import Keys
-from toyexp.config.mistakes import check_blanks, check_listed, check_settings
+from toyexp.config.mistakes import check_blanks, check_brackets, check_settings
 from toyexp.config.request import Request
-from toyexp.config.schema import BEGUN, Source
-from toyexp.config.top_level import COMPARED, Sweep
-from toyexp.config.words import lines, parse
+from toyexp.config.schema import START_DIRECTORY, Source
+from toyexp.config.top_level import SEARCH_IDENTITY, Sweep
+from toyexp.config.words import input_lines, parse
 from toyexp.interfaces.command import parse_modules
 from toyexp.sweeps.combinations import check_once, combinations, own_sweep, swept
 from toyexp.sweeps.directory import Job, SweepDir, shared_words
@@ -37,12 +37,12 @@ LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Proces
 
 def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     """Return what runs the jobs of a sweep, new or resumed."""
-    keys = Keys.of(request.registry)
+    keys = Keys.from_registry(request.registry)
     for override in request.settings:  # what is wrong in every job is told once, before the first
         if override.is_sweep_override() and _is_own(override):
             raise UserError(f"{override.input_line}: takes one value")
         if not override.is_sweep_override():
-            check_listed(override, keys)
+            check_brackets(override, keys)
             check_settings([override], keys, request.source)
         if override.key_or_group == "resume":
             raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")
@@ -59,11 +59,17 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     of_jobs = replace(request, settings=fixed)
     settings = _settings(of_jobs, own)
     kept = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in FLAGS}
-    memory = {"flags": kept, "settings": lines(fixed), "sweep": lines(own), "cwd": str(Path.cwd()), "space": []}
+    memory = {
+        "flags": kept,
+        "settings": input_lines(fixed),
+        "sweep": input_lines(own),
+        "cwd": str(Path.cwd()),
+        "space": [],
+    }
     source: JobSource
     values: dict[str, Any] = {}
     if settings.search is not None:
-        memory["space"] = lines([o for o in parsed if o.is_sweep_override()])
+        memory["space"] = input_lines([o for o in parsed if o.is_sweep_override()])
         source = Search(settings, space(settings.search, parsed, keys.types), [], shared_words(memory))
     else:
         source = JobSource([Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))])
@@ -81,7 +87,7 @@ def _launcher(settings: Sweep, source: JobSource, configs: JobConfigs) -> Launch
 
 def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
     typed = request.settings
-    others = lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
+    others = input_lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
     for word in [*others, *(flag for flag in flags if flag in FLAGS)]:
         raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
     folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # below which its jobs lie
@@ -95,19 +101,19 @@ def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
             )
         if memory["cwd"] != str(Path.cwd()):
             if there := Path(memory["cwd"]).is_dir():
-                os.environ[BEGUN] = memory["cwd"]
+                os.environ[START_DIRECTORY] = memory["cwd"]
             if "--json" not in flags:
                 where = f"are from there{'' if there else f', which is gone: they are from {Path.cwd()}'}"
                 print_line(f"begun in {printable(memory['cwd'])}: relative paths in its settings {where}")
-        source = Source.of(*(memory["flags"].get(flag) for flag in FLAGS))
+        source = Source.from_flags(*(memory["flags"].get(flag) for flag in FLAGS))
         of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
         own = [o for o in typed if _is_own(o)]
         settings = _settings(of_jobs, [*parse(memory["sweep"]), *own])
-        if fixed := [o.key_or_group for o in own if o.key_or_group in COMPARED]:
+        if fixed := [o.key_or_group for o in own if o.key_or_group in SEARCH_IDENTITY]:
             what = "search is what it began as, but for sweep.trials" if settings.search else "sweep is no search"
             raise UserError(f"{fixed[0]}: this {what}")
         configs = JobConfigs(of_jobs, {})
-        jobs = _source(settings, folder, Keys.of(request.registry).types)
+        jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
         launcher = _launcher(settings, jobs, configs)
         return Runner(Asked(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
     except BaseException:

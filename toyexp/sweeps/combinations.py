@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.signals import end_with_sweep
-from toyexp.config.top_level import MOST_JOBS
+from toyexp.config.top_level import MAX_JOBS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -62,8 +62,8 @@ def _joined(key: str, *given: Override) -> str:
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
     """The settings of each job: one value of every swept key, the last key varying fastest."""
     lists = [list(swept(o)) for o in parsed if o.is_sweep_override()]
-    if (count := math.prod(map(len, lists))) > MOST_JOBS:
-        raise UserError(f"{count} combinations of values: a sweep has at most {MOST_JOBS} jobs")
+    if (count := math.prod(map(len, lists))) > MAX_JOBS:
+        raise UserError(f"{count} combinations of values: a sweep has at most {MAX_JOBS} jobs")
     return list(itertools.product(*([word for word, _ in words] for words in lists)))
 
 
@@ -81,13 +81,13 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
         raise UserError(f"{line}: a sweep takes no glob; name the values: {override.get_key_element()}=a,b")
     try:
-        values = list(itertools.islice(override.sweep_iterator(), MOST_JOBS + 1))
+        values = list(itertools.islice(override.sweep_iterator(), MAX_JOBS + 1))
     except (HydraException, ArithmeticError, ValueError, TypeError):
         raise UserError(f"{line}: a range takes numbers, and a step that is not 0: range(0,10,2)") from None
     if not values:
         raise UserError(f"{line}: holds no value")
-    if len(values) > MOST_JOBS:
-        raise UserError(f"{line}: a sweep has at most {MOST_JOBS} jobs")
+    if len(values) > MAX_JOBS:
+        raise UserError(f"{line}: a sweep has at most {MAX_JOBS} jobs")
     seen: set[str] = set()
     parts = str(line).partition("=")[2].split(",")
     for value, part in zip(values, parts if len(parts) == len(values) else itertools.repeat(""), strict=False):

@@ -28,7 +28,7 @@ from toyexp.base.ownership import (
 )
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, require_plain, require_plain_path, write_atomically
-from toyexp.config.words import setting
+from toyexp.config.words import format_override
 from toyexp.results.found import NUMBERS, PRUNES
 from toyexp.results.ranking import TRAIN, Ranking, ranked, sources_of
 from toyexp.sweeps.journal import Journal, Seldom
@@ -247,7 +247,7 @@ class SweepDir:
     def order(self, job: Job) -> Order:
         """Return what starts a job, or resumes one that was begun before."""
         directory = self.run(job)
-        where = [setting("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
+        where = [format_override("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
         plugins = [word for word in self.asked["settings"] if word.startswith("plugins=")]
         first, again = [*shared_words(self.asked), *job.overrides, *where], [f"resume={directory}", *plugins]
         return Order(directory, self.log(job), first, again, job.attempts > (job.status == Status.RUNNING))

@@ -20,13 +20,13 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import format_value as plain
 from toyexp.base.writing import require_plain_path
-from toyexp.config.build import made, resolved, typed, without_hydra
-from toyexp.config.compose import Composed
-from toyexp.config.compose_cache import OF_HYDRA, told_apart
+from toyexp.config.build import apply_types, drop_hydra_keys, instantiate, resolve_config
+from toyexp.config.compose import Composition
+from toyexp.config.compose_cache import HYDRA_REFERENCE, split_choices
 from toyexp.config.keys import Keys
 from toyexp.config.mistakes import check_settings, unknown_key, wrong_value
 from toyexp.config.request import Request
-from toyexp.config.schema import AUTO, Root, class_of
+from toyexp.config.schema import AUTO, Root, part_class
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 from toyexp.interfaces.engine import Engine
@@ -50,17 +50,17 @@ class JobConfigs:
 
     request: Request  # with the settings that all jobs share
     values: Mapping[str, Any]  # of the words that vary, where they are known
-    _bases: dict[tuple[str, ...], Composed | UserError] = field(default_factory=dict)  # by the names that are chosen
+    _bases: dict[tuple[str, ...], Composition | UserError] = field(default_factory=dict)  # by the names that are chosen
     _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # whether one reads Hydra's own settings
     _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
 
     @cached_property
     def _keys(self) -> Keys:
-        return Keys.of(self.request.registry)
+        return Keys.from_registry(self.request.registry)
 
-    def config(self, job: Job) -> Composed:
+    def config(self, job: Job) -> Composition:
         """A job's configuration, until the next one is asked for; UserError for what cannot be composed."""
-        composed = self._with_values(*told_apart(job.overrides))
+        composed = self._with_values(*split_choices(job.overrides))
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
         return composed
@@ -71,7 +71,7 @@ class JobConfigs:
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
 
-    def of_a_run(self, job: Job) -> Composed:
+    def of_a_run(self, job: Job) -> Composition:
         """Return what a run of the job is made from, in this process."""
         composed, is_whole = self._known_to_hydra(job)
         if is_whole:
@@ -83,16 +83,18 @@ class JobConfigs:
             cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
         return replace(composed, cfg=cfg, given=given)
 
-    def _known_to_hydra(self, job: Job) -> tuple[Composed, bool]:
+    def _known_to_hydra(self, job: Job) -> tuple[Composition, bool]:
         """Return a job's configuration, of which ${hydra:...} reads, and whether Hydra has composed all of it.
 
         Only Hydra knows more of its settings than the job's number, such as ${hydra:job.override_dirname}.
         """
-        composed, names = self.config(job), told_apart(job.overrides)[0]
+        composed, names = self.config(job), split_choices(job.overrides)[0]
         if names not in self._read_hydra:
-            nodes = without_hydra(composed.cfg), composed.cfg.hydra.sweep
-            self._read_hydra[names] = bool(OF_HYDRA.search(str([OmegaConf.to_container(node) for node in nodes])))
-        if self._read_hydra[names] or OF_HYDRA.search(job.label):
+            nodes = drop_hydra_keys(composed.cfg), composed.cfg.hydra.sweep
+            self._read_hydra[names] = bool(
+                HYDRA_REFERENCE.search(str([OmegaConf.to_container(node) for node in nodes]))
+            )
+        if self._read_hydra[names] or HYDRA_REFERENCE.search(job.label):
             return self.request.compose(*job.overrides, f"hydra.job.num={job.number}"), True
         HydraConfig.instance().set_config(composed.cfg)
         return composed, False
@@ -105,7 +107,7 @@ class JobConfigs:
             keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
             parts = {key.split(".")[0] for key in keys} | COMPARED
             ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
-            for key, (there, here) in differences(saved, resolved(self._settled(ours).cfg)) if ours else ():
+            for key, (there, here) in differences(saved, resolve_config(self._settled(ours).cfg)) if ours else ():
                 name = key.removesuffix(".name")
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
                 if is_typed and str(there) != str(here):
@@ -155,27 +157,27 @@ class JobConfigs:
             node = self.config(job).cfg.engine
             if node.name == AUTO:
                 return AUTO
-            cls = class_of("engine", node, self.request.registry)
-            return cast("Engine", made(cls, typed(cls, node, "engine")))
+            cls = part_class("engine", node, self.request.registry)
+            return cast("Engine", instantiate(cls, apply_types(cls, node, "engine")))
         except UserError:
             return ""
 
     def model(self, job: Job) -> Model:
         """The model of a job; UserError for one that cannot be."""
         cfg = self._settled(self.config(job)).cfg
-        cls = class_of("model", cfg.model, self.request.registry)
-        return cast("Model", made(cls, typed(cls, cfg.model, "model")))
+        cls = part_class("model", cfg.model, self.request.registry)
+        return cast("Model", instantiate(cls, apply_types(cls, cfg.model, "model")))
 
-    def _settled(self, composed: Composed) -> Composed:
+    def _settled(self, composed: Composition) -> Composition:
         """With the model of the recipe's base file, which names the job, where it has one."""
         if not self._has_base(composed):
             return composed
         settled = replace(composed, cfg=copy.deepcopy(composed.cfg))
-        settled.settle()
+        settled.apply_base()
         return settled
 
-    def _has_base(self, composed: Composed) -> bool:
-        recipe = cast("type[Recipe]", class_of("recipe", composed.cfg.recipe, self.request.registry))
+    def _has_base(self, composed: Composition) -> bool:
+        recipe = cast("type[Recipe]", part_class("recipe", composed.cfg.recipe, self.request.registry))
         return recipe.base_file is not Recipe.base_file
 
     def check(self, job: Job, whole: bool = False) -> None:
@@ -183,21 +185,21 @@ class JobConfigs:
 
         What lies in files and what the engine says is only known when the job runs.
         """
-        names, others = told_apart(job.overrides)
+        names, others = split_choices(job.overrides)
         composed = self._with_values(names, others)
         if whole:
-            composed.look_over()
+            composed.check_parts()
             return
         for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
             self._check_owner(composed.cfg, owner)
 
-    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composed:
+    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composition:
         composed = self._base(names)
         for word in others:
             self._set(composed.cfg, word)
         return replace(composed)  # which has looked at nothing yet
 
-    def _base(self, names: tuple[str, ...]) -> Composed:
+    def _base(self, names: tuple[str, ...]) -> Composition:
         if names not in self._bases:
             try:
                 self._bases[names] = self.request.compose(*names)
@@ -212,7 +214,7 @@ class JobConfigs:
         key = word.partition("=")[0]
         if key not in self._lists:
             check_settings(parse([word]), self._keys, self.request.source)
-            self._lists[key] = self._keys.holds_list(key)
+            self._lists[key] = self._keys.is_list(key)
         value = self.values[word] if word in self.values else parse([word])[0].value()
         try:
             one = self._lists[key] and isinstance(value, str | int | float)
@@ -229,8 +231,8 @@ class JobConfigs:
         left_out = () if owner else (*GROUPS, "hydra", "sweep")
         node = {str(key): part[key] for key in part if str(key) not in left_out}
         registry = self.request.registry
-        cls = registry.get(kind, name) if name else class_of(kind, node, registry) if owner else Root
-        (cls(**node) if cls is Root else made(cls, node)).check()
+        cls = registry.get(kind, name) if name else part_class(kind, node, registry) if owner else Root
+        (cls(**node) if cls is Root else instantiate(cls, node)).check()
 
 
 def first_look(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
@@ -241,7 +243,7 @@ def first_look(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]
     wrong: dict[int, UserError] = {}
     seen: set[tuple[str, ...]] = set()
     for job in _one_changed(jobs[:VALUES]):
-        names = told_apart(job.overrides)[0]
+        names = split_choices(job.overrides)[0]
         if names not in seen and len(seen) == CHOICES:
             continue
         try:

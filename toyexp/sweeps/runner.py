@@ -17,7 +17,7 @@ from toyexp.base.ownership import DirectoryLocked, require_unlocked
 from toyexp.base.signals import catch_signals
 from toyexp.base.terminal import is_notebook, print_line
 from toyexp.config.top_level import Sweep
-from toyexp.config.words import setting
+from toyexp.config.words import format_override
 from toyexp.results.ranking import Ranking, ranked
 from toyexp.results.report import SweepReport, draw_sweep
 from toyexp.sweeps.board import board_for
@@ -129,7 +129,7 @@ class Runner:
             return
         place, shared = folder.run(gone[0]), shared_words(folder.asked)
         words = [*(word for word in shared if not word.startswith("hydra.sweep.")), *gone[0].overrides]
-        again = shlex.join(["toyexp", *words, setting("hydra.run.dir", short_path(place))])
+        again = shlex.join(["toyexp", *words, format_override("hydra.run.dir", short_path(place))])
         more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
         move = "move that file away, and " if os.path.lexists(place) else ""
         print_line(
@@ -253,7 +253,7 @@ class Runner:
         retry = ["sweep.retry=true"] if any(job.hindered for job in jobs) else []
         if (left or retry) and folder:
             plugins = [f"plugins=[{','.join(self.asked.modules)}]"] if self.asked.modules else []
-            command = shlex.join(["toyexp", setting("sweep.resume", short_path(folder.path)), *retry, *plugins])
+            command = shlex.join(["toyexp", format_override("sweep.resume", short_path(folder.path)), *retry, *plugins])
         if number := self._stop.number:
             name = signal.Signals(number).name
             self._watch.say(f"toyexp: interrupted by {name}; {done}; go on: {command}", sys.stderr)

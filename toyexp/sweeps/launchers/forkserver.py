@@ -25,8 +25,8 @@ import toyexp.training.experiment
 import toyexp.training.resume  # noqa: F401
 from toyexp.base.ranks import FORK_SERVER_FILE
 from toyexp.base.signals import exit_now
-from toyexp.config.compose_cache import keep
-from toyexp.config.flags import split
+from toyexp.config.compose_cache import store_composition
+from toyexp.config.flags import split_flags
 from toyexp.config.keys import Keys
 from toyexp.config.request import Request
 from toyexp.config.schema import AUTO, Source
@@ -78,14 +78,14 @@ def _load(words: Sequence[str], stacks: bool) -> None:
                 engine = cast("type[Engine]", offer.cls)()
                 engine.preload_stack() if stacks else engine.preload()
     with contextlib.suppress(Exception):
-        composed.look_over()  # the settings of parts that jobs share are merged once
+        composed.check_parts()  # the settings of parts that jobs share are merged once
 
 
 def _composed(words: Sequence[str]) -> Request:
     """Return the request of some words, and compose what other jobs may ask for too."""
-    flags, settings = split(words)
-    request = Request.of(settings, Source.of(*map(flags.get, FLAGS)))
-    keep(Keys.of(request.registry).in_lists(request.settings), request.source)
+    flags, settings = split_flags(words)
+    request = Request.parse(settings, Source.from_flags(*map(flags.get, FLAGS)))
+    store_composition(Keys.from_registry(request.registry).hydra_overrides(request.settings), request.source)
     return request
 
 

@@ -13,7 +13,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import pluralise, short_path
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, write_atomically
-from toyexp.config.top_level import MOST_JOBS
+from toyexp.config.top_level import MAX_JOBS
 from toyexp.interfaces.kind import perplexity
 from toyexp.results.ranking import sources_of
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
@@ -45,9 +45,9 @@ class Search(JobSource):
         self._study: Study | None = None  # in the sweep's directory, once there is one
         there_are = size(keys)
         self._points = int(min(there_are, settings.trials or there_are))
-        if self.total > MOST_JOBS:
+        if self.total > MAX_JOBS:
             each = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
-            raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MOST_JOBS} jobs")
+            raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MAX_JOBS} jobs")
         self._first_asked = 0  # the step from which on a run may be stopped
         self.description = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
         self._data: set[str] = set()  # digests of the data of the runs that ended

@@ -5,7 +5,7 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_engines(register: Register) -> None:
-    """cpu, cuda and mps."""
+    """Register the engines `cpu`, `cuda` and `mps`."""
     from toyexp_torch.engines import TorchCPU, TorchCUDA, TorchMPS
 
     for engine in (TorchCPU, TorchCUDA, TorchMPS):

@@ -1,7 +1,7 @@
-"""Work on a GPU as one CUDA graph: launched with one call, however many kernels it is.
+"""CUDA graphs: work of many kernels that is launched with one call.
 
 A step of a small model is hundreds of kernels of a few microseconds each, which Python launches more slowly than the
-GPU runs them. A graph keeps them with the addresses that they read; what changes from step to step comes in `Inputs`.
+GPU runs them. A graph records the kernels with the addresses that they read; `Inputs` holds the arrays that change.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from torch import Tensor
 ALIGNMENT = 64  # bytes
 log = logging.getLogger("toyexp")
 
-Kind = tuple[tuple[int, ...], np.dtype]  # an array's shape and type
+ArraySpec = tuple[tuple[int, ...], np.dtype]  # shape and dtype
 
 
 class Inputs:
-    """Arrays that a graph reads, side by side in the GPU's memory, so that one copy brings all of them.
+    """Arrays that a graph reads, side by side in GPU memory, so that one copy uploads all of them.
 
-    The host has them several times: one set is filled while the others may still be on their way.
+    The host has `sets` of them: it fills one while the others may still be copied.
     """
 
-    def __init__(self, kinds: Mapping[Hashable, Kind], sets: int = 2):
-        sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in kinds.items()}
-        room = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
-        self._device = torch.zeros(room, dtype=torch.uint8, device="cuda")
-        self._hosts = [_Host({}, torch.zeros(room, dtype=torch.uint8, pin_memory=True)) for _ in range(sets)]
+    def __init__(self, specs: Mapping[Hashable, ArraySpec], sets: int = 2):
+        sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in specs.items()}
+        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
+        self._device = torch.zeros(total, dtype=torch.uint8, device="cuda")
+        self._hosts = [_HostBuffer({}, torch.zeros(total, dtype=torch.uint8, pin_memory=True)) for _ in range(sets)]
         self.tensors: dict[Hashable, Tensor] = {}
         start = 0
-        for key, (shape, dtype) in kinds.items():
-            here = slice(start, start + sizes[key])
+        for key, (shape, dtype) in specs.items():
+            part = slice(start, start + sizes[key])
             for host in self._hosts:
-                host.arrays[key] = host.memory[here].numpy().view(dtype).reshape(shape)
-            kind = torch.from_numpy(np.empty(0, dtype)).dtype
-            self.tensors[key] = self._device[here].view(kind).view(shape)
+                host.arrays[key] = host.memory[part].numpy().view(dtype).reshape(shape)
+            torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+            self.tensors[key] = self._device[part].view(torch_dtype).view(shape)
             start += -(-sizes[key] // ALIGNMENT) * ALIGNMENT
 
     def put(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
-        """Sends arrays, each joined from its parts along the first axis, once what was queued has read the last ones.
+        """Upload arrays, each joined from its parts along the first axis.
 
-        The host's memory that was sent first is filled again.
+        The copy is queued behind the kernels that read the previous arrays. Wait first if the host buffer used `sets`
+        calls ago is still being copied.
         """
         host = self._hosts.pop(0)
         self._hosts.append(host)
@@ -60,8 +61,8 @@ class Inputs:
 
 
 @dataclass
-class _Host:
-    """Arrays in memory that the GPU copies from beside the host's work."""
+class _HostBuffer:
+    """Arrays in pinned memory, which the GPU copies while the host works."""
 
     arrays: dict[Hashable, np.ndarray]
     memory: Tensor
@@ -69,68 +70,73 @@ class _Host:
 
 
 class Results:
-    """A few numbers of each step, on their way from the GPU; of so many steps at a time at most."""
+    """Pinned buffers for a few numbers of each step, of at most `steps` steps under way."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.float32, steps: int = 2):
         self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(steps)]
 
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Begins to copy them; what it returns waits until they are there."""
-        host, there = self._hosts.pop(0), torch.cuda.Event()
+        """Begin to copy `numbers` to the host; return a function that waits for them."""
+        host, arrived = self._hosts.pop(0), torch.cuda.Event()
         self._hosts.append(host)
         host.copy_(numbers, non_blocking=True)
-        there.record()
+        arrived.record()
 
         def wait() -> list[float]:
-            there.synchronize()
+            arrived.synchronize()
             return host.tolist()
 
         return wait
 
 
-class Captured:
-    """`work()` as a graph; called itself where it cannot be one.
+class CapturedCall:
+    """`work()` as a CUDA graph, or as plain calls if it cannot be captured.
 
-    `rehearse()` is called before: the same kernels, but nothing that lasts is changed by them.
+    `rehearse()` runs before the capture. It launches the same kernels, but must not change anything that lasts.
     """
 
     def __init__(
-        self, title: str, work: Callable[[], Tensor], rehearse: Callable[[], object], pool: Any, refused: str = ""
+        self,
+        title: str,
+        work: Callable[[], Tensor],
+        rehearse: Callable[[], object],
+        pool: Any,
+        uncaptured_reason: str = "",
     ):
-        self._title, self._work, self._rehearse, self._pool = title, work, rehearse, pool
-        self.refused = refused  # why it is called and not captured
+        self._title, self._run_work, self._rehearse, self._pool = title, work, rehearse, pool
+        self.uncaptured_reason = uncaptured_reason  # why there is no graph
         self._graph: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
     def __call__(self) -> Tensor:
-        """What `work()` gives; its tensor is overwritten by the next call."""
+        """Run the work and return its result, which the next call overwrites."""
         self.prepare()
         if self._graph is None:
-            return self._work()
+            return self._run_work()
         graph, result = self._graph
         graph.replay()
         return result
 
     def prepare(self) -> None:
-        """Captures it, unless that is done, or says in `refused` why that cannot be."""
-        if self.refused or self._graph:
+        """Capture the graph, unless it exists. If that fails, keep the reason in `uncaptured_reason`."""
+        if self.uncaptured_reason or self._graph:
             return
         try:
             self._warm_up()
             graph = torch.cuda.CUDAGraph()
-            with _without_collection(), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
-                result = self._work()
+            with _disable_gc(), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+                result = self._run_work()
             self._graph = graph, result
         except (RuntimeError, NotImplementedError) as error:
             torch.cuda.synchronize()
-            self.refused = str(error).strip().partition("\n")[0]
-            log.info("%s is launched kernel by kernel: %s", self._title, self.refused)
+            self.uncaptured_reason = str(error).strip().partition("\n")[0]
+            log.info("%s is launched kernel by kernel: %s", self._title, self.uncaptured_reason)
 
     def close(self) -> None:
-        """Frees the graph."""
+        """Free the graph."""
         self._graph = None
 
     def _warm_up(self) -> None:
-        """Lets kernels and libraries allocate and choose what they keep, on a stream of their own as graphs want it."""
+        """Run the work twice on a side stream, as capturing requires: kernels and libraries allocate and choose."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -140,8 +146,8 @@ class Captured:
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Nothing is collected meanwhile: another graph that is freed spoils the one that is being captured."""
+def _disable_gc() -> Iterator[None]:
+    """Disable garbage collection: freeing another graph would break the one that is being captured."""
     enabled = gc.isenabled()
     gc.disable()
     try:

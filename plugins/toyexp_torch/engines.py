@@ -1,4 +1,4 @@
-"""The three torch engines: their settings, and whether they work here. torch itself is imported only when used."""
+"""Torch engines `cpu`, `cuda` and `mps`: their settings and availability checks. torch is imported only when used."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
     import types
 
     from toyexp import Session, Stack
-    from toyexp_torch.session import Wanted
+    from toyexp_torch.session import SessionSettings
 
 DTYPES = ("float32", "bfloat16", "float64")
 
 
 def import_torch() -> types.ModuleType:
-    """torch, or Unavailable with what to install."""
+    """Import and return torch. Raise Unavailable, with the command that installs it, if that fails."""
     reduce_spinning()
     with require_package("torch", "pip install 'toyexp[torch]'"):
         import numpy as np
         import torch
 
-        torch.from_numpy(np.zeros(1, np.float32))  # which one that was built for another numpy does not do
+        torch.from_numpy(np.zeros(1, np.float32))  # fails if torch was built for another numpy
     return torch
 
 
 @dataclass
 class TorchEngine(Engine):
-    """What the torch devices share."""
+    """Base class of the torch engines: common settings and checks."""
 
     device: ClassVar[str]
-    library: ClassVar[str] = "gloo"  # by which several of its devices speak
+    library: ClassVar[str] = "gloo"  # backend of torch.distributed
 
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights) | float64
-    compile: bool = False  # torch.compile the forward and backward pass; slower to start, faster to run
-    deterministic: bool = False  # only kernels that repeat to the bit; some are slower
-    packed: bool = False  # keep frozen matrices in their GGUF's type, and unpack them at each use
-    recompute: bool = False  # hold the activations of one block at a time and compute them twice
-    devices: str = "1"  # that compute together, each its rows of a batch; all: as many as there are here
-    shard: bool = False  # each device keeps the optimiser's state of its own part of the weights alone
+    compile: bool = False  # torch.compile the forward and backward pass: starts slower, runs faster
+    deterministic: bool = False  # use only kernels whose results repeat bit for bit; some are slower
+    packed: bool = False  # keep frozen matrices in their GGUF type and dequantise them at each use
+    recompute: bool = False  # activation checkpointing: keep one block's activations at a time, compute them twice
+    devices: str = "1"  # data parallel: number of devices, each with its share of every batch; all: every device here
+    shard: bool = False  # split the optimiser state over the devices (ZeRO stage 1)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         if self.packed:
@@ -70,64 +70,63 @@ class TorchEngine(Engine):
 
             types = {info.type for tensor in preview.plan.tensors if (info := in_place(tensor))} - {"F32"}
             if not types:
-                yield "engine.packed=true: no frozen matrix of this run comes from a GGUF file that has it packed"
-            elif whole := sorted(types - {*KINDS}):
-                yield f"engine.packed=true: {', '.join(whole)} is held as numbers; packed are {', '.join(KINDS)}"
+                yield "engine.packed=true: has no effect; no frozen matrix of this run has a packed type in a GGUF file"
+            elif others := sorted(types - {*KINDS}):
+                yield f"engine.packed=true: has no effect on {', '.join(others)} tensors; applies to {', '.join(KINDS)}"
         if self.shard and self.count() == 1:
-            yield "engine.shard=true: there is one device, which keeps all of the optimiser's state"
+            yield "engine.shard=true: has no effect on one device, which keeps all of the optimiser state"
 
     @abstractmethod
-    def there(self) -> tuple[int, str]:
-        """How many devices there are for it on this machine, and those in words."""
+    def available_devices(self) -> tuple[int, str]:
+        """Return how many devices of this kind the machine has, and a phrase that names them."""
 
     def count(self) -> int:
-        """How many compute; UserError for what cannot be."""
+        """Return how many devices compute. Raise UserError if `engine.devices` is invalid or too large."""
         ranks = started_ranks()
-        blank = self.devices.split() != [self.devices]
-        asked = f"engine.devices={printable(repr(self.devices) if blank else self.devices)}"
+        has_blanks = self.devices.split() != [self.devices]
+        setting = f"engine.devices={printable(repr(self.devices) if has_blanks else self.devices)}"
         if self.devices != "all" and not is_integer(self.devices, 1, MAX_INT):
-            raise UserError(f"{asked}: takes a number from 1, or all")
+            raise UserError(f"{setting}: must be a number from 1, or all")
         if ranks.count > 1:
             if self.devices not in ("1", "all", str(ranks.count)):
-                raise UserError(f"{asked}: torchrun has started {ranks.count} ranks; leave engine.devices out")
+                raise UserError(f"{setting}: torchrun has started {ranks.count} ranks; leave engine.devices out")
             return ranks.count
         if self.devices == "1":
             return 1
-        there, words = self.there()
-        if self.devices != "all" and int(self.devices) > there:
-            raise UserError(
-                f"{asked}: there {'is' if there == 1 else 'are'} {words} here; engine.devices=all takes all"
-            )
-        return there if self.devices == "all" else int(self.devices)
+        available, words = self.available_devices()
+        if self.devices != "all" and int(self.devices) > available:
+            raise UserError(f"{setting}: only {words} available; engine.devices=all uses all of them")
+        return available if self.devices == "all" else int(self.devices)
 
     def check_devices(self) -> int:
-        """How many compute; UserError for what cannot be."""
+        """Return how many devices compute. Raise UserError or Unavailable if they cannot compute together."""
         count = self.count()
         if self.shard and self.devices == "1" and count == 1:
             raise UserError(
-                "engine.shard=true: spreads the optimiser's state over several devices, and engine.devices=1 is one; "
-                "engine.devices=2, or leave it out"
+                "engine.shard=true: needs several devices, and engine.devices is 1; set engine.devices=2, or leave "
+                "engine.shard out"
             )
         if count > 1:
-            from toyexp_torch.distributed.supervisor import patience
+            from toyexp_torch.distributed.supervisor import silence_limit
 
-            patience()
+            silence_limit()
             distributed = import_torch().distributed
             if not distributed.is_available() or not getattr(distributed, f"is_{self.library}_available")():
                 raise Unavailable(
-                    f"engine.devices={self.devices}: this PyTorch is built without {self.library}; engine.devices=1"
+                    f"engine.devices={self.devices}: this PyTorch is built without {self.library}; use engine.devices=1"
                 )
         return count
 
     def check_rows(self, rows: int, accumulate: int) -> None:
         count, batch = self.count(), rows * accumulate
         if rows % count:
-            whole = count * accumulate
-            each = f", {rows} in each of optim.accumulate={accumulate}," if accumulate > 1 else ""
-            asked = f"WORLD_SIZE={count}" if started_ranks().count > 1 else f"engine.devices={self.devices}"
+            multiple = count * accumulate
+            parts = f" ({rows} for each of optim.accumulate={accumulate})" if accumulate > 1 else ""
+            setting = f"WORLD_SIZE={count}" if started_ranks().count > 1 else f"engine.devices={self.devices}"
             raise UserError(
-                f"{asked}: a batch of {batch} row{'' if batch == 1 else 's'}{each} has no equal shares for {count} "
-                f"devices; {'engine.devices=1' if batch == 1 else f'batch_size={-(-batch // whole) * whole} has'}"
+                f"{setting}: a batch of {batch} row{'' if batch == 1 else 's'}{parts} cannot be split equally over "
+                f"{count} devices; use "
+                f"{'engine.devices=1' if batch == 1 else f'batch_size={-(-batch // multiple) * multiple}'}"
             )
 
     def check_plan(self, plan: Plan) -> None:
@@ -155,23 +154,23 @@ class TorchEngine(Engine):
         if (count := self.count()) == 1:
             from toyexp_torch.session import TorchSession
 
-            return TorchSession(plan, self._wanted(title)).open()
+            return TorchSession(plan, self._session_settings(title)).open()
         self.check_plan(plan)
         from toyexp_torch.distributed.session import LeadSession
         from toyexp_torch.distributed.worker import gather_ranks
 
-        return LeadSession(plan, self._wanted(title), count, self.shard, lambda: gather_ranks(count)).open()
+        return LeadSession(plan, self._session_settings(title), count, self.shard, lambda: gather_ranks(count)).open()
 
     def stack_conflict(self, plans: Sequence[Plan]) -> str:
-        asked = {
+        single_run_settings = {
             "engine.compile=true": self.compile,
             "engine.recompute=true": self.recompute,
             "engine.packed=true": self.packed,
             f"engine.devices={self.devices}": self.count() > 1,
         }
-        of_one = next((key for key, on in asked.items() if on), "")
-        if of_one:
-            return f"{of_one}: is of one run at a time"
+        setting = next((key for key, is_set in single_run_settings.items() if is_set), "")
+        if setting:
+            return f"{setting}: cannot be used in a stack, which trains several runs at a time"
         if why := toyexp.program_difference(plans):
             return why
         return self._try_step(plans[0])[0]
@@ -191,7 +190,7 @@ class TorchEngine(Engine):
             raise UserError(why)
         from toyexp_torch.stacks.stack import TorchStack
 
-        return TorchStack(plans, self._wanted(title)).open()
+        return TorchStack(plans, self._session_settings(title)).open()
 
     def follow(self) -> None:
         if started_ranks().count > 1:
@@ -200,10 +199,12 @@ class TorchEngine(Engine):
 
             follow() if started_ranks().rank else gather_ranks(self.count())
 
-    def _wanted(self, title: str) -> Wanted:
-        from toyexp_torch.session import Wanted
+    def _session_settings(self, title: str) -> SessionSettings:
+        from toyexp_torch.session import SessionSettings
 
-        return Wanted(self.device, title, self.dtype, self.compile, self.deterministic, self.packed, self.recompute)
+        return SessionSettings(
+            self.device, title, self.dtype, self.compile, self.deterministic, self.packed, self.recompute
+        )
 
 
 @dataclass
@@ -214,48 +215,48 @@ class TorchCPU(TorchEngine):
     device: ClassVar[str] = "cpu"
     priority: ClassVar[int] = 20
 
-    threads: int = 0  # cores to use, shared by its devices; 0: all that this process may use
+    threads: int = 0  # CPU threads, divided among engine.devices; 0: one for each core this process may use
 
     def check(self) -> str:
         require_choice("engine", self, dtype=DTYPES)
         check_threads(self.threads)
-        each = pluralise(self._share())
-        ranks = f"{count} processes, {each} each" if (count := self.check_devices()) > 1 else each
-        return f"torch {import_torch().__version__}, {ranks}"
+        threads = pluralise(self._threads_per_process())
+        count = self.check_devices()
+        return f"torch {import_torch().__version__}, {f'{count} processes, {threads} each' if count > 1 else threads}"
 
-    def there(self) -> tuple[int, str]:
-        """Each is a process, and has a core at least."""
-        cores, all_there = available_cores(), machine_cores()
-        fewer = f" of {all_there} ({CORES_VARIABLE}={cores})" if cores < all_there else ""
-        return cores, f"{pluralise(cores, 'core')}{fewer}"
+    def available_devices(self) -> tuple[int, str]:
+        # Each device is a process, which needs a core.
+        cores, total = available_cores(), machine_cores()
+        limit = f" of {total} ({CORES_VARIABLE}={cores})" if cores < total else ""
+        return cores, f"{pluralise(cores, 'core')}{limit}"
 
     def processes(self) -> int:
         if self.devices == "all":
             return available_cores()
         return int(self.devices) if is_integer(self.devices, 1, MAX_INT) else 1
 
-    def _wanted(self, title: str) -> Wanted:
-        return replace(super()._wanted(title), threads=self._share())
+    def _session_settings(self, title: str) -> SessionSettings:
+        return replace(super()._session_settings(title), threads=self._threads_per_process())
 
-    def _share(self) -> int:
-        """Threads of each of its processes on this machine."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if started_ranks().count > 1 else self.count()
-        return max((self.threads or available_cores()) // here, 1)
+    def _threads_per_process(self) -> int:
+        """Return the number of threads of each process on this machine."""
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if started_ranks().count > 1 else self.count()
+        return max((self.threads or available_cores()) // processes, 1)
 
     def advice(self) -> list[str]:
-        """Whether its threads have to share their cores. Where it is several processes, those are the busy ones."""
+        """Warn if threads outnumber cores. With several ranks the current load is ignored: it is the ranks' own."""
         line = crowding_note(self.threads or available_cores(), watched=self.count() == 1)
         return [line] if line else []
 
 
-CUDA_IS_OPEN = threading.Event()  # or opening, in this process
+CUDA_IS_OPEN = threading.Event()  # set when this process opens CUDA, or begins to
 
 
 def _open_cuda(deterministic: bool) -> None:
     with contextlib.suppress(Exception):
-        some = import_torch().ones((8, 8), device="cuda")
-        if not deterministic:  # for which cuBLAS is told how before it is loaded
-            some @ some
+        matrix = import_torch().ones((8, 8), device="cuda")
+        if not deterministic:  # a deterministic session configures cuBLAS before it is loaded
+            matrix @ matrix
 
 
 @dataclass
@@ -270,13 +271,13 @@ class TorchCUDA(TorchEngine):
     library: ClassVar[str] = "nccl"
     priority: ClassVar[int] = 40
 
-    capture: bool = True  # launch the kernels of a step as one graph; false: one by one
+    capture: bool = True  # launch a training step as one CUDA graph; false: kernel by kernel
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         yield from super().warnings(preview)
         if self.tf32 and self.dtype == "float64":
-            yield "engine.tf32=true: is of products in float32; with engine.dtype=float64 there are none"
+            yield "engine.tf32=true: has no effect with engine.dtype=float64; it applies to float32 products"
 
     def rounds_to(self) -> str:
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
@@ -296,29 +297,29 @@ class TorchCUDA(TorchEngine):
         return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
 
     def wake(self) -> None:
-        """Opens CUDA and loads cuBLAS, which takes half a second in which data can be opened."""
+        """Open CUDA and load cuBLAS in a thread. It takes half a second, which overlaps with opening the data."""
         if self.devices == "1" and started_ranks().count == 1 and not CUDA_IS_OPEN.is_set():
             CUDA_IS_OPEN.set()
             threading.Thread(target=_open_cuda, args=(self.deterministic,), daemon=True).start()
 
     def free_bytes(self) -> int | None:
-        """Of the GPU itself, what this process has and does not use counted in."""
+        """Return the GPU's free memory, plus the memory that this process has reserved and does not use."""
         cuda = import_torch().cuda
         return int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
 
     def gpus(self) -> int | None:
         return int(self.devices) if is_integer(self.devices, 1, MAX_INT) else None
 
-    def there(self) -> tuple[int, str]:
+    def available_devices(self) -> tuple[int, str]:
         count = int(import_torch().cuda.device_count())
         return count, f"{count} NVIDIA GPU{'' if count == 1 else 's'}"
 
     def advice(self) -> list[str]:
-        count, words = self.there()
-        return [f"{words} are here; engine.devices=all computes on all of them"] if count > self.count() == 1 else []
+        count, words = self.available_devices()
+        return [f"{words} available; engine.devices=all uses all of them"] if count > self.count() == 1 else []
 
-    def _wanted(self, title: str) -> Wanted:
-        return replace(super()._wanted(title), tf32=self.tf32, capture=self.capture)
+    def _session_settings(self, title: str) -> SessionSettings:
+        return replace(super()._session_settings(title), tf32=self.tf32, capture=self.capture)
 
 
 @dataclass
@@ -329,7 +330,7 @@ class TorchMPS(TorchEngine):
     on_gpu: ClassVar[bool] = True
     device: ClassVar[str] = "mps"
     priority: ClassVar[int] = 30
-    devices: ClassVar[str] = "1"  # type: ignore[misc] # Apple silicon has one GPU: these two are no settings of it
+    devices: ClassVar[str] = "1"  # type: ignore[misc] # Apple silicon has one GPU: devices and shard are no settings here
     shard: ClassVar[bool] = False  # type: ignore[misc]
 
     dtype: str = "float32"  # float32 | bfloat16 (autocast over float32 weights)
@@ -348,10 +349,10 @@ class TorchMPS(TorchEngine):
         self.check_devices()
         try:
             torch.ones(1, device="mps")
-        except RuntimeError as error:  # in a virtual machine the device is there and has no memory to give
-            told = str(error).partition("\n")[0]
-            raise Unavailable(f"torch {torch.__version__}: its MPS device does not work here ({told})") from None
+        except RuntimeError as error:  # a virtual machine has the device, but without memory
+            reason = str(error).partition("\n")[0]
+            raise Unavailable(f"torch {torch.__version__}: its MPS device does not work here ({reason})") from None
         return f"torch {torch.__version__}, {platform.machine()}"
 
-    def there(self) -> tuple[int, str]:
+    def available_devices(self) -> tuple[int, str]:
         return 1, "one GPU"

@@ -1,4 +1,4 @@
-"""The ops of a loss: a model's last product waits until it is known which of its logits are needed, and for what."""
+"""Ops for computing a loss, which defer the product that gives the logits until the needed positions are known."""
 
 from __future__ import annotations
 
@@ -13,106 +13,108 @@ from toyexp import AdaptedWeight
 from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.ops import TorchOps
 
-LARGE = 1 << 24  # logits in a batch from which on a GPU never holds all of them
+LARGE = 1 << 24  # from this many logits in a batch a GPU computes them in chunks
 
 
-class Unprojected:
-    """Logits x w^T that are still to be computed: x [..., d], w [V, d].
+class DeferredLogits:
+    """Logits x w^T that are not computed yet: x [..., d], w [V, d].
 
-    A model that goes on with them has them as they are: `whole()` computes all.
+    If a model uses them in another operation, `compute()` computes all of them.
     """
 
     def __init__(self, ops: TorchOps, x: Tensor, w: Tensor | Packed | AdaptedWeight):
         self.ops, self.x, self.w = ops, x, w
 
-    def whole(self) -> Tensor:
-        """All of them, [..., V]."""
+    def compute(self) -> Tensor:
+        """Compute all logits, [..., V]."""
         return self.ops.linear(self.x, self.w)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole(), name)
+        return getattr(self.compute(), name)
 
     def __add__(self, other: Any) -> Tensor:
-        return self.whole() + other
+        return self.compute() + other
 
     def __sub__(self, other: Any) -> Tensor:
-        return self.whole() - other
+        return self.compute() - other
 
     def __mul__(self, other: Any) -> Tensor:
-        return self.whole() * other
+        return self.compute() * other
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch calls in place of a function of its own that such logits are given to."""
-        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        """Replace deferred logits among the arguments of a torch function by computed ones."""
+        args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
 class LossOps(TorchOps):
-    """Of a loss on the CPU: only the logits of positions whose targets weigh something are computed."""
+    """Ops for a loss on the CPU, which computes logits only for positions whose targets have a weight."""
 
     def __init__(self, ops: TorchOps):
         super().__init__(ops.recompute, ops.activations)
-        self.rotations = ops.rotations  # which the compiler is to find as constants
+        self.rotations = ops.rotations  # shared, so that the compiler finds its tables as constants
 
-    def waits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
-        """Whether a last product is left to the loss."""
+    def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
+        """Return True if the last product should be left to the loss."""
         masked = isinstance(w, AdaptedWeight) and w.low_rank is not None and w.low_rank.dropout is not None
-        # How many positions weigh something is another number every time, which the compiler has no use for.
+        # The number of selected positions changes with every batch, which would recompile the step.
         return not (masked or torch.compiler.is_compiling())
 
-    def joined(self, logits: Unprojected, targets: Tensor, weights: Tensor) -> Tensor:
-        """The cross-entropy of such logits; targets and weights [...]."""
+    def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the cross-entropy of deferred logits; targets and weights [...]."""
         if bool(weights.all()) or logits.x.shape[:-1] != weights.shape:
-            return super().cross_entropy(logits.whole(), targets, weights)
-        x, kept = logits.x.flatten(0, -2), weights.flatten().nonzero()[:, 0]
-        return super().cross_entropy(self.linear(x[kept], logits.w), targets.flatten()[kept], weights.flatten()[kept])
+            return super().cross_entropy(logits.compute(), targets, weights)
+        x, selected = logits.x.flatten(0, -2), weights.flatten().nonzero()[:, 0]
+        return super().cross_entropy(
+            self.linear(x[selected], logits.w), targets.flatten()[selected], weights.flatten()[selected]
+        )
 
-    def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | Unprojected:
-        """See Ops; all of them, or what they are to be made of."""
-        if not self.waits(x, w):
+    def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | DeferredLogits:
+        """Return the logits, or deferred logits; see Ops."""
+        if not self.should_defer(x, w):
             return super().logits(x, w)
-        return Unprojected(self, x, w)
+        return DeferredLogits(self, x, w)
 
-    def cross_entropy(self, logits: Tensor | Unprojected, targets: Tensor, weights: Tensor) -> Tensor:
-        """See Ops; of either."""
-        if not isinstance(logits, Unprojected):
+    def cross_entropy(self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the cross-entropy of logits or of deferred logits; see Ops."""
+        if not isinstance(logits, DeferredLogits):
             return super().cross_entropy(logits, targets, weights)
-        return self.joined(logits, targets, weights)
+        return self.compute_deferred(logits, targets, weights)
 
 
 class ProjectedLossOps(LossOps):
-    """Of a loss on a GPU with Triton: the logits of a large vocabulary never stand in memory."""
+    """Ops for a loss on a GPU with Triton, which never holds all logits of a large vocabulary in memory."""
 
-    kept: Tensor | None = None  # the positions of whose logits the loss is made, [n]; None: of all
+    selected: Tensor | None = None  # positions to compute logits for, [n]; None: all
 
     def __init__(self, ops: TorchOps):
         super().__init__(ops)
-        from toyexp_torch.kernels.head import projected_loss  # deferred: it needs Triton
+        from toyexp_torch.kernels.head import projected_loss  # imported here because it needs Triton
 
         self._projected_loss = projected_loss
 
-    def waits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
-        """See LossOps; an adapter's product stands beside another one."""
+    def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
+        """Return True if there are many logits and no adapter, whose product would have to be added."""
         return not isinstance(w, AdaptedWeight) and x.numel() // x.shape[-1] * len(w) >= LARGE
 
     @staticmethod
-    def selects(count: int) -> bool:
-        """Whether it is worth to be told of so many logits which ones are kept."""
+    def selects_positions(count: int) -> bool:
+        """Return True if so many logits justify listing the positions that have a weight."""
         return count >= LARGE
 
-    def joined(self, logits: Unprojected, targets: Tensor, weights: Tensor) -> Tensor:
-        """See LossOps."""
+    def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the loss from a kernel that computes the logits in chunks; see LossOps."""
         return self._projected_loss(logits.x, logits.w, targets, weights, self)
 
 
-def ops_of_loss(ops: TorchOps, device: str) -> TorchOps:
-    """The same ops for a loss on that device, where logits are not wanted for themselves."""
+def make_loss_ops(ops: TorchOps, device: str) -> TorchOps:
+    """Return ops for computing a loss on that device, where logits may be deferred."""
     if device == "cpu":
         return LossOps(ops)
     if device != "cuda":
         return ops
     try:
         return ProjectedLossOps(ops)
-    except ImportError:  # of Triton
+    except ImportError:  # Triton is not installed
         return ops

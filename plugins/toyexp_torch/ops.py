@@ -1,4 +1,4 @@
-"""The op vocabulary in PyTorch; autograd supplies the gradients. A decoder keeps keys and values between calls."""
+"""Op vocabulary in PyTorch, with gradients by autograd, and a decoder with a key-value cache."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch.utils.checkpoint import checkpoint
 from toyexp import Decoder, IncrementalOps, Ops, Params, Rotary, Session, SessionError
 from toyexp_torch.kernels.packed import Packed
 
-CHUNK = 256  # ids read at a time: the logits of each of them are computed, which for a long prompt is much memory
+CHUNK = 256  # prompt ids per forward pass: each id's logits are computed, which limits the memory of long prompts
 
 
 class TorchOps(Ops):
-    """Every op on torch tensors of one device."""
+    """All ops of the vocabulary, on torch tensors of one device."""
 
-    start = 0  # the position that rope counts from
-    longest = 0  # positions that rope's tables are made for, where it is to be asked for more and more
+    start = 0  # position of the first row, for rope
+    table_length = 0  # least number of positions in rope's tables; a decoder sets it, since its positions grow
 
     def __init__(self, recompute: bool = False, activations: torch.dtype | None = None) -> None:
-        self.recompute = recompute  # the activations of a block are not kept for the backward pass
-        self.activations = activations  # the type of what passes from block to block; None: that of the weights
-        self.rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's tables, worked out once
+        self.recompute = recompute  # compute a block again in the backward pass instead of keeping its activations
+        self.activations = activations  # dtype of the residual stream; None: dtype of the weights
+        self.rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's cos and sin tables
 
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
         if not (self.recompute and torch.is_grad_enabled()):
             return super().block(function, x, p, *rest)
-        return computed_twice(lambda x: function(self, x, p, *rest), x)
+        return recompute_in_backward(lambda x: function(self, x, p, *rest), x)
 
     def rows(self, table: Tensor | Packed, ids: Tensor) -> Tensor:
         if isinstance(table, Packed):
@@ -90,7 +90,7 @@ class TorchOps(Ops):
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         end = self.start + x.shape[1]
-        length = max(end, self.longest)
+        length = max(end, self.table_length)
         key = (length, x.shape[3], rotary, x.dtype == torch.float64)
         if key not in self.rotations:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -122,78 +122,80 @@ class TorchOps(Ops):
 def _rotations(
     length: int, frequencies: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cos and sin [T, 1, D/2] of position * frequency, worked out in float64."""
+    """Return cos and sin [T, 1, D/2] of position * frequency, computed in float64."""
     wide = torch.tensor(frequencies, dtype=torch.float64)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), wide)[:, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def computed_twice(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x), which the backward pass computes again instead of keeping what it needs (Chen et al. 2016).
+def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return function(x), recomputing it in the backward pass instead of keeping its activations (Chen et al. 2016).
 
-    As torch.utils.checkpoint does it with use_reentrant=False, but for functions that draw no random numbers and save
-    the same tensors in the same order every time: with so much less to keep account of, half of its cost is gone.
+    Like torch.utils.checkpoint with use_reentrant=False, but for functions that draw no random numbers and save the
+    same tensors in the same order at every call. With less bookkeeping it costs half as much.
     """
-    if torch.compiler.is_compiling():  # the compiler knows its own
+    if torch.compiler.is_compiling():  # the compiler supports torch's own checkpoint
         return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
     rounding = _autocast(x.device.type)
-    shapes, found = list[torch.Size](), dict[int, Tensor]()
+    shapes, saved = list[torch.Size](), dict[int, Tensor]()
 
     def forget(tensor: Tensor) -> Any:
         shapes.append(tensor.shape)
         return len(shapes) - 1
 
     def note(tensor: Tensor) -> None:
-        found[len(found)] = tensor.detach()
+        saved[len(saved)] = tensor.detach()
 
-    def find(place: Any) -> Tensor:
-        if place not in found:
-            found.clear()
-            with torch.enable_grad(), rounding(), saved_tensors_hooks(note, found.__getitem__):
+    def find(index: Any) -> Tensor:
+        if index not in saved:
+            saved.clear()
+            with torch.enable_grad(), rounding(), saved_tensors_hooks(note, saved.__getitem__):
                 function(x.detach().requires_grad_(x.requires_grad))
-            if [tensor.shape for tensor in found.values()] != shapes:
-                raise RuntimeError("a block that is called again computes something else")
-        return found.pop(place)
+            if [tensor.shape for tensor in saved.values()] != shapes:
+                raise RuntimeError(
+                    "a block of the model saves other tensors when it is computed again; use engine.recompute=false"
+                )
+        return saved.pop(index)
 
     with saved_tensors_hooks(forget, find):
         return function(x)
 
 
 def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What brings back the present rounding, which the backward pass is outside of."""
+    """Return a context manager that restores the present autocast state, which does not apply to a backward pass."""
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext
     return partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 class CachedOps(IncrementalOps, TorchOps):
-    """The ops for the positions from `start` on of one sequence [1, T]; attention also sees those before."""
+    """Ops for one sequence [1, T] from position `start`; attention also reads the cached earlier positions."""
 
-    incremental_ops = frozenset({"rope"})  # which counts from `start`
+    incremental_ops = frozenset({"rope"})  # supports a start position
 
     def __init__(self, context: int):
         super().__init__()
-        self.longest = context
-        self._caches: list[tuple[Tensor, Tensor]] = []  # keys and values [1, Hkv, context, D] of each attention
+        self.table_length = context
+        self._caches: list[tuple[Tensor, Tensor]] = []  # keys and values [1, Hkv, context, D] for each attention call
         self._calls = 0
 
     def begin(self, start: int) -> None:
-        """A forward pass follows, whose first position is `start`."""
+        """Begin a forward pass whose first position is `start`."""
         self.start, self._calls = start, 0
 
     def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
-        """See Ops; from `start` on."""
+        """Return `n` rows of the table from row `start`; see Ops."""
         rows = slice(self.start, self.start + n)
         return table.dense(rows) if isinstance(table, Packed) else table[rows]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """See Ops; keeps k and v, and sees those kept before."""
+        """Add k and v to the cache and attend to all cached positions; see Ops."""
         if not causal:
-            raise SessionError("decoder(): this model's attention looks ahead, so that no position can be kept")
+            raise SessionError("decoder(): this model's attention is not causal, so earlier positions cannot be cached")
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, T, D]
         if self._calls == len(self._caches):
-            self._caches.append((self._room(k), self._room(v)))
-        keys, values = self._caches[self._calls]  # a model asks for its layers in the same order every time
+            self._caches.append((self._empty_cache(k), self._empty_cache(v)))
+        keys, values = self._caches[self._calls]  # a model calls its layers in the same order every time
         self._calls += 1
         new, end = q.shape[2], self.start + q.shape[2]
         keys[:, :, self.start : end], values[:, :, self.start : end] = k, v
@@ -202,12 +204,12 @@ class CachedOps(IncrementalOps, TorchOps):
         out = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], mask, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(-2)
 
-    def _room(self, x: Tensor) -> Tensor:
-        return x.new_empty((1, x.shape[1], self.longest, x.shape[3]))
+    def _empty_cache(self, x: Tensor) -> Tensor:
+        return x.new_empty((1, x.shape[1], self.table_length, x.shape[3]))
 
 
 class CachedDecoder(Decoder):
-    """Computes each position once; `forward` gives the logits [V] after the last of some ids [1, T]."""
+    """Decoder with a key-value cache; `forward` returns the logits [V] after the last of the ids [1, T]."""
 
     def __init__(self, session: Session, forward: Callable[[TorchOps, np.ndarray], np.ndarray]):
         super().__init__(session)
@@ -215,7 +217,7 @@ class CachedDecoder(Decoder):
         self._forward = forward
 
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
-        """See Decoder."""
+        """Compute the ids in chunks; see Decoder."""
         for first in range(0, len(ids), CHUNK):
             self._ops.begin(self.position + first)
             logits = self._forward(self._ops, ids[None, first : first + CHUNK])

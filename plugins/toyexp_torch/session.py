@@ -1,7 +1,7 @@
-"""One run's tensors and training step in PyTorch.
+"""Tensors and training step of one run in PyTorch.
 
-All trainable tensors are views of one flat vector, and their gradients of another: zeroing, the norm, clipping and an
-element-wise optimiser are then each a single pass over contiguous memory, whatever the number of tensors.
+All trainable tensors are views of one flat vector, and their gradients are views of another. Zeroing, norm, clipping
+and element-wise optimisers are then single passes over contiguous memory, however many tensors there are.
 """
 
 from __future__ import annotations
@@ -20,107 +20,109 @@ from torch import Tensor
 from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Recompute, Session, StepMetrics, reason_to_recompute
 from toyexp_torch.host_copy import HostCopy, wait_for_copies
 from toyexp_torch.kernels.packed import Packed
-from toyexp_torch.loss import ProjectedLossOps, ops_of_loss
+from toyexp_torch.loss import ProjectedLossOps, make_loss_ops
 from toyexp_torch.ops import CachedDecoder, TorchOps
-from toyexp_torch.resident import KEPT, Resident
+from toyexp_torch.resident import SELECTED, Resident
 from toyexp_torch.update import ALIGNMENT, Update
 
 
-def places_of(plan: Plan) -> tuple[dict[str, slice], int]:
-    """Where in a flat vector each tensor that trains stands, in the order of the plan's groups, and its length."""
-    places: dict[str, slice] = {}
+def flat_layout(plan: Plan) -> tuple[dict[str, slice], int]:
+    """Return each trainable tensor's slice of a flat vector, in the order of the groups, and the vector's length."""
+    slices: dict[str, slice] = {}
     start = 0
     for tensor in (plan.tensor(name) for group in plan.updates for name in group.tensors):
-        places[tensor.name] = slice(start, start + tensor.size)
+        slices[tensor.name] = slice(start, start + tensor.size)
         start += -(-tensor.size // ALIGNMENT) * ALIGNMENT
-    return places, start
+    return slices, start
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The settings of an engine as a session needs them."""
+class SessionSettings:
+    """Engine settings in the form that a session needs."""
 
-    device: str  # torch's name of it
-    title: str  # the version, and what computes
+    device: str  # torch's name of the device
+    title: str  # torch's version and the hardware, as shown to the user
     dtype: str  # float32 | bfloat16 | float64
     compile: bool
-    deterministic: bool  # only kernels that repeat to the bit
-    packed: bool  # keep frozen matrices in their file's type
-    recompute: bool  # hold the activations of one block at a time and compute them twice
-    threads: int | None = None  # None leaves the process's own
-    tf32: bool | None = None  # whether float32 products may round their inputs; None leaves that as it is
-    capture: bool = False  # launch the steps of a GPU as graphs
+    deterministic: bool  # use only kernels whose results repeat bit for bit
+    packed: bool  # keep frozen matrices in their GGUF type
+    recompute: bool  # activation checkpointing, block by block
+    threads: int | None = None  # None: do not change the number of the process
+    tf32: bool | None = None  # round the inputs of float32 products to TF32; None: do not change torch's setting
+    capture: bool = False  # launch a training step as one CUDA graph
 
 
 class TorchSession(Session):
-    """A Plan on one torch device."""
+    """Session of a Plan on one torch device."""
 
-    def __init__(self, plan: Plan, wanted: Wanted, update: Callable[..., Update] = Update):
+    def __init__(self, plan: Plan, settings: SessionSettings, update: Callable[..., Update] = Update):
         super().__init__(plan)
-        self._own = plan  # with the rows that this process computes
-        self._wanted, self._make_update = wanted, update
-        self._device = torch.device(wanted.device)
-        self._dtype = torch.float64 if wanted.dtype == "float64" else torch.float32
-        self._gathers = wanted.device == "cuda"  # where a kernel for each gradient is what costs
-        self._halved = wanted.device == "cuda" and wanted.dtype == "bfloat16"
-        self._ops = TorchOps(wanted.recompute, torch.bfloat16 if self._halved else None)
-        self._loss_ops = ops_of_loss(self._ops, wanted.device)
-        self._settings = Switches(wanted)
+        self._local_plan = plan  # the plan with the number of rows that this rank computes
+        self._settings, self._make_update = settings, update
+        self._device = torch.device(settings.device)
+        self._dtype = torch.float64 if settings.dtype == "float64" else torch.float32
+        self._gathers_gradients = (
+            settings.device == "cuda"
+        )  # few multi-tensor kernels cost less there than one for each gradient
+        self._keeps_bfloat16 = settings.device == "cuda" and settings.dtype == "bfloat16"
+        self._ops = TorchOps(settings.recompute, torch.bfloat16 if self._keeps_bfloat16 else None)
+        self._loss_ops = make_loss_ops(self._ops, settings.device)
+        self._switches = Switches(settings)
         self._tensors: dict[str, Tensor | Packed] = {}
-        self._exact: dict[str, np.ndarray] = {}  # frozen values that the device holds rounded
-        self._resident: Resident | None = None  # what computes on a GPU
+        self._exact_values: dict[str, np.ndarray] = {}  # frozen values that the device holds rounded to bfloat16
+        self._resident: Resident | None = None  # the step and the loss on a GPU
 
     def do_open(self) -> None:
-        self._places, length = places_of(self.plan)
-        self._flat, self._grad = self._vectors(length)
-        self._rounded = torch.zeros_like(self._flat, dtype=torch.bfloat16) if self._halved else None
-        self._leaves: list[Tensor] = []  # what the model computes with
-        self._grads: list[Tensor] = []  # of each leaf
-        for name, here in self._places.items():
+        self._slices, length = flat_layout(self.plan)
+        self._flat, self._grad = self._allocate_vectors(length)
+        self._rounded = torch.zeros_like(self._flat, dtype=torch.bfloat16) if self._keeps_bfloat16 else None
+        self._leaves: list[Tensor] = []  # tensors that autograd differentiates by
+        self._grads: list[Tensor] = []  # view of the gradient vector for each leaf
+        for name, part in self._slices.items():
             tensor = self.plan.tensor(name)
             weights = self._flat if self._rounded is None or not tensor.has_weight_decay else self._rounded
-            self._tensors[tensor.name] = leaf = weights[here].view(tensor.shape).detach().requires_grad_()
+            self._tensors[tensor.name] = leaf = weights[part].view(tensor.shape).detach().requires_grad_()
             self._leaves.append(leaf)
-            self._grads.append(self._grad[here].view(tensor.shape))
-            leaf.grad = None if self._gathers else self._grads[-1]
+            self._grads.append(self._grad[part].view(tensor.shape))
+            leaf.grad = None if self._gathers_gradients else self._grads[-1]
         self._update = self._make_update(
-            self.plan, self._flat, self._grad, self._places, self._wanted.compile, self._rounded
+            self.plan, self._flat, self._grad, self._slices, self._settings.compile, self._rounded
         )
 
-    def _vectors(self, length: int) -> tuple[Tensor, Tensor]:
-        """What holds the tensors that train, and their gradients."""
+    def _allocate_vectors(self, length: int) -> tuple[Tensor, Tensor]:
+        """Allocate the flat vectors of the trainable tensors and of their gradients."""
         flat = torch.zeros(length, dtype=self._dtype, device=self._device)
         return flat, torch.zeros_like(flat)
 
     def describe(self) -> dict[str, Any]:
-        """Device, precision, threads, and of a GPU whether its steps are captured, or why they are not."""
-        captured = {"captured": self._uncaptured or True} if self._device.type == "cuda" else {}
+        """Describe device, precision and threads, and for a GPU whether steps are captured, or why not."""
+        captured = {"captured": self._uncaptured_reason or True} if self._device.type == "cuda" else {}
         return captured | {
             "framework": f"torch {torch.__version__}",
-            "device": self._wanted.title,
-            "dtype": self._wanted.dtype,
-            "compile": self._wanted.compile,
-            "threads": self._settings.threads or torch.get_num_threads(),
+            "device": self._settings.title,
+            "dtype": self._settings.dtype,
+            "compile": self._settings.compile,
+            "threads": self._switches.threads or torch.get_num_threads(),
             "devices": 1,
         }
 
     @property
-    def _uncaptured(self) -> str:
-        """Why a GPU's kernels are launched one by one; empty where they are not."""
-        return "engine.dtype=float64" if self._resident is None else self._resident.refused
+    def _uncaptured_reason(self) -> str:
+        """Reason why a GPU's steps are not captured as graphs; empty if they are."""
+        return "engine.dtype=float64" if self._resident is None else self._resident.uncaptured_reason
 
     def device_bytes(self) -> int | None:
-        # PyTorch counts what the whole process has, and not its sessions.
+        # PyTorch counts the memory of the whole process, not of one session.
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def notes(self) -> Iterable[str]:
-        if self._device.type == "cuda" and self._wanted.capture and self._uncaptured:
-            yield f"its steps are launched kernel by kernel and not as one graph: {self._uncaptured}"
+        if self._device.type == "cuda" and self._settings.capture and self._uncaptured_reason:
+            yield f"its steps are launched kernel by kernel, not as one CUDA graph: {self._uncaptured_reason}"
 
-    # -- the contract -------------------------------------------------------------------------------------------
+    # -- the session interface -------------------------------------------------------------------------------------
 
     def do_load(self, tensor: PlanTensor) -> None:
-        packed = Packed.read(tensor, self._device, self._dtype) if self._wanted.packed else None
+        packed = Packed.read(tensor, self._device, self._dtype) if self._settings.packed else None
         if packed is None:
             super().do_load(tensor)
         else:
@@ -129,8 +131,8 @@ class TorchSession(Session):
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if not tensor.trainable:
             dtype = self._dtype
-            if self._halved and tensor.has_weight_decay:  # a matrix: its products round it anyway
-                self._exact[tensor.name], dtype = array.copy(), torch.bfloat16
+            if self._keeps_bfloat16 and tensor.has_weight_decay:  # a matrix, which products round to bfloat16 anyway
+                self._exact_values[tensor.name], dtype = array.copy(), torch.bfloat16
             self._tensors[tensor.name] = torch.from_numpy(array).to(self._device, dtype, copy=True)
             return
         self._set(tensor, array)
@@ -139,63 +141,69 @@ class TorchSession(Session):
         with torch.no_grad():
             self._weights(tensor).copy_(torch.from_numpy(array))
             if self._rounded is not None:
-                here = self._places[tensor.name]
-                self._rounded[here].copy_(self._flat[here])
+                part = self._slices[tensor.name]
+                self._rounded[part].copy_(self._flat[part])
 
     def _weights(self, tensor: PlanTensor) -> Tensor:
-        """What training changes of a tensor."""
-        return self._flat[self._places[tensor.name]].view(tensor.shape)
+        """Return a trainable tensor in the precision of training, as a view of the flat vector."""
+        return self._flat[self._slices[tensor.name]].view(tensor.shape)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
         if tensor.trainable:
-            return _host(self._weights(tensor))
-        if tensor.name in self._exact:
-            return self._exact[tensor.name].copy()
+            return _to_numpy(self._weights(tensor))
+        if tensor.name in self._exact_values:
+            return self._exact_values[tensor.name].copy()
         values = self._tensors[tensor.name]
-        return _host(values.dense() if isinstance(values, Packed) else values)
+        return _to_numpy(values.dense() if isinstance(values, Packed) else values)
 
     def do_build(self) -> None:
         self._params = None if self.plan.dropout_adapters else self.plan.params(self._tensors)
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
         self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
-        if self._wanted.compile:
-            # One eager pass fills the tables that ops keep, so that the compiler finds them as constants.
-            shape = {n: np.zeros((self._own.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
+        if self._settings.compile:
+            # One eager pass fills the ops' tables (of RoPE), which the compiler then treats as constants.
+            blank = {n: np.zeros((self._local_plan.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
             with torch.no_grad(), self._autocast():
-                self._logits(self._upload_batch(shape))
+                self._logits(self._upload_batch(blank))
             self._loss = torch.compile(self._loss, dynamic=False)
             self._forward = torch.compile(self._forward, dynamic=False)
         if self._device.type == "cuda" and self._dtype is torch.float32:
-            with self._settings.applied():
+            with self._switches.apply():
                 self._resident = self._make_resident()
 
     def _make_resident(self) -> Resident | None:
-        """What computes on the GPU."""
-        return Resident(self._own, self._update, self._measured, self._evaluated, self._wanted.capture, self.selects)
+        return Resident(
+            self._local_plan,
+            self._update,
+            self._compute_metrics,
+            self._evaluate_loss,
+            self._settings.capture,
+            self.selects_positions,
+        )
 
     @property
-    def selects(self) -> bool:
-        """Whether the loss is told which positions weigh something."""
+    def selects_positions(self) -> bool:
+        """True if the loss skips positions of weight 0, whose positions it then has to be given."""
         targets = self.plan.inputs["targets"]
         count = self.plan.rows * math.prod(targets.shape) * (targets.below or 0)
-        return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects(count)
+        return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects_positions(count)
 
-    def _loss_of(self, micro: dict[str, Tensor]) -> Tensor:
-        """The loss of a micro-batch, beside whose inputs the positions may stand that weigh something."""
+    def _compute_loss(self, micro: dict[str, Tensor]) -> Tensor:
+        """Return the loss of a micro-batch, whose entry `SELECTED` may list the positions to compute logits for."""
         if isinstance(self._loss_ops, ProjectedLossOps):
-            self._loss_ops.kept = micro.get(KEPT)
+            self._loss_ops.selected = micro.get(SELECTED)
         with self._autocast():
-            return self._loss({name: tensor for name, tensor in micro.items() if name != KEPT})
+            return self._loss({name: tensor for name, tensor in micro.items() if name != SELECTED})
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
-        return self._computed(self._ops, batch)
+        return self._run_model(self._ops, batch)
 
-    def _computed(self, ops: TorchOps, batch: dict[str, Tensor]) -> Any:
+    def _run_model(self, ops: TorchOps, batch: dict[str, Tensor]) -> Any:
         params = self.plan.params(self._tensors, batch) if self._params is None else self._params
         return self.plan.model.forward(ops, params, batch)
 
     def _weighted_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self._computed(self._loss_ops, batch)
+        logits = self._run_model(self._loss_ops, batch)
         return self._loss_ops.cross_entropy(logits, batch["targets"], batch["weights"])
 
     def do_reset_state(self) -> None:
@@ -205,19 +213,19 @@ class TorchSession(Session):
 
     @property
     def depth(self) -> int:
-        """On a GPU 2: the host only queues what is to be done there."""
+        """Number of steps under way at a time: 2 on a GPU, where the host only queues a step."""
         return 1 if self._resident is None else 2
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
         if self._resident is None:
             return super().do_launch(micros, numbers)
-        with self._settings.applied():
+        with self._switches.apply():
             wait = self._resident.launch(micros, numbers)
         return lambda: StepMetrics(*wait())
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
-        with self._settings.applied():
-            metrics = self._measured([self._upload_batch(micro) for micro in micros])
+        with self._switches.apply():
+            metrics = self._compute_metrics([self._upload_batch(micro) for micro in micros])
             if self.plan.skip_nonfinite and not all(map(math.isfinite, metrics.tolist())):
                 return StepMetrics(*metrics.tolist())
             if self.plan.grad_clip:
@@ -225,28 +233,28 @@ class TorchSession(Session):
             self._update(numbers)
             return StepMetrics(*metrics.tolist())
 
-    def _measured(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Leaves the summed gradient in the flat vector and returns the loss and the gradient's norm, [2]."""
+    def _compute_metrics(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
+        """Write the summed gradient into the flat vector; return the loss and the gradient's norm, [2]."""
         loss = self._backward(micros)
         norm = torch.linalg.vector_norm(self._grad)
         return torch.stack((loss, norm.to(loss.dtype)))  # one transfer, one wait
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Leaves the summed gradient in the flat vector and returns the summed loss."""
+        """Write the summed gradient into the flat vector; return the summed loss."""
         losses: list[Tensor] = []
-        if not self._gathers:
+        if not self._gathers_gradients:
             self._grad.zero_()
         for micro in micros:
-            loss = self._loss_of(micro)
-            if self._gathers:
+            loss = self._compute_loss(micro)
+            if self._gathers_gradients:
                 self._gather(loss, first=not losses)
             else:
-                loss.backward()  # adds to what the leaves have, which is the flat vector
+                loss.backward()  # accumulates into leaf.grad, a view of the flat vector
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _gather(self, loss: Tensor, first: bool) -> None:
-        """Puts a loss's gradients into the flat vector, or adds them: all of one type with a few kernels."""
+        """Copy a loss's gradients into the flat vector, or add them, with one multi-tensor kernel for each dtype."""
         found = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_
         for kind in {gradient.dtype for gradient in found}:
@@ -254,28 +262,28 @@ class TorchSession(Session):
             add([g for g, _ in pairs], [f for _, f in pairs])
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        with self._settings.applied():
+        with self._switches.apply():
             self._backward([self._upload_batch(micro) for micro in micros])
-        return {name: _host(gradient) for name, gradient in zip(self._places, self._grads, strict=True)}
+        return {name: _to_numpy(gradient) for name, gradient in zip(self._slices, self._grads, strict=True)}
 
     def do_loss(self, micro: Batch) -> float:
-        with self._settings.applied():
+        with self._switches.apply():
             if self._resident is not None:
                 return float(self._resident.loss(micro))
-            return float(self._evaluated(self._upload_batch(micro)))
+            return float(self._evaluate_loss(self._upload_batch(micro)))
 
-    def _evaluated(self, micro: dict[str, Tensor]) -> Tensor:
+    def _evaluate_loss(self, micro: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            return self._loss_of(micro)
+            return self._compute_loss(micro)
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        with self._settings.applied(), torch.no_grad(), self._autocast():
-            return _host(self._forward(self._upload_batch(micro))[:rows])
+        with self._switches.apply(), torch.no_grad(), self._autocast():
+            return _to_numpy(self._forward(self._upload_batch(micro))[:rows])
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         tensors = self.name_arrays({t.name: self._weights(t) for t in self.plan.trainable}, self._update.state)
-        copy = into if isinstance(into, HostCopy) and into.fits(tensors) else HostCopy(tensors)
-        copy.take(tensors)
+        copy = into if isinstance(into, HostCopy) and into.matches(tensors) else HostCopy(tensors)
+        copy.copy_from(tensors)
         wait_for_copies(self._device)
         return copy
 
@@ -288,14 +296,14 @@ class TorchSession(Session):
     def do_decoder(self) -> Decoder:
         if reason_to_recompute(self.plan):
             return Recompute(self)
-        # Dropout is of training: a plan without it needs no mask of what follows.
-        whole = [replace(a, dropout=0.0) if isinstance(a, LoraAdapter) else a for a in self.plan.adapters]
-        params = replace(self.plan, adapters=tuple(whole)).params(self._tensors)
+        # Without dropout the plan needs no masks from the batch.
+        adapters = [replace(a, dropout=0.0) if isinstance(a, LoraAdapter) else a for a in self.plan.adapters]
+        params = replace(self.plan, adapters=tuple(adapters)).params(self._tensors)
 
         def forward(ops: TorchOps, ids: np.ndarray) -> np.ndarray:
-            with self._settings.applied(), torch.no_grad(), self._autocast():
+            with self._switches.apply(), torch.no_grad(), self._autocast():
                 batch = {self.plan.model.reads.sequence: torch.from_numpy(ids).to(self._device)}
-                return _host(self.plan.model.forward(ops, params, batch)[0, -1])
+                return _to_numpy(self.plan.model.forward(ops, params, batch)[0, -1])
 
         return CachedDecoder(self, forward)
 
@@ -306,17 +314,17 @@ class TorchSession(Session):
         self._leaves = self._grads = []
         self._params = self._forward = self._loss = None  # type: ignore[assignment]
         self._flat = self._grad = self._rounded = self._update = self._resident = None  # type: ignore[assignment]
-        self._give_back()
+        self._release_memory()
 
-    # -- helpers ------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _give_back(self) -> None:
-        """Gives the GPU's memory to other processes."""
+    def _release_memory(self) -> None:
+        """Return the GPU's cached memory, so that other processes can use it."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._wanted.dtype != "bfloat16":
+        if self._settings.dtype != "bfloat16":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
@@ -325,30 +333,30 @@ class TorchSession(Session):
         for name in self.plan.inputs:
             host = torch.from_numpy(micro[name])
             if self._device.type == "cuda":
-                host = host.pin_memory()  # lets the copy run beside the host's work
+                host = host.pin_memory()  # makes the copy asynchronous
             dtype = self._dtype if host.is_floating_point() else host.dtype
             batch[name] = host.to(self._device, dtype, non_blocking=True)
         return batch
 
 
-def _host(tensor: Tensor) -> np.ndarray:
+def _to_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()
 
 
 class Switches:
-    """The process-wide switches a session wants, in force only while it computes.
+    """Process-wide torch switches of a session, in force only while it computes.
 
-    Sessions of other settings live in the same process (sweeps, parity), so nothing is left changed behind.
+    Sessions with other settings may live in the same process (sweeps, parity), so each restores what it changes.
     """
 
-    def __init__(self, wanted: Wanted):
-        self.threads, self._tf32, self._deterministic = wanted.threads, wanted.tf32, wanted.deterministic
-        if self._deterministic and wanted.device == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    def __init__(self, settings: SessionSettings):
+        self.threads, self._tf32, self._deterministic = settings.threads, settings.tf32, settings.deterministic
+        if self._deterministic and settings.device == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when it starts
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Sets what differs, and puts it back."""
+    def apply(self) -> Iterator[None]:
+        """Set the switches that differ, and restore them at the end."""
         threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
         with contextlib.ExitStack() as undo:
             if self.threads is not None and threads != self.threads:

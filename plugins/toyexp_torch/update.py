@@ -1,4 +1,4 @@
-"""The optimiser's step on flat vectors: fused kernels where torch has them, the rules' own formulas elsewhere."""
+"""Optimiser step on flat vectors, by torch's fused kernels or by the rules' own formulas."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from toyexp import Arithmetic, Group, Plan, Rule
 
-NO_STEPS = 1e9  # a step count at which 1 - beta^t is 1: switches off the fused kernel's own bias correction
-# Numbers that a formula takes at a time: its intermediate results then stay in a core's cache, or where that does not
-# matter, do not take the memory of several models.
+NO_STEPS = 1e9  # a step count for which 1 - beta^t is 1: disables the fused kernel's bias correction
+# Numbers that a formula computes at a time. With CHUNK intermediate results stay in a core's cache. With LARGE_CHUNK,
+# for GPUs and compiled formulas, they do not take the memory of several models.
 CHUNK, LARGE_CHUNK = 1 << 17, 1 << 24
-ALIGNMENT = 64  # elements; keeps every view on a cache line and on what vector kernels like
+ALIGNMENT = 64  # elements; keeps every view aligned to cache lines and vector loads
 
 State = Mapping[str, Tensor]
-# Changes weights by their gradient, and their state; what follows gets the weights rounded, where that is wanted.
+# Called with weights, gradient, state, and a tensor (or None) that receives the new weights rounded.
 Change = Callable[[Tensor, Tensor, State, Tensor | None], None]
 Piece = tuple[Tensor, Tensor, State, Tensor | None]
 
 
 class TorchArithmetic(Arithmetic):
-    """On tensors of any device; a number is a tensor of no axes."""
+    """Operations of an optimiser's rule on torch tensors; a scalar is a tensor without axes."""
 
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()
@@ -47,162 +47,172 @@ class TorchArithmetic(Arithmetic):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of what each rule changes is this process's: that number `rank` of `count`."""
+    """The part of the weights that this rank updates: part `rank` of `count`."""
 
     rank: int = 0
     count: int = 1
 
-    def cuts(self, begin: int, end: int, only_at: Sequence[int] = ()) -> list[int]:
-        """Where the parts of begin..end begin, and the end: of nearly one length, only at given places if there are."""
+    def cuts(self, begin: int, end: int, allowed: Sequence[int] = ()) -> list[int]:
+        """Return where each rank's part of begin..end begins, followed by the end.
+
+        The parts have nearly equal lengths. With `allowed` they begin only at positions in that list.
+        """
         even = [begin + (end - begin) * rank // self.count for rank in range(1, self.count)]
-        if not only_at:
+        if not allowed:
             return [begin, *(begin + (cut - begin) // ALIGNMENT * ALIGNMENT for cut in even), end]
-        return [begin, *(min((*only_at, end), key=lambda place: abs(place - cut)) for cut in even), end]
+        return [begin, *(min((*allowed, end), key=lambda position: abs(position - cut)) for cut in even), end]
 
 
-ALL = Share()
+UNSHARED = Share()
 
 
 @dataclass
-class Stretch:
-    """The place of one group's tensors in the flat vectors, and the state of all that its rule changes."""
+class GroupSlice:
+    """Slice of one parameter group in the flat vectors, with the state of its rule."""
 
     group: Group
     kernel: Formula
-    names: Sequence[str]  # the tensors that this process changes, each in part at least
+    names: Sequence[str]  # tensors of which this process changes at least a part
     start: int
     stop: int
-    origin: int  # where the state's own vectors begin
-    state: State  # of an element-wise rule: vectors, by slot
-    pieces: list[Piece] = field(default_factory=list)  # once it was changed
+    origin: int  # position in the flat vector where the state's vectors begin
+    state: State  # vectors by slot, for an element-wise rule
+    pieces: list[Piece] = field(default_factory=list)  # filled at the first step
 
 
 class Update:
-    """Changes the weights in the vector `flat` by the gradients in `grad`; `places` says where each tensor is.
+    """Update of the weights in the vector `flat` by the gradients in `grad`; `slices` has each tensor's slice.
 
-    The vector `rounded` gets the same weights in a shorter type. Of several runs `flat` and `grad` are matrices, a row
-    each, and so is the state: see `StackedUpdate`.
+    The vector `rounded` receives the new weights in a shorter dtype. For several runs `flat`, `grad` and the state are
+    matrices with a row for each run: see `StackedUpdate`.
     """
 
     def __init__(
-        self, plan: Plan, flat: Tensor, grad: Tensor, places: Mapping[str, slice], compiled: bool,
-        rounded: Tensor | None = None, share: Share = ALL,
+        self, plan: Plan, flat: Tensor, grad: Tensor, slices: Mapping[str, slice], compiled: bool,
+        rounded: Tensor | None = None, share: Share = UNSHARED,
     ):  # fmt: skip
         self._share = share
-        self._flat, self._grad, self._places, self._rounded = flat, grad, places, rounded
+        self._flat, self._grad, self._slices, self._rounded = flat, grad, slices, rounded
         self._shapes = {t.name: t.shape for t in plan.trainable}
-        self._results = torch.compile(_results, dynamic=False) if compiled else _results
+        self._compute_results = torch.compile(_compute_results, dynamic=False) if compiled else _compute_results
         self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
-        self.state: dict[str, State] = {}  # of each tensor, by slot; of one that is changed in part, a vector
-        self.cuts: list[list[int]] = []  # of each rule's stretch of the vector: where its shares begin, and its end
-        self._stretches: list[Stretch] = []
+        self.state: dict[
+            str, State
+        ] = {}  # by tensor and slot; a vector if this process changes only a part of the tensor
+        self.cuts: list[list[int]] = []  # for each rule: where the ranks' shares of its slice begin, and its end
+        self._group_slices: list[GroupSlice] = []
         for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
             self._allocate(list(groups))
 
     def _allocate(self, groups: Sequence[Group]) -> None:
-        """Allocate the state of one rule, as far as it is this process's, and record each group's stretch."""
+        """Allocate this rank's state for one rule, and record each group's slice."""
         rule = groups[0].rule
-        kernel = self.kernel_of(rule)(rule, self._results, self._flat.new_tensor)
-        only_at = [] if rule.elementwise else [self._places[n].start for group in groups for n in group.tensors]
-        cuts = self._share.cuts(self._span(groups[0]).start, self._span(groups[-1]).stop, only_at)
+        kernel = self.choose_kernel(rule)(rule, self._compute_results, self._flat.new_tensor)
+        allowed = [] if rule.elementwise else [self._slices[n].start for group in groups for n in group.tensors]
+        cuts = self._share.cuts(self._span(groups[0]).start, self._span(groups[-1]).stop, allowed)
         begin, end = cuts[self._share.rank : self._share.rank + 2]
         vectors = {slot: self._zeros((end - begin,)) for slot in rule.slots((1,))} if rule.elementwise else {}
         for group in groups:
-            parts = {name: part for name in group.tensors if (part := _between(self._places[name], begin, end))}
-            span = _between(self._span(group), begin, end) or range(begin, begin)
-            self._stretches.append(Stretch(group, kernel, [*parts], span.start, span.stop, begin, vectors))
+            parts = {name: part for name in group.tensors if (part := _intersect(self._slices[name], begin, end))}
+            bounds = _intersect(self._span(group), begin, end) or range(begin, begin)
+            self._group_slices.append(GroupSlice(group, kernel, [*parts], bounds.start, bounds.stop, begin, vectors))
             for name, part in parts.items():
                 shape = self._shapes[name]
                 if rule.elementwise:
-                    kept = shape if len(part) == math.prod(shape) else (-1,)
-                    here = slice(part.start - begin, part.stop - begin)
-                    self.state[name] = {slot: part_of(vector, here, kept) for slot, vector in vectors.items()}
+                    view_shape = shape if len(part) == math.prod(shape) else (-1,)
+                    span = slice(part.start - begin, part.stop - begin)
+                    self.state[name] = {slot: view_slice(vector, span, view_shape) for slot, vector in vectors.items()}
                 else:
                     self.state[name] = {slot: self._zeros(size) for slot, size in rule.slots(shape).items()}
         self.cuts.append(cuts)
 
-    def kernel_of(self, rule: Rule) -> type[Formula]:
-        """What changes the weights by that rule."""
-        return kernel_of(rule, self._flat)
+    def choose_kernel(self, rule: Rule) -> type[Formula]:
+        """Return the class that applies this rule."""
+        return choose_kernel(rule, self._flat)
 
     def _zeros(self, shape: Sequence[int]) -> Tensor:
         return self._flat.new_zeros((*self._flat.shape[:-1], *shape))
 
     def _span(self, group: Group) -> slice:
-        """From a group's first tensor to the padding behind its last one."""
-        stop = self._places[group.tensors[-1]].stop
-        return slice(self._places[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
+        """Return the slice from a group's first tensor to the padding after its last one."""
+        stop = self._slices[group.tensors[-1]].stop
+        return slice(self._slices[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
 
     def sizes(self) -> list[int]:
-        """How many numbers a step has for each group."""
-        return [len(stretch.group.rule.names()) for stretch in self._stretches]
+        """Return the number of step-dependent numbers (learning rate, ...) of each group."""
+        return [len(group_slice.group.rule.names()) for group_slice in self._group_slices]
 
     @torch.no_grad()
-    def on_device(self, numbers: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None) -> None:
-        """One step that reads each group's numbers from the device: a graph can hold it.
+    def step_on_device(self, numbers: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None) -> None:
+        """Take one step whose numbers for each group are read from device memory, so that a graph can record it.
 
-        The gradient is divided by `divisor`, and where `skip` is 1 nothing changes; both have no axes.
+        The gradient is divided by `divisor`, and nothing changes if `skip` is 1; both are tensors without axes.
         """
-        for stretch, vector in zip(self._stretches, numbers, strict=True):
-            self._change(stretch, stretch.kernel.on_device(vector, divisor, skip))
+        for group_slice, vector in zip(self._group_slices, numbers, strict=True):
+            self._change(group_slice, group_slice.kernel.bind_device(vector, divisor, skip))
 
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
-        """One step with each group's numbers."""
-        with torch.no_grad():  # as a decorator it takes longer: small models feel what a step costs on the host
-            for stretch, vector in zip(self._stretches, numbers, strict=True):
-                self._change(stretch, stretch.kernel.on_host(vector))
+        """Take one step with each group's numbers, which are on the host."""
+        with torch.no_grad():  # faster than the decorator, which matters for small models
+            for group_slice, vector in zip(self._group_slices, numbers, strict=True):
+                self._change(group_slice, group_slice.kernel.bind_host(vector))
 
-    def _change(self, stretch: Stretch, change: Change) -> None:
-        if not stretch.pieces:
-            stretch.pieces = list(self._pieces(stretch))
-        for piece in stretch.pieces:
+    def _change(self, group_slice: GroupSlice, change: Change) -> None:
+        if not group_slice.pieces:
+            group_slice.pieces = list(self._pieces(group_slice))
+        for piece in group_slice.pieces:
             change(*piece)
 
-    def _pieces(self, stretch: Stretch) -> Iterator[Piece]:
-        """What one call of the rule changes: a tensor at a time, or of an element-wise rule a length of vector."""
-        if not stretch.group.rule.elementwise:
-            for name in stretch.names:
-                here, shape = self._places[name], self._shapes[name]
-                rounded = None if self._rounded is None else part_of(self._rounded, here, shape)
-                yield part_of(self._flat, here, shape), part_of(self._grad, here, shape), self.state[name], rounded
+    def _pieces(self, group_slice: GroupSlice) -> Iterator[Piece]:
+        """Yield the arguments of each call of the rule: one tensor, or for an element-wise rule one chunk."""
+        if not group_slice.group.rule.elementwise:
+            for name in group_slice.names:
+                part, shape = self._slices[name], self._shapes[name]
+                rounded = None if self._rounded is None else view_slice(self._rounded, part, shape)
+                yield (
+                    view_slice(self._flat, part, shape),
+                    view_slice(self._grad, part, shape),
+                    self.state[name],
+                    rounded,
+                )
             return
-        size = max(stretch.stop - stretch.start, 1) if stretch.kernel.whole else self._chunk
-        for start in range(stretch.start, stretch.stop, size):
-            length = min(size, stretch.stop - start)
-            state = {slot: v.narrow(-1, start - stretch.origin, length) for slot, v in stretch.state.items()}
+        size = max(group_slice.stop - group_slice.start, 1) if group_slice.kernel.is_single_pass else self._chunk
+        for start in range(group_slice.start, group_slice.stop, size):
+            length = min(size, group_slice.stop - start)
+            state = {slot: v.narrow(-1, start - group_slice.origin, length) for slot, v in group_slice.state.items()}
             rounded = None if self._rounded is None else self._rounded[start : start + length]
             yield self._flat.narrow(-1, start, length), self._grad.narrow(-1, start, length), state, rounded
 
 
-def _between(place: slice, begin: int, end: int) -> range:
-    """Return what of a place lies there; empty where nothing does."""
+def _intersect(place: slice, begin: int, end: int) -> range:
+    """Return the part of a slice within begin..end; empty if there is none."""
     return range(max(place.start, begin), min(place.stop, end))
 
 
-def part_of(vectors: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
-    """What stands in a vector at that place, or in each row of a matrix, in that shape."""
+def view_slice(vectors: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
+    """Return a slice of a vector, or of each row of a matrix, as a view of the given shape."""
     return vectors.narrow(-1, place.start, place.stop - place.start).view((*vectors.shape[:-1], *shape))
 
 
-def _results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:
+def _compute_results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:
     return rule.results(TorchArithmetic(), w, g, state, n)
 
 
 @dataclass
 class Formula:
-    """A rule as it is written: `results` works it out with numbers that are tensors, which `put` makes of a vector."""
+    """Update by a rule's own formula. `to_tensor` makes a device tensor of a vector of numbers."""
 
     rule: Rule
     results: Callable[[Rule, Tensor, Tensor, State, State], list[Tensor]]
-    put: Callable[[np.ndarray], Tensor]
-    whole = False  # whether a stretch is best changed at once
+    to_tensor: Callable[[np.ndarray], Tensor]
+    is_single_pass = False  # True if one call changes a whole slice at full speed
 
-    def on_host(self, vector: np.ndarray) -> Change:
-        """With numbers that are on the host as yet."""
-        return self.on_device(self.put(vector), None, None)
+    def bind_host(self, vector: np.ndarray) -> Change:
+        """Return the function that updates tensors with these numbers, which are on the host."""
+        return self.bind_device(self.to_tensor(vector), None, None)
 
-    def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """With numbers that are on the device."""
+    def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
+        """Return the function that updates tensors with these numbers, which are on the device."""
         n = dict(zip(self.rule.names(), numbers.unbind(), strict=True))
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
@@ -216,16 +226,16 @@ class Formula:
 
 
 class FusedAdamW(Formula):
-    """AdamW in place on flat tensors, through torch's fused kernel.
+    """AdamW in place on flat tensors, by torch's fused kernel.
 
-    The kernel works out bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t of its own from a step count t:
+    From a step count t the kernel computes its own bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t:
     w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps).
     """
 
-    whole = True
+    is_single_pass = True
 
-    def on_host(self, vector: np.ndarray) -> Change:
-        """Given a step count at which the corrections are 1, slots 5 and 6 are folded into the other numbers.
+    def bind_host(self, vector: np.ndarray) -> Change:
+        """Return the update, with slots 5 and 6 folded into the other numbers (the step count disables corrections).
 
         lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
         """
@@ -247,27 +257,36 @@ class FusedAdamW(Formula):
 
 @dataclass
 class TritonAdamW(Formula):
-    """AdamW as one kernel that reads its numbers on the GPU."""
+    """AdamW as one Triton kernel, which reads its numbers from GPU memory."""
 
-    whole = True
-    rows: Tensor | None = None  # of matrices, to which the rows of the gradient and of the numbers belong; None: all
+    is_single_pass = True
+    rows: Tensor | None = None  # rows of the matrices [K, n] to change, in the order of the gradient's rows; None: all
 
     def __post_init__(self) -> None:
-        self._go_on = self.put(np.zeros(()))
+        self._no_skip = self.to_tensor(np.zeros(()))
 
-    def on_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """One pass over memory, the division of the gradient and the question whether to skip in it."""
-        from toyexp_torch.kernels.adamw import step  # deferred: it needs Triton
+    def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
+        """Return the update: one pass over memory, including the division of the gradient and the skip."""
+        from toyexp_torch.kernels.adamw import step  # imported here because it needs Triton
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
-            idle = self._go_on if skip is None else skip
-            step(w, g, state["m"], state["v"], numbers, divisor, idle, rounded, self.rows)
+            step(
+                w,
+                g,
+                state["m"],
+                state["v"],
+                numbers,
+                divisor,
+                self._no_skip if skip is None else skip,
+                rounded,
+                self.rows,
+            )
 
         return change
 
 
-def kernel_of(rule: Rule, flat: Tensor) -> type[Formula]:
-    """What changes weights in that vector by that rule."""
+def choose_kernel(rule: Rule, flat: Tensor) -> type[Formula]:
+    """Return the fastest class that applies this rule to the vector `flat`."""
     if rule.fused_kernel != "adamw":
         return Formula
     if flat.device.type != "cuda" or flat.dtype != torch.float32:

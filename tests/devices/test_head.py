@@ -85,8 +85,8 @@ def test_of_some_positions_it_is_what_it_is_of_all_where_the_others_weigh_nothin
     weights = torch.zeros(500, device="cuda")
     weights[::3] = 0.01
     order = torch.randperm(500, device="cuda", generator=generator)
-    kept = torch.cat((order[weights[order] > 0], order[weights[order] == 0]))[:200]
-    loss = head.projected_loss(x, w, targets, weights, SimpleNamespace(kept=kept))
+    selected = torch.cat((order[weights[order] > 0], order[weights[order] == 0]))[:200]
+    loss = head.projected_loss(x, w, targets, weights, SimpleNamespace(selected=selected))
     for found, wanted in zip(
         (loss, *torch.autograd.grad(loss, (x, w))), by_float64(x, w, targets, weights), strict=True
     ):

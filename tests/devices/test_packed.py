@@ -41,8 +41,8 @@ def test_every_type_is_what_gguf_py_makes_of_it(kind):
         ids = torch.tensor([299, 5, 5], device="cuda")
         assert torch.equal(packed.dense(), expected.to(dtype))
         assert torch.equal(packed.dense(ids), expected[ids].to(dtype))
-        if kind not in unpack.WHOLE:
-            assert unpack._for_gpus() is not unpack._unpacked, "it is unpacked op by op"
+        if kind not in unpack.UNBLOCKED:
+            assert unpack._choose_gpu_unpacker() is not unpack._unpack_blocks, "it is unpacked op by op"
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
@@ -53,12 +53,12 @@ def test_a_kernel_makes_the_bits_of_the_ops(kind):
 
     _, _, block_bytes = KINDS[kind]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kernel = unpack._for_gpus()
-        assert kernel is not unpack._unpacked, "it is unpacked op by op"
+        kernel = unpack._choose_gpu_unpacker()
+        assert kernel is not unpack._unpack_blocks, "it is unpacked op by op"
         for count in (1, 7, 64, 1003):
             raw = np.random.default_rng(count).integers(0, 256, (count, block_bytes), np.uint8)
             flat = torch.from_numpy(raw).flatten()
-            expected = unpack._unpacked(flat, kind, dtype)
+            expected = unpack._unpack_blocks(flat, kind, dtype)
             found = kernel(flat.cuda(), kind, dtype).cpu()
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
             zero = expected == 0
@@ -75,8 +75,8 @@ def test_more_numbers_than_32_bits_count():
     blocks = (1 << 31) // 32 + 5
     flat = torch.zeros(blocks * 34, dtype=torch.uint8, device="cuda")
     flat[-68:] = torch.arange(68, dtype=torch.uint8, device="cuda")
-    made = unpack.unpacked(flat.view(1, -1), "Q8_0", torch.bfloat16)
-    expected = unpack._unpacked(flat[-68:].cpu(), "Q8_0", torch.bfloat16)
+    made = unpack.unpack(flat.view(1, -1), "Q8_0", torch.bfloat16)
+    expected = unpack._unpack_blocks(flat[-68:].cpu(), "Q8_0", torch.bfloat16)
     assert made.shape == (1, 32 * blocks)
     assert torch.equal(made[0, -64:].cpu(), expected)
     assert not made[0, :-64].any()

@@ -21,7 +21,7 @@ try:
     TorchCUDA().check()
 except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
-if TorchCUDA().there()[0] < 2:
+if TorchCUDA().available_devices()[0] < 2:
     pytest.skip("needs two NVIDIA GPUs, there is one", allow_module_level=True)
 
 
@@ -108,7 +108,7 @@ RUN = [*words("scratch", "llama", "cuda"), "callbacks=[constant,events]", "check
 
 @pytest.mark.parametrize("capture", ["true", "false"])
 @pytest.mark.parametrize(
-    ("number", "told"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has given no sign of life for")]
+    ("number", "told"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has sent no heartbeat for")]
 )
 def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(tmp_path, number, told, capture):
     (tmp_path / "book.txt").write_text(TEXT)

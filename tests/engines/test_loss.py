@@ -11,7 +11,7 @@ from toyexp import AdamW, AdaptedWeight, LowRank, Setup
 from toyexp_recipes.lora import Lora
 from toyexp_torch import ops
 from toyexp_torch.engines import TorchCPU
-from toyexp_torch.loss import LossOps, Unprojected
+from toyexp_torch.loss import DeferredLogits, LossOps
 from toyexp_torch.ops import TorchOps
 
 ROWS = 4
@@ -126,5 +126,5 @@ def test_a_model_that_goes_on_with_its_logits_has_them_as_they_are(op):
     x, w = torch.randn(2, 3, 5), torch.randn(7, 5)
     made = LossOps(TorchOps())
     logits = made.logits(x, w)
-    assert isinstance(logits, Unprojected)
+    assert isinstance(logits, DeferredLogits)
     assert torch.equal(GOES_ON[op](made, logits), GOES_ON[op](TorchOps(), x @ w.T))

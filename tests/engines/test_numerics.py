@@ -231,7 +231,7 @@ class Pairs(GGMLCPU):
 
 
 def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_share(monkeypatch):
-    monkeypatch.setattr(TorchCPU, "there", lambda self: (5, "5 cores"))
+    monkeypatch.setattr(TorchCPU, "available_devices", lambda self: (5, "5 cores"))
     assert [rows_for(TorchCPU(devices=n)) for n in ("1", "2", "5")] == [3, 4, 5]
     suite = EngineSuite()
     suite.engine = Pairs(threads=1)

@@ -17,8 +17,8 @@ from toyexp.base import started_ranks
 from toyexp.base.signals import ending_signals
 from toyexp.cli.main import main
 from toyexp.config.request import Request
-from toyexp_torch.distributed.group import torchruns_store
-from toyexp_torch.distributed.supervisor import patience
+from toyexp_torch.distributed.group import torchrun_store
+from toyexp_torch.distributed.supervisor import silence_limit
 from toyexp_torch.engines import TorchCPU
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
@@ -71,7 +71,7 @@ def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_sig
 def test_what_is_set_to_nothing_is_not_set(monkeypatch):
     monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", "")
     monkeypatch.setenv("TOYEXP_SIGUSR1", "")
-    assert patience() == 20
+    assert silence_limit() == 20
     assert signal.SIGUSR1 not in ending_signals()
 
 
@@ -127,11 +127,13 @@ def test_a_port_that_is_taken_and_a_host_that_is_unknown_are_told(monkeypatch):
         port = taken.getsockname()[1]
         for name, value in zip(RANKS, ("0", "2", "localhost", str(port)), strict=True):
             monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"MASTER_ADDR=localhost, MASTER_PORT={port}: cannot be opened here"):
-            torchruns_store.__wrapped__()
+        with pytest.raises(UserError, match=f"MASTER_ADDR=localhost, MASTER_PORT={port}: cannot listen there"):
+            torchrun_store.__wrapped__()
         monkeypatch.setenv("MASTER_ADDR", "nohost.invalid")
-        with pytest.raises(UserError, match=r"^MASTER_ADDR=nohost.invalid: no host of that name is known here \("):
-            torchruns_store.__wrapped__()
+        with pytest.raises(
+            UserError, match=r"^MASTER_ADDR=nohost.invalid: the name of this host cannot be resolved \("
+        ):
+            torchrun_store.__wrapped__()
 
 
 @pytest.mark.parametrize(("rank", "count"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0"), ("0", "two")])
@@ -200,6 +202,6 @@ def test_a_run_has_no_more_devices_than_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 4)
     monkeypatch.setattr("toyexp_torch.engines.machine_cores", lambda: 4)
     monkeypatch.setenv("TOYEXP_CORES", "1")
-    with pytest.raises(UserError, match=r"engine.devices=2: there is 1 core of 4 \(TOYEXP_CORES=1\) here"):
+    with pytest.raises(UserError, match=r"engine.devices=2: only 1 core of 4 \(TOYEXP_CORES=1\) available"):
         TorchCPU(devices="2").check()
     assert (TorchCPU(devices="all").count(), TorchCPU(devices="all").processes()) == (1, 1)

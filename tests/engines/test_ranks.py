@@ -31,9 +31,9 @@ from toyexp_models.llama import Llama
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
 from toyexp_torch.distributed import session, supervisor, worker
-from toyexp_torch.distributed.group import torchruns_store
-from toyexp_torch.distributed.rpc import Link, written
-from toyexp_torch.distributed.session import SharedUpdate, Sums
+from toyexp_torch.distributed.group import torchrun_store
+from toyexp_torch.distributed.rpc import Link, encode
+from toyexp_torch.distributed.session import GradientSums, ShardedUpdate
 from toyexp_torch.distributed.supervisor import Rank, Supervisor
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.update import ALIGNMENT, Share, Update
@@ -50,11 +50,11 @@ def second(tmp_path_factory):
     process = subprocess.Popen(command, cwd=here, env={**environment(here), **told, "RANK": "1"}, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     yield {**told, "RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    all_of_them = worker._meet_torchruns()
-    all_of_them.stays = False  # as when this process ends
+    all_of_them = worker._connect_torchrun_ranks()
+    all_of_them.is_persistent = False  # as when this process ends
     all_of_them.close()
-    worker._meet_torchruns.cache_clear()
-    torchruns_store.cache_clear()
+    worker._connect_torchrun_ranks.cache_clear()
+    torchrun_store.cache_clear()
     printed, _ = process.communicate(timeout=30)
     assert (process.returncode, printed) == (0, "")
 
@@ -127,10 +127,10 @@ def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first
     draw = np.random.default_rng(0)
     for come in (names[::-1], names, *(list(draw.permutation(names)) for _ in range(4))):
         gradient, total, group = torch.ones(size), torch.ones(1), Doubling()
-        sums = Sums(the_plan, gradient, places, group)
+        sums = GradientSums(the_plan, gradient, places, group)
         sums.begin()
         for name in come[:-1]:  # of the last nothing is heard
-            sums.has(name)
+            sums.mark_complete(name)
         early.append(len(group.begun))
         sums.finish(total)
         assert all(bool((gradient[place] == 2).all()) for place in places.values()) and float(total) == 2
@@ -153,7 +153,7 @@ def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
     barrier, numbers = threading.Barrier(2, timeout=20), the_plan.numbers(0, 1e-2)
 
     def step(rank):
-        update = SharedUpdate(the_plan, flats[rank], gradient, places, False, rounded[rank], Share(rank, 2))
+        update = ShardedUpdate(the_plan, flats[rank], gradient, places, False, rounded[rank], Share(rank, 2))
         update.group = Between(rank, flats, barrier)
         update(numbers)
 
@@ -247,7 +247,7 @@ def test_a_plan_that_cannot_be_sent_is_refused_in_words(two):
     model = Hidden(d_model=32, n_layers=1, n_heads=4, context=12).fit(token_dataset(VOCAB))
     with (
         two().realize(Scratch().plan(model, Setup(batches(4).inputs, rows=4))) as session,
-        pytest.raises(UserError, match=r"the other ranks cannot find .*Hidden.* module"),
+        pytest.raises(UserError, match=r"the other ranks cannot import .*Hidden.* module"),
     ):
         session.build()
 
@@ -260,17 +260,17 @@ def test_a_message_makes_dataclasses_and_nothing_else():
             (1, 2): np.arange(6, dtype=np.int16).reshape(2, 3),
             "plan": plan("llama"),
         }
-        ours.send(written([value, value]))
+        ours.send(encode([value, value]))
         found, again = theirs.receive()
         np.testing.assert_array_equal(found[1, 2], value[1, 2])
         assert (found["numbers"], found["plan"].model) == (value["numbers"], value["plan"].model)
         assert again["plan"] is found["plan"], "what is one thing here is one thing there"
         for module, name in (("os", "system"), ("subprocess", "Popen"), ("builtins", "eval")):
             ours.send(f"c{module}\n{name}\n.".encode())
-            with pytest.raises(UnpicklingError, match="is no dataclass"):
+            with pytest.raises(UnpicklingError, match="is not a dataclass"):
                 theirs.receive()
         with pytest.raises(UserError, match="lock cannot be sent"):
-            written([threading.Lock()])
+            encode([threading.Lock()])
 
 
 def test_a_stranger_who_does_not_know_the_token_is_no_rank_and_none_is_taken_twice():
@@ -332,20 +332,23 @@ def test_ranks_that_are_started_here_or_by_torchrun_know_a_local_plugin(book, by
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("engine.devices=two", "engine.devices=two: takes a number from 1, or all"),
-        ("engine.devices=9999", f"engine.devices=9999: there are {os.cpu_count()} cores here; engine.devices=all"),
-        ("engine.devices=2 batch_size=5", "a batch of 5 rows has no equal shares for 2 devices; batch_size=6 has"),
+        ("engine.devices=two", "engine.devices=two: must be a number from 1, or all"),
+        ("engine.devices=9999", f"engine.devices=9999: only {os.cpu_count()} cores available; engine.devices=all"),
+        ("engine.devices=2 batch_size=5", "a batch of 5 rows cannot be split .* 2 devices; use batch_size=6"),
         ("engine.devices=2 batch_size=5 data.path=empty.txt", "a batch of 5 rows"),  # before the data is opened
         (
             "engine.devices=2 batch_size=6 optim.accumulate=2",
-            "3 in each of optim.accumulate=2, has no .*; batch_size=8 has",
+            "3 for each of optim.accumulate=2.* cannot be split .*; use batch_size=8",
         ),
         (
             "engine=ggml engine.devices=2",
             "unknown key engine.devices with engine=ggml; it belongs to engine=cpu or cuda: ",
         ),
-        ("engine.devices=\"' 2'\"", "engine.devices=' 2': takes a number from 1, or all"),
-        ("engine.shard=true", "engine.shard=true: .* engine.devices=1 is one; engine.devices=2, or leave it out"),
+        ("engine.devices=\"' 2'\"", "engine.devices=' 2': must be a number from 1, or all"),
+        (
+            "engine.shard=true",
+            "engine.shard=true: .* engine.devices is 1; set engine.devices=2, or leave engine.shard out",
+        ),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_written(book, capsys, given, told):
@@ -358,7 +361,7 @@ def test_what_cannot_be_is_told_before_anything_is_written(book, capsys, given, 
 
 def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, capsys):
     """`all` of those that there are, too."""
-    monkeypatch.setattr(TorchCPU, "there", lambda self: (2, "2 cores"))
+    monkeypatch.setattr(TorchCPU, "available_devices", lambda self: (2, "2 cores"))
     small = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "batch_size=2"]
     assert main(["parity", *small, "steps=3", "engine=cpu,cpu:devices=all", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -375,10 +378,10 @@ def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, cap
 
 
 @contextlib.contextmanager
-def watched(count, patience=2.0):
+def watched(count, silence_limit=2.0):
     """A supervisor of so many others, and their ends of the connections."""
     pairs = [[Link(end) for end in socket.socketpair()] for _ in range(count)]
-    it = Supervisor([Rank(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=patience)
+    it = Supervisor([Rank(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=silence_limit)
     try:
         yield it, [theirs for _, theirs in pairs]
     finally:
@@ -395,11 +398,11 @@ def until(true):
 
 
 def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose_its_connection(monkeypatch):
-    monkeypatch.setattr(supervisor, "WORD", 0.2)
+    monkeypatch.setattr(supervisor, "REPORT_TIME", 0.2)
     with watched(3) as (it, others):
         others[2].cut()
-        others[0].send(written({"failed": "RuntimeError: Connection closed by peer", "lost": True}))
-        others[1].send(written({"failed": "ValueError: boom", "lost": False}))
+        others[0].send(encode({"failed": "RuntimeError: Connection closed by peer", "lost": True}))
+        others[1].send(encode({"failed": "ValueError: boom", "lost": False}))
         until(lambda: it.failed)
         with pytest.raises(RunFailed, match=r"^rank 2 \(pid 0 on host\) failed: ValueError: boom$"):
             it.check()
@@ -407,11 +410,11 @@ def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose
 
 def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
     """Each fails by what it is told to do: one in words of torch's own."""
-    it = supervisor.start_here(3)
+    it = supervisor.start_local_ranks(3)
     try:
         until(lambda: all(rank.seen for rank in it.ranks))
         for rank, word in zip(it.ranks, ("gloo", "nothing"), strict=True):
-            rank.link.send(written([word]))
+            rank.link.send(encode([word]))
         until(lambda: it.failed)
         with pytest.raises(RunFailed, match=r"^rank 2 .* failed: AttributeError: .*'nothing' \(worker.py, line \d+\)$"):
             it.check()
@@ -420,17 +423,17 @@ def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
 
 
 def test_a_rank_that_is_still_loading_may_be_silent_for_longer(monkeypatch):
-    monkeypatch.setattr(supervisor, "BEAT", 0.02)
-    monkeypatch.setattr(supervisor, "WORD", 0.02)
-    with watched(1, patience=0.1) as (it, (other,)):
+    monkeypatch.setattr(supervisor, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(supervisor, "REPORT_TIME", 0.02)
+    with watched(1, silence_limit=0.1) as (it, (other,)):
         time.sleep(0.4)
         it.check()
         other.beat()
         until(lambda: it.failed)
-    monkeypatch.setattr(supervisor, "START", 0.1)
+    monkeypatch.setattr(supervisor, "START_TIMEOUT", 0.1)
     with watched(1) as (it, _):
         until(lambda: it.failed)
-        with pytest.raises(RunFailed, match="no sign of life"):
+        with pytest.raises(RunFailed, match="no heartbeat"):
             it.check()
 
 
@@ -438,8 +441,8 @@ def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypat
     ahead = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead, sleep=time.sleep)
     monkeypatch.setattr(supervisor, "time", clock)
-    monkeypatch.setattr(supervisor, "BEAT", 0.05)
-    monkeypatch.setattr(supervisor, "WORD", 0.05)
+    monkeypatch.setattr(supervisor, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(supervisor, "REPORT_TIME", 0.05)
     with watched(1) as (it, (other,)):
         other.beat()
         until(lambda: it.ranks[0].seen)
@@ -447,7 +450,7 @@ def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypat
         time.sleep(0.2)
         it.check()
         until(lambda: it.failed)  # of one that is silent from then on
-        with pytest.raises(RunFailed, match="no sign of life for 2 s"):
+        with pytest.raises(RunFailed, match="no heartbeat for 2 s"):
             it.check()
 
 
@@ -456,7 +459,7 @@ def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
     """Signs of life come twice a second."""
     monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", given)
     assert main([*ON_TWO, "hydra.run.dir=run"]) == 2
-    assert f"TOYEXP_RANKS_PATIENCE={given}: takes seconds, from 1" in capsys.readouterr().err
+    assert f"TOYEXP_RANKS_PATIENCE={given}: must be a number of seconds, at least 1" in capsys.readouterr().err
     assert not Path("run").exists()
 
 
@@ -464,7 +467,7 @@ def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
     ("number", "told"),
     [
         (signal.SIGKILL, "was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "has given no sign of life for", marks=pytest.mark.release),
+        pytest.param(signal.SIGSTOP, "has sent no heartbeat for", marks=pytest.mark.release),
     ],
 )
 def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, told):

@@ -41,13 +41,13 @@ class Results:
         return host.tolist
 
 
-class Captured:
+class CapturedCall:
     """Rehearsed twice and then noted, as a graph is."""
 
     made: list = []
 
-    def __init__(self, title, work, rehearse, pool, refused=""):
-        self._work, self._rehearse, self.refused, self._ready = work, rehearse, refused, False
+    def __init__(self, title, work, rehearse, pool, uncaptured_reason=""):
+        self._work, self._rehearse, self.uncaptured_reason, self._ready = work, rehearse, uncaptured_reason, False
         self.made.append(self)
 
     def prepare(self):
@@ -66,12 +66,12 @@ class Captured:
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    for it in (Inputs, Results, Captured):
+    for it in (Inputs, Results, CapturedCall):
         monkeypatch.setattr(stack_step, it.__name__, it)
-    monkeypatch.setattr(Captured, "made", [])
+    monkeypatch.setattr(CapturedCall, "made", [])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(stack.TorchStack, "on_gpu", True)
-    return Captured.made
+    return CapturedCall.made
 
 
 def assert_as_alone(jobs, losses, sessions, steps):

@@ -21,11 +21,11 @@ from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.kernels import packed as unpack
 from toyexp_torch.kernels.packed import Packed
-from toyexp_torch.ops import computed_twice
+from toyexp_torch.ops import recompute_in_backward
 
 KINDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items() if name in unpack.KINDS}
 CPU = torch.device("cpu")
-IN_TRITON = [kind for kind in KINDS if kind not in unpack.WHOLE]
+IN_TRITON = [kind for kind in KINDS if kind not in unpack.UNBLOCKED]
 
 
 def bytes_of(kind, rows=40, below=256):
@@ -66,13 +66,13 @@ def test_other_types_are_read_as_numbers(tmp_path):
             held = session._tensors["blk.0.attn_q.weight"]
         assert isinstance(held, Packed) is kept
         told = list(engine.warnings(RunPreview({}, None, None, plan)))
-        assert told == [] if kept else "MXFP4 is held as numbers" in told[0]
+        assert told == [] if kept else "no effect on MXFP4" in told[0]
 
 
 def test_where_there_is_no_triton_the_ops_do_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "toyexp_torch.kernels.unpack", None)
     monkeypatch.delattr(toyexp_torch.kernels, "unpack", raising=False)
-    assert unpack._for_gpus.__wrapped__() is unpack._unpacked
+    assert unpack._choose_gpu_unpacker.__wrapped__() is unpack._unpack_blocks
 
 
 @pytest.fixture
@@ -99,13 +99,13 @@ def test_a_kernel_in_triton_makes_the_same_of_any_number_of_blocks(kind, kernels
         expected = torch.from_numpy(dequantise(blocks[:count], KINDS[kind]) if count else np.zeros(0, np.float32))
         with np.errstate(all="ignore"):  # scales that are no numbers
             flat = torch.from_numpy(blocks[:count]).flatten()
-            found = kernels.unpacked(flat, kind, getattr(torch, dtype))
+            found = kernels.unpack_blocks(flat, kind, getattr(torch, dtype))
         assert_same_bits(found, expected.flatten().to(found.dtype))
 
 
 def test_as_one_op_of_a_compiled_step_it_keeps_torchs_rules():
     raw = torch.from_numpy(bytes_of("Q5_K", below=0x3C))
-    torch.library.opcheck(unpack.as_one_op, (raw, "Q5_K", torch.bfloat16))
+    torch.library.opcheck(unpack.unpack_op, (raw, "Q5_K", torch.bfloat16))
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_products_and_gradients_are_those_of_the_numbers(how, dtype):
     x, matrices = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)), [matrix(i) for i in range(3)]
 
     def packed(x, w):
-        return computed_twice(w.product, x) if how == "recomputed" else w.product(x)
+        return recompute_in_backward(w.product, x) if how == "recomputed" else w.product(x)
 
     found = passed(packed, matrices, x, dtype)
     expected = passed(torch.nn.functional.linear, [w.dense() for w in matrices], x, dtype)

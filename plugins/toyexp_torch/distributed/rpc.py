@@ -1,7 +1,7 @@
 """Messages between the processes of a run: plain data, NumPy arrays, and dataclasses such as a plan.
 
-A message is a pickle in which a dataclass is its class and its fields. The reader builds dataclasses and arrays, and
-refuses every other name.
+A message is a pickle in which a dataclass is stored as its class and its fields. The reader builds only dataclasses and
+arrays, and rejects every other name, so that a message cannot run code.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from toyexp import UserError
 
 
 class Link:
-    """A connection to another process of the run. It is read by one thread; any thread may send."""
+    """Connection to another process of the run. One thread may read; any thread may send."""
 
     def __init__(self, connection: socket.socket):
         self._connection = Connection(connection.detach())
         self._sending = threading.Lock()
 
     def send(self, message: bytes) -> None:
-        """Sends what `written` made; OSError when the other side is gone."""
+        """Send a message made by `encode`. Raise OSError if the other process is gone."""
         with self._sending:
             self._connection.send_bytes(message)
 
     def beat(self) -> None:
-        """Sends a sign of life, unless a message is on its way; OSError when the other side is gone."""
+        """Send a heartbeat, unless a message is being sent. Raise OSError if the other process is gone."""
         if self._sending.acquire(blocking=False):
             try:
                 self._connection.send_bytes(b"")
@@ -44,7 +44,7 @@ class Link:
                 self._sending.release()
 
     def receive(self) -> Any:
-        """Waits for the next message, None for a sign of life; EOFError when the other side is gone."""
+        """Return the next message, or None for a heartbeat. Raise EOFError if the other process is gone."""
         try:
             message = self._connection.recv_bytes()
         except OSError:
@@ -52,21 +52,21 @@ class Link:
         return _Reader(io.BytesIO(message)).load() if message else None
 
     def fileno(self) -> int:
-        """For `select`."""
+        """Return the file descriptor, for `select`."""
         return self._connection.fileno()
 
     def cut(self) -> None:
-        """Wakes whoever reads or sends, on both sides: nothing comes through any more."""
+        """Shut the connection down in both directions, which wakes threads that read or send on either side."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
-def written(value: Any) -> bytes:
-    """Return a message that holds a value; UserError for one that cannot be sent."""
+def encode(value: Any) -> bytes:
+    """Return a message that holds a value. Raise UserError for a value that cannot be sent."""
     message = io.BytesIO()
     _Writer(message, protocol=5).dump(value)
     return message.getvalue()
@@ -81,12 +81,12 @@ def _build(cls: type, fields: Mapping[str, Any]) -> Any:
 
 
 PLAIN = (int, float, str, tuple, list)
-NAMED = (*PLAIN, dict, Path, _array, _build)  # what a message may name beside dataclasses
+ALLOWED = (*PLAIN, dict, Path, _array, _build)  # all that a message may contain besides dataclasses
 
 
 class _Writer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a value that is not plain, and a class of one; UserError for what cannot be sent."""
+        """Reduce a value to plain data or to a dataclass. Raise UserError for a value that cannot be sent."""
         cls = type(value)
         if isinstance(value, np.ndarray):
             return _array, (value.dtype.str, value.shape, bytearray(np.ascontiguousarray(value)))
@@ -98,27 +98,29 @@ class _Writer(pickle.Pickler):
             return dict, ([*value.items()],)
         if base := next((base for base in PLAIN if isinstance(value, base)), None):
             return base, (base(value),)
-        if any(value is named for named in NAMED):
+        if any(value is allowed for allowed in ALLOWED):
             return NotImplemented
         if dataclasses.is_dataclass(cls):
             return _build, (cls, {f.name: getattr(value, f.name) for f in dataclasses.fields(cls) if f.init})
         if not (isinstance(value, type) and dataclasses.is_dataclass(value)):
             raise UserError(
-                f"engine.devices: {cls.__module__}.{cls.__qualname__} cannot be sent to the other ranks; a plan that "
-                "is computed by several is made of plain data and dataclasses"
+                f"engine.devices: {cls.__module__}.{cls.__qualname__} cannot be sent to the other ranks; with "
+                "several devices a plan must consist of plain data and dataclasses"
             )
         if value.__module__ == "__main__" or "<locals>" in value.__qualname__:
             raise UserError(
-                f"engine.devices: the other ranks cannot find {value.__qualname__}, which is no part of a module; put "
-                "it at the top level of one of its own"
+                f"engine.devices: the other ranks cannot import {value.__qualname__}; define it at the top level of a "
+                "module other than the main program"
             )
         return NotImplemented
 
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a dataclass, or what a message is made of; UnpicklingError for any other name."""
-        found = super().find_class(module, name)
-        if any(found is named for named in NAMED) or (isinstance(found, type) and dataclasses.is_dataclass(found)):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no dataclass")
+        """Return a dataclass or an allowed type. Raise UnpicklingError for any other name."""
+        value = super().find_class(module, name)
+        if any(value is allowed for allowed in ALLOWED) or (
+            isinstance(value, type) and dataclasses.is_dataclass(value)
+        ):
+            return value
+        raise pickle.UnpicklingError(f"{module}.{name} is not a dataclass")

@@ -1,4 +1,4 @@
-"""Rank 0's supervision of the other ranks: their processes, its calls to them, and how they end."""
+"""Supervision of the other ranks by rank 0: their processes, calls to them, failures, and shutdown."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from typing import IO, Any
 
 from toyexp import UserError
 from toyexp.base import RankFailed, print_error
-from toyexp_torch.distributed.rpc import Link, written
+from toyexp_torch.distributed.rpc import Link, encode
 
-PATIENCE = "TOYEXP_RANKS_PATIENCE"  # seconds without a sign of life until a rank counts as failed
-BEAT = 0.5  # seconds between signs of life
-START = 300.0  # seconds until the first one, and until a rank is ready: it loads PyTorch, then the plugins
-SOON = 5.0  # seconds until a wait at the start is reported
-WORD = 1.0  # seconds for the other ranks to report when one has failed: they may know the cause
-STUCK = 5.0  # seconds until a computation that waits for a failed rank has to end
-READY = "ready"  # what a rank says when it has opened its session
-FAREWELL = 5.0  # seconds for the ranks to end once their connection is cut
+PATIENCE = "TOYEXP_RANKS_PATIENCE"  # environment variable: seconds without a heartbeat until a rank counts as failed
+HEARTBEAT = 0.5  # seconds between heartbeats
+START_TIMEOUT = 300.0  # seconds until the first heartbeat, and until a rank is ready: it loads PyTorch, then plugins
+NOTICE_DELAY = 5.0  # seconds of waiting at the start before a line about it is printed
+REPORT_TIME = 1.0  # seconds to collect the other ranks' errors after a failure, since another rank may know the cause
+STUCK_TIMEOUT = 5.0  # seconds for a computation to end after a rank has failed; then the process is ended
+READY = "ready"  # message of a rank that has opened its session
+EXIT_TIMEOUT = 5.0  # seconds for the ranks to exit after their connection is cut
 
-# The program of a rank that is started here: the same sys.path, whatever the environment.
+# Program of a rank on this machine. It gets this process's sys.path, which the environment may not reproduce.
 SERVE = (
-    "import json, sys; told = json.loads(sys.argv[1]); sys.path[:] = told['path']; "
+    "import json, sys; arguments = json.loads(sys.argv[1]); sys.path[:] = arguments['path']; "
     "from toyexp.base import reduce_spinning; reduce_spinning(); "
-    "from toyexp_torch.distributed.worker import serve; serve(told['file'])"
+    "from toyexp_torch.distributed.worker import serve; serve(arguments['file'])"
 )
 
 
-def patience() -> float:
-    """Return how many seconds a rank may be silent; UserError for a setting that is no such number."""
-    given = os.environ.get(PATIENCE) or "20"
+def silence_limit() -> float:
+    """Return how many seconds a rank may send no heartbeat. Raise UserError for an invalid setting."""
+    text = os.environ.get(PATIENCE) or "20"
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 1 <= seconds < 1e6:
-        raise UserError(f"{PATIENCE}={given}: takes seconds, from 1")
+        raise UserError(f"{PATIENCE}={text}: must be a number of seconds, at least 1")
     return seconds
 
 
 @contextlib.contextmanager
-def naming(missing: Callable[[], str]) -> Iterator[None]:
-    """Print one line that names the missing ranks if what is done inside takes more than a few seconds."""
-    timer = threading.Timer(SOON, lambda: print_error(f"waiting for {missing()}"))
+def report_missing(missing: Callable[[], str]) -> Iterator[None]:
+    """Print a line that names the missing ranks if the body takes more than a few seconds."""
+    timer = threading.Timer(NOTICE_DELAY, lambda: print_error(f"waiting for {missing()}"))
     timer.daemon = True
     timer.start()
     try:
@@ -71,10 +71,10 @@ class Rank:
     link: Link
     pid: int
     host: str
-    process: subprocess.Popen[bytes] | None = None  # if it was started here
+    process: subprocess.Popen[bytes] | None = None  # None if `torchrun` has started it
     errors: IO[bytes] | None = None  # its stderr
-    seen: bool = False  # whether a sign of life has come
-    silent: float = 0.0  # seconds since the last one
+    seen: bool = False  # whether a heartbeat has come
+    silent: float = 0.0  # seconds since the last heartbeat
     ready: bool = False  # whether it has opened its session
     gone: bool = False
 
@@ -82,11 +82,11 @@ class Rank:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
     def ending(self) -> str:
-        """Say how the process ended by itself."""
+        """Describe how the process ended."""
         if self.process is None or self.errors is None:
-            return "is gone: its connection ended"
+            return "is gone: it closed its connection"
         try:
-            code = self.process.wait(WORD)
+            code = self.process.wait(REPORT_TIME)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         if code < 0:
@@ -96,7 +96,7 @@ class Rank:
         return f"ended with exit code {code}{f': {lines[-1][:300]}' if lines else ''}"
 
     def kill(self) -> None:
-        """Kill the process if it was started here; cut the connection."""
+        """Cut the connection, and kill the process if this process started it."""
         self.link.cut()
         if self.process is not None:
             self.process.kill()
@@ -104,21 +104,21 @@ class Rank:
 
 @dataclass
 class Supervisor:
-    """Rank 0's view of the other ranks. A thread watches them, and ends computations that wait for a failed one."""
+    """Rank 0's view of the other ranks. A thread watches them and aborts computations that wait for a failed rank."""
 
     ranks: Sequence[Rank]
-    stays: bool = False  # whether they outlive a session: `torchrun` has started them
-    abort: Callable[[], None] = lambda: None  # ends what this rank's device waits for
+    is_persistent: bool = False  # the ranks outlive a session, because `torchrun` has started them
+    abort: Callable[[], None] = lambda: None  # ends operations in which this rank waits for others
     failed: bool = False
-    _failure: tuple[str, str] = ("", "")  # of the rank that has failed: a line, and its traceback
-    _patience: float = field(default_factory=patience)
-    _inside: bool = False  # a computation that all ranks take part in
-    _told: bool = False  # whether the others know of it
-    _broken: bool = False  # whether the others wait for what this rank does not do
-    _closing: bool = False
+    _failure: tuple[str, str] = ("", "")  # one line about the rank that has failed, and its traceback
+    _patience: float = field(default_factory=silence_limit)
+    _is_computing: bool = False  # inside a computation that all ranks take part in
+    _has_called: bool = False  # the other ranks were called in that computation
+    _is_broken: bool = False  # the other ranks may wait for a call that this rank will not make
+    _is_closing: bool = False
 
     def __post_init__(self) -> None:
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
@@ -128,59 +128,59 @@ class Supervisor:
             raise RankFailed(*self._failure)
 
     def wait_for_all(self) -> None:
-        """Wait until each has opened its session; RankFailed if one fails or takes too long."""
-        until = time.monotonic() + START
+        """Wait until each rank has opened its session. Raise RankFailed if one fails or takes too long."""
+        until = time.monotonic() + START_TIMEOUT
 
         def missing() -> str:
             return ", ".join(str(rank) for rank in self.ranks if not rank.ready)
 
-        with naming(missing):
+        with report_missing(missing):
             while missing():
                 self.check()
                 if time.monotonic() > until:
-                    raise RankFailed(f"{missing()}: not ready within {START:.0f} s")
+                    raise RankFailed(f"{missing()}: not ready after {START_TIMEOUT:.0f} s")
                 time.sleep(0.01)
 
     def call(self, name: str, arguments: Callable[[int], Sequence[Any]] = lambda rank: ()) -> None:
-        """Have each other rank call this method of its session with `arguments(rank)`.
+        """Call a method of the other ranks' sessions, with `arguments(rank)`, without waiting for it.
 
-        Raises UserError, and calls no rank, if arguments cannot be sent.
+        Raise UserError, and call no rank, if the arguments cannot be sent.
         """
-        messages = [written([name, *arguments(rank.rank)]) for rank in self.ranks]
-        self._told = True
+        messages = [encode([name, *arguments(rank.rank)]) for rank in self.ranks]
+        self._has_called = True
         for rank, message in zip(self.ranks, messages, strict=True):
             rank.link.send(message)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise RankFailed for what goes wrong inside, which all ranks take part in, because one of them failed."""
+    def watch_computation(self) -> Iterator[None]:
+        """Enclose a computation of all ranks: raise RankFailed for an error inside that a failed rank has caused."""
         self.check()
-        self._inside, self._told = True, False
+        self._is_computing, self._has_called = True, False
         try:
             yield
         except BaseException as error:
             lost = isinstance(error, RuntimeError | OSError)
-            self._broken = self._told or lost
-            until = time.monotonic() + 2 * WORD + 1  # this thread may be the first to notice
+            self._is_broken = self._has_called or lost
+            until = time.monotonic() + 2 * REPORT_TIME + 1  # the watching thread may notice the failure later
             while lost and time.monotonic() < until:
                 if self.failed:
                     raise RankFailed(*self._failure) from error
                 time.sleep(0.02)
             raise
         finally:
-            self._inside = False
+            self._is_computing = False
         self.check()
 
     def close(self) -> None:
-        """End the ranks, whatever they do; tell those that stay that this session is over."""
+        """End the ranks, whatever they do. If `torchrun` has started them, end only their session."""
         self.abort = lambda: None
-        broken = self.failed or self._broken
-        if self.stays and not broken:
+        broken = self.failed or self._is_broken
+        if self.is_persistent and not broken:
             with contextlib.suppress(OSError):
                 self.call("close")
             return
-        self._closing = True
-        until = time.monotonic() + (0 if broken else FAREWELL)
+        self._is_closing = True
+        until = time.monotonic() + (0 if broken else EXIT_TIMEOUT)
         for rank in self.ranks:
             rank.link.cut()
         for process in (rank.process for rank in self.ranks if rank.process is not None):
@@ -194,20 +194,20 @@ class Supervisor:
             if rank.errors is not None:
                 rank.errors.close()
 
-    # -- the thread that watches --
+    # -- the watching thread --
 
     def _watch(self) -> None:
-        while not self._closing:
-            failures = self._look(BEAT)
-            if failures and not self._closing:
-                until = time.monotonic() + WORD
+        while not self._is_closing:
+            failures = self._look(HEARTBEAT)
+            if failures and not self._is_closing:
+                until = time.monotonic() + REPORT_TIME
                 while (left := until - time.monotonic()) > 0:
                     failures += self._look(left)
                 self._fail(min(failures)[1:])
                 return
 
     def _look(self, seconds: float) -> list[tuple[int, str, str]]:
-        """Read messages, and return each failure: its order (0 is the likeliest cause), a line, and a traceback."""
+        """Read messages. Return each failure: its order (0 is the likeliest cause), one line, and a traceback."""
         failures: list[tuple[int, str, str]] = []
         alive: dict[Any, Rank] = {rank.link: rank for rank in self.ranks if not rank.gone}
         for rank in (alive[link] for link in wait([*alive], seconds)):
@@ -216,50 +216,50 @@ class Supervisor:
                 rank.seen, rank.silent = True, 0.0
                 if message == READY:
                     rank.ready = True
-                elif message is not None:  # an error
+                elif message is not None:  # an error message
                     rank.gone = True
                     order, trace = 2 if message["lost"] else 0, message.get("trace", "")
                     failures.append((order, f"{rank} failed: {message['failed']}", trace))
             except EOFError:
-                if not self._closing:
+                if not self._is_closing:
                     failures.append((1, f"{rank} {rank.ending()}", ""))
                 rank.gone = True
         now = time.monotonic()
-        # If this thread was kept waiting, by a suspended process or a crowded machine, so were the ranks.
-        passed, self._looked = min(now - self._looked, 2 * BEAT), now
+        # If this thread was delayed, by a suspended process or a busy machine, so were the ranks: count a short time.
+        passed, self._last_look = min(now - self._last_look, 2 * HEARTBEAT), now
         for rank in self.ranks:
             rank.silent += passed
-            if not rank.gone and rank.silent > (self._patience if rank.seen else START):
+            if not rank.gone and rank.silent > (self._patience if rank.seen else START_TIMEOUT):
                 rank.gone = True
-                failures.append((1, f"{rank} has given no sign of life for {rank.silent:.0f} s", ""))
+                failures.append((1, f"{rank} has sent no heartbeat for {rank.silent:.0f} s", ""))
         return failures
 
     def _fail(self, failure: tuple[str, str]) -> None:
         self._failure, self.failed = failure, True
         for rank in self.ranks:
             rank.kill()
-        threading.Thread(target=self.abort, name="abort", daemon=True).start()  # it may wait itself
-        until = time.monotonic() + STUCK
-        while self._inside:
-            if time.monotonic() > until:  # in native code that nothing ends
+        threading.Thread(target=self.abort, name="abort", daemon=True).start()  # abort() may block
+        until = time.monotonic() + STUCK_TIMEOUT
+        while self._is_computing:
+            if time.monotonic() > until:  # stuck in native code, which cannot be interrupted
                 print_error(f"error: {failure[0]}")
                 os._exit(1)
             time.sleep(0.05)
 
 
-def start_here(count: int) -> Supervisor:
-    """Start ranks 1 to `count` - 1 on this machine, each a process that ends with this one."""
+def start_local_ranks(count: int) -> Supervisor:
+    """Start ranks 1 to `count` - 1 on this machine, as processes that end with this one."""
     ranks: list[Rank] = []
     try:
         for number in range(1, count):
             ours, theirs = socket.socketpair()
             errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the supervisor
-            told = json.dumps({"path": sys.path, "file": theirs.fileno()})
+            arguments = json.dumps({"path": sys.path, "file": theirs.fileno()})
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", SERVE, told],
+                    [sys.executable, "-c", SERVE, arguments],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a terminal's signals reach rank 0 alone
+                    start_new_session=True,  # a terminal's signals must reach rank 0 only
                 )  # fmt: skip
             ranks.append(Rank(number, Link(ours), process.pid, platform.node(), process, errors))
     except BaseException:

@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other, and the process of a rank other than rank 0.
+"""Connections between the ranks of a run, and the process of a worker rank.
 
-Rank 0 starts the others on its machine, or `torchrun` starts all of them on several. Another rank does what rank 0
-calls, and ends with rank 0. It has no run directory, no data and no callbacks, and prints nothing.
+Rank 0 starts the other ranks on its machine, or `torchrun` starts all ranks on several machines. A worker rank does
+what rank 0 calls, and ends with rank 0. It has no run directory, data or callbacks, and prints nothing.
 """
 
 from __future__ import annotations
@@ -24,60 +24,72 @@ from typing import Any, NoReturn
 
 from toyexp import RunFailed, ToyexpError, UserError
 from toyexp.base import error_location, run_interruptibly, started_ranks
-from toyexp_torch.distributed.group import torchruns_store
-from toyexp_torch.distributed.rpc import Link, written
-from toyexp_torch.distributed.session import open_rank  # loads PyTorch before the first sign of life
-from toyexp_torch.distributed.supervisor import BEAT, READY, START, WORD, Rank, Supervisor, naming, patience, start_here
+from toyexp_torch.distributed.group import torchrun_store
+from toyexp_torch.distributed.rpc import Link, encode
+from toyexp_torch.distributed.session import (
+    open_rank,  # imported here so that PyTorch is loaded before the first heartbeat
+)
+from toyexp_torch.distributed.supervisor import (
+    HEARTBEAT,
+    READY,
+    REPORT_TIME,
+    START_TIMEOUT,
+    Rank,
+    Supervisor,
+    report_missing,
+    silence_limit,
+    start_local_ranks,
+)
 
-KEY = "toyexp/first"  # of the store: where rank 0 listens
-HELLO = 1024  # bytes at most of what a rank says first
-WORDS = 500  # characters of an error message
-LOST = ("gloo", "NCCL", "Connection", "store")  # in torch's errors about another rank that is gone
+KEY = "toyexp/first"  # key of rank 0's address in the store
+GREETING_BYTES = 1024  # most bytes of a rank's greeting
+ERROR_LENGTH = 500  # most characters of an error message
+LOST = ("gloo", "NCCL", "Connection", "store")  # words in torch's errors that another rank has caused
 
 
 def gather_ranks(count: int) -> Supervisor:
-    """Return the other ranks: those that `torchrun` has started, or `count` - 1 that are started here."""
+    """Return a supervisor of the other ranks: those of `torchrun`, or `count` - 1 new processes on this machine."""
     ranks = started_ranks()
     if ranks.rank:
-        raise UserError(f"rank {ranks.rank}: takes part in what the first rank runs, and runs nothing itself")
-    return _meet_torchruns() if ranks.count > 1 else start_here(count)
+        raise UserError(f"rank {ranks.rank}: only rank 0 can start a run; this rank takes part in it")
+    return _connect_torchrun_ranks() if ranks.count > 1 else start_local_ranks(count)
 
 
 @functools.cache
-def _meet_torchruns() -> Supervisor:
+def _connect_torchrun_ranks() -> Supervisor:
     """Publish rank 0's address in torchrun's store and wait until the other ranks connect."""
     count, token = started_ranks().count, secrets.token_hex(16)
     address = os.environ["MASTER_ADDR"]
     with closing(socket.create_server(("", 0), backlog=count)) as server:
         ranks: list[Rank] = []
-        until = time.monotonic() + START
+        until = time.monotonic() + START_TIMEOUT
 
         def missing() -> str:
-            return _named({*range(1, count)} - {rank.rank for rank in ranks})
+            return _describe_ranks({*range(1, count)} - {rank.rank for rank in ranks})
 
-        with naming(missing):
-            torchruns_store().set(KEY, f"{address} {server.getsockname()[1]} {token}")
+        with report_missing(missing):
+            torchrun_store().set(KEY, f"{address} {server.getsockname()[1]} {token}")
             while len(ranks) < count - 1:
                 if not select.select([server], [], [], max(until - time.monotonic(), 0))[0]:
-                    raise RunFailed(f"{missing()} did not come within {START:.0f} s")
+                    raise RunFailed(f"{missing()} did not connect within {START_TIMEOUT:.0f} s")
                 connection, _ = server.accept()
-                with suppress(ValueError, EOFError, OSError):  # of a stranger
+                with suppress(ValueError, EOFError, OSError):  # not a rank of this run
                     ranks.append(_accept(connection, token, {rank.rank for rank in ranks}, count))
-    return Supervisor(sorted(ranks, key=lambda rank: rank.rank), stays=True)
+    return Supervisor(sorted(ranks, key=lambda rank: rank.rank), is_persistent=True)
 
 
-def _named(ranks: Iterable[int]) -> str:
-    """Name these ranks, their number, and the address at which they meet."""
-    missing, count = sorted(ranks), started_ranks().count
-    who = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))} of {count}"
-    return f"{who} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+def _describe_ranks(ranks: Iterable[int]) -> str:
+    """Describe these ranks, the number of all ranks, and the address at which they connect."""
+    numbers, count = sorted(ranks), started_ranks().count
+    names = f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))} of {count}"
+    return f"{names} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def _accept(connection: socket.socket, token: str, known: set[int], count: int) -> Rank:
-    """Return the rank that has just connected; ValueError for a stranger."""
+def _accept(connection: socket.socket, token: str, connected: set[int], count: int) -> Rank:
+    """Return the rank that has just connected. Raise ValueError if it is not a missing rank of this run."""
     connection.settimeout(10)
-    given, rank, pid, host = connection.makefile("rb").readline(HELLO).decode().split(maxsplit=3)
-    if not hmac.compare_digest(given, token) or int(rank) in known or not 0 < int(rank) < count:
+    key, rank, pid, host = connection.makefile("rb").readline(GREETING_BYTES).decode().split(maxsplit=3)
+    if not hmac.compare_digest(key, token) or int(rank) in connected or not 0 < int(rank) < count:
         connection.close()
         raise ValueError(rank)
     _configure(connection)
@@ -86,39 +98,41 @@ def _accept(connection: socket.socket, token: str, known: set[int], count: int) 
 
 
 def _configure(connection: socket.socket) -> None:
-    """Send without delay, and notice data that nobody takes: a host may disappear without a word."""
+    """Send data without delay, and notice data that is not acknowledged: a host may disappear silently."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience()))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_limit()))
 
 
 def follow() -> None:
-    """Take part, as a rank that `torchrun` has started, in what rank 0 runs, to the end of this process."""
+    """Take part in the runs of rank 0, as a rank that `torchrun` has started, until this process ends."""
     rank = started_ranks().rank
     try:
-        with naming(lambda: _named([0])) if rank == 1 else nullcontext():  # rank 1 speaks for all of them
-            address, port, token = run_interruptibly(lambda: torchruns_store().get(KEY)).decode().split()
-            connection = socket.create_connection((address, int(port)), timeout=START)
+        with (
+            report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext()
+        ):  # one rank prints the line for all
+            address, port, token = run_interruptibly(lambda: torchrun_store().get(KEY)).decode().split()
+            connection = socket.create_connection((address, int(port)), timeout=START_TIMEOUT)
             connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
-            taken = connection.recv(1)
+            accepted = connection.recv(1)
             _configure(connection)
     except (RuntimeError, OSError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise RunFailed(f"rank {rank}: the first rank did not come, or went again ({why})") from None
-    if taken:
+        raise RunFailed(f"rank {rank}: lost the connection to rank 0, or found none ({why})") from None
+    if accepted:
         serve(connection.detach())
 
 
 def serve(file: int) -> None:
-    """Take part in what rank 0 runs; `file` is this end of their connection."""
+    """Take part in what rank 0 runs; `file` is the descriptor of this process's end of the connection."""
     _Server(Link(socket.socket(fileno=file))).serve()
 
 
 class _Server:
-    """Takes part in one session after the other until rank 0 is gone; then the process ends, with code 0 between two.
+    """Loop of a worker rank: it serves one session after the other until rank 0 is gone, then ends the process.
 
-    It ends at once: no thread, graph or other rank is worth a wait.
+    The exit code is 0 if no session was open. It exits at once, without waiting for threads, graphs or other ranks.
     """
 
     def __init__(self, link: Link):
@@ -126,9 +140,9 @@ class _Server:
         self._session: Any = None
 
     def serve(self) -> NoReturn:
-        """Do what rank 0 calls, and report an error to it."""
+        """Do what rank 0 calls, and send it any error."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # rank 0 ends a run, and may want to save it before
+            signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end, and may save the run before
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         try:
             while True:
@@ -137,15 +151,15 @@ class _Server:
             self._end()
         except Exception as error:
             with suppress(OSError):
-                self._link.send(written(_report(error)))
-                time.sleep(2 * WORD)  # rank 0 looks at how this process ended if it ends before
+                self._link.send(encode(_describe_error(error)))
+                time.sleep(2 * REPORT_TIME)  # rank 0 must read the message before it notices the end of the process
         os._exit(1)
 
     def _do(self, name: str, *arguments: Any) -> None:
         if name == "open":
-            self._session = True  # half open
+            self._session = True  # being opened
             self._session = open_rank(*arguments)
-            self._link.send(written(READY))
+            self._link.send(encode(READY))
         elif name != "close":
             getattr(self._session, name)(*arguments)
         elif self._session is not None:
@@ -153,21 +167,24 @@ class _Server:
             self._session = None
 
     def _beat(self) -> None:
-        """Send signs of life until nobody takes one, or the parent is gone: its children may hold the connection."""
+        """Send heartbeats until the connection or the parent is gone.
+
+        Another child of a dead parent may still hold the connection open.
+        """
         parent = os.getppid()
         with suppress(OSError):
             while parent == os.getppid():
                 self._link.beat()
-                time.sleep(BEAT)
+                time.sleep(HEARTBEAT)
         self._end()
 
     def _end(self) -> NoReturn:
         os._exit(0 if self._session is None else 1)
 
 
-def _report(error: Exception) -> dict[str, str | bool]:
-    """Return an error for rank 0: one line, the traceback, and whether another rank is likelier to be the cause."""
-    words = " ".join(str(error).split())[:WORDS]
+def _describe_error(error: Exception) -> dict[str, str | bool]:
+    """Return an error for rank 0: one line, the traceback, and whether another rank probably caused it."""
+    words = " ".join(str(error).split())[:ERROR_LENGTH]
     line = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}{error_location(error)}"
     lost = any(word in str(error) for word in LOST)
     return {"failed": line, "trace": traceback.format_exc().rstrip(), "lost": lost}

@@ -1,1 +1,1 @@
-"""Triton kernels, and weights that stay in the types of a GGUF file."""
+"""Triton kernels, and matrices that stay in the types of a GGUF file."""

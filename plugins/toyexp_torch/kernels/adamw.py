@@ -1,4 +1,4 @@
-"""AdamW as one pass over a GPU's memory, whose numbers are all read there; it needs Triton."""
+"""AdamW in Triton, as one pass over GPU memory that reads all its numbers there."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # weights to a program
+BLOCK = 2048  # weights per Triton program
 
 
 def step(
     w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tensor, divisor: Tensor | None, skip: Tensor,
     rounded: Tensor | None = None, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The formula of toyexp.AdamW in place on float32 vectors, from its seven `numbers`, float64.
+    """Apply the formula of toyexp.AdamW in place to float32 vectors, with its seven `numbers`, float64.
 
-    The gradient is divided by `divisor`; where `skip` is 1 nothing changes. `rounded` gets the new weights.
-    Of several runs w, m and v are matrices [K, n], of which `rows` change, or all; g [k, n], numbers [k, 7], divisor
-    and skip [k] are theirs, and a skip without axes is that of each. Along a matrix's last axis its numbers stand side
-    by side.
+    The gradient is divided by `divisor`; nothing changes if `skip` is 1; `rounded` receives the new weights. For
+    several runs w, m and v are matrices [K, n] of which `rows` (default: all) change; g is [k, n], numbers [k, 7],
+    divisor and skip [k] (or skip one number for all runs). The last axis of each matrix must be contiguous.
     """
     count, length = numbers.numel() // 7, w.shape[-1]
     _step[(triton.cdiv(length, BLOCK), count)](
@@ -29,35 +28,36 @@ def step(
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton's own types
-    w_at, g_at, m_at, v_at, numbers, divisor, skip, rounded, rows, count, w_stride, g_stride, state_stride, skip_stride,
-    divides: tl.constexpr, rounds: tl.constexpr, picks: tl.constexpr, block: tl.constexpr,
+    w_ptr, g_ptr, m_ptr, v_ptr, numbers, divisor, skip, rounded, rows, count, w_stride, g_stride, state_stride,
+    skip_stride, has_divisor: tl.constexpr, has_rounded: tl.constexpr, has_rows: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    run = tl.program_id(1).to(tl.int64)  # of several
+    run = tl.program_id(1).to(tl.int64)
     if tl.load(skip + run * skip_stride) > 0:
         return
     numbers += run * 7
-    exact1, exact2 = tl.load(numbers + 1), tl.load(numbers + 2)  # 1 - beta loses digits in float32
-    beta1, rest1 = exact1.to(tl.float32), (1 - exact1).to(tl.float32)
-    beta2, rest2 = exact2.to(tl.float32), (1 - exact2).to(tl.float32)
+    wide_beta1, wide_beta2 = tl.load(numbers + 1), tl.load(numbers + 2)  # 1 - beta loses digits in float32
+    beta1, rest1 = wide_beta1.to(tl.float32), (1 - wide_beta1).to(tl.float32)
+    beta2, rest2 = wide_beta2.to(tl.float32), (1 - wide_beta2).to(tl.float32)
     lr, eps, decay = tl.load(numbers).to(tl.float32), tl.load(numbers + 3).to(tl.float32), tl.load(numbers + 4)
     slot5, slot6 = tl.load(numbers + 5).to(tl.float32), tl.load(numbers + 6).to(tl.float32)
     decay = decay.to(tl.float32)
     row = run
-    if picks:
+    if has_rows:
         row = tl.load(rows + run)
-    w_at, g_at = w_at + row * w_stride, g_at + run * g_stride
-    m_at, v_at = m_at + row * state_stride, v_at + row * state_stride
+    w_ptr, g_ptr = w_ptr + row * w_stride, g_ptr + run * g_stride
+    m_ptr, v_ptr = m_ptr + row * state_stride, v_ptr + row * state_stride
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = i < count
-    w, g = tl.load(w_at + i, mask=inside), tl.load(g_at + i, mask=inside)
-    m, v = tl.load(m_at + i, mask=inside), tl.load(v_at + i, mask=inside)
-    if divides:
+    w, g = tl.load(w_ptr + i, mask=inside), tl.load(g_ptr + i, mask=inside)
+    m, v = tl.load(m_ptr + i, mask=inside), tl.load(v_ptr + i, mask=inside)
+    if has_divisor:
         g = g / tl.load(divisor + run)
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     w = w - lr * (decay * w + m * slot5 / (tl.sqrt(v * slot6) + eps))
-    tl.store(w_at + i, w, mask=inside)
-    tl.store(m_at + i, m, mask=inside)
-    tl.store(v_at + i, v, mask=inside)
-    if rounds:
+    tl.store(w_ptr + i, w, mask=inside)
+    tl.store(m_ptr + i, m, mask=inside)
+    tl.store(v_ptr + i, v, mask=inside)
+    if has_rounded:
         tl.store(rounded + i, w.to(rounded.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
-"""The numbers of the commonest ggml types as one pass over a GPU's memory, written in Triton.
+"""Dequantisation of the commonest ggml types as one pass over GPU memory, in Triton.
 
-What a number is stands in `packed.py`, whose bits these are. A program makes a tile [groups, numbers of a group] of
-whole blocks, a group being what has one scale. Each number reads its own bytes: numbers beside one another read bytes
-beside one another and are written together, so that a thread makes eight of them, loads two to sixteen bytes at once,
-as many as the places of blocks allow, and stores sixteen; bytes that several numbers share come out of the cache.
+`packed.py` defines the types, and the results are bit-identical to its own. A program computes a tile [groups, numbers
+of a group] of whole blocks; a group is the numbers that share a scale. Neighbouring numbers read neighbouring bytes and
+are stored together. A thread therefore computes eight numbers, loads two to sixteen bytes at once (as the alignment of
+blocks allows) and stores sixteen. Bytes that several numbers share come from the cache.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,27 +20,27 @@ from toyexp.formats import GGUF_TYPES
 
 SIZES = {name: (per_block, block_bytes) for name, per_block, block_bytes in GGUF_TYPES.values()}
 
-# To a program: 32 numbers a thread were the fastest of nine pairs on an H200, by 5 to 13 % on a large matrix of Q8_0,
-# Q4_K or Q6_K; a small one still has many programs.
+# For each program. 32 numbers per thread were the fastest of nine choices on an H200, by 5 to 13 % on a large matrix of
+# Q8_0, Q4_K or Q6_K. A small matrix still has many programs.
 NUMBERS, WARPS = 2048, 2
-EXACT = tl.constexpr(1 << 23)  # from here on a float32 has no bits behind the point
+EXACT = tl.constexpr(1 << 23)  # from here on float32 has no fractional bits
 EXACT_BITS = tl.constexpr(0x4B000000)
 
 
-def unpacked(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return blocks of bytes of one of the `KERNELS`, one after the other, as numbers [blocks * numbers of a block]."""
-    (numbers_of, group), (per_block, block_bytes) = KERNELS[kind], SIZES[kind]
+def unpack_blocks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return consecutive blocks of bytes of a type in `KERNELS` as numbers [blocks * numbers of a block]."""
+    (unpack_tile, group), (per_block, block_bytes) = KERNELS[kind], SIZES[kind]
     count, blocks = flat.numel() // block_bytes, NUMBERS // per_block
     out = torch.empty(count * per_block, dtype=dtype, device=flat.device)
     _unpack[(triton.cdiv(count, blocks),)](
-        flat, out, count, numbers_of, blocks, per_block, block_bytes, group, num_warps=WARPS
+        flat, out, count, unpack_tile, blocks, per_block, block_bytes, group, num_warps=WARPS
     )
     return out
 
 
 @triton.jit(do_not_specialize=["count"])
 def _unpack(
-    raw, out, count, numbers_of: tl.constexpr, blocks: tl.constexpr, per_block: tl.constexpr,
+    raw, out, count, unpack_tile: tl.constexpr, blocks: tl.constexpr, per_block: tl.constexpr,
     block_bytes: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * blocks
@@ -48,16 +48,16 @@ def _unpack(
     groups: tl.constexpr = per_block // group
     row = tl.arange(0, blocks * groups)
     i = tl.arange(0, group)[None, :]
-    # Beyond the end the last block is read again, and not written.
+    # Groups beyond the end read the last block again and are not stored.
     block = raw + first * block_bytes + tl.minimum(row // groups, left - 1) * block_bytes
-    numbers = numbers_of(block, row % groups, i)
+    numbers = unpack_tile(block, row % groups, i)
     to = out + first * per_block + (row[:, None] * group + i)
     tl.store(to, numbers.to(out.dtype.element_ty), mask=row[:, None] < left * groups)
 
 
-# -- what the layouts have in common ----------------------------------------------------------------------------------
-# `b` [groups] points to the first byte of a group's block, `g` [groups] is the group's place in it, and `i` [1, numbers
-# of a group] are places in a group.
+# -- parts of block layouts --------------------------------------------------------------------------------------------
+# `b` [groups] points to the first byte of a group's block, `g` [groups] is the group's index in the block, and
+# `i` [1, numbers of a group] are the indices in a group.
 
 
 @triton.jit
@@ -77,110 +77,110 @@ def _half(at):
 
 @triton.jit
 def _word(at):
-    """The 32 bits at an even byte."""
+    """Load the 32 bits at an even address."""
     halves = at.to(tl.pointer_type(tl.uint16), bitcast=True)
     return tl.load(halves).to(tl.int32) | tl.load(halves + 1).to(tl.int32) << 16
 
 
 @triton.jit
 def _nibbles(at, i):
-    """Of 16 bytes the lower halves, then the upper ones."""
+    """Return 4-bit fields of 16 bytes: the lower halves, then the upper ones."""
     return _byte(at[:, None] + i % 16) >> i // 16 * 4 & 15
 
 
 @triton.jit
-def _scaled(codes, middle: tl.constexpr, scale):
-    """Codes of at most 23 bits, less what stands for 0, times the scale.
+def _scale(codes, middle: tl.constexpr, scale):
+    """Return (codes - middle) * scale, for codes of at most 23 bits.
 
-    They become float32 as the last bits of one; the instruction that turns integers into floats is a slow one.
+    The codes become the last bits of a float32, because converting integers to floats is a slow instruction.
     """
     return ((codes | EXACT_BITS).to(tl.float32, bitcast=True) - (EXACT + middle)) * scale[:, None]
 
 
-# -- blocks of 32 -----------------------------------------------------------------------------------------------------
+# -- blocks of 32 ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _q4_0(b, g, i):
-    return _scaled(_nibbles(b + 2, i), 8, _half(b))
+    return _scale(_nibbles(b + 2, i), 8, _half(b))
 
 
 @triton.jit
 def _q4_1(b, g, i):
-    return _scaled(_nibbles(b + 4, i), 0, _half(b)) + _half(b + 2)[:, None]
+    return _scale(_nibbles(b + 4, i), 0, _half(b)) + _half(b + 2)[:, None]
 
 
 @triton.jit
 def _q5_0(b, g, i):
     codes = _nibbles(b + 6, i) | (_word(b + 2)[:, None] >> i & 1) << 4
-    return _scaled(codes, 16, _half(b))
+    return _scale(codes, 16, _half(b))
 
 
 @triton.jit
 def _q5_1(b, g, i):
     codes = _nibbles(b + 8, i) | (_word(b + 4)[:, None] >> i & 1) << 4
-    return _scaled(codes, 0, _half(b)) + _half(b + 2)[:, None]
+    return _scale(codes, 0, _half(b)) + _half(b + 2)[:, None]
 
 
 @triton.jit
 def _q8_0(b, g, i):
-    return _scaled(_byte(b[:, None] + 2 + i) ^ 128, 128, _half(b))
+    return _scale(_byte(b[:, None] + 2 + i) ^ 128, 128, _half(b))
 
 
-# -- blocks of 256 ----------------------------------------------------------------------------------------------------
+# -- blocks of 256 -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _q2_k(b, g, i):
     both = _byte(b + g)
     codes = _pairs(b + 16, g, i)
-    return _scaled(codes, 0, _half(b + 80) * (both & 15)) - (_half(b + 82) * (both >> 4))[:, None]
+    return _scale(codes, 0, _half(b + 80) * (both & 15)) - (_half(b + 82) * (both >> 4))[:, None]
 
 
 @triton.jit
 def _q3_k(b, g, i):
     high = _byte((b + g % 2 * 16)[:, None] + i) >> (g // 2)[:, None] & 1
     scale = _byte(b + 96 + g % 8) >> g // 8 * 4 & 15 | (_byte(b + 104 + g % 4) >> g // 4 * 2 & 3) << 4
-    return _scaled(_pairs(b + 32, g, i) | high << 2, 4, _half(b + 108) * (scale - 32))
+    return _scale(_pairs(b + 32, g, i) | high << 2, 4, _half(b + 108) * (scale - 32))
 
 
 @triton.jit
 def _pairs(at, g, i):
-    """Of 64 bytes the lowest two bits of the first 32, then the next two, and so on; groups of 16."""
+    """Return 2-bit fields of 64 bytes, in groups of 16: first the lowest fields of 32 bytes, then the next ones."""
     return _byte((at + g // 8 * 32 + g % 2 * 16)[:, None] + i) >> (g % 8 // 2 * 2)[:, None] & 3
 
 
 @triton.jit
 def _q4_k(b, g, i):
     codes = _byte((b + 16 + g // 2 * 32)[:, None] + i) >> (g % 2 * 4)[:, None] & 15
-    return _of_scale_and_minimum(codes, b, g)
+    return _scale_with_minimum(codes, b, g)
 
 
 @triton.jit
 def _q5_k(b, g, i):
     codes = _byte((b + 48 + g // 2 * 32)[:, None] + i) >> (g % 2 * 4)[:, None] & 15
     high = _byte(b[:, None] + 16 + i) >> g[:, None] & 1
-    return _of_scale_and_minimum(codes | high << 4, b, g)
+    return _scale_with_minimum(codes | high << 4, b, g)
 
 
 @triton.jit
-def _of_scale_and_minimum(codes, b, g):
-    """Q4_K's and Q5_K's: 6 bits in 12 bytes, the last four's upper two bits above the first four's."""
+def _scale_with_minimum(codes, b, g):
+    """Apply the scales and minimums of Q4_K and Q5_K; packed.py describes their 6-bit fields."""
     j, last = g % 4, g > 3
     scale, minimum, rest = _byte(b + 4 + j), _byte(b + 8 + j), _byte(b + 12 + j)
     scale = tl.where(last, rest & 15 | scale >> 2 & 48, scale & 63)
     minimum = tl.where(last, rest >> 4 | minimum >> 2 & 48, minimum & 63)
-    return _scaled(codes, 0, _half(b) * scale) - (_half(b + 2) * minimum)[:, None]
+    return _scale(codes, 0, _half(b) * scale) - (_half(b + 2) * minimum)[:, None]
 
 
 @triton.jit
 def _q6_k(b, g, i):
     half, quarter, odd = g // 8, g % 8 // 2, g % 2 * 16
     low = _byte((b + half * 64 + quarter % 2 * 32 + odd)[:, None] + i) >> (quarter // 2 * 4)[:, None] & 15
-    return _scaled(low | _pairs(b + 128, g, i) << 4, 32, _half(b + 208) * _signed_byte(b + 192 + g))
+    return _scale(low | _pairs(b + 128, g, i) << 4, 32, _half(b + 208) * _signed_byte(b + 192 + g))
 
 
-KERNELS = {  # by type: the numbers of a tile, and how many of them a group has
+KERNELS = {  # by type: the function that computes a tile, and the numbers of a group
     "Q4_0": (_q4_0, 32), "Q4_1": (_q4_1, 32), "Q5_0": (_q5_0, 32), "Q5_1": (_q5_1, 32), "Q8_0": (_q8_0, 32),
     "Q2_K": (_q2_k, 16), "Q3_K": (_q3_k, 16), "Q4_K": (_q4_k, 32), "Q5_K": (_q5_k, 32), "Q6_K": (_q6_k, 16),
 }  # fmt: skip

@@ -1,1 +1,1 @@
-"""Several runs of one shape whose training steps are one program."""
+"""Stacks: several runs of one shape that are trained as one program."""

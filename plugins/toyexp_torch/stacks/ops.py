@@ -1,4 +1,4 @@
-"""The ops of a forward pass that `torch.vmap` runs for several runs at once, each with weights of its own."""
+"""Ops for a forward pass that `torch.vmap` runs for several runs at once, each with its own weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from toyexp_torch.ops import TorchOps
 
 
 class StackedOps(TorchOps):
-    """Kernels that know no stack see one longer batch, and a product has a matrix for each run."""
+    """Ops in which the rows of all runs form one longer batch, and a product has one matrix for each run."""
 
     def __init__(self, rounds: torch.dtype | None = None, activations: torch.dtype | None = None) -> None:
         super().__init__(activations=activations)
-        self._rounds = rounds  # the type of a product's factors under autocast, which sees none of a product by runs
-        self._turns: dict[Any, Tensor] = {}  # rope's tables as complex numbers
+        self._rounds = rounds  # dtype of a product's factors; autocast does not reach products by run
+        self._complex_rotations: dict[Any, Tensor] = {}  # rope's tables as complex numbers
 
     def matmul(self, x: Tensor, w: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
         product: Tensor = _Product.apply(x.flatten(0, -2), w, self._rounds)
@@ -29,80 +29,82 @@ class StackedOps(TorchOps):
         return y if bias is None else y + bias.to(y.dtype)
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        return _by_rows(partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=eps), x.to(w.dtype)) * w
+        return _apply_to_rows(partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=eps), x.to(w.dtype)) * w
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """See Ops; neighbours are a complex number, which one product turns."""
+        """Rotate neighbours as complex numbers, with one product; see Ops."""
         if rotary.halves or x.dtype != torch.float32 or x.device.type == "mps":
             return super().rope(x, rotary)
         key = (*x.shape[1:], rotary)
-        if key not in self._turns:
-            super().rope(torch.zeros((1, *x.shape[1:]), device=x.device), rotary)  # which keeps its tables
-            self._turns[key] = torch.complex(*self.rotations[x.shape[1], x.shape[3], rotary, False])
-        return _by_rows(partial(_turned, by=self._turns[key]), x)
+        if key not in self._complex_rotations:
+            super().rope(torch.zeros((1, *x.shape[1:]), device=x.device), rotary)  # fills self.rotations
+            self._complex_rotations[key] = torch.complex(*self.rotations[x.shape[1], x.shape[3], rotary, False])
+        return _apply_to_rows(partial(_rotate, by=self._complex_rotations[key]), x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        return _by_rows(partial(super().attention, causal=causal), q, k, v)
+        return _apply_to_rows(partial(super().attention, causal=causal), q, k, v)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return (_by_rows(_losses, logits, targets) * weights).sum()
+        return (_apply_to_rows(_position_losses, logits, targets) * weights).sum()
 
 
-def _turned(x: Tensor, by: Tensor) -> Tensor:
+def _rotate(x: Tensor, by: Tensor) -> Tensor:
     return torch.view_as_real(torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2))) * by).flatten(-2)
 
 
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of each position."""
+def _position_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each position."""
     losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
     return losses.view(targets.shape)
 
 
-def _by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function` of tensors whose rows, along the first axis, it takes each by itself."""
-    result: Tensor = _ByRows.apply(function, *tensors)
+def _apply_to_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Apply `function`, which treats each row of the first axis on its own, to the rows of all runs at once."""
+    result: Tensor = _RowsFunction.apply(function, *tensors)
     return result
 
 
-class _ByRows(torch.autograd.Function):
-    """The rows of several runs are one longer batch. Autograd sees what `vmap` calls, so that nothing is kept here."""
+class _RowsFunction(torch.autograd.Function):
+    """A function of the rows of all runs as one batch. Autograd records what `vmap` calls: nothing is saved."""
 
     generate_vmap_rule = False
 
     @staticmethod
     def forward(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Where nothing differs between the runs."""
+        """Call the function, if no argument differs between the runs."""
         return function(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """See the class."""
+        """Save nothing."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
-        """Tensors [K, B, ...] -> [K, B, ...]."""
-        long = [_stacked(x, axis, info.batch_size).flatten(0, 1) for x, axis in zip(tensors, in_dims[1:], strict=True)]
-        return function(*long).unflatten(0, (info.batch_size, -1)), 0
+        """Call the function on tensors [K, B, ...] as [K B, ...]; return [K, B, ...]."""
+        flat = [
+            _with_run_axis(x, axis, info.batch_size).flatten(0, 1) for x, axis in zip(tensors, in_dims[1:], strict=True)
+        ]
+        return function(*flat).unflatten(0, (info.batch_size, -1)), 0
 
 
 class _Product(torch.autograd.Function):
-    """x w^T, likewise."""
+    """Product x w^T for all runs at once. Autograd records the operations inside `vmap`."""
 
     generate_vmap_rule = False
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, rounds: torch.dtype | None) -> Tensor:
-        """Where nothing differs between the runs."""
+        """Return the product, if no argument differs between the runs."""
         return F.linear(x, w)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """See the class."""
+        """Save nothing."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, rounds: torch.dtype | None) -> tuple[Tensor, int]:
-        """x [K, M, in] and w [K, out, in] -> [K, M, out]; a weight that all have alike sees one longer x."""
-        x = _stacked(x, in_dims[0], info.batch_size)
+        """Multiply x [K, M, in] by w [K, out, in] -> [K, M, out], or by one w [out, in] that all runs share."""
+        x = _with_run_axis(x, in_dims[0], info.batch_size)
         if in_dims[1] is None:
             return F.linear(x, w), 0
         w = w.movedim(in_dims[1], 0)
@@ -111,26 +113,26 @@ class _Product(torch.autograd.Function):
 
 
 class _Products(torch.autograd.Function):
-    """x [K, M, in] times each run's w [K, out, in] transposed -> [K, M, out].
+    """Product of x [K, M, in] with each run's w [K, out, in], transposed -> [K, M, out].
 
-    torch's own gradient of w is a transposed one, which would have to be copied.
+    torch's own gradient of w would be a transposed view, which would have to be copied.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        """Keeps both."""
+        """Multiply, and save both factors."""
         ctx.save_for_backward(x, w)
         return torch.bmm(x, w.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Of x and w."""
+        """Return the gradients of x and w."""
         x, w = ctx.saved_tensors
-        of_x = torch.bmm(gradient, w) if ctx.needs_input_grad[0] else None
-        of_w = torch.bmm(gradient.transpose(1, 2), x) if ctx.needs_input_grad[1] else None
-        return of_x, of_w
+        dx = torch.bmm(gradient, w) if ctx.needs_input_grad[0] else None
+        dw = torch.bmm(gradient.transpose(1, 2), x) if ctx.needs_input_grad[1] else None
+        return dx, dw
 
 
-def _stacked(x: Tensor, axis: int | None, count: int) -> Tensor:
-    """[K, ...], also of what all runs have alike."""
+def _with_run_axis(x: Tensor, axis: int | None, count: int) -> Tensor:
+    """Return x with the runs' axis first, [K, ...]; expand what the runs share."""
     return x.expand(count, *x.shape) if axis is None else x.movedim(axis, 0)

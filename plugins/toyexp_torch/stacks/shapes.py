@@ -1,4 +1,4 @@
-"""A stack's step on shapes alone, before there is one: whether it can be computed, and what memory a run takes."""
+"""Trial of a stack's step on meta tensors: whether the step can be stacked, and how much memory a run needs."""
 
 from __future__ import annotations
 
@@ -13,48 +13,47 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toyexp import Plan, printable
-from toyexp_torch.session import places_of
+from toyexp_torch.session import flat_layout
 from toyexp_torch.stacks.step import StackedStep, StackedUpdate
 
-RUNS = 2  # that are tried
-Frozen = Mapping[str, tuple[Tensor, bool]]  # see StackedStep
+RUNS = 2  # number of runs in the trial step
+Frozen = Mapping[str, tuple[Tensor, bool]]  # tensors that do not train; see StackedStep
 
 
 def preload() -> None:
-    """Imports what PyTorch imports when it first computes on shapes alone, which takes as long as to load PyTorch."""
+    """Import what PyTorch imports at the first step on meta tensors, which takes as long as loading PyTorch."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
-_known: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # of plans that are there
+_results: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # results by plan and dtype
 
 
 def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
-    """Why the steps of several such runs are no one program, or nothing, and how many bytes a run takes of a stack.
+    """Return why runs of this plan cannot be stacked (empty if they can), and the bytes that each run needs.
 
-    Those are its rows, and its share of what a step holds when it holds most. What does not train is not counted: runs
-    have it in common, or each its own. A step on shapes takes the time of many that compute something, so each plan is
-    tried once.
+    The bytes are the run's rows of the stack's matrices and its share of a step's peak memory. Tensors that do not
+    train are not counted, since runs may share them. A trial takes as long as many real steps, so its result is cached.
     """
-    if not plan.trainable:  # it has no steps
+    if not plan.trainable:  # it takes no steps
         return "", 0
     key = id(plan), dtype
-    if key not in _known:
-        frozen, why = _frozen(plan, dtype), ""
-        with Held() as held:
+    if key not in _results:
+        frozen, why = _make_frozen(plan, dtype), ""
+        with MemoryCounter() as memory:
             try:
-                _take(plan, dtype, frozen)
+                _run_step(plan, dtype, frozen)
             except Exception as error:
-                told = printable(str(error).strip().partition("\n")[0])
-                why = f"model={plan.model.name}: several runs of it cannot be computed at once ({told})"
-        _known[key] = why, held.most // RUNS
-        weakref.finalize(plan, _known.pop, key, None)
-    return _known[key]
+                cause = printable(str(error).strip().partition("\n")[0])
+                why = f"model={plan.model.name}: cannot be trained in a stack ({cause})"
+        _results[key] = why, memory.peak // RUNS
+        weakref.finalize(plan, _results.pop, key, None)
+    return _results[key]
 
 
-def _take(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:
-    """A step, of tensors without numbers."""
-    places, length = places_of(plan)
+def _run_step(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:
+    """Take a step on meta tensors."""
+    places, length = flat_layout(plan)
     flat, grad = (torch.zeros((RUNS, length), dtype=dtype, device="meta") for _ in range(2))
     micro = {
         name: torch.zeros((RUNS, plan.rows, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
@@ -66,35 +65,35 @@ def _take(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:
     StackedStep([plan] * RUNS, range(RUNS), flat, grad, places, update, frozen)([micro] * plan.accumulate, numbers)
 
 
-def _frozen(plan: Plan, dtype: torch.dtype) -> Frozen:
+def _make_frozen(plan: Plan, dtype: torch.dtype) -> Frozen:
     fixed = (t for t in plan.tensors if not t.trainable)
     return {t.name: (torch.empty(t.shape, dtype=dtype, device="meta"), False) for t in fixed}
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made in it and still there."""
+class MemoryCounter(TorchDispatchMode):
+    """Counter of the bytes of all tensors that were created inside the context and still exist."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = self._now = 0
-        self._known: set[int] = set()
+        self.peak = self._current = 0
+        self._alive: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Computes as ever, and looks at what came of it."""
-        found = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        """Run the operation and count its results."""
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
-        return found
+                self._add(tensor.untyped_storage())
+        return result
 
-    def _note(self, memory: torch.UntypedStorage) -> None:
-        key, size = memory._cdata, memory.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self._now += size
-            self.most = max(self.most, self._now)
-            weakref.finalize(memory, self._drop, key, size)
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive.add(key)
+            self._current += size
+            self.peak = max(self.peak, self._current)
+            weakref.finalize(storage, self._drop, key, size)
 
     def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._now -= size
+        self._alive.discard(key)
+        self._current -= size

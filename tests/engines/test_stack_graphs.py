@@ -177,7 +177,7 @@ def test_loops_run_ahead_and_hear_what_they_hear_alone(tmp_path):
     runs = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
     for watch, _ in runs:
         watch.should_wait = lambda step: False
-    ends = drive([it.asks() for _, it in runs], stack)
+    ends = drive([it.requests() for _, it in runs], stack)
     assert [end.steps for end in ends] == [9, 9, 6]
     for job, of, (ours, _) in zip(jobs, how, runs, strict=True):
         with built([EXACT.realize(job.plan)])[0] as session:

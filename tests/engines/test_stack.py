@@ -354,7 +354,7 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(StackedStep, "__call__", counted)
     runs = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
-    ends = drive([it.asks() for _, it in runs], stack)
+    ends = drive([it.requests() for _, it in runs], stack)
     assert isinstance(ends[1], RunFailed)
     assert [getattr(end, "reason", None) for end in ends] == ["completed", None, "aborted", "completed", "completed"]
     broke = len(runs[1][0].steps)

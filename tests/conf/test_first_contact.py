@@ -109,7 +109,7 @@ def test_settings_of_other_tools_lead_to_settings_that_there_are():
 
 def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there_are():
     known, commands = known_settings(), load().offers["command"]
-    page = (PAGES / "guides" / "coming-from.md").read_text()
+    page = (PAGES / "guides" / "coming-from.md").read_text().partition("## nanoGPT")[2]  # above: code, not settings
     assert "| `train.bin` of uint16 ids | `data=tokens data.path=train.bin data.dtype=uint16` |" in page
     rows = re.findall(r"^\| .+? \| (.+) \|$", page, re.MULTILINE)
     cells = [cell for row in rows for cell in re.findall(r"`([^`]+)`", row)]
@@ -124,7 +124,7 @@ def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there
 
 
 def test_every_setting_that_the_page_translates_is_answered_with_what_stands_beside_it():
-    page = (PAGES / "guides" / "coming-from.md").read_text().partition("## llama.cpp")[0]
+    page = (PAGES / "guides" / "coming-from.md").read_text().partition("## nanoGPT")[2].partition("## llama.cpp")[0]
     known, answered = known_settings(), 0
     for theirs, ours in re.findall(r"^\| (.+?) \| (.+) \|$", page, re.MULTILINE):
         for key, value in re.findall(r"[`(]([a-z_\d]+)(?:=([^`) ]+))?[`)]", theirs):

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names
     from toyexp.interfaces.recipe import Recipe, Setup
     from toyexp.interfaces.run import Run
-    from toyexp.interfaces.run_preview import RunPreview, changed
+    from toyexp.interfaces.run_preview import RunPreview, is_changed
     from toyexp.interfaces.sampling import Sampling, generate_endlessly
     from toyexp.interfaces.session import Session, State, StepInput, StepMetrics
     from toyexp.interfaces.stack import Stack, program_difference

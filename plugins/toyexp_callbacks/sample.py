@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import Callback, Dataset, Run, RunPreview, UserError, changed, hookimpl, printable
+from toyexp import Callback, Dataset, Run, RunPreview, UserError, hookimpl, is_changed, printable
 from toyexp.base import require_range, stream
 
 PATIENCE = 4.0  # seconds a text takes at most once the run was asked to end; what is cut short is not taken again
@@ -41,7 +41,7 @@ class Sample(Callback):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That there is one sample alone, and that nothing is drawn."""
         yield from preview.interval_warnings("callbacks.sample.every", self.every, "there is a sample at the end")
-        drawing = [key for key in ("top_k", "top_p", "min_p") if changed(self, key)]
+        drawing = [key for key in ("top_k", "top_p", "min_p") if is_changed(self, key)]
         if not self.temperature and drawing:
             given = f"callbacks.sample.{drawing[0]}={getattr(self, drawing[0])}"
             yield f"{given}: with callbacks.sample.temperature=0 the likeliest token is taken, nothing is drawn"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, make_dataclass
 from functools import cache
 from typing import ClassVar
 
-from toyexp import RunPreview, Schedule, UserError, changed
+from toyexp import RunPreview, Schedule, UserError, is_changed
 from toyexp.base import pluralise, require_range
 
 SHARES = ("decay", "floor")  # settings from 0 to 1
@@ -113,7 +113,7 @@ class WarmupStableDecay(WarmupSchedule):
                 f"callbacks.wsd.warmup={self.warmup:g}: reaches into the descent, the last {descent:g} of "
                 f"{preview.steps} steps; lower it, or callbacks.wsd.decay"
             )
-        if changed(self, "floor") and not self.decay:
+        if is_changed(self, "floor") and not self.decay:
             yield f"callbacks.wsd.floor={self.floor}: with callbacks.wsd.decay=0 the learning rate never falls"
 
     def after(self, step: int, steps: int) -> float:

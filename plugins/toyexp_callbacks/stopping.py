@@ -15,8 +15,8 @@ from toyexp import (
     RunFailed,
     RunPreview,
     UserError,
-    changed,
     hookimpl,
+    is_changed,
     lower_is_better,
     printable,
     suggest,
@@ -226,7 +226,7 @@ class Watch(Listener):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That it cannot warn in so short a run, where it was told how long it takes."""
         for key, of in (("warmup", "a spike"), ("patience", "a training loss that climbs")):
-            if changed(self, key):
+            if is_changed(self, key):
                 value = getattr(self, key)
                 yield from preview.interval_warnings(f"callbacks.watch.{key}", value, f"it never warns of {of}")
 

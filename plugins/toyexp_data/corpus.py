@@ -127,7 +127,7 @@ class Corpus:
             if room <= 0:
                 break
         facts = Facts(digest.hexdigest(), len(documents), taken, size, skipped)
-        if all(found.changed < self._began - SETTLED for found in self._stats.values()):
+        if all(found.is_changed < self._began - SETTLED for found in self._stats.values()):
             remember("text", self._key, asdict(facts))
         return facts, documents
 
@@ -176,7 +176,7 @@ class Stat(NamedTuple):
     """What changes when a file does."""
 
     size: int
-    changed: float  # seconds: the later of its times
+    is_changed: float  # seconds: the later of its times
     marks: tuple[int, ...]
 
 

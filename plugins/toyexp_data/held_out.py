@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import IMAGES, Data, RunPreview, UserError, changed
+from toyexp import IMAGES, Data, RunPreview, UserError, is_changed
 from toyexp.base import require_range
 
 ON_ERROR = ("refuse", "skip")  # what an example that cannot be used does
@@ -29,7 +29,7 @@ class SplitData(Data):
         if getattr(self, "val_fraction", 0) == 1:
             raise UserError("data.val_fraction=1.0: leaves nothing to train on; a run needs less than 1")
         key = "eval_images" if self.gives is IMAGES else "eval_batches"
-        if not changed(self, key):
+        if not is_changed(self, key):
             return
         given = f"data.{key}={getattr(self, key)}"
         if not preview.config["eval_every"]:

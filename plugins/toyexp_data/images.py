@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, changed, printable
+from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, is_changed, printable
 from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
 from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
 
@@ -110,7 +110,7 @@ class Images(SplitData):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield that the folders say what is held out, and what SplitData has to say."""
         yield from super().warnings(preview)
-        if changed(self, "val_fraction") and (held := self._split()[1]):
+        if is_changed(self, "val_fraction") and (held := self._split()[1]):
             yield f"data.val_fraction={self.val_fraction}: has no effect; {held} is held out"
 
     def _left_out(self, listed: set[Path], skipped: Sequence[str]) -> list[str]:

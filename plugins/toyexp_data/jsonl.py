@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import toyexp.formats
 import toyexp.tokenizers
-from toyexp import RunPreview, UserError, changed, printable, suggest
+from toyexp import RunPreview, UserError, is_changed, printable, suggest
 from toyexp.base import NOT_TEXT_HINTS, pluralise, read_file, require_choice, require_file, run_interruptibly
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
 from toyexp_data.corpus import meant
@@ -77,7 +77,7 @@ class Jsonl(TokenizedData):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That there is no conversation that a template would write."""
         yield from super().warnings(preview)
-        if changed(self, "template") and not preview.dataset.describe()["chats"]:
+        if is_changed(self, "template") and not preview.dataset.describe()["chats"]:
             yield f"data.template={self.template}: is of conversations; {self.path} holds none"
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:

@@ -159,8 +159,8 @@ class _Conversation:
         """Find in the text of the first messages what message `number` says, by putting another text in its place."""
         message, text = self.messages[number], self.until(count, ask).text
         other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.said)
-        changed = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
-        fields = [m.fields() for m in changed]
+        is_changed = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
+        fields = [m.fields() for m in is_changed]
         altered = _require_written(*self._template.render_beginnings(fields, [(count, ask)], self._tools)).text
         begin = _shared(text, altered)
         if begin == len(text) == len(altered):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
 import toyexp.tokenizers
-from toyexp import TOKENS, Kind, RunPreview, UserError, changed, suggest
+from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
 from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
 from toyexp_data.cache import packed, recall, remember
 from toyexp_data.corpus import Corpus, Found, characters, find, meant, megabytes, spread
@@ -53,7 +53,7 @@ class TokenizedData(SplitData):
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That no bpe is trained, and what is held out."""
-        if changed(self, "bpe_vocab") and self.tokenizer != "bpe":
+        if is_changed(self, "bpe_vocab") and self.tokenizer != "bpe":
             yield f"data.bpe_vocab={self.bpe_vocab}: is of data.tokenizer=bpe, and data.tokenizer={self.tokenizer}"
         yield from super().warnings(preview)
 
@@ -225,7 +225,7 @@ class Text(TextData):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That a file is read whatever its name ends in."""
         yield from super().warnings(preview)
-        if changed(self, "suffixes") and Path(self.path).is_file():
+        if is_changed(self, "suffixes") and Path(self.path).is_file():
             yield f"data.suffixes={self.suffixes}: chooses files of a folder; data.path={self.path} is a file"
 
     def files(self) -> Found:

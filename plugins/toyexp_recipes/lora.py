@@ -27,7 +27,7 @@ from toyexp import (
     Setup,
     TensorSpec,
     UserError,
-    changed,
+    is_changed,
     lora_names,
     suggest,
 )
@@ -80,7 +80,7 @@ class Lora(FromBase):
         yield from super().warnings(preview)
         if self.rslora and self.rank == 1:
             yield "recipe.rslora=true: with recipe.rank=1 an adapter is scaled by alpha either way"
-        if self.adapter and changed(self, "init_scale"):
+        if self.adapter and is_changed(self, "init_scale"):
             yield f"recipe.init_scale={self.init_scale}: is of new adapters, and recipe.adapter has its own values"
         if self.adapter and (base := self.base_file()):
             yield from toyexp.check_base(toyexp.find_adapter_file(Path(self.adapter), lambda: preview.plan.model), base)

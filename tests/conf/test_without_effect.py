@@ -73,7 +73,7 @@ IDLE = {
         "optim.groups={*attn*:{lr:1},*attn_k*:{lr:2},*norm*:{weight_decay:1}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
         ["callbacks.linear.scales=weight_decay: scales optim.weight_decay=0",
-         "optim.groups: *attn_k*: *attn* takes all its tensors",
+         "optim.groups: *attn_k*: has no effect: *attn* matches its tensors first",
          "optim.groups: *norm*: weight_decay=1: norms"],
         "optim.groups={*attn_q*:{frozen:true},*attn_k*:{lr:2},*attn*:{lr:1,weight_decay:1},*norm*:{weight_decay:0}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",

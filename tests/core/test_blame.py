@@ -406,7 +406,7 @@ def test_a_mistake_of_toyexps_own_keeps_its_traceback(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told", "saved"),
     [
-        (["recipe=clumsy_recipe", "recipe.at=warm"], "recipe.clumsy_recipe failed while it warmed the model", None),
+        (["recipe=clumsy_recipe", "recipe.at=warm"], "recipe.clumsy_recipe failed in warm()", None),
         (["engine=clumsy_engine", "engine.at=realize"], "engine.clumsy_engine failed while it realized", None),
         (["engine=clumsy_engine", "engine.at=build"], "engine.clumsy_engine failed while it built", None),
         (["engine=clumsy_engine", "engine.at=notes"], "engine's Session failed in notes()", None),

@@ -14,7 +14,7 @@ from toyexp.base.errors import BadBatch, PluginFailed
 from toyexp.base.formatting import smooth_loss
 from toyexp.interfaces.dataset import batch_digest
 from toyexp.interfaces.micro_batches import micro_batches, prepare_batches
-from toyexp.interfaces.plan import PlanTensor, grouped
+from toyexp.interfaces.plan import PlanTensor, group_tensors
 from toyexp.interfaces.stack import Stack
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
@@ -189,7 +189,7 @@ def stage(tmp_path):
         batches = data or dataset.batches(5, 3, 0)
         setup = Setup(batches.inputs, rows=3, skip_nonfinite=skip)
         plan = setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
-        plan = replace(plan, groups=grouped(plan.trainable, (adamw or AdamW.for_from_scratch(),)))
+        plan = replace(plan, groups=group_tensors(plan.trainable, (adamw or AdamW.for_from_scratch(),)))
         session, bus = kind(plan, script).open(), Bus({"recorder": recorder})
         session.heard = recorder.heard
         session.build()

@@ -85,7 +85,7 @@ def test_what_trains_is_found_by_name_and_flag():
 
 
 def test_values_of_another_shape_than_their_tensors_are_refused():
-    with pytest.raises(UserError, match=r"w: expected shape \[8, 8\], its source has \[3, 8\]"):
+    with pytest.raises(UserError, match=r"w: expected shape \[8, 8\], got \[3, 8\]"):
         plan().initial_values(PlanTensor("w", (8, 8), ArrayValues(np.ones((3, 8), np.float32))))
 
 
@@ -112,7 +112,7 @@ def test_a_file_of_adapters_holds_one_alpha():
     pairs = [PlanTensor(f"p.lora_{x}", shape, Constant(0.5)) for x, shape in (("a", (4, 8)), ("b", (8, 4)))]
     tensors = (*TENSORS, *PAIR, *pairs)
     assert shared_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 1.0)))) == 4.0
-    with pytest.raises(UserError, match=r"one alpha, these have \[4.0, 8.0\]"):
+    with pytest.raises(UserError, match=r"one alpha, but these adapters have \[4.0, 8.0\]"):
         shared_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 2.0))))
 
 

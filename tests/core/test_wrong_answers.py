@@ -390,7 +390,7 @@ def test_eval_names_the_data_too(capsys):
         ("number", ["ops.scale"]),
         ("lost", ["no tensor for slot m"]),
         ("more", ["slot q"]),
-        ("counts", ["its slots of", "when asked again", "resumed"]),
+        ("counts", ["its slots of", "at the second call", "resumed"]),
         ("alone", ["two things"]),
         ("backwards", ["[1]", "does not fit"]),
         ("unknown", ["has no attribute 'exp' (odd_plugin.py, line "]),
@@ -404,7 +404,7 @@ def test_an_update_that_no_engine_could_take_is_refused_at_the_plan(at, wanted, 
 
 
 def test_an_elementwise_update_that_looks_at_a_whole_tensor_is_refused(capsys):
-    assert "it says that it is elementwise" in run_told(capsys, "optim=whole")
+    assert "elementwise" in run_told(capsys, "optim=whole")
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])

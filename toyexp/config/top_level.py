@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toyexp.base.errors import UserError
 from toyexp.base.validators import MAX_INT, require_choice, require_range
-from toyexp.interfaces.run_preview import changed
+from toyexp.interfaces.run_preview import is_changed
 from toyexp.plugins.settings import Setting, list_settings
 from toyexp.training.settings import Settings
 
@@ -99,7 +99,7 @@ class Sweep:
         self._check_search()
         for launcher in LAUNCHER_SETTINGS:
             own = getattr(self, launcher)
-            asked = [f.name for f in dataclasses.fields(own) if changed(own, f.name)]
+            asked = [f.name for f in dataclasses.fields(own) if is_changed(own, f.name)]
             if asked and self.launcher != launcher:
                 given = f"sweep.{launcher}.{asked[0]}={getattr(own, asked[0])}"
                 raise UserError(f"{given}: goes with sweep.launcher={launcher}")
@@ -113,7 +113,7 @@ class Sweep:
         require_choice("sweep", self, **{k: known for k, known in words.items() if getattr(self, k) is not None})
         require_range("sweep", self, trials=f"[1,{MAX_JOBS}]", repeats=f"[1,{MAX_JOBS}]")
         if self.search is None:
-            for name in (name for name in SEARCH_KEYS if changed(self, name)):
+            for name in (name for name in SEARCH_KEYS if is_changed(self, name)):
                 given = f"sweep.{name}={getattr(self, name)}"
                 raise UserError(f"{given}: goes with a search, such as sweep.search=tpe sweep.trials=20")
             return

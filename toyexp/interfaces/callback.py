@@ -120,7 +120,7 @@ class Schedule(Callback):
         factors = [f for f in found if isinstance(f, int | float) and math.isfinite(f)]  # a run refuses the others
         for factor, group in itertools.product({min(factors), max(factors)} if factors else (), plan.updates):
             try:
-                group.scaled({self.scales: factor}).check()
+                group.scale_rule({self.scales: factor}).check()
             except UserError as error:
                 own = {
                     f.name: format_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "scales"

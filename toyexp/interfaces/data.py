@@ -1,4 +1,4 @@
-"""Where data comes from: what `data=` names, and how that is opened."""
+"""Base class of data plugins, and functions that open their data."""
 
 from __future__ import annotations
 
@@ -24,69 +24,72 @@ if TYPE_CHECKING:
 
 @dataclass
 class Data(ABC):
-    """Base of all data plugins: a dataclass whose fields say which data and how to split it."""
+    """Base of all data plugins: a dataclass whose fields say which data to use and how to split it."""
 
     plugin_kind: ClassVar[str] = "data"
-    name: ClassVar[str]  # what `data=` takes
-    gives: ClassVar[Kind]  # TOKENS, IMAGES, or a kind of your own
-    fills: ClassVar[tuple[str, ...]] = ()  # settings that opening the data fills in where they are empty
-    eval_settings: ClassVar[Mapping[str, Any]] = {}  # settings that hold out all of it, for `toyexp eval --data PATH`
+    name: ClassVar[str]  # the value of `data=` that selects it
+    gives: ClassVar[Kind]  # kind of data: TOKENS, IMAGES, or your own Kind
+    fills: ClassVar[tuple[str, ...]] = ()  # settings that `open` fills in if they are empty
+    eval_settings: ClassVar[Mapping[str, Any]] = {}  # settings that hold out all data, for `toyexp eval --data PATH`
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """How well `path` fits where no `data=` says what it is: 2 like no other, 1 if nothing better does, 0 not."""
+        """Return how well the format fits `path` if `data=` is not set: 2 certainly, 1 as a last resort, 0 not."""
         return 0
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
-        """What to type beside `data=<name>` for a file's model of these sizes, names in capitals; None: not for it."""
+        """Return the overrides besides `data=<name>` to evaluate a model file of these sizes; None: not applicable.
+
+        Names that the user must fill in are in capitals.
+        """
         return None
 
     @abstractmethod
     def check(self) -> None:
-        """Raises UserError for settings that cannot work and files that are not there."""
+        """Raise UserError for settings that cannot work and for missing files."""
 
     @abstractmethod
     def open(self, vocabulary: Path | None) -> Dataset:
-        """Reads the data; `vocabulary` is the GGUF whose tokenizer the recipe would like it to have, if any."""
+        """Open the data; `vocabulary` is the GGUF file whose tokenizer the recipe wants to use, if any."""
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
         return ()
 
 
-# By their settings, where runs of one process share them: what gave them, and themselves for as long as a run has them.
-_Known = dict[tuple[Any, ...], tuple[Data, "weakref.ref[Dataset]"]]
-_known: ContextVar[_Known | None] = ContextVar("known", default=None)
+# Shared datasets by settings: the plugin that opened them, and a weak reference, so they are freed with the last run.
+_Cache = dict[tuple[Any, ...], tuple[Data, "weakref.ref[Dataset]"]]
+_cache: ContextVar[_Cache | None] = ContextVar("cache", default=None)
 
 
 @contextmanager
 def share_open_data() -> Iterator[None]:
-    """Inside, runs whose data have the same settings have them in common; their batches are each run's own."""
-    before = _known.set({})
+    """Let runs inside the context that have equal data settings share one opened dataset. Batches stay separate."""
+    token = _cache.set({})
     try:
         yield
     finally:
-        _known.reset(before)
+        _cache.reset(token)
 
 
 def open_shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset]:
-    """The opened data, and what opened them: `data`, unless a run that shares them has done so."""
-    known = _known.get()
-    if known is None:
+    """Return the data plugin and its open dataset, from a run that shares it or opened now."""
+    cache = _cache.get()
+    if cache is None:
         return data, open_data(data, vocabulary)
     key = (type(data), vocabulary, *(repr(getattr(data, field.name, None)) for field in fields(data)))
-    opened, found = known.get(key, (data, lambda: None))
-    dataset = found()
+    owner, reference = cache.get(key, (data, lambda: None))
+    dataset = reference()
     if dataset is None:
-        opened, dataset = data, open_data(data, vocabulary)
-        known[key] = data, weakref.ref(dataset)
-    return opened, dataset
+        owner, dataset = data, open_data(data, vocabulary)
+        cache[key] = data, weakref.ref(dataset)
+    return owner, dataset
 
 
 def open_data(data: Data, vocabulary: Path | None) -> Dataset:
-    """The opened data; PluginFailed for what is none, or has no ids."""
+    """Open the data. Raise PluginFailed if the result is not a Dataset or has no vocabulary."""
     dataset = call_checked(Dataset, data.open, vocabulary, who=f"data.{data.name}")
     if not isinstance(dataset.vocab, Integral) or dataset.vocab < 1:
-        raise PluginFailed(f"data.{data.name}: its vocab is {dataset.vocab!r}; it must be a whole number from 1")
+        raise PluginFailed(f"data.{data.name}: vocab is {dataset.vocab!r}; it must be an integer from 1")
     return dataset

@@ -1,6 +1,6 @@
-"""Opened data: batches of numpy arrays, where batch k is a function of (seed, k) alone.
+"""Opened data: batches of numpy arrays, where batch k depends only on (seed, k).
 
-So every engine sees the same data, micro-batches cut the same rows, and a saved position is one integer.
+So every engine reads the same data, micro-batches split the same rows, and the position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -22,81 +22,82 @@ Batch = Mapping[str, "np.ndarray"]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One array of a batch, without its leading batch axis."""
+    """Shape and dtype of one array of a batch, without its batch axis."""
 
     shape: tuple[int, ...]
     dtype: str
-    below: int | None = None  # what integers must stay below, from 0; None: unchecked
-    optional: bool = False  # a batch without it means zeros
+    below: int | None = None  # integers must be from 0 to below - 1; None: not checked
+    optional: bool = False  # True: batches may omit it, which means zeros
 
 
 class Dataset(ABC):
-    """Opened data: what it is, and its batches."""
+    """Opened data: its description and its batches."""
 
-    plugin_kind: ClassVar[str] = "data"  # by which its errors are told
+    plugin_kind: ClassVar[str] = "data"  # names it in error messages
 
     tokenizer: Tokenizer | None = None
-    vocab: int = 0  # ids run from 0 to vocab - 1 (or the number of classes)
-    chat_template: str = ""  # in Jinja, that its conversations were written by
+    vocab: int = 0  # number of token ids or classes
+    chat_template: str = ""  # Jinja template that formats its conversations
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What run_start records: sizes and a digest of the contents."""
+        """Return what the event run_start records: sizes and a digest of the contents."""
 
     def omissions(self) -> Sequence[str]:
-        """What of the source is not learned from, a phrase each: how much of how much, and which key changes that."""
+        """Return phrases about source data that training does not use: how much, and the setting that changes it."""
         return ()
 
     def remarks(self) -> list[str]:
-        """What a person should know of it before training, in a few words each."""
+        """Return short notes about the data to print before training."""
         return []
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """What a reader of the exported model must know of its data, without the architecture's prefix."""
+        """Return metadata about the data for an exported model, with keys that lack the architecture's prefix."""
         return {}
 
-    def match_preprocessing(self, written: Mapping[str, Any]) -> None:
-        """Shows itself as the data did whose `gguf_metadata` are in a model's file, for `toyexp eval`.
+    def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
+        """Preprocess the data as in the model file that `metadata` comes from, for `toyexp eval`.
 
-        Raises UserError for data that this model cannot be scored on. Keys that the file lacks are missing.
+        `metadata` has the file's values of `gguf_metadata`; keys that the file lacks are missing. Raise UserError if
+        the model cannot be evaluated on this data.
         """
         return
 
     def prompt(self) -> list[int]:
-        """Ids for a model to continue, as a held-out text begins; only asked of data with a tokenizer."""
+        """Return token ids that start like a held-out text, for a model to continue. Requires a tokenizer."""
         assert self.tokenizer is not None
         return cast("list[int]", self.tokenizer.prompt("").tolist())
 
     @abstractmethod
     def batches(self, context: int, rows: int, seed: int) -> Batches:
-        """Batches of `rows` examples, of `context` positions each where the data are sequences (0: they are not)."""
+        """Return batches of `rows` examples, with `context` positions each if the data are sequences, else 0."""
 
 
 class Batches(ABC):
     """A stream of training batches with random access, and the fixed held-out batches."""
 
-    plugin_kind: ClassVar[str] = "data"  # by which its errors are told
+    plugin_kind: ClassVar[str] = "data"  # names it in error messages
 
-    inputs: Mapping[str, InputSpec]  # the arrays of each batch; always with integer `targets` and float `weights`
-    facts: Mapping[str, Any] = MappingProxyType({})  # what run_start records of them beside what describes the data
-    omissions: Sequence[str] = ()  # what of the data their rows have no room for, in the words of Dataset.omissions
-    rows_per_epoch: int | None = None  # rows of one pass over the training data; None: not known, or without end
+    inputs: Mapping[str, InputSpec]  # arrays of each batch, incl. integer `targets` and float `weights`
+    facts: Mapping[str, Any] = MappingProxyType({})  # recorded by run_start besides Dataset.describe()
+    omissions: Sequence[str] = ()  # data that does not fit into rows, as in Dataset.omissions
+    rows_per_epoch: int | None = None  # rows in one epoch of the training data; None: unknown or unlimited
 
     @abstractmethod
     def batch(self, k: int) -> Batch:
-        """Training batch `k`, counted from 0 without end."""
+        """Return training batch `k` >= 0; there is no last one."""
 
     def block(self, first: int, count: int) -> Batch | None:
-        """The rows of `count` batches from batch `first` on, one after another; None where one by one is as fast."""
+        """Return `count` batches from `first` on, their rows concatenated; None if single batches are as fast."""
         return None
 
     @abstractmethod
     def held_out(self) -> Sequence[Batch]:
-        """The batches that every evaluation uses, each of `rows` rows; what only fills one up has weights of 0."""
+        """Return the batches of every evaluation, of `rows` rows each. Padding has weight 0."""
 
 
 def batch_digest(batch: Batch) -> str:
-    """16 hex digits that identify a batch, for comparing the data order of two runs."""
+    """Return a digest of a batch, 16 hex digits, to compare the data order of two runs."""
     digest = hashlib.sha256()
     for name in sorted(batch):
         digest.update(batch[name].tobytes())

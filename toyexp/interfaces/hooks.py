@@ -1,8 +1,8 @@
 """Every extension point of toyexp, in one file.
 
-A plugin module marks functions with `@hookimpl` and names them after a hook of `Registration`; a callback is an
-object whose methods are marked the same way and named after a hook of `RunHooks`. Both name only the arguments
-they use, so a hook that gains an argument breaks nobody.
+A plugin module marks functions with `@hookimpl` and names them after a hook of `Registration`. A callback is an object
+whose methods are marked in the same way and named after a hook of `RunHooks`. Both name only the arguments they use, so
+a hook that gains an argument breaks no plugin.
 """
 
 from __future__ import annotations
@@ -24,84 +24,104 @@ Register = Callable[[type], None]
 
 
 class Registration:
-    """What a plugin module may offer. Each hook calls `register(cls)` once per dataclass."""
+    """Hooks through which a plugin module registers its parts. Each hook calls `register(cls)` once per dataclass."""
 
     @hookspec
     def register_engines(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Engine: ways to run a Plan (`engine=<name>`)."""
+        """Register subclasses of toyexp.Engine, which execute plans (`engine=<name>`)."""
 
     @hookspec
     def register_recipes(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Recipe: what is trained and from where (`recipe=<name>`)."""
+        """Register subclasses of toyexp.Recipe, which plan the training (`recipe=<name>`)."""
 
     @hookspec
     def register_optimisers(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Optimiser: how gradients change weights (`optim=<name>`)."""
+        """Register subclasses of toyexp.Optimiser, which update the weights (`optim=<name>`)."""
 
     @hookspec
     def register_models(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Model: architectures (`model=<name>`)."""
+        """Register subclasses of toyexp.Model: architectures (`model=<name>`)."""
 
     @hookspec
     def register_data(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Data: what to learn from (`data=<name>`)."""
+        """Register subclasses of toyexp.Data: sources of training data (`data=<name>`)."""
 
     @hookspec
     def register_callbacks(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Callback: what watches and steers a run (`callbacks=[<name>]`)."""
+        """Register subclasses of toyexp.Callback, which observe and control a run (`callbacks=[<name>]`)."""
 
     @hookspec
     def register_formats(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Format: files of models (`export --type <name>`, `callbacks=[<name>_export]`)."""
+        """Register subclasses of toyexp.Format: formats of model files.
+
+        `toyexp export --type <name>` writes the format, and so does the callback `callbacks=[<name>_export]`.
+        """
 
     @hookspec
     def register_commands(self, register: Register) -> None:
-        """Offer subclasses of toyexp.Command: sub-commands (`toyexp <name> ...`)."""
+        """Register subclasses of toyexp.Command: sub-commands (`toyexp <name> ...`)."""
 
 
 class RunHooks:
-    """What a callback may hear (`on_...`) and answer during a run; callbacks come in the order of the configuration.
+    """Hooks that toyexp calls on each callback during a run, in the order of the configured list.
 
-    `step` counts the steps that were taken; for `lr` and `factors` it is the 0-based number of the one to come. What
-    an `on_...` hook raises ends the run once the others have heard of the same; what an answering one raises, at once.
+    The `on_...` hooks report events, the others return a value to the training loop. `step` counts completed steps; in
+    `lr` and `factors` it is the 0-based number of the next step. An error raised by an `on_...` hook ends the run after
+    the other callbacks have received the same event. An error raised by another hook ends the run at once.
     """
 
     @hookspec
     def on_start(self, run: Run) -> None:
-        """The run is about to take its first step; an error raised here ends it."""
+        """Handle the start of the run, before its first step. An error raised here ends the run."""
 
     @hookspec
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
-        """A step was taken on `batch`: metrics hold loss, lr, grad_norm, tokens (its targets) and wall_us.
+        """Handle a completed step on `batch`.
 
-        What a schedule multiplied beside lr is there too: `<name>`, such as weight_decay, the largest where tensors
-        have several; and `<name>_factor`.
+        `metrics` holds loss, lr, grad_norm, tokens (the number of targets) and wall_us (microseconds). If a schedule
+        scales other settings, such as weight_decay, `metrics` also holds `<name>` (the largest value over the parameter
+        groups) and `<name>_factor`.
         """
 
     @hookspec
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """The held-out data was evaluated: metrics hold loss, ppl and the model's scores, such as accuracy."""
+        """Handle an evaluation.
+
+        `metrics` holds the held-out loss, ppl and the model's own metrics, such as accuracy.
+        """
 
     @hookspec
     def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
-        """A checkpoint of the state after `step` stands on the disk, whole; a few steps may have been taken since."""
+        """Handle a checkpoint of the state after `step`, now complete on disk at `path`.
+
+        The run may have taken a few more steps since.
+        """
 
     @hookspec
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Someone said something with `run.emit(kind, **fields)`: a sample, an export, a note."""
+        """Handle an event that a callback sent with `run.emit(kind, **fields)`, such as a sample or an export."""
 
     @hookspec
     def on_end(self, run: Run, reason: str, error: BaseException | None) -> None:
-        """The run is over, always called: reason is completed, interrupted, aborted (a callback) or errored."""
+        """Handle the end of the run. This hook is always called.
+
+        `reason` is completed, interrupted, aborted (by a callback) or errored.
+        """
 
     @hookspec(firstresult=True)
     def lr(self, run: Run, step: int, steps: int) -> float | None:
-        """The learning rate for the 0-based `step` of `steps`, or None for the base one; one callback a run has it."""
+        """Return the learning rate for the 0-based `step` of `steps`, or None for the base learning rate.
+
+        Only one callback of a run may set it.
+        """
 
     @hookspec
     def factors(self, run: Run, step: int, steps: int) -> Mapping[str, float] | None:
-        """What numbers of the optimiser are multiplied by at the 0-based `step`: {"weight_decay": 0.5}; None: none."""
+        """Return factors for optimiser settings at the 0-based `step`, such as {"weight_decay": 0.5}, or None."""
 
     @hookspec(firstresult=True)
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:
-        """A sentence to end the run after `step` with, or None; asked in config order, the first answer counts."""
+        """Return a sentence to end the run after `step`, or None to continue.
+
+        Callbacks are called in the configured order; the first sentence ends the run.
+        """

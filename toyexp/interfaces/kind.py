@@ -1,6 +1,6 @@
-"""A kind of data, such as tokens or images: data give it, models learn from it, recipes train models of it.
+"""Kinds of data, such as tokens or images, which data plugins provide and models and recipes declare to read.
 
-Whatever depends on the kind asks it here, so that a plugin can bring another one: AUDIO = Kind("audio", "clip").
+Everything that depends on the kind is a method here, so a plugin can define another: AUDIO = Kind("audio", "clip").
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from toyexp.interfaces.dataset import Batch, Dataset, InputSpec
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), of nats a token; a loss above 700 counts as 700, as a float64 holds no more."""
+    """Return exp(loss), with the loss in nats per token. Losses above 700 count as 700 to avoid float64 overflow."""
     return math.exp(min(loss, 700))
 
 
 class DerivedMetric(NamedTuple):
-    """A number that follows from a held-out loss: its name, and how it is shown to a person."""
+    """A number computed from a held-out loss, with its text for people."""
 
     name: str
-    value: float | None  # None where the data does not tell
+    value: float | None  # None if the data does not determine it
     text: str
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of data; two of one name are the same one."""
+    """A kind of data. Two kinds with the same name are equal."""
 
-    name: str  # what messages call it
-    unit: str  # one of what data and speed are counted in
-    targets: str = "classes"  # what a target is one of, in the plural
-    text: bool = False  # whether it is text, whose tokenizer a model's file holds too
-    sequence: str = ""  # the input of token ids that a model can continue; empty: there is none
+    name: str  # used in messages
+    unit: str  # unit in which data and speed are counted, in the singular
+    targets: str = "classes"  # what a target is, in the plural
+    text: bool = False  # True if models of this kind have a tokenizer, which is saved in their files
+    sequence: str = ""  # batch array of token ids that a model can continue; empty: none
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kind) and other.name == self.name
@@ -47,21 +47,21 @@ class Kind:
 
     @property
     def units(self) -> str:
-        """What data and speed are counted in: tokens, images."""
+        """Plural of the unit in which data and speed are counted: tokens, images."""
         return f"{self.unit}s"
 
     def inputs(self, context: int) -> dict[str, InputSpec]:
-        """The arrays of a batch of sequences, each [context] a row: ids, the targets after them, their weights."""
+        """Return specs of a batch of sequences, [context] per row: token ids, targets, and weights of the targets."""
         kinds = {self.sequence: "int32", "targets": "int32", "weights": "float32"}
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
 
     def with_bounds(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
-        """The arrays of a batch with a bound for ids and targets: their own, or `vocab`."""
+        """Return the specs with an upper bound for ids and targets: their own, or `vocab`."""
         ids = self.sequence, "targets"
         return {n: replace(s, below=s.below or vocab) if n in ids else s for n, s in inputs.items()}
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
-        """What else follows from a held-out loss, in nats a target; a model's own scores stand beside it."""
+        """Return metrics derived from a held-out loss in nats per target, besides the model's own."""
         return []
 
 
@@ -69,7 +69,7 @@ class Text(Kind):
     """Text as token ids."""
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
-        """Perplexity, and the bits of a byte where a tokenizer says which bytes a token stands for."""
+        """Return perplexity, and bits per byte if the tokenizer knows the bytes of its tokens."""
         bits = self._bits_per_byte(loss, held_out, dataset)
         return [
             DerivedMetric("perplexity", perplexity(loss), f"perplexity {perplexity(loss):.2f}"),
@@ -77,16 +77,16 @@ class Text(Kind):
         ]
 
     def _bits_per_byte(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> float | None:
-        """The loss of all targets over the bytes that they stand for."""
+        """Return the total loss in bits divided by the number of bytes of the target tokens."""
         tokenizer = dataset.tokenizer
         if tokenizer is None:
             return None
         import numpy as np
 
         lengths = np.array([len(tokenizer.bytes_of(i)) for i in range(tokenizer.vocab)])
-        kept = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
-        total = int(lengths[kept].sum())
-        return loss * len(kept) / total / math.log(2) if total else None
+        targets = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
+        total = int(lengths[targets].sum())
+        return loss * len(targets) / total / math.log(2) if total else None
 
 
 TOKENS = Text("tokens", "token", "token ids", text=True, sequence="tokens")

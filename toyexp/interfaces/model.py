@@ -1,4 +1,4 @@
-"""A model: one readable function over the op vocabulary, and the table of its tensors."""
+"""Base class of model architectures: a forward pass written in ops, and a table of tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Batch, Batches, Dataset
 
 
-LOGGED_METRICS: set[str] = set()  # held-out scores that callbacks say they log
+LOGGED_METRICS: set[str] = set()  # held-out metrics that callbacks declare in `Callback.logs`
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a model under its GGUF name; a matrix is [out, in], as numpy and torch order it."""
+    """Name, shape and initial values of one tensor. A matrix is [out, in], as in numpy and torch; names are GGUF's."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorSpec:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a held-out metric gets better as it falls: loss and ppl do, a model's own scores rise."""
+    """Return True for loss and ppl, which improve as they fall. A model's own metrics improve as they rise."""
     return metric in ("loss", "ppl")
 
 
@@ -44,82 +44,88 @@ class Model(ABC):
     """Base of all architectures: subclass it as a dataclass whose fields are the sizes."""
 
     plugin_kind: ClassVar[str] = "model"
-    name: ClassVar[str]  # what `model=` takes
-    reads: ClassVar[Kind]  # what it learns from: TOKENS, IMAGES, or a kind of your own
-    optim_mode: ClassVar[str | None] = None  # the AdamW mode it wants, or None to leave it to the recipe
-    forms: ClassVar[Mapping[str, Any]] = {}  # how it stands in files, by format: "gguf" a GGUFForm, "hf" its layout
-    cached_decoding: ClassVar[bool] = True  # False: text is written by computing the whole sequence for each token
-    score_names: ClassVar[tuple[str, ...]] = ()  # what `scores` reports, so that a name can be checked before a run
+    name: ClassVar[str]  # the value of `model=` that selects it
+    reads: ClassVar[Kind]  # kind of data it is trained on: TOKENS, IMAGES, or your own Kind
+    optim_mode: ClassVar[str | None] = None  # the AdamW mode it needs; None: the recipe decides
+    forms: ClassVar[Mapping[str, Any]] = {}  # key names and tensor mapping by format: "gguf": GGUFForm, "hf": layout
+    cached_decoding: ClassVar[bool] = True  # False: generation recomputes the whole sequence for each token
+    score_names: ClassVar[tuple[str, ...]] = ()  # metrics that `scores` returns, to check names before a run
 
     @abstractmethod
     def tensors(self) -> list[TensorSpec]:
-        """Every tensor, in the order of the forward pass."""
+        """Return a spec for every tensor, in the order of the forward pass."""
 
     @abstractmethod
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """The logits of a batch: [B, T, V] for tokens [B, T], [B, classes] for images."""
+        """Return the logits of a batch: [B, T, V] for tokens [B, T], [B, classes] for images."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work, before anything is allocated."""
+        """Raise UserError for sizes that cannot work. Called before anything is allocated."""
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """The arrays of a batch that `forward` reads, without the batch axis; a letter is a size the run chooses."""
+        """Return the shapes of the batch arrays that `forward` reads, without the batch axis.
+
+        A letter stands for a size that the run chooses.
+        """
         return {self.reads.sequence: ("T",)}
 
     @property
     def context(self) -> int:
-        """Positions of a row, the one size of a model in a file that a run may make smaller; 0: rows have none."""
+        """Number of positions in a row; 0 if rows have no positions.
+
+        A run may set it lower than the model file does.
+        """
         return 0
 
     def fit(self, dataset: Dataset) -> Model:
-        """The same model with the sizes that come from the data (a vocabulary left at 0) filled in."""
+        """Return the model with sizes taken from the data, such as a vocabulary of 0, filled in."""
         return self
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
-        """The data's batches as the model reads them."""
+        """Return the dataset's batches in the form that the model reads: `rows` rows each, ordered by `seed`."""
         return dataset.batches(self.context, rows, seed)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
-        """What is reported of held-out batches beside the loss, where more is better: {"accuracy": 0.97}.
+        """Return held-out metrics besides the loss, where larger is better: {"accuracy": 0.97}.
 
-        `logits` gives those of the inputs of a batch, [B, T, V] or [B, classes].
+        `logits(batch)` returns the logits of a batch, [B, T, V] or [B, classes].
         """
         return {}
 
     def require_metric(self, key: str, name: str) -> None:
-        """Raises UserError when an eval reports nothing of that name, as far as that is known.
+        """Raise UserError if evaluations do not report the metric `name`, which setting `key` asks for.
 
-        What a model scores without naming it in `score_names` shows at the first eval.
+        A model that overrides `scores` without listing `score_names` can only be checked at the first evaluation.
         """
-        unnamed = not self.score_names and type(self).scores is not Model.scores
+        has_unlisted = not self.score_names and type(self).scores is not Model.scores
         known = ("loss", "ppl", *self.score_names, *sorted(LOGGED_METRICS))
-        if name not in known and not unnamed:
+        if name not in known and not has_unlisted:
             raise UserError(f"{key}={printable(name)}: {suggest(name, known)}")
 
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """Return the number of parameters."""
         return sum(math.prod(t.shape) for t in self.tensors())
 
     def require_positive(self, *names: str) -> None:
-        """Raises UserError unless each named field is above zero, and no more than float32 holds or 31 bits count."""
+        """Raise UserError unless each named field is above 0 and fits into float32 or a 31-bit integer."""
         for name in names:
             require_positive(f"model.{name}", getattr(self, name))
 
     def settings(self) -> dict[str, Any]:
-        """The fields and their values."""
+        """Return the fields and their values."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def model_settings(model: Model) -> dict[str, Any]:
-    """Its `settings`; PluginFailed for what is none."""
+    """Return `model.settings()`. Raise PluginFailed if it is not a dict."""
     return call_checked(dict, model.settings)
 
 
 def compute_scores(model: Model, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
-    """Its `scores`; PluginFailed for what is no number by its name."""
-    found = call_checked(dict, model.scores, logits, batches)
-    for name, score in found.items():
+    """Return `model.scores(logits, batches)`. Raise PluginFailed if a value is not a number or a key not a string."""
+    scores = call_checked(dict, model.scores, logits, batches)
+    for name, score in scores.items():
         if not (isinstance(name, str) and isinstance(score, Real)):
             raise wrong_return(model.scores, {name: score}, "numbers by their names")
-    return found
+    return scores

@@ -1,8 +1,8 @@
-"""The op vocabulary: what a model may use, and the fourteen primitives that an engine must implement, once each.
+"""The ops that a model's forward pass is written in, fourteen of which each engine must implement.
 
-Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens.
-Tensors are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes.
-Weights follow GGUF: a linear's weight is [out, in].
+Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. Tensors
+are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes. Weights follow GGUF:
+a linear's weight is [out, in].
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Rotary:
-    """How rope turns a head's features: by which angles, and which two of them at a time.
+    """Rotary position embedding: the angle of each pair of features, and which two features form a pair.
 
     Raises UserError unless base, scale and factors are finite numbers above 0.
     """
 
-    base: float  # the pair i of D features turns by base^(-2i/D) a position
+    base: float  # pair i of D features rotates by base^(-2i/D) radians per position
     scale: float = 1.0  # all positions are divided by it (linear scaling, Chen et al. 2023)
-    factors: tuple[float, ...] = ()  # pair i turns factors[i] times slower (GGUF's rope_freqs); empty: none does
-    halves: bool = False  # pairs are (x[i], x[i + D/2]), GGUF's "NeoX" form, instead of neighbours, its "NORM" form
+    factors: tuple[float, ...] = ()  # divisors of each pair's frequency (GGUF's rope_freqs); empty: all 1
+    halves: bool = False  # True: pairs (x[i], x[i + D/2]), GGUF's "NeoX"; False: (x[2i], x[2i+1]), its "NORM"
 
     def __post_init__(self) -> None:
         for name, values in (("base", [self.base]), ("scale", [self.scale]), ("factors", self.factors)):
@@ -37,10 +37,10 @@ class Rotary:
                     raise UserError(f"rope: {name} {value}: must be a finite number above 0")
 
     def frequencies(self, size: int) -> tuple[float, ...]:
-        """By how much each of the D/2 pairs of `size` features turns a position; UserError where they do not fit."""
+        """Return the radians per position of each of the `size`/2 pairs. Raise UserError if `size` is odd."""
         if size % 2 or len(self.factors) not in (0, size // 2):
-            given = f" with {len(self.factors)} factors" if self.factors else ""
-            raise UserError(f"rope{given} for heads of {size}: it turns pairs, each with a factor of its own")
+            count = f" with {len(self.factors)} factors" if self.factors else ""
+            raise UserError(f"rope{count} for heads of size {size}: must be even, with a factor for each pair or none")
         factors = self.factors or (1.0,) * (size // 2)
         return tuple(self.base ** (-2 * i / size) / f / self.scale for i, f in enumerate(factors))
 
@@ -49,7 +49,7 @@ class Rotary:
 class LowRank:
     """A LoRA pair: adds scale * B(A(x)), with a [r, in] and b [out, r] (Hu et al. 2021).
 
-    With `dropout` [..., in] the adapter, and nothing else, sees x + x * dropout in place of x.
+    If `dropout` [..., in] is given, only the adapter reads x + x * dropout instead of x.
     """
 
     a: Tensor
@@ -60,7 +60,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight with what the recipe put around it: a low-rank update, or a lens behind an embedding table."""
+    """A weight with the adapter that the recipe added: a low-rank update, or a lens after an embedding table."""
 
     base: Tensor
     low_rank: LowRank | None = None
@@ -68,7 +68,7 @@ class AdaptedWeight:
 
 
 class Params(Mapping[str, Tensor]):
-    """A model's tensors by GGUF name; `block(i)` is the view whose names start with `blk.i.`."""
+    """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`."""
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str = ""):
         self._tensors = tensors
@@ -78,7 +78,7 @@ class Params(Mapping[str, Tensor]):
         return self._tensors[self._prefix + name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Mapping's own catches a KeyError, and a model asks for each of its biases at each step."""
+        """Return a tensor or `default`, without the exception that `Mapping.get` would catch for each absent bias."""
         return self._tensors.get(self._prefix + name, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -88,28 +88,30 @@ class Params(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
     def block(self, i: int) -> Params:
-        """The tensors of block `i`, under their names inside the block."""
+        """Return the tensors of block `i`, under their names inside the block."""
         return Params(self._tensors, f"{self._prefix}blk.{i}.")
 
 
 class Ops(ABC):
-    """One engine's implementation of the vocabulary: the primitives, and what it computes faster than from them."""
+    """Base class of an engine's ops: the primitives, and faster versions of composed ops."""
 
-    plugin_kind: ClassVar[str] = "engine"  # by which its errors are told
+    plugin_kind: ClassVar[str] = "engine"  # names it in error messages
 
-    # Ops whose result at a position of x [B, T, ..] depends on x at that position alone, and not on which one it is.
-    # What is not named here is taken to look further: a decoder, which computes new positions alone, refuses it unless
-    # it knows how.
+    # Ops whose result at a position of x [B, T, ..] depends only on x at that position, and not on its index.
+    # A decoder computes new positions only, so it rejects every other op that it does not implement itself.
     positionwise: ClassVar[frozenset[str]] = frozenset({
         "embed", "linear", "logits", "block", "rows", "matmul", "add", "mul", "scale", "sigmoid", "centre", "rms_norm",
         "layer_norm", "heads", "split", "silu", "gelu", "swiglu",
     })  # fmt: skip
 
-    # -- what models call, the same for every engine ------------------------------------------------------------
+    # -- called by models, the same for every engine ------------------------------------------------------------
 
     @final
     def embed(self, table: Tensor | AdaptedWeight, ids: Tensor) -> Tensor:
-        """Rows of `table` [V, d] at integer `ids` [...] -> [..., d]; with a lens L [d', d]: [..., d'] = row L^T."""
+        """Return the rows of `table` [V, d] at integer `ids` [...]: [..., d].
+
+        A lens L [d', d] maps each row to row L^T.
+        """
         if not isinstance(table, AdaptedWeight):
             return self.rows(table, ids)
         x = self.rows(table.base, ids)
@@ -117,7 +119,7 @@ class Ops(ABC):
 
     @final
     def linear(self, x: Tensor, w: Tensor | AdaptedWeight, bias: Tensor | None = None) -> Tensor:
-        """x [..., in] times w [out, in] transposed, plus bias [out] -> [..., out]; applies w's low-rank update."""
+        """Return x [..., in] w^T + bias: [..., out], with w [out, in], bias [out]; apply w's low-rank update if any."""
         if not isinstance(w, AdaptedWeight):
             return self.matmul(x, w, bias)
         y = self.matmul(x, w.base, bias)
@@ -129,125 +131,125 @@ class Ops(ABC):
         return self.add(y, self.scale(update, w.low_rank.scale))
 
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
-        """A model's last product: x [..., d] times w [V, d] transposed -> [..., V].
+        """Return a model's last product: x [..., d] times w [V, d] transposed -> [..., V].
 
-        What `linear` gives, but for what goes to the loss as it stands: an engine may join the two, so that the logits
-        of all positions never stand in memory.
+        It equals `linear`, but the result must go to the loss unchanged: an engine may fuse both, so that the logits of
+        all positions are never in memory at once.
         """
         return self.linear(x, w)
 
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
-        """One of a model's blocks: `function(ops, x, p, *rest)`, from `x` to what the next block reads.
+        """Return one of the model's blocks, `function(ops, x, p, *rest)`, applied to `x`.
 
-        An engine may call it a second time in the backward pass instead of keeping what it computed (Chen et al. 2016,
-        "Training Deep Nets with Sublinear Memory Cost"), so nothing but its result leaves it.
+        An engine may call `function` again in the backward pass instead of storing activations (Chen et al. 2016,
+        "Training Deep Nets with Sublinear Memory Cost"), so it must have no effect besides its result.
         """
         return function(self, x, p, *rest)
 
-    # -- the primitives, which an engine implements -------------------------------------------------------------
+    # -- primitives, implemented by each engine -----------------------------------------------------------------
 
     @abstractmethod
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
-        """table [V, d], ids [...] integers in 0..V-1 -> [..., d]."""
+        """Return the rows of table [V, d] at ids [...], integers in 0..V-1 -> [..., d]."""
 
     @abstractmethod
     def matmul(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Matrix product x w^T, plus bias: x [..., in], w [out, in], bias [out] -> [..., out]."""
+        """Return the matrix product x w^T, plus bias: x [..., in], w [out, in], bias [out] -> [..., out]."""
 
     @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """a [..., d] plus b, where b has a's shape or misses some of its leading axes."""
+        """Return a [..., d] plus b. b has a's shape, or lacks some of its leading axes."""
 
     @abstractmethod
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        """a times b, number by number; both of one shape."""
+        """Return the elementwise product of a and b, which have the same shape."""
 
     @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x times a constant."""
+        """Return x times a constant."""
 
     @abstractmethod
     def sigmoid(self, x: Tensor) -> Tensor:
-        """1 / (1 + exp(-x))."""
+        """Return 1 / (1 + exp(-x))."""
 
     @abstractmethod
     def centre(self, x: Tensor) -> Tensor:
-        """x minus its mean over the last axis."""
+        """Return x minus its mean over the last axis."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
+        """Return x / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
 
     @abstractmethod
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """The same numbers in the same order, in up to four axes."""
+        """Return x in another shape of up to four axes, its elements in the same order."""
 
     @abstractmethod
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """Places start to stop - 1 of one axis, counted from 0."""
+        """Return the slice start:stop of one axis."""
 
     @abstractmethod
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """Tensors joined along one axis; their other axes agree."""
+        """Return tensors joined along one axis; their other axes agree."""
 
     @abstractmethod
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Rotates pairs of x [B, T, H, D] by position * base^(-2i/D) / factors[i] / scale (Su et al. 2021).
+        """Rotate pairs of x [B, T, H, D] by position * base^(-2i/D) / factors[i] / scale (Su et al. 2021).
 
         The pair i is (x[2i], x[2i+1]), or with `halves` (x[i], x[i + D/2]); positions count from 0 along T.
         """
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v for q [B, T, H, D] and k, v [B, T, Hkv, D] -> [B, T, H*D].
+        """Return softmax(q k^T / sqrt(D)) v for q [B, T, H, D] and k, v [B, T, Hkv, D] -> [B, T, H*D].
 
         Query head h reads key/value head h // (H / Hkv); `causal` hides later positions.
         """
 
     @abstractmethod
     def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Sum over positions of weight * -log softmax(logits)[target]: a scalar.
+        """Return the sum over positions of weight * -log softmax(logits)[target]: a scalar.
 
         logits [..., V], targets [...] integers, weights [...]; weights that sum to 1 make it a mean.
         """
 
-    # -- made of primitives, for an engine that has nothing better ----------------------------------------------
+    # -- composed of primitives; an engine may override them ---------------------------------------------------
 
     def first_rows(self, table: Tensor, n: int) -> Tensor:
-        """The first `n` rows of table [N, d] -> [n, d]; learned positions."""
+        """Return the first `n` rows of table [N, d] -> [n, d], for learned positions."""
         return self.part(table, 0, 0, n)
 
     def heads(self, x: Tensor, n: int) -> Tensor:
-        """x [B, T, n*D] -> [B, T, n, D], for rope and attention."""
+        """Return x [B, T, n*D] as [B, T, n, D], for rope and attention."""
         return self.reshape(x, (*x.shape[:-1], n, x.shape[-1] // n))
 
     def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        """x [..., n*d] -> n tensors [..., d], in order."""
+        """Return x [..., n*d] as n tensors [..., d], in order."""
         axis, d = len(x.shape) - 1, x.shape[-1] // n
         return tuple(self.part(x, axis, i * d, (i + 1) * d) for i in range(n))
 
     def prepend(self, x: Tensor, token: Tensor) -> Tensor:
-        """token [d] put before the first position of each sequence of x [B, T, d] -> [B, T+1, d]."""
+        """Return x [B, T, d] with token [d] before the first position of each sequence -> [B, T+1, d]."""
         zeros = self.scale(self.part(x, 1, 0, 1), 0.0)
         return self.concat([self.add(zeros, token), x], 1)
 
     def select(self, x: Tensor, i: int) -> Tensor:
-        """Position `i` of each sequence of x [B, T, d] -> [B, d]."""
+        """Return position `i` of each sequence of x [B, T, d] -> [B, d]."""
         return self.reshape(self.part(x, 1, i, i + 1), (x.shape[0], x.shape[2]))
 
     def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
+        """Return (x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
         return self.add(self.rms_norm(self.centre(x), w, eps), b)
 
     def silu(self, x: Tensor) -> Tensor:
-        """x * sigmoid(x) (Elfwing et al. 2017)."""
+        """Return x * sigmoid(x) (Elfwing et al. 2017)."""
         return self.mul(x, self.sigmoid(x))
 
     def gelu(self, x: Tensor) -> Tensor:
-        """0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3), the tanh form (Hendrycks and Gimpel 2016)."""
+        """Return 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form (Hendrycks and Gimpel 2016)."""
         cubed = self.scale(self.mul(x, self.mul(x, x)), 0.044715)
         return self.mul(x, self.sigmoid(self.scale(self.add(x, cubed), 2 * math.sqrt(2 / math.pi))))
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up (Shazeer 2020)."""
+        """Return silu(gate) * up (Shazeer 2020)."""
         return self.mul(self.silu(gate), up)

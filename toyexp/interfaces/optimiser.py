@@ -1,8 +1,8 @@
-"""How a gradient changes a tensor: rules that are written once, and AdamW in its two modes.
+"""Base classes of optimisers and their update rules, and AdamW in its two modes.
 
-A `Rule` names the state it keeps of each tensor, the numbers that change from step to step, and its formula over
-`Arithmetic`. Every engine runs the formula; one that has a fused form of it registers that under the rule's name. An
-`Optimiser` is the plugin behind `optim=<name>`: its settings, and the rules they describe.
+A `Rule` names the state it keeps of each tensor, the numbers that change from step to step, and its formula, written in
+`Arithmetic`. Every engine can execute the formula. An engine with a fused kernel for a rule uses it if the rule's
+`fused_kernel` names it. An `Optimiser` is the plugin behind `optim=<name>`: its settings, and its rules.
 """
 
 from __future__ import annotations
@@ -31,93 +31,93 @@ DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 
 
 class Rule(ABC):
-    """How a step changes one tensor: subclass it as a dataclass whose fields are what the formula is set by."""
+    """Base class of update rules of one tensor: subclass it as a dataclass whose fields are hyperparameters."""
 
-    plugin_kind: ClassVar[str] = "optim"  # by which its errors are told
-    elementwise: ClassVar[bool] = False  # each number by itself: an engine may take many tensors as one long vector
+    plugin_kind: ClassVar[str] = "optim"  # names it in error messages
+    elementwise: ClassVar[bool] = False  # True: no reductions, so an engine may update many tensors as one flat vector
 
     @abstractmethod
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """The state it keeps of a tensor of that shape, by name; all of it is zeros before the first step."""
+        """Return the shape of each state array by name, for a tensor of this shape. States start as zeros."""
 
     @abstractmethod
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """What the formula reads at the 0-based `step`: the same names in the same order every time.
+        """Return the numbers that the formula reads at the 0-based `step`: the same names in the same order each time.
 
-        `lr` is the rate of this step, as the schedule has it; `weight_decay` is 0 for norms and biases.
+        `lr` is the learning rate of this step, after the schedule; `weight_decay` is 0 for norms and biases.
         """
 
     @abstractmethod
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The tensor `w` after a step along its gradient `g`, and its new state; `n` holds the step's numbers."""
+        """Return tensor `w` after one step with gradient `g`, and its new state; `n` holds the step's numbers."""
 
     def names(self) -> Sequence[str]:
-        """The names of its numbers."""
+        """Return the names of the step's numbers."""
         return tuple(self.numbers(0, 0.0, 0.0))
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: a formula may take any number
-        """Raises UserError for values that cannot work; also asked where a schedule has scaled one of them."""
+        """Raise UserError for invalid settings. Also called for settings scaled by a schedule."""
 
     @final
     def results(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        """The values of `w` after a step, then those of each slot in order; none is what another of them replaces."""
+        """Return `w` after a step, then the new state of each slot in order, none sharing memory with an input."""
         new, new_state = self.update(ops, w, g, state, n)
         before = (w, *state.values())
-        found = [new, *(new_state[slot] for slot in state)]
-        return [ops.scale(x, 1.0) if any(x is b for b in before) else x for x in found]
+        after = [new, *(new_state[slot] for slot in state)]
+        return [ops.scale(x, 1.0) if any(x is b for b in before) else x for x in after]
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether it is for the tensor of that name; one that is not goes to the optimiser's next rule."""
+        """Return True if the rule updates the tensor `name`. Other tensors go to the optimiser's next rule."""
         return True
 
     @property
     def fused_kernel(self) -> str | None:
-        """The name by which engines know a kernel that computes just this, if there is such a kernel."""
+        """Name under which engines look up a fused kernel of this formula, or None."""
         return None
 
 
 @dataclass(frozen=True)
 class Group:
-    """Trainable tensors that a step changes alike."""
+    """Trainable tensors that share a rule, a weight decay and a learning-rate factor."""
 
     rule: Rule
     tensors: tuple[str, ...]
     weight_decay: float = 0.0
-    lr_scale: float = 1.0  # its learning rate by the run's
+    lr_scale: float = 1.0  # its learning rate divided by the run's
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> np.ndarray:
-        """The rule's numbers at the 0-based `step`, in its order; `factors` scale its settings of those names.
+        """Return the rule's numbers at the 0-based `step`, float64, in order; `factors` scale settings by name.
 
-        Raises RunFailed where the rule gives numbers of other names than before the first step.
+        Raise RunFailed if the names differ from those of the first step.
         """
         rule, decay = self.rule, self.weight_decay
         if factors:
-            rule, decay = self.scaled(factors), decay * factors.get("weight_decay", 1.0)
-        found = rule.numbers(step, lr * self.lr_scale, decay)
-        if found.keys() != set(self._names):
+            rule, decay = self.scale_rule(factors), decay * factors.get("weight_decay", 1.0)
+        numbers = rule.numbers(step, lr * self.lr_scale, decay)
+        if numbers.keys() != set(self._names):
             name = getattr(self.rule, "name", type(self.rule).__name__)
-            now, before = ", ".join(map(str, found)), ", ".join(self._names)
-            raise RunFailed(f"optim.{name}: its numbers at step {step + 1} are {now}, and were {before}")
+            now, before = ", ".join(map(str, numbers)), ", ".join(self._names)
+            raise RunFailed(f"optim.{name}: its numbers at step {step + 1} are {now}, expected {before}")
         import numpy as np
 
-        return np.array([found[name] for name in self._names], np.float64)
+        return np.array([numbers[name] for name in self._names], np.float64)
 
-    def scaled(self, factors: Mapping[str, float]) -> Rule:
-        """The rule with its own settings multiplied by the factors of their names."""
-        own = {k: getattr(self.rule, k) * f for k, f in factors.items() if k in self.scalable - {"weight_decay"}}
-        return dataclasses.replace(self.rule, **own) if own else self.rule  # type: ignore[type-var]
+    def scale_rule(self, factors: Mapping[str, float]) -> Rule:
+        """Return the rule with its scalable settings multiplied by the factors of the same names."""
+        changes = {k: getattr(self.rule, k) * f for k, f in factors.items() if k in self.scalable - {"weight_decay"}}
+        return dataclasses.replace(self.rule, **changes) if changes else self.rule  # type: ignore[type-var]
 
-    def setting(self, name: str) -> float:
-        """What a schedule of that name scales: the group's own decay, or a setting of the rule."""
+    def base_value(self, name: str) -> float:
+        """Return the unscaled value of a setting: the group's weight decay, or a field of the rule."""
         return float(self.weight_decay if name == "weight_decay" else getattr(self.rule, name))
 
     @cached_property
     def scalable(self) -> frozenset[str]:
-        """What of the rule a schedule can scale."""
+        """Names of settings that a schedule can scale."""
         return frozenset(scalable(self.rule))
 
     @cached_property
@@ -126,30 +126,30 @@ class Group:
 
 
 def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
-    """Raises UserError for a rule whose state or update of a tensor of that shape is not what every engine can take."""
+    """Raise UserError if a rule's slots, or its update of a tensor of this shape, cannot run on every engine."""
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
-        raise UserError(f"its slots of {list(shape)} are {slots!r}; it must give a shape by name")
+        raise UserError(f"its slots of {list(shape)} are {slots!r}; expected a mapping of names to shapes")
     if [*slots.items()] != [*(again := rule.slots(shape)).items()]:
-        what = f"its slots of {list(shape)} are {slots!r}, and {again!r} when asked again"
-        raise UserError(f"{what}; no checkpoint of them could be resumed")
+        problem = f"its slots of {list(shape)} are {slots!r}, and {again!r} at the second call"
+        raise UserError(f"{problem}; no checkpoint could be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
-        raise UserError(f"its slots of {list(shape)} are {slots!r}, and it says that it is elementwise")
+        raise UserError(f"its slots of {list(shape)} are {slots!r}; if elementwise, each needs the tensor's shape")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
     n = dict.fromkeys(rule.names(), Shaped((1,)))
-    found = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
-        raise UserError("its update must give two things, the tensor and its state by name")
-    wanted = {"the tensor": shape, **{f"slot {slot}": x.shape for slot, x in state.items()}}
-    given = {"the tensor": found[0], **{f"slot {slot}": x for slot, x in found[1].items()}}
-    for name in wanted | given:
-        got = list(x.shape) if isinstance(x := given.get(name), Shaped) else "no tensor"
-        if (expected := wanted.get(name, ())) != tuple(got):
+    results = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
+    if not isinstance(results, tuple) or len(results) != 2 or not isinstance(results[1], Mapping):
+        raise UserError("its update must return two things, the tensor and a mapping of its state")
+    shapes = {"the tensor": shape, **{f"slot {slot}": x.shape for slot, x in state.items()}}
+    tensors = {"the tensor": results[0], **{f"slot {slot}": x for slot, x in results[1].items()}}
+    for name in shapes | tensors:
+        got = list(x.shape) if isinstance(x := tensors.get(name), Shaped) else "no tensor"
+        if (expected := shapes.get(name, ())) != tuple(got):
             raise UserError(f"its update of {list(shape)} gives {got} for {name}, expected {list(expected) or 'none'}")
 
 
 def scalable(rule: Rule) -> set[str]:
-    """The settings of a rule that a schedule can scale: weight_decay, and those that a step's numbers follow from."""
+    """Return the settings that a schedule can scale: weight_decay, and fields that change the step's numbers."""
     values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}  # type: ignore[arg-type]
     others = {k: dataclasses.replace(rule, **{k: v / 2 or 0.5}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
     usual = dict(rule.numbers(3, 0.1, 0.1))
@@ -166,9 +166,9 @@ class AdamW(Rule):
         v = b2 v + (1 - b2) g^2
         w = w (1 - lr wd) - lr (m s5) / (sqrt(v s6) + eps)
 
-    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6 and must never be
-    mixed up: FROM_SCRATCH feeds the constant betas; LORA feeds the bias corrections 1/(1 - b^t), which makes it
-    torch.optim.AdamW (Loshchilov and Hutter 2019).
+    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6: FROM_SCRATCH passes
+    the constant betas; LORA passes the bias corrections 1/(1 - b^t), which makes it torch.optim.AdamW (Loshchilov and
+    Hutter 2019). A mode must not be changed within an experiment: the results differ.
     """
 
     elementwise: ClassVar[bool] = True
@@ -182,25 +182,28 @@ class AdamW(Rule):
 
     @classmethod
     def for_from_scratch(cls) -> AdamW:
-        """Constant betas in slots 5 and 6: recipes scratch, warm and vit_tiny."""
+        """Return AdamW with constant betas in s5 and s6, for recipes scratch, warm and vit_tiny."""
         return cls(mode=FROM_SCRATCH)
 
     @classmethod
     def for_lora(cls) -> AdamW:
-        """Bias correction in slots 5 and 6, beta2 0.999: recipes lora and full, model gpt2."""
+        """Return AdamW with bias correction in s5 and s6 and beta2 0.999, for recipes lora and full, and model gpt2."""
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """The seven numbers for the loop's 0-based `step`; UserError while the mode is unset, or is none."""
+        """Return the seven numbers of the 0-based `step`, [7] float64.
+
+        Raise UserError if the mode is unset or unknown.
+        """
         import numpy as np
 
         return np.array([*self.numbers(step, self.lr, self.weight_decay).values()])
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work.
+        """Raise UserError for invalid settings.
 
-        One is a beta of 0 in mode from_scratch, which multiplies its moment by it: nothing would move (beta1), or each
-        step divide by eps alone (beta2).
+        A beta of 0 is invalid in mode from_scratch, which multiplies the moment by it: no weight would change (beta1),
+        or each step would be divided by eps only (beta2).
         """
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
@@ -209,19 +212,19 @@ class AdamW(Rule):
 
     @property
     def fused_kernel(self) -> str:
-        """adamw."""
+        """The AdamW kernel."""
         return "adamw"
 
     def names(self) -> Sequence[str]:
-        """Of the seven, also while the mode is unset."""
+        """Return the names of the seven numbers; works while the mode is unset."""
         return ("lr", "beta1", "beta2", "eps", "weight_decay", "slot5", "slot6")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """The two moments."""
+        """Return the shapes of the two moments."""
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """The seven; UserError while the mode is unset: those of the other one would silently train otherwise."""
+        """Return the seven numbers. Raise UserError while the mode is unset, because the modes train differently."""
         if self.mode not in MODES:
             raise UserError(f"AdamW: mode={self.mode}: {suggest(str(self.mode), MODES)}")
         slot5, slot6 = self.beta1, self.beta2
@@ -235,80 +238,81 @@ class AdamW(Rule):
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The formula above."""
+        """Apply the formula of the class."""
         m, v = ops.blend(g, state["m"], n["beta1"]), ops.blend(ops.square(g), state["v"], n["beta2"])
         root = ops.shift(ops.sqrt(ops.scale(v, n["slot6"])), n["eps"])
-        along = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
-        return ops.sub(w, ops.scale(along, n["lr"])), {"m": m, "v": v}
+        direction = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
+        return ops.sub(w, ops.scale(direction, n["lr"])), {"m": m, "v": v}
 
 
-GROUP_SETTINGS = ("lr", "weight_decay", "frozen")  # what a group of `optim.groups` may have of its own
+GROUP_SETTINGS = ("lr", "weight_decay", "frozen")  # settings of a group in `optim.groups`
 
 
 @dataclass
 class Optimiser(Rule):
     """Base of all optimisers: subclass it as a dataclass whose fields are its settings."""
 
-    name: ClassVar[str]  # what `optim=` takes
+    name: ClassVar[str]  # the value of `optim=` that selects it
 
-    weight_decay: float = 0.0  # decoupled decay of matrices; norms and biases never decay
-    grad_clip: float = 0.0  # largest global norm of the gradient; 0: no clipping
-    accumulate: int = 1  # micro-batches a batch is cut into; lowers memory, not the result
+    weight_decay: float = 0.0  # decoupled weight decay of matrices; never applied to norms and biases
+    grad_clip: float = 0.0  # clip gradients to this global norm; 0: no clipping
+    accumulate: int = 1  # gradient accumulation: micro-batches per step; saves memory, same result
     groups: dict[str, Any] = field(default_factory=dict)  # {blk.*.attn_*: {lr: 0.0001, weight_decay: 0, frozen: false}}
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work; what all optimisers have is checked in any case."""
+        """Raise UserError for invalid settings. The settings common to all optimisers are checked in any case."""
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float):
                 require_float32(f"optim.{f.name}", value)
         require_range("optim", self, weight_decay="[0,inf)", grad_clip="[0,inf)", accumulate="[1,inf)")
-        for pattern, own in self.groups.items():
-            _check_group(pattern, own)
+        for pattern, settings in self.groups.items():
+            _check_group(pattern, settings)
 
     def find_group(self, tensor: str) -> tuple[str, Mapping[str, Any]]:
-        """The first pattern of `groups` that fits a tensor, and what it gives it; nothing where none does."""
-        return next(((p, own) for p, own in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
+        """Return the first pattern of `groups` that matches a tensor, and its settings; ("", {}) if none matches."""
+        return next(((p, settings) for p, settings in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
 
     def with_mode(self, mode: str) -> Self:
-        """The same with what model and recipe decide: `mode` is the one they want of AdamW."""
+        """Return the optimiser with AdamW's `mode` set, as model and recipe require."""
         return self
 
     def rules(self) -> Sequence[Rule]:
-        """What changes the tensors: each tensor goes to the first of them that takes it."""
+        """Return the update rules. Each tensor is updated by the first rule that takes it."""
         return (self,)
 
     def base_lr(self, rule: Rule) -> float | None:
-        """The base learning rate of one of its rules, where that is not the run's.
+        """Return the base learning rate of a rule, or None if it is the run's.
 
-        A setting that ends in `_lr` is named where a loss blows up and it is higher than the run's.
+        If the loss diverges, a setting that ends in `_lr` is named in the message when it is higher than the run's
+        `lr`.
         """
         return None
 
     @property
     def title(self) -> str:
-        """What it is called before a run."""
+        """Name shown before a run."""
         return self.name
 
     def describe(self, lr: float) -> dict[str, Any]:
-        """What run_start records of it."""
+        """Return what the event run_start records about the optimiser."""
         return {"name": self.name, "lr": lr, **dataclasses.asdict(self)}
 
 
-def _check_group(pattern: str, own: Any) -> None:
+def _check_group(pattern: str, settings: Any) -> None:
     key = f"optim.groups: {printable(pattern)}"
-    if not isinstance(own, Mapping):
-        raise UserError(f"{key}: takes settings in braces, such as {{{pattern}: {{lr: 0.001}}}}")
-    for name, value in own.items():
+    if not isinstance(settings, Mapping):
+        raise UserError(f"{key}: expected settings in braces, such as {{{pattern}: {{lr: 0.001}}}}")
+    for name, value in settings.items():
         if name not in GROUP_SETTINGS:
-            raise UserError(f"{key} has no setting {printable(str(name))}; {suggest(str(name), GROUP_SETTINGS)}")
+            raise UserError(f"{key}: unknown setting {printable(str(name))}; {suggest(str(name), GROUP_SETTINGS)}")
         if name == "frozen":
             if not isinstance(value, bool):
                 raise UserError(f"{key}: frozen={printable(str(value))}: must be true or false")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            text = "; it is a text: leave out the quotes" if isinstance(value, str) else ""
-            raise UserError(f"{key}: {name}={printable(repr(value))}: must be a finite number from 0{text}")
-        elif own.get("frozen") is True:
-            raise UserError(f"{key}: {name}={value}: has no effect with frozen=true; leave one of them out")
+            hint = "; it is a string: remove the quotes" if isinstance(value, str) else ""
+            raise UserError(f"{key}: {name}={printable(repr(value))}: must be a finite number from 0{hint}")
+        elif settings.get("frozen") is True:
+            raise UserError(f"{key}: {name}={value}: has no effect with frozen=true; remove one of them")
         else:
             require_float32(f"{key}: {name}", value)

@@ -1,4 +1,4 @@
-"""A Plan: what will be trained, as plain data that any engine can realize."""
+"""A Plan: the training problem as plain data that any engine can realize."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanTensor:
-    """One tensor of the run: where its values come from, and whether training changes it."""
+    """One tensor of a plan: its shape, the source of its initial values, and whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,12 +35,12 @@ class PlanTensor:
 
     @property
     def has_weight_decay(self) -> bool:
-        """Whether weight decay applies: to matrices, never to norms and biases."""
+        """Whether weight decay applies: True for matrices, False for norms and biases."""
         return len(self.shape) > 1
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -50,17 +50,17 @@ class LoraAdapter:
 
     target: str
     scale: float
-    dropout: float = 0.0  # the share of its inputs that a training step hides from it
+    dropout: float = 0.0  # probability of zeroing an element of the adapter's input in training
 
     @property
     def mask(self) -> str:
-        """The batch's array that holds what dropout does to each input: see `Dropout`."""
+        """Name of the batch array that holds the dropout mask of the adapter's input; see `Dropout`."""
         return f"{self.target}.dropout"
 
 
 @dataclass(frozen=True)
 class Lens:
-    """The embedding table `target` is read through the plan's tensor `projection` [d_model, d_table]."""
+    """A matrix `projection` [d_model, d_table] applied to rows of the embedding table `target`."""
 
     target: str
     projection: str
@@ -68,18 +68,21 @@ class Lens:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything an engine needs to know; it names no engine and no file format of one."""
+    """The complete description of a training run for an engine, independent of engine and file format.
+
+    Raises UserError if tensors, adapters, inputs and groups contradict each other.
+    """
 
     model: Model
     tensors: tuple[PlanTensor, ...]
-    inputs: Mapping[str, InputSpec]  # of a batch; always with integer `targets` and float `weights`
+    inputs: Mapping[str, InputSpec]  # batch arrays by name, incl. integer `targets` and float `weights`
     rows: int  # examples in a micro-batch
-    accumulate: int = 1  # micro-batches in a step
-    grad_clip: float = 0.0  # largest global gradient norm; 0: none
+    accumulate: int = 1  # micro-batches per step
+    grad_clip: float = 0.0  # maximum global gradient norm; 0: no clipping
     adapters: tuple[LoraAdapter | Lens, ...] = ()
     seed: int = 0
-    skip_nonfinite: bool = False  # a step whose loss or gradient is not finite must change nothing
-    groups: tuple[Group, ...] = ()  # which rule changes which tensors; () leaves all to AdamW
+    skip_nonfinite: bool = False  # skip steps with a NaN or infinite loss or gradient
+    groups: tuple[Group, ...] = ()  # parameter groups; () means one AdamW rule for all tensors
 
     def __post_init__(self) -> None:
         names = Counter(t.name for t in self.tensors)
@@ -90,20 +93,20 @@ class Plan:
             needed += [adapter.projection] if isinstance(adapter, Lens) else lora_names(adapter.target)
             for name in needed:
                 if name not in names:
-                    raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is not listed")
+                    raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is missing")
             if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
-                raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is not there")
+                raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is missing")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         for name, kind in (("targets", "int"), ("weights", "float")):
             dtype = self.inputs[name].dtype if name in self.inputs else "missing"
             if not dtype.startswith(kind):
-                raise UserError(f"plan: inputs need {kind} {name}; they are {dtype}")
-        grouped = [name for group in self.groups for name in group.tensors]
-        if self.groups and sorted(grouped) != sorted(t.name for t in self.trainable):
-            raise UserError("plan: its groups do not hold each tensor that trains, once")
+                raise UserError(f"plan: inputs[{name!r}] must have {kind} dtype, got {dtype}")
+        names_in_groups = [name for group in self.groups for name in group.tensors]
+        if self.groups and sorted(names_in_groups) != sorted(t.name for t in self.trainable):
+            raise UserError("plan: its groups must hold each trainable tensor exactly once")
 
     def tensor(self, name: str) -> PlanTensor:
-        """The tensor of that name; KeyError when there is none."""
+        """Return a tensor by name. Raise KeyError if the plan does not have it."""
         for tensor in self.tensors:
             if tensor.name == name:
                 return tensor
@@ -116,20 +119,20 @@ class Plan:
 
     @cached_property
     def updates(self) -> tuple[Group, ...]:
-        """The groups of the tensors that train, in the order in which a step's numbers come."""
-        return self.groups or grouped(self.trainable, (AdamW(),))
+        """The parameter groups of the trainable tensors; a step's numbers come in this order."""
+        return self.groups or group_tensors(self.trainable, (AdamW(),))
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
-        """Each group's numbers for the 0-based `step`; `factors` scale settings of their rules by name."""
+        """Return each group's numbers for the 0-based `step`; `factors` scale settings of the rules by name."""
         return tuple(group.numbers(step, lr, factors) for group in self.updates)
 
-    def scaled(self, factors: Mapping[str, float]) -> dict[str, float]:
-        """What the settings of its rules are once the factors of their names scale them; of several, the largest."""
-        there = {name: [group.setting(name) for group in self.updates if name in group.scalable] for name in factors}
-        return {name: max(values) * factors[name] for name, values in there.items() if values}
+    def scaled_settings(self, factors: Mapping[str, float]) -> dict[str, float]:
+        """Return the scaled values of the settings named in `factors`, each the largest over the groups."""
+        base = {name: [group.base_value(name) for group in self.updates if name in group.scalable] for name in factors}
+        return {name: max(values) * factors[name] for name, values in base.items() if values}
 
     def slots(self, tensor: PlanTensor) -> Mapping[str, tuple[int, ...]]:
-        """The optimiser's state of a tensor that trains: the shapes, by name."""
+        """Return the shapes of a trainable tensor's optimiser state, by name."""
         return self._rules[tensor.name].slots(tensor.shape)
 
     @cached_property
@@ -137,10 +140,10 @@ class Plan:
         return {name: group.rule for group in self.updates for name in group.tensors}
 
     def initial_values(self, tensor: PlanTensor) -> np.ndarray:
-        """The float32 values that `tensor` starts from."""
+        """Return the initial float32 values of `tensor`. Raise UserError if their source has another shape."""
         array = tensor.values.draw(tensor.shape, self.seed, tensor.name)
         if array.shape != tensor.shape:
-            raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, its source has {list(array.shape)}")
+            raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, got {list(array.shape)}")
         return array
 
     @property
@@ -149,53 +152,53 @@ class Plan:
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
-        """`values` as a model sees them: each adapted tensor together with its adapter.
+        """Return `values` as a model reads them: each adapted tensor together with its adapter.
 
-        `batch` may be left out of a plan without dropout.
+        `batch` is only required by plans with dropout.
         """
-        seen: dict[str, Any] = dict(values)
+        params: dict[str, Any] = dict(values)
         for adapter in self.adapters:
             base = values[adapter.target]
             if isinstance(adapter, Lens):
-                seen[adapter.target] = AdaptedWeight(base, lens=values[adapter.projection])
+                params[adapter.target] = AdaptedWeight(base, lens=values[adapter.projection])
             else:
                 a, b = (values[name] for name in lora_names(adapter.target))
                 dropout = None
                 if adapter.dropout:
                     if batch is None:
-                        raise UserError(f"{adapter.target}: has dropout, which plan.params needs the batch for")
+                        raise UserError(f"{adapter.target}: has dropout; pass the batch to plan.params()")
                     dropout = batch[adapter.mask]
-                seen[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
-        return Params(seen)
+                params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
+        return Params(params)
 
 
-def grouped(
+def group_tensors(
     tensors: Sequence[PlanTensor],
     rules: Sequence[Rule],
-    own: Callable[[PlanTensor, Rule], tuple[float, float]] = lambda tensor, rule: (0.0, 1.0),
+    choose_settings: Callable[[PlanTensor, Rule], tuple[float, float]] = lambda tensor, rule: (0.0, 1.0),
 ) -> tuple[Group, ...]:
-    """Tensors in groups: by the first rule that takes them, whether they decay, and what is their own.
+    """Group tensors by the first rule that takes them, by whether they decay, and by `choose_settings`.
 
-    `own` gives a tensor's weight decay, for norms and biases unread, and its learning rate by the run's. Raises
-    UserError for a tensor that no rule takes.
+    `choose_settings(tensor, rule)` returns the weight decay, ignored for norms and biases, and the ratio of the
+    learning rate to the run's. Raise UserError for a tensor that no rule takes.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
         index = next((i for i, rule in enumerate(rules) if rule.takes(t.name, t.shape)), None)
         if index is None:
             raise UserError(f"optim: no rule takes {t.name} {list(t.shape)}")
-        decay, lr_scale = own(t, rules[index])
+        decay, lr_scale = choose_settings(t, rules[index])
         members.setdefault((index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale), []).append(
             t.name
         )
-    # Of each rule what decays comes first, so that it is one stretch of an engine's memory.
+    # Decaying tensors of a rule come first, so that they are contiguous in an engine's flat memory.
     return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
 
 
 def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
-    """The plan with each tensor that trains in its group, and without those that `optim.groups` freezes.
+    """Return the plan with its trainable tensors in groups; tensors frozen by `optim.groups` do not train.
 
-    Raises UserError for patterns that match nothing, and where nothing is left to train.
+    Raise UserError for patterns that match no trainable tensor, and if no tensor is left to train.
     """
     names = [t.name for t in plan.trainable]
     for pattern in optimiser.groups:
@@ -203,24 +206,24 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
             key = f"optim.groups: {printable(pattern)}"
             fixed = [t.name for t in plan.tensors if not t.trainable and fnmatchcase(t.name, pattern)]
             if fixed:
-                also = f", and {len(fixed) - 1} more" if len(fixed) > 1 else ""
-                raise UserError(f"{key}: the recipe freezes {fixed[0]}{also}; leave it out")
-            hint = suggest(pattern, names) if len(names) < 20 else f"one that trains is {names[0]}"
-            raise UserError(f"{key} is no tensor that trains; {hint}")
+                also = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
+                raise UserError(f"{key}: the recipe freezes {fixed[0]}{also}; remove this pattern")
+            hint = suggest(pattern, names) if len(names) < 20 else f"a trainable tensor is {names[0]}"
+            raise UserError(f"{key}: matches no trainable tensor; {hint}")
     frozen = {name for name in names if optimiser.find_group(name)[1].get("frozen")}
     if names and frozen.issuperset(names):
-        raise UserError("optim.groups: freezes every tensor, and nothing is left to train")
+        raise UserError("optim.groups: freezes every tensor, so nothing is left to train")
     tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
 
-    def own(tensor: PlanTensor, rule: Rule) -> tuple[float, float]:
-        mine = optimiser.find_group(tensor.name)[1]
-        base = mine.get("lr", optimiser.base_lr(rule))
+    def choose_settings(tensor: PlanTensor, rule: Rule) -> tuple[float, float]:
+        settings = optimiser.find_group(tensor.name)[1]
+        base = settings.get("lr", optimiser.base_lr(rule))
         if base is not None and not lr:
-            raise UserError(f"lr=0: {tensor.name} has lr {base:g} of its own, a multiple of lr; give lr=0.001 or so")
-        return mine.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
+            raise UserError(f"lr=0: {tensor.name} has lr={base:g}, a multiple of lr; set lr above 0, such as lr=0.001")
+        return settings.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
 
     trainable = [t for t in tensors if t.trainable]
-    groups, shapes = grouped(trainable, optimiser.rules(), own), {t.name: t.shape for t in trainable}
+    groups, shapes = group_tensors(trainable, optimiser.rules(), choose_settings), {t.name: t.shape for t in trainable}
     try:
         for group in groups:
             _check_group(group, shapes, lr)
@@ -230,34 +233,34 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
 
 
 def idle_group_warnings(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
-    """A sentence for each part of `optim.groups` that changes nothing in the plan which was `optimised` by them."""
-    trained = [t for t in plan.tensors if t.trainable or optimiser.find_group(t.name)[1].get("frozen")]
-    for pattern, own in optimiser.groups.items():
+    """Yield a warning for each entry of `optim.groups` that has no effect in `plan`."""
+    affected = [t for t in plan.tensors if t.trainable or optimiser.find_group(t.name)[1].get("frozen")]
+    for pattern, settings in optimiser.groups.items():
         key = f"optim.groups: {printable(pattern)}"
-        tensors = [t for t in trained if fnmatchcase(t.name, pattern)]
-        takers = [optimiser.find_group(t.name)[0] for t in tensors]
-        if takers and pattern not in takers:
-            yield f"{key}: {printable(takers[0])} takes all its tensors; the first that fits counts: put it before that"
-        elif own.get("weight_decay") and not any(t.has_weight_decay for t in tensors):
-            yield f"{key}: weight_decay={own['weight_decay']}: norms and biases never decay"
+        tensors = [t for t in affected if fnmatchcase(t.name, pattern)]
+        patterns = [optimiser.find_group(t.name)[0] for t in tensors]
+        if patterns and pattern not in patterns:
+            yield f"{key}: has no effect: {printable(patterns[0])} matches its tensors first; reverse their order"
+        elif settings.get("weight_decay") and not any(t.has_weight_decay for t in tensors):
+            yield f"{key}: weight_decay={settings['weight_decay']} has no effect: norms and biases never decay"
 
 
 def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
-    """A sentence for each group whose decay takes more than all of a weight at a step, which turns its sign."""
+    """Yield a warning for each group with lr * weight_decay above 1: decay flips the sign of its weights each step."""
     for group in plan.updates:
         rate = lr * group.lr_scale
         if (left := 1 - rate * group.weight_decay) < 0:
             more = f" and {len(group.tensors) - 1} more" if group.tensors[1:] else ""
             yield (
                 f"weight_decay={group.weight_decay:g} at lr={rate:g}: each step multiplies {group.tensors[0]}{more} by "
-                f"{left:g}; lower one of the two"
+                f"{left:g}; lower one of them"
             )
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The model's own tensors from the run's: adapters are folded in.
+    """Return the model's own tensors from the run's, with adapters merged in.
 
-    A lens makes an ordinary embedding, E' = E W^T; a LoRA pair an ordinary weight, W' = W + scale B A.
+    A lens yields an ordinary embedding, E' = E W^T; a LoRA pair an ordinary weight, W' = W + scale B A.
     """
     out = dict(values)
     for adapter in plan.adapters:
@@ -271,28 +274,28 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def inherited_metadata(plan: Plan) -> Mapping[str, Any]:
-    """What a model that is trained by the plan says of the one file that its values come from; of several nothing."""
-    told = [told for tensor in plan.tensors if (told := tensor.values.export_metadata())]
-    return told[0] if told and all(other == told[0] for other in told) else {}
+    """Return metadata of the file that all file-based initial values come from; empty if there are several."""
+    sources = [metadata for tensor in plan.tensors if (metadata := tensor.values.export_metadata())]
+    return sources[0] if sources and all(other == sources[0] for other in sources) else {}
 
 
 def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float) -> None:
-    """Raises UserError for a rule whose numbers, slots or update are not what a session can take."""
+    """Raise UserError for a rule with numbers, slots or an update that a session cannot use."""
     numbers = group.rule.numbers(0, lr, 0.0)
-    found = [*numbers.values()] if isinstance(numbers, Mapping) else []
-    if not found or not all(isinstance(n, int | float) and math.isfinite(n) for n in found):
-        raise UserError(f"its numbers are {printable(repr(numbers))}; they must be finite numbers by name")
+    values = [*numbers.values()] if isinstance(numbers, Mapping) else []
+    if not values or not all(isinstance(n, int | float) and math.isfinite(n) for n in values):
+        raise UserError(f"its numbers are {printable(repr(numbers))}; expected a mapping of names to finite numbers")
     for shape in {shapes[name] for name in group.tensors}:
         check_rule(group.rule, shape)
 
 
 def lora_names(target: str) -> list[str]:
-    """The names of an adapter's two tensors, as llama.cpp reads them."""
+    """Return the names of an adapter's two tensors, as llama.cpp reads them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
 
 
 def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
-    """Return 16 hex digits of an adapter's pairs, behind those of the adapters that its base has `merged` already."""
+    """Return a digest of an adapter: 16 hex digits, after `merged`, the digests of adapters merged into its base."""
     digest = hashlib.sha256()
     for name in sorted(pairs):
         digest.update(name.encode() + pairs[name].astype("float32", copy=False).tobytes())
@@ -300,10 +303,10 @@ def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
 
 
 def shared_alpha(plan: Plan) -> float:
-    """Scale times rank, of which a file of adapters holds one; UserError where they differ."""
+    """Return scale * rank, of which an adapter file stores only one. Raise UserError if adapters differ in it."""
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    # Scales that were divided from one alpha by several ranks give it again but for their last bits.
+    # alpha / rank * rank may differ from alpha in the last bits.
     alphas = {float(f"{a.scale * plan.tensor(lora_names(a.target)[0]).shape[0]:.12g}") for a in adapters}
     if len(alphas) != 1:
-        raise UserError(f"a file of adapters holds one alpha, these have {sorted(alphas)}")
+        raise UserError(f"an adapter file stores one alpha, but these adapters have {sorted(alphas)}")
     return alphas.pop()

@@ -1,4 +1,4 @@
-"""A recipe: what is trained and from where. It returns a Plan and knows no engine."""
+"""A recipe: which tensors are trained, and where their initial values come from. It returns a Plan for any engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a recipe's plan takes over from the run: the fields of Plan that go by the same names."""
+    """The part of a plan that the run decides; the fields have the names of Plan's."""
 
     inputs: Mapping[str, InputSpec]
     rows: int  # examples in a micro-batch
@@ -35,7 +35,7 @@ class Setup:
     skip_nonfinite: bool = False
 
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
-        """A Plan of these tensors with this setup."""
+        """Return a Plan of these tensors with this setup."""
         return Plan(model, tuple(tensors), adapters=tuple(adapters), **vars(self))
 
 
@@ -43,54 +43,54 @@ class Setup:
 class Recipe(ABC):
     """Base of all recipes: subclass it as a dataclass whose fields are its settings.
 
-    It is asked `check`, `base_file`, `vocabulary`, `further_files`, `plan` and `warnings` before anything is written,
-    each of them any number of times, and `warm` once, with the open session.
+    Before anything is written, toyexp calls `check`, `base_file`, `vocabulary`, `further_files`, `plan` and `warnings`,
+    each any number of times. It calls `warm` once, with the open session.
     """
 
     plugin_kind: ClassVar[str] = "recipe"
-    name: ClassVar[str]  # what `recipe=` takes
-    optim_mode: ClassVar[str] = FROM_SCRATCH  # the AdamW mode, where the model wants no other
-    reads: ClassVar[tuple[Kind, ...]] = (TOKENS,)  # kinds of data whose models it can train
-    starts_from: ClassVar[str] = ""  # the setting that names a GGUF: base (a whole model), donor (a part of one)
-    hint: ClassVar[str] = ""  # what a first try with a file adds, such as lr=1e-4
-    needs_tensors: ClassVar[tuple[str, ...]] = ()  # what a model must have, by name
+    name: ClassVar[str]  # the value of `recipe=` that selects it
+    optim_mode: ClassVar[str] = FROM_SCRATCH  # AdamW mode, unless the model sets one
+    reads: ClassVar[tuple[Kind, ...]] = (TOKENS,)  # kinds of data its models may read
+    starts_from: ClassVar[str] = ""  # setting that names a GGUF file: base (a whole model) or donor (a part)
+    hint: ClassVar[str] = ""  # override to suggest for a first run, such as lr=1e-4
+    needs_tensors: ClassVar[tuple[str, ...]] = ()  # names of tensors that the model must have
 
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """The tensors of `model`, where their values come from, and which of them train: `setup.plan(model, tensors)`.
+        """Return the tensors of `model`, the source of their values, and which are trained.
 
-        Raises UserError for what cannot work.
+        Build the result with `setup.plan(model, tensors)`. Raise UserError for settings that cannot work.
         """
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many recipes have nothing to check
-        """Raises UserError for settings that cannot work and files that are not there."""
+        """Raise UserError for settings that cannot work and for missing files."""
 
     def vocabulary(self) -> Path | None:
-        """The GGUF file whose tokenizer the data should use, if the recipe has one."""
+        """Return the GGUF file whose tokenizer the data should use, or None."""
         return None
 
     def base_file(self) -> Path | None:
-        """The GGUF file whose architecture and sizes take the place of `model=...`, if the recipe has one."""
+        """Return the GGUF file whose architecture and sizes replace `model=...`, or None."""
         return None
 
     def prepare_base(self, model: Model) -> Model:
-        """The model in its base file as it trains it: one that leaves a size at 0 takes it from the data again."""
+        """Return the base file's model as it will be trained. Sizes set to 0 are then filled in from the data."""
         return model
 
     def further_files(self) -> Sequence[Path]:
-        """What its values come from beside these files; a run that goes on must find all of them as they were."""
+        """Return other files that initial values come from. A resumed run requires all of them unchanged."""
         return ()
 
     def origin(self) -> tuple[str, str] | None:
-        """What a run says of where its values come from: the role of a file, and the file. None: of no file."""
+        """Return the role and path of the file that initial values come from, or None."""
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
         return ()
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
-        """Replaces initial values, with `session.upload(name, array)`, before the training step is built."""
+        """Replace initial values with `session.upload(name, array)`, before the training step is built."""
 
 
 def start_session(
@@ -100,9 +100,9 @@ def start_session(
     state: Mapping[str, np.ndarray] | None = None,
     directory: Path | None = None,
 ) -> Session:
-    """The recipe's life up to its first step: realize, the warm window, build; then the `state` to continue from.
+    """Return a session that is ready to train: realize the plan, run `recipe.warm`, build, restore `state` if given.
 
-    Closes the session on any error. A plugin's own is told as that, with the log in `directory`.
+    Close the session on any error. Errors are attributed to the plugin; `directory` holds the log to write them to.
     """
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
@@ -113,14 +113,14 @@ def start_session(
 def prepare_session(
     recipe: Recipe, engine: Engine, session: Session, state: Mapping[str, np.ndarray] | None, log: Path | None
 ) -> Session:
-    """The same from an open session on."""
+    """Do the same for a session that is already open."""
     try:
-        with attribute_errors(f"recipe.{recipe.name}", "while it warmed the model", log):
+        with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):
             recipe.warm(session)
         with attribute_errors(f"engine.{engine.name}", "while it built the training step", log):
             session.build()
         if state is not None:
-            with attribute_errors(f"engine.{engine.name}", "while it took the checkpoint", log):
+            with attribute_errors(f"engine.{engine.name}", "while it restored the checkpoint", log):
                 session.restore(state)
     except BaseException:
         session.close()

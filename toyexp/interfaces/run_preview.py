@@ -1,4 +1,4 @@
-"""A run that was planned and has not begun: what its parts look at to say which of their settings have no effect."""
+"""A planned run before it starts, from which parts report settings that have no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPreview:
-    """What engine, recipe, model, data and callbacks may know of the run they are in."""
+    """Configuration, data and plan of a run before it starts, passed to the `warnings` of its parts."""
 
     config: Mapping[str, Any]  # the resolved configuration
     dataset: Dataset
@@ -25,19 +25,19 @@ class RunPreview:
 
     @property
     def steps(self) -> int:
-        """How many steps the run takes."""
+        """Number of steps of the run."""
         return int(self.config["steps"])
 
-    def interval_warnings(self, key: str, every: int, instead: str) -> list[str]:
-        """A warning where the run has fewer than `every` steps, as a list: `instead` says what happens then."""
-        return [f"{key}={every}: the run has {pluralise(self.steps, 'step')}; {instead}"] if every > self.steps else []
+    def interval_warnings(self, key: str, every: int, effect: str) -> list[str]:
+        """Return a warning, in a list, if `every` exceeds the run's steps; `effect` says what happens then."""
+        return [f"{key}={every}: the run has {pluralise(self.steps, 'step')}; {effect}"] if every > self.steps else []
 
 
-def defaults(part: Any) -> dict[str, Any]:
-    """The default of each setting of a part, which is a dataclass, or its class."""
+def default_settings(part: Any) -> dict[str, Any]:
+    """Return the default of each setting of a part, which is a dataclass or its instance."""
     return {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in dataclasses.fields(part)}
 
 
-def changed(part: Any, name: str) -> bool:
-    """Whether a setting of a part is another than its default."""
-    return bool(getattr(part, name) != defaults(part)[name])
+def is_changed(part: Any, name: str) -> bool:
+    """Return True if a setting of a part differs from its default."""
+    return bool(getattr(part, name) != default_settings(part)[name])

@@ -1,4 +1,4 @@
-"""Initial values, drawn on the host by name and seed, so that every engine starts from the same bytes."""
+"""Initial values of tensors, drawn on the host by name and seed so that every engine starts from the same bytes."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
 
 
 class Values(ABC):
-    """Where a tensor's first values come from."""
+    """Base class of sources of a tensor's initial values."""
 
     @abstractmethod
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """The float32 array of `shape` for the tensor `name` under `seed`."""
+        """Return the float32 array of `shape` for the tensor `name` under `seed`."""
 
     def check_finite(self) -> None:
-        """Raises UserError for values that are read from elsewhere and hold what is no finite number."""
+        """Raise UserError if the values come from a file and contain NaN or infinity."""
         return
 
     def export_metadata(self) -> Mapping[str, Any]:
-        """What a model that was trained from them has to say of where they come from; nothing of values drawn here."""
+        """Return metadata about the origin of the values, for an exported model; empty for random values."""
         return {}
 
 
 @dataclass(frozen=True)
 class Normal(Values):
-    """Values of a normal distribution with mean 0 and standard deviation `std`.
+    """Normally distributed values with mean 0 and standard deviation `std`.
 
-    Raises UserError unless that is a finite number from 0.
+    Raises UserError unless `std` is a finite number from 0.
     """
 
     std: float
 
     def __post_init__(self) -> None:
         if not isinstance(self.std, Real) or not 0 <= self.std < math.inf:
-            raise UserError(f"{self!r}: a standard deviation is a finite number from 0")
+            raise UserError(f"{self!r}: std must be a finite number from 0")
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """A stream of its own for each name."""
+        """Return random values from a stream of its own for each seed and name."""
         import numpy as np
 
         return generator(seed, name).standard_normal(shape, dtype="float32") * np.float32(self.std)
@@ -54,16 +54,16 @@ class Normal(Values):
 
 @dataclass(frozen=True)
 class Constant(Values):
-    """The same value everywhere. Raises UserError unless that is a finite number."""
+    """The same value everywhere. Raises UserError unless it is a finite number."""
 
     value: float
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, Real) or not math.isfinite(self.value):
-            raise UserError(f"{self!r}: what a tensor starts from is a finite number")
+            raise UserError(f"{self!r}: value must be a finite number")
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """That value."""
+        """Return an array filled with the value."""
         import numpy as np
 
         return np.full(shape, self.value, np.float32)
@@ -71,12 +71,12 @@ class Constant(Values):
 
 @dataclass(frozen=True)
 class ArrayValues(Values):
-    """Values that are already here: a float32 array of the tensor's shape."""
+    """Values from a float32 array of the tensor's shape."""
 
     array: np.ndarray
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """The array."""
+        """Return the array."""
         import numpy as np
 
         return np.ascontiguousarray(self.array, np.float32)

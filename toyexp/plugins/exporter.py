@@ -19,7 +19,7 @@ from toyexp.interfaces.format import Format, ModelExport, require_written
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.run import Best, Run
-from toyexp.interfaces.run_preview import RunPreview, changed
+from toyexp.interfaces.run_preview import RunPreview, is_changed
 from toyexp.plugins.rules import types_of
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class AdapterExporter(Exporter):
         adapters = bool(_adapter_tensors(preview.plan))
         if not self.merged and not adapters:
             yield f"callbacks.{self.name}.merged=false: the run has no adapter, so the model is written"
-        if not self.merged and adapters and self.form.dtype_setting and changed(self, self.form.dtype_setting):
+        if not self.merged and adapters and self.form.dtype_setting and is_changed(self, self.form.dtype_setting):
             given = f"callbacks.{self.name}.{self.form.dtype_setting}={self._format.kind}"
             yield f"{given}: is the type of the merged model, which merged=false leaves out; an adapter is f32"
 

@@ -8,7 +8,7 @@ import inspect
 import re
 from dataclasses import dataclass
 
-from toyexp.interfaces.run_preview import defaults
+from toyexp.interfaces.run_preview import default_settings
 from toyexp.plugins.exporter import Exporter
 
 
@@ -25,7 +25,7 @@ class Setting:
 def list_settings(cls: type) -> list[Setting]:
     """The settings of a dataclass, each with its help: that of the field, or the comment behind it in the source."""
     comments = _comments(cls) | (_comments(cls.form) if issubclass(cls, Exporter) else {})
-    values = defaults(cls)
+    values = default_settings(cls)
     shown = []
     for f in dataclasses.fields(cls):
         kind = f.type if isinstance(f.type, str) else inspect.formatannotation(f.type)

@@ -28,7 +28,7 @@ from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import AdamW, Rule
-from toyexp.interfaces.plan import Plan, PlanTensor, export_tensors, grouped
+from toyexp.interfaces.plan import Plan, PlanTensor, export_tensors, group_tensors
 from toyexp.interfaces.recipe import Recipe, Setup, start_session
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.session import Session, State
@@ -155,7 +155,7 @@ class CallbackSuite(PluginSuite):
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))
-        plan = dataclasses.replace(plan, groups=grouped(plan.trainable, (self.rule,)))
+        plan = dataclasses.replace(plan, groups=group_tensors(plan.trainable, (self.rule,)))
         callback, settings = self.callback(), {"eval_every": eval_every}
         self.last = callback
         callback.check()

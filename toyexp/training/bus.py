@@ -246,7 +246,7 @@ def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
         raise RunFailed(f"{key} is of no number of this optimiser; {hint}")
     for group in plan.updates:
         try:
-            group.scaled({name: value}).check()
+            group.scale_rule({name: value}).check()
         except UserError as error:
             raise RunFailed(f"{key} is {value:g}: {error}") from error
 

@@ -126,7 +126,7 @@ class Training:
         targets = int(np.count_nonzero(step.batch["weights"]))
         outcome.count(loss, targets, launched.seconds)
         numbers = {"loss": loss, "lr": step.lr, "grad_norm": grad_norm, "tokens": targets}
-        told = Metrics({**step.scaled(self.run.plan), **numbers, "wall_us": launched.seconds * 1e6})
+        told = Metrics({**step.scaled_settings(self.run.plan), **numbers, "wall_us": launched.seconds * 1e6})
         self.bus.call_on_step(self.run, outcome.steps, told, step.batch)
         return told, step.batch
 

@@ -32,11 +32,11 @@ class NextStep:
     factors: Mapping[str, float]  # of the optimiser's other numbers
     input: StepInput
 
-    def scaled(self, plan: Plan) -> dict[str, float]:
+    def scaled_settings(self, plan: Plan) -> dict[str, float]:
         """Return the factors by name, and the numbers that they give."""
         if not self.factors:
             return {}
-        return {**{f"{n}_factor": f for n, f in self.factors.items()}, **plan.scaled(self.factors)}
+        return {**{f"{n}_factor": f for n, f in self.factors.items()}, **plan.scaled_settings(self.factors)}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from toyexp.base.ownership import SWEEP_FILE, Ledger, require_inside, require_un
 from toyexp.base.validators import is_integer
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.data import Data
-from toyexp.interfaces.run_preview import defaults
+from toyexp.interfaces.run_preview import default_settings
 from toyexp.interfaces.snapshot import state_misfit
 from toyexp.training import checkpoint
 from toyexp.training.provenance import MOVED, parse_origin, require_own_checkpoint, source_digests
@@ -218,7 +218,7 @@ def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:
     del parts["callbacks"]
     callbacks = _fill_defaults(then.get("callbacks"), config.plain["callbacks"], config.callbacks)
     return {
-        **defaults(config.settings), **then, "callbacks": callbacks,
+        **default_settings(config.settings), **then, "callbacks": callbacks,
         **_fill_defaults({kind: then.get(kind) for kind in parts}, config.plain, parts),
     }  # fmt: skip
 
@@ -231,7 +231,7 @@ def _fill_defaults(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) 
     for kind, part in parts.items():
         node = then.get(kind)
         if isinstance(node, Mapping) and node.get("name") == now[kind]["name"]:
-            filled[kind] = {**{k: v for k, v in defaults(part).items() if k in now[kind]}, **node}
+            filled[kind] = {**{k: v for k, v in default_settings(part).items() if k in now[kind]}, **node}
     return filled
 
 

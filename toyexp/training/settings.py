@@ -11,7 +11,7 @@ from typing import Any
 from toyexp.base.errors import UserError, printable, require_visible, suggest
 from toyexp.base.formatting import pluralise
 from toyexp.base.validators import require_float32, require_positive
-from toyexp.interfaces.run_preview import changed
+from toyexp.interfaces.run_preview import is_changed
 
 NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
 
@@ -143,7 +143,7 @@ class Settings:
         """A sentence for each of these settings that has no effect in this run."""
         told = []
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
-        if changed(self, "eval_every") and self.eval_every > self.steps:
+        if is_changed(self, "eval_every") and self.eval_every > self.steps:
             evals = "there is an eval before the first and after the last"
             told.append(f"eval_every={self.eval_every}: the run has {pluralise(self.steps, 'step')}; {evals}")
         if saves.steps > self.steps:
@@ -151,6 +151,6 @@ class Settings:
                 f"checkpoint_every={saves.steps}: the run has {pluralise(self.steps, 'step')}; "
                 "one is written at the end"
             )
-        if changed(self, "checkpoint_keep") and not saves:
+        if is_changed(self, "checkpoint_keep") and not saves:
             told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")
         return told

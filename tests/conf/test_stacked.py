@@ -313,7 +313,7 @@ def test_what_cannot_be_stacked_trains_one_after_another_and_why_is_said_once(ca
     words = ["plugins=[toyexp.testing.null]", "engine=noop", *QUICK[2:], "steps=2", "eval_every=0"]
     assert main(["-m", *words, "callbacks=[events]", "seed=0,1,2", STACKED, "hydra.sweep.dir=noop"]) == 0
     assert statuses("noop") == ["completed"] * 3
-    why = "stack   jobs train one after another: engine=noop: takes the steps of one run at a time"
+    why = "stack   jobs train one after another: engine=noop: does not support stacked runs"
     assert capfd.readouterr().out.splitlines().count(why) == 1
 
 

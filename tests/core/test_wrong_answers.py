@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from toyexp import TOKENS, Batches, Data, Exported, Format, Optimiser, Schedule, TokenDataset, hookimpl
+from toyexp import TOKENS, Batches, Data, Format, ModelExport, Optimiser, Schedule, TokenDataset, hookimpl
 from toyexp.testing.null import NullEngine, NullSession
 from toyexp_data.images import Digits
 from toyexp_models.llama import Llama
@@ -165,9 +165,9 @@ class OddFormat(Format):
                 del tensors["output_norm.weight"]
             case "more":
                 tensors["nope"] = np.ones(3, np.float32)
-        return Exported(model, tensors)
+        return ModelExport(model, tensors)
 
-    def write(self, exported, path):
+    def write(self, export, path):
         if self.at == "directory":
             path.mkdir()
         elif self.at == "pipe":
@@ -392,7 +392,7 @@ def test_eval_names_the_data_too(capsys):
         ("more", ["slot q"]),
         ("counts", ["its slots of", "at the second call", "resumed"]),
         ("alone", ["two things"]),
-        ("backwards", ["[1]", "does not fit"]),
+        ("backwards", ["[1]", "cannot broadcast"]),
         ("unknown", ["has no attribute 'exp' (odd_plugin.py, line "]),
         ("raises", ["IndexError", "(odd_plugin.py, line "]),
     ],
@@ -440,7 +440,7 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("None", "format.odd.read() gave None, expected Exported"),
+        ("None", "format.odd.read() gave None, expected ModelExport"),
         ("model", "x.odd: format.odd read [<class"),
         ("shape", "x.odd: format.odd read [3, 3] for token_embd.weight, and its model says [8, 8]"),
         ("list", "x.odd: format.odd read [1.0] for token_embd.weight, expected an array [8, 8]"),
@@ -462,7 +462,7 @@ def test_a_pipe_in_the_place_of_a_formats_file_is_refused_and_nobody_waits_for_i
 
 
 def test_a_session_that_is_not_open_is_told_at_once(capsys):
-    wanted = "realize() gave a NullSession that is not open; it returns Session(plan).open()"
+    wanted = "realize() returned a NullSession that is not open; return Session(plan).open()"
     assert run_told(capsys, "engine=unopened") == wanted
     assert main([*NOOP, "steps=1", "hydra.run.dir=whole"]) == 0
     assert told(capsys, "eval", "whole", PLUGINS, "engine=unopened") == wanted

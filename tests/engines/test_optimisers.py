@@ -400,7 +400,7 @@ def test_a_session_refuses_numbers_that_are_not_its_groups():
     with built("cpu", the_plan) as session:
         with pytest.raises(SessionError, match="another optimiser than AdamW"):
             session.step(batch, AdamW.for_lora().hp_for_step(0))
-        with pytest.raises(SessionError, match="numbers for 1 groups, and the plan has 2"):
+        with pytest.raises(SessionError, match="numbers for 1 groups, expected 2"):
             session.step(batch, the_plan.numbers(0, LR)[:1])
         with pytest.raises(SessionError, match="not finite"):
             session.step(batch, [vector * np.nan for vector in the_plan.numbers(0, LR)])

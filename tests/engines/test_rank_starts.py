@@ -147,7 +147,7 @@ def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["engine=ggml"], "engine=ggml: computes in one process; start it without torchrun"),
+        (["engine=ggml"], "engine=ggml: runs in one process only; start it without torchrun"),
         (
             ["engine=cpu", "engine.devices=4"],
             "torchrun has started 2 ranks; leave engine.devices out",

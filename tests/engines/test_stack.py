@@ -431,5 +431,5 @@ def test_a_model_whose_numbers_decide_what_is_computed_is_refused():
 
 
 def test_an_engine_without_stacks_says_so():
-    with pytest.raises(UserError, match="engine=ggml: takes the steps of one run at a time"):
+    with pytest.raises(UserError, match="engine=ggml: does not support stacked runs"):
         GGMLCPU().realize_stack([plan("llama")] * 2)

@@ -80,7 +80,7 @@ def test_without_warming_the_plan_starts_from_random_values(donor):
         session.upload(TABLE, rows)
         session.build()
         np.testing.assert_array_equal(session.download(TABLE), rows)
-        with pytest.raises(SessionError, match="the warm window closed at build"):
+        with pytest.raises(SessionError, match="upload before build"):
             session.upload(TABLE, rows, source="donor.gguf")
 
 

@@ -1,4 +1,4 @@
-"""Engine: a way to run a Plan, and what it says of itself before it runs one."""
+"""Base class of engines, which execute plans."""
 
 from __future__ import annotations
 
@@ -20,103 +20,107 @@ if TYPE_CHECKING:
 
 @dataclass
 class Engine(ABC):
-    """Base of all engines, ways to run a Plan: subclass it as a dataclass whose fields are its settings."""
+    """Base of all engines: subclass it as a dataclass whose fields are its settings."""
 
     plugin_kind: ClassVar[str] = "engine"
-    name: ClassVar[str]  # what `engine=` takes
-    priority: ClassVar[int] = 0  # `engine=auto` picks the highest that works here
-    own_memory: ClassVar[bool] = False  # its device has memory of its own, beside the machine's
-    on_gpu: ClassVar[bool] = False  # it computes on a GPU
-    device_variable: ClassVar[str] = (
-        ""  # the environment's variable that says which of the machine's devices it sees, if any
-    )
+    name: ClassVar[str]  # the value of `engine=` that selects it
+    priority: ClassVar[int] = 0  # `engine=auto` selects the engine with the highest priority that works here
+    own_memory: ClassVar[bool] = False  # True: its device has its own memory, separate from the host's
+    on_gpu: ClassVar[bool] = False  # True: it computes on a GPU
+    device_variable: ClassVar[str] = ""  # environment variable that selects visible devices; empty: none
 
     @abstractmethod
     def check(self) -> str:
-        """One line about the device when the engine works here; raises Unavailable with the remedy when not."""
+        """Return one line about the device if the engine works here. Raise Unavailable with the remedy if not."""
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
         return ()
 
     def advice(self) -> list[str]:
-        """What would make it faster here, a short line each; empty when there is nothing to say."""
+        """Return short tips, one line each, that would make the engine faster here."""
         return []
 
     def remedies(self) -> list[str]:
-        """The same for `toyexp doctor`, where a line has room for a command."""
+        """Return the same tips for `toyexp doctor`, where a line has room for a command."""
         return self.advice()
 
     def rounds_to(self) -> str:
-        """The type that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
+        """Return the dtype that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
         return "float32"
 
     def check_rows(self, rows: int, accumulate: int) -> None:  # noqa: B027 - optional, as below
-        """Raises UserError for steps of `accumulate` micro-batches of so many rows; before the data is opened."""
+        """Raise UserError if steps of `accumulate` micro-batches of `rows` rows cannot work.
+
+        Called before data is opened.
+        """
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
-        """Raises UserError for a plan that is beyond what the engine can hold, before anything is made of it."""
+        """Raise UserError if the plan exceeds the engine's limits. Called before anything is allocated."""
 
     def free_bytes(self) -> int | None:
-        """Bytes that its device has left for what a run computes; None where it does not say."""
+        """Return the bytes of device memory available to a run, or None if unknown."""
         return available_bytes()
 
     def gpus(self) -> int | None:
-        """How many of the machine's NVIDIA GPUs a run on it takes; None: all. No question to the device: see check."""
+        """Return how many of the machine's NVIDIA GPUs a run uses; None: all.
+
+        Must not query the device, see `check`.
+        """
         return 0
 
     def preload(self) -> None:  # noqa: B027 - optional on purpose: it saves time
-        """Imports what a run on it computes with: the jobs of a sweep are forked from a process that has done so once.
+        """Import the libraries that a run needs. Jobs of a sweep are forked from a process that has called this.
 
-        No device is asked for, nothing is computed and no thread started: neither would live on in them.
+        It must not open a device, compute or start threads, none of which survive a fork.
         """
 
     def preload_stack(self) -> None:
-        """The same of what trains several runs as one program."""
+        """Import the libraries that a stack needs, under the same conditions."""
         self.preload()
 
     def wake(self) -> None:  # noqa: B027 - optional on purpose: it saves time
-        """Begins to open its device beside what is done before it is needed, in a process that is to train on it.
+        """Start to open the device in the background, in a process that will train on it.
 
-        Called once `check` has found nothing wrong; what goes wrong here is left to whoever needs the device to say.
+        Called after `check` succeeded. Ignore errors here; they are raised again when the device is used.
         """
 
     def generation_engine(self) -> Engine:
-        """The engine that writes text, one row of it: itself, or its first device alone where it has several."""
+        """Return the engine for generating one sequence: this one, or one limited to its first device."""
         return self
 
     def processes(self) -> int:
-        """How many processes a run on it is that compute on the CPU: jobs side by side have a core for each of them."""
+        """Return how many CPU processes a run uses. Parallel jobs reserve a core for each."""
         return 1
 
     def follow(self) -> None:
-        """Take part in the run of rank 0 until it ends; on rank 0, and in a run of one process, return at once.
+        """Serve as a worker of rank 0's run until it ends. Return at once on rank 0 and in a single-process run.
 
-        Raises UserError if the engine computes in one process and `torchrun` has started several.
+        Raise UserError if the engine supports one process only and `torchrun` has started several.
         """
         if started_ranks().count > 1:
-            raise UserError(f"engine={self.name}: computes in one process; start it without torchrun")
+            raise UserError(f"engine={self.name}: runs in one process only; start it without torchrun")
 
     @abstractmethod
     def realize(self, plan: Plan) -> Session:
-        """An open session, whose tensors hold the plan's initial values: `return MySession(plan).open()`."""
+        """Return an open session whose tensors hold the initial values: `return MySession(plan).open()`."""
 
     def stack_conflict(self, plans: Sequence[Plan]) -> str:
-        """Why sessions of these plans cannot take their training steps together, in words; empty where they can."""
-        return f"engine={self.name}: takes the steps of one run at a time"
+        """Return why sessions of these plans cannot be stacked, in words; empty if they can."""
+        return f"engine={self.name}: does not support stacked runs"
 
     def stack_bytes(self, plan: Plan) -> int | None:
-        """What a run takes of its device's memory in a stack, beside tensors that do not train; None: it cannot say.
+        """Return the peak device memory of one run in a stack, in bytes; None if unknown.
 
-        Its weights, gradients and optimiser's state, and what a step holds of it at most.
+        It includes weights, gradients, optimiser state and activations, but not frozen tensors.
         """
         return None
 
     def realize_stack(self, plans: Sequence[Plan]) -> Stack:
-        """Open sessions of plans that are not `unstackable`, one each, whose training steps are one program.
+        """Return a stack with an open session for each plan; their training steps run as one program.
 
-        Each takes its part of a step as its session alone would take it but for the order of sums; bad numbers of one
-        touch no other, nor does closing one. In everything else they are sessions like any. Raises UserError for plans
-        that cannot be stacked.
+        Requires plans without a `stack_conflict`. Each session computes what it would on its own, up to the order of
+        sums. NaNs in one session, or closing it, do not affect the others. Raise UserError for plans that cannot be
+        stacked.
         """
         raise UserError(self.stack_conflict(plans))

@@ -100,7 +100,7 @@ class Plan:
         for name, kind in (("targets", "int"), ("weights", "float")):
             dtype = self.inputs[name].dtype if name in self.inputs else "missing"
             if not dtype.startswith(kind):
-                raise UserError(f"plan: inputs[{name!r}] must have {kind} dtype, got {dtype}")
+                raise UserError(f"plan: inputs must include {kind} {name}; got {dtype}")
         names_in_groups = [name for group in self.groups for name in group.tensors]
         if self.groups and sorted(names_in_groups) != sorted(t.name for t in self.trainable):
             raise UserError("plan: its groups must hold each trainable tensor exactly once")

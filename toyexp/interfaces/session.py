@@ -1,8 +1,8 @@
-"""Session: a Plan with its numbers on a device, its states and its errors.
+"""Base class of sessions: a plan with its tensors on a device, the session's states, and argument checks.
 
-A session is NEW until it is opened, REALIZED when its tensors exist and may still be replaced (the warm window), BUILT
-once `build()` has baked the training step, and CLOSED at the end. Every public method here checks the state, the names
-and the shapes, so an engine implements only the `do_*` methods and can trust what reaches them.
+A session is NEW until it is opened, REALIZED while its tensors exist and may still be replaced (the warm window), BUILT
+once `build()` has prepared the training step, and CLOSED at the end. Every public method here checks the state, names
+and shapes; an engine implements only the `do_*` methods, whose arguments are valid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ X = TypeVar("X")
 
 
 class State(Enum):
-    """Where a session is in its life."""
+    """Lifecycle state of a session."""
 
     NEW = "new"
     REALIZED = "realized"
@@ -37,49 +37,50 @@ class State(Enum):
 
 
 class StepMetrics(NamedTuple):
-    """What a training step reports: the batch's loss before the update, and the gradient's global norm."""
+    """Loss of the batch before the update, and global norm of the gradient before clipping."""
 
     loss: float
     grad_norm: float
 
 
 class StepInput(NamedTuple):
-    """A step's batch in micro-batches whose weights together sum to 1, and the optimiser's numbers of each group."""
+    """A step's batch in micro-batches whose weights together sum to 1, and each group's numbers."""
 
     micros: Sequence[Batch]
     numbers: Sequence[np.ndarray]
 
 
-def _for_groups(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
-    """A vector of finite numbers for each group of the plan; AdamW's seven are spread over the groups.
+def _numbers_per_group(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
+    """Return a vector of finite numbers for each group of the plan; AdamW's seven numbers are repeated per group.
 
-    Raises SessionError for what is neither. What does not decay (norms, biases) has a decay of 0 in its seven.
+    Raise SessionError for anything else. In groups that do not decay (norms, biases) the seven have a decay of 0.
     """
     groups = plan.updates
     if isinstance(numbers, np.ndarray):
         if not all(isinstance(group.rule, AdamW) for group in groups):
-            raise SessionError("step(): the plan has another optimiser than AdamW: it takes plan.numbers(step, lr)")
+            raise SessionError("step(): the plan's optimiser is not AdamW: pass plan.numbers(step, lr)")
         if numbers.shape != (7,):
-            raise SessionError(f"step(): hp has the shape {list(numbers.shape)}, expected [7]")
-        keeps = np.where(np.arange(7) == 4, 0.0, numbers)
-        numbers = [numbers if plan.tensor(group.tensors[0]).has_weight_decay else keeps for group in groups]
+            raise SessionError(f"step(): numbers have shape {list(numbers.shape)}, expected [7]")
+        without_decay = np.where(np.arange(7) == 4, 0.0, numbers)
+        decays = [plan.tensor(group.tensors[0]).has_weight_decay for group in groups]
+        numbers = [numbers if decay else without_decay for decay in decays]
     if len(numbers) != len(groups):
-        raise SessionError(f"step(): numbers for {len(numbers)} groups, and the plan has {len(groups)}")
+        raise SessionError(f"step(): got numbers for {len(numbers)} groups, expected {len(groups)}")
     for vector in numbers:
         if not math.isfinite(sum(vector.tolist())) and not all(map(math.isfinite, vector.tolist())):
-            raise SessionError(f"step(): its numbers are not finite: {', '.join(f'{x:g}' for x in vector)}")
+            raise SessionError(f"step(): numbers are not finite: {', '.join(f'{x:g}' for x in vector)}")
     return numbers
 
 
 class Session(ABC):
-    """A realized plan: made, then opened. Use it as a context manager, or call `close()`."""
+    """A realized plan. Use it as a context manager, or call `close()`."""
 
-    plugin_kind: ClassVar[str] = "engine"  # by which its errors are told
+    plugin_kind: ClassVar[str] = "engine"  # names it in error messages
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.state = State.NEW
-        self.version = 0  # counts what makes a decoder's memory of earlier positions worthless
+        self.version = 0  # incremented when weights change, which invalidates decoder caches
         self._by_name = {t.name: t for t in plan.tensors}
         self._state_is_set = False
 
@@ -87,7 +88,7 @@ class Session(ABC):
 
     @final
     def open(self) -> Self:
-        """Makes the tensors, with the plan's initial values; closes the session where that fails."""
+        """Create the tensors with the plan's initial values. Close the session if that fails."""
         self._require(State.NEW, "open()")
         try:
             self.do_open()
@@ -101,22 +102,22 @@ class Session(ABC):
 
     @final
     def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
-        """Replaces a tensor's values with `array` (its exact shape); only while the warm window is open."""
-        what = f"upload of {name} from {source}"
+        """Replace a tensor's values with `array`, which must have its shape. Raise SessionError after build()."""
+        action = f"upload of {name} from {source}"
         if self.state is State.NEW:
-            self._require(State.REALIZED, what)
+            self._require(State.REALIZED, action)
         if self.state is not State.REALIZED:
-            raise SessionError(f"{what}: the warm window closed at build(); upload before it")
+            raise SessionError(f"{action}: the session is built; upload before build()")
         tensor = self._tensor(name, f"upload from {source}")
         if tuple(array.shape) != tensor.shape:
-            raise SessionError(f"{what}: expected shape {list(tensor.shape)}, got {list(array.shape)}")
+            raise SessionError(f"{action}: expected shape {list(tensor.shape)}, got {list(array.shape)}")
         self.do_upload(tensor, np.ascontiguousarray(array, np.float32))
 
     @final
     def build(self) -> None:
-        """Closes the warm window and bakes forward, loss, backward and the optimiser into the training step.
+        """End the warm window and prepare the training step: forward, loss, backward and optimiser.
 
-        A plan that trains nothing has no step: its session only evaluates.
+        The session of a plan without trainable tensors can only evaluate.
         """
         self._require(State.REALIZED, "build()")
         self.do_build()
@@ -124,38 +125,38 @@ class Session(ABC):
 
     @final
     def step(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepMetrics:
-        """Take one step of the optimiser on `batch`; the first call starts from a state of zeros.
+        """Take one optimiser step on `batch`. Before the first step the optimiser's state is zeros.
 
-        `numbers` are those of `plan.numbers(step, lr)`, or AdamW's seven for a plan that AdamW alone trains.
+        `numbers` is `plan.numbers(step, lr)`, or the seven numbers of AdamW if every rule of the plan is AdamW.
         """
-        given = self.step_input(batch, numbers)
+        inputs = self.step_input(batch, numbers)
         self.begin_step()
-        return self.do_launch(*given)()
+        return self.do_launch(*inputs)()
 
     @final
     def step_input(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepInput:
-        """Check what a step is given, and cut the batch into micro-batches; raises BadBatch for one that is none."""
+        """Check a step's arguments and split the batch into micro-batches. Raise BadBatch for an invalid batch."""
         self._require_training("step()")
-        numbers = _for_groups(self.plan, numbers)
+        numbers = _numbers_per_group(self.plan, numbers)
         if isinstance(batch, PreparedBatch) and batch.plan is self.plan:
             micros: Sequence[Batch] = batch.micros
         else:
             micros = micro_batches(self.plan, batch)
         if len(micros) != self.plan.accumulate:
-            wanted = self.plan.accumulate * self.plan.rows
-            raise BadBatch(f"step(): a batch of {len(batch['targets'])} rows, expected {wanted}")
+            rows = self.plan.accumulate * self.plan.rows
+            raise BadBatch(f"step(): a batch of {len(batch['targets'])} rows, expected {rows}")
         return StepInput(micros, numbers)
 
     @final
     def begin_step(self) -> None:
-        """Count a step whose input was checked; before the first one the optimiser's state is set to zeros."""
+        """Register a step whose input was checked. Before the first one, set the optimiser's state to zeros."""
         self._require_training("step()")
         self._prepare_state()
         self.version += 1
 
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss over all weighted targets of `batches`; changes nothing."""
+        """Return the mean loss over all weighted targets of `batches`. Changes nothing."""
         self._require(State.BUILT, "evaluate()")
         micros = HeldOut(self.plan, batches)
         total = 0.0
@@ -165,10 +166,10 @@ class Session(ABC):
 
     @final
     def logits(self, batch: Batch) -> np.ndarray:
-        """The float32 logits of the inputs in `batch`, [rows, ..., V].
+        """Return the float32 logits of the inputs in `batch`, [rows, ..., V].
 
-        Any number of rows: they are computed as many at a time as the plan has. Where rows are missing, or are shorter
-        than the plan's, they are padded for the computation and cut off again.
+        `batch` may have any number of rows; they are computed `plan.rows` at a time. Missing or short rows are padded
+        for the computation, and the padding is removed from the result.
         """
         self._require(State.BUILT, "logits()")
         count = max((len(array) for array in batch.values()), default=0)
@@ -178,46 +179,46 @@ class Session(ABC):
 
     @final
     def decoder(self) -> Decoder:
-        """What reads a sequence of tokens piece by piece, with the present weights; raises for other models."""
+        """Return a decoder that uses the current weights. Raise SessionError if the model has no token sequence."""
         self._require(State.BUILT, "decoder()")
         model = self.plan.model
         ids, targets = (self.plan.inputs.get(name) for name in (model.reads.sequence, "targets"))
         if ids is None or targets is None or ids.shape != targets.shape:
-            raise SessionError(f"decoder(): model={model.name} does not continue a sequence of tokens")
+            raise SessionError(f"decoder(): model={model.name} cannot continue a sequence of tokens")
         return self.do_decoder()
 
     @final
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
-        """The gradient of the batch's loss for every trainable tensor, before clipping; changes nothing."""
+        """Return the gradient of the batch's loss for every trainable tensor, before clipping. Changes nothing."""
         self._require_training("gradients()")
         return self.do_gradients(micro_batches(self.plan, batch))
 
     @final
     def download(self, name: str) -> np.ndarray:
-        """A tensor's present values, float32."""
+        """Return a tensor's current values, float32."""
         if self.state in (State.NEW, State.CLOSED):
             raise SessionError(f"download of {name}: the session is {self.state.value}")
         return self.do_download(self._tensor(name, "download"))
 
     @final
     def snapshot(self, into: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
-        """A copy of all that training changes: each trainable tensor, and its optimiser's state as `<name>@<slot>`.
+        """Return a copy of all that training changes: trainable tensors, and optimiser state as `<name>@<slot>`.
 
-        The numbers keep the engine's own precision, so that `restore` brings back the very bits. `into`, an earlier
-        snapshot of this session that nobody needs any more, is overwritten where the engine can, which is faster.
+        Arrays keep the engine's precision, so `restore` is exact. `into` is an earlier snapshot that is no longer
+        needed; the engine may overwrite its arrays, which is faster.
         """
         self._require(State.BUILT, "snapshot()")
         if into is not None and (misfit := state_misfit(self.plan, into)):
             raise SessionError(f"snapshot(): {misfit}")
         self._prepare_state()
-        found = call_checked(Mapping, self.do_snapshot, into or {})
-        if fault := state_misfit(self.plan, found):
+        arrays = call_checked(Mapping, self.do_snapshot, into or {})
+        if fault := state_misfit(self.plan, arrays):
             raise PluginFailed(f"{type(self).__name__}.do_snapshot(): {fault}")
-        return found
+        return arrays
 
     @final
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Puts back what `snapshot` gave, here or on another engine; raises SessionError when it does not fit."""
+        """Load a snapshot of this or another engine. Raise SessionError if it does not match the plan."""
         self._require(State.BUILT, "restore()")
         misfit = state_misfit(self.plan, arrays)
         if misfit:
@@ -231,7 +232,7 @@ class Session(ABC):
 
     @final
     def close(self) -> None:
-        """Frees everything; closing twice is harmless."""
+        """Free all resources. Closing twice is allowed."""
         if self.state is not State.CLOSED:
             self.state = State.CLOSED
             self.version += 1
@@ -242,110 +243,110 @@ class Session(ABC):
 
     @final
     def require_open(self) -> Self:
-        """Itself; raises SessionError for one that `Engine.realize` made and did not open."""
+        """Return the session. Raise SessionError if `Engine.realize` returned it without opening it."""
         if self.state is State.NEW:
             name = type(self).__name__
-            raise SessionError(f"realize() gave a {name} that is not open; it returns Session(plan).open()")
+            raise SessionError(f"realize() returned a {name} that is not open; return Session(plan).open()")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def describe(self) -> dict[str, Any]:
-        """What run_start records about the engine: device, threads, precision."""
+        """Return what the event run_start records about the engine: device, threads, precision."""
         return {}
 
     def device_bytes(self) -> int | None:
-        """The most that its tensors and graphs have taken of its device's memory; None where nobody counts that."""
+        """Return the peak device memory of its tensors and graphs, in bytes; None if not measured."""
         return None
 
     def notes(self) -> Iterable[str]:
-        """What a person should know of how it computes this plan, a line each, before the first step."""
+        """Return notes for the user on how the plan is computed, one line each, before the first step."""
         return ()
 
     @final
     def name_arrays(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
-        """What stands in `values` and `states` for the trainable tensors, by the names of a snapshot."""
-        found: dict[str, X] = {}
+        """Return the values and states of the trainable tensors under their names in a snapshot."""
+        arrays: dict[str, X] = {}
         for tensor in self.plan.trainable:
-            found[tensor.name] = values[tensor.name]
-            found |= {slot_name(tensor.name, slot): value for slot, value in states[tensor.name].items()}
-        return found
+            arrays[tensor.name] = values[tensor.name]
+            arrays |= {slot_name(tensor.name, slot): value for slot, value in states[tensor.name].items()}
+        return arrays
 
-    # -- what an engine implements ------------------------------------------------------------------------------
+    # -- implemented by an engine -------------------------------------------------------------------------------
 
     @abstractmethod
     def do_open(self) -> None:
-        """Allocates what holds the tensors; their values follow, one by one, through `do_load`."""
+        """Allocate memory for the tensors. Their values follow one by one through `do_load`."""
 
     def do_load(self, tensor: PlanTensor) -> None:
-        """Gives the tensor its initial values; an engine may take those of a file as they stand there."""
+        """Set the tensor to its initial values. An engine may instead load a file's packed data directly."""
         self.do_upload(tensor, self.plan.initial_values(tensor))
 
     @abstractmethod
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
-        """Stores a contiguous float32 array as the tensor's values."""
+        """Store a contiguous float32 array as the tensor's values."""
 
     @abstractmethod
     def do_build(self) -> None:
-        """Prepares the training step."""
+        """Prepare the training step."""
 
     @abstractmethod
     def do_reset_state(self) -> None:
-        """Sets the optimiser's state to zeros."""
+        """Set the optimiser's state to zeros."""
 
     @abstractmethod
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
-        """Sums the gradients of the micro-batches, clips, updates. The weights of all micros together sum to 1.
+        """Sum the micro-batches' gradients, clip them, update the weights. The weights of all micros sum to 1.
 
-        `numbers` has a vector for each group of `plan.updates`. Where the plan says `skip_nonfinite`, a loss or norm
-        that is not finite leaves weights and state as they are.
+        `numbers` has a vector for each group of `plan.updates`. If `plan.skip_nonfinite`, a NaN or infinite loss or
+        norm must leave weights and state unchanged.
         """
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
-        """Begin such a step and return what waits for it, in an engine whose device computes beside the host."""
+        """Start such a step and return a function that waits for its metrics, if the device runs asynchronously."""
         metrics = self.do_step(micros, numbers)
         return lambda: metrics
 
     @property
     def depth(self) -> int:
-        """How many steps may be under way: 2 where the device has a queue of its own; a stack may take half at once."""
+        """Maximum number of steps in flight: 2 if the device has a queue. A stack may launch half of them at once."""
         return 1
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:
-        """The weighted sum of the losses of one micro-batch, without training."""
+        """Return the weighted sum of the losses of one micro-batch, without training."""
 
     @abstractmethod
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        """The logits of the first `rows` rows of a micro-batch."""
+        """Return the logits of the first `rows` rows of a micro-batch."""
 
     def do_decoder(self) -> Decoder:
-        """A decoder; an engine that can keep what it computed of earlier positions has a faster one."""
+        """Return a decoder. An engine that caches keys and values overrides this for speed."""
         return Recompute(self)
 
     @abstractmethod
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        """The summed gradient of every trainable tensor, by name."""
+        """Return the summed gradient of every trainable tensor, by name."""
 
     @abstractmethod
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
-        """A float32 copy of the tensor's values."""
+        """Return a float32 copy of the tensor's values."""
 
     @abstractmethod
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Copies of all that training changes, as `named` gives it, in the engine's precision.
+        """Return copies of all that training changes, as from `name_arrays`, in the engine's precision.
 
-        `into` is empty, or what an earlier call gave: its arrays may be overwritten and returned.
+        `into` is empty, or the result of an earlier call, whose arrays may be overwritten and returned.
         """
 
     @abstractmethod
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        """Sets a trainable tensor's values and state, from arrays of any float type."""
+        """Set a trainable tensor's values and state, from arrays of any float dtype."""
 
     @abstractmethod
     def do_close(self) -> None:
-        """Frees what the session holds; one whose opening failed may hold a part."""
+        """Free the session's resources, which may be incomplete if opening failed."""
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -363,14 +364,14 @@ class Session(ABC):
     def _require_training(self, call: str) -> None:
         self._require(State.BUILT, call)
         if not self.plan.trainable:
-            raise SessionError(f"{call}: the plan trains nothing")
+            raise SessionError(f"{call}: the plan has no trainable tensors")
 
-    def _tensor(self, name: str, what: str) -> PlanTensor:
+    def _tensor(self, name: str, action: str) -> PlanTensor:
         try:
             return self._by_name[name]
         except KeyError:
-            raise SessionError(f"{what}: no tensor {name!r} in the plan; {suggest(name, self._by_name)}") from None
+            raise SessionError(f"{action}: no tensor {name!r} in the plan; {suggest(name, self._by_name)}") from None
 
     def _padded_logits(self, batch: Batch) -> np.ndarray:
-        full, kept = pad_batch(self.plan, batch)
-        return np.ascontiguousarray(self.do_logits(full, len(kept[0]))[tuple(slice(len(k)) for k in kept)])
+        full, ranges = pad_batch(self.plan, batch)
+        return np.ascontiguousarray(self.do_logits(full, len(ranges[0]))[tuple(slice(len(r)) for r in ranges)])

@@ -40,7 +40,7 @@ def test_misuse_is_a_named_error():
         frozen.build()
         with pytest.raises(SessionError, match="no trainable tensors"):
             frozen.step(batch, hp)
-    with pytest.raises(SessionError, match="window closed at build"):
+    with pytest.raises(SessionError, match="upload before build"):
         session.upload("w", np.zeros((8, 8), np.float32), source="donor.gguf")
     with pytest.raises(SessionError, match=r"numbers have shape \[6\]"):
         session.step(batch, hp[:6])

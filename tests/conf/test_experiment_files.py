@@ -88,7 +88,7 @@ def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, t
         ("optim:\n  groups:\n    1: {lr: 1}\n", ["line 4: optim.groups.1: takes names that are text"]),
         ("optim:\n  groups:\n    a*: {lr: 1}\n    blk.*:\n      lr: -1\n", ["line 5: optim.groups: blk.*: lr=-1"]),
         ("optim: {groups: {blk.*: {rate: 1}}}\n", ["line 2: optim.groups: blk.*: unknown setting rate"]),
-        ("optim:\n  groups:\n    blk.*: 0.1\n", ["line 4: optim.groups: blk.*: takes settings"]),
+        ("optim:\n  groups:\n    blk.*: 0.1\n", ["line 4: optim.groups: blk.*: expected settings"]),
         ("optim:\n  groups:\n    none.*: {lr: 1}\n", ["line 4: optim.groups: none.*: matches no trainable tensor"]),
         ("optim:\n  groups:\n    '*': {frozen: true}\n", ["line 3: optim.groups: freezes every tensor"]),
         ("optim:\n  grad_clip: -3\n", ["line 3: optim.grad_clip=-3.0: must be at least 0"]),

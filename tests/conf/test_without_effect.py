@@ -74,7 +74,7 @@ IDLE = {
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
         ["callbacks.linear.scales=weight_decay: scales optim.weight_decay=0",
          "optim.groups: *attn_k*: has no effect: *attn* matches its tensors first",
-         "optim.groups: *norm*: weight_decay=1: norms"],
+         "optim.groups: *norm*: weight_decay=1 has no effect: norms"],
         "optim.groups={*attn_q*:{frozen:true},*attn_k*:{lr:2},*attn*:{lr:1,weight_decay:1},*norm*:{weight_decay:0}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
     ),

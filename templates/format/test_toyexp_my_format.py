@@ -13,7 +13,7 @@ SMALL = {"vocab": 257, "d_model": 16, "context": 8}
 
 class TestMyFormat(FormatSuite):
     form, models = MyFormat(), [Llama(**SMALL), GPT2(**SMALL)]
-    refused = [Llama(vocab=100_000, d_model=64)]
+    unsupported = [Llama(vocab=100_000, d_model=64)]
 
 
 class TestIndented(FormatSuite):

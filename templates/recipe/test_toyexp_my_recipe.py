@@ -10,5 +10,5 @@ class TestMyRecipe(RecipeSuite):
     recipe, model = MyRecipe(), GPT2(d_model=8, n_layers=4, n_heads=2, context=8)
 
     def test_the_last_of_every_two_blocks_is_frozen(self):
-        frozen = {t.name.split(".")[1] for t in self.planned().tensors if not t.trainable}
+        frozen = {t.name.split(".")[1] for t in self.make_plan().tensors if not t.trainable}
         assert frozen == {"1", "3"}

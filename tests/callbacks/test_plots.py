@@ -15,8 +15,8 @@ from toyexp.base.drawing import FILE_METADATA, Sheet, is_own_plot, thin_curve
 from toyexp.cli import bench
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
-from toyexp.results.found import look
-from toyexp.results.plot import sheet
+from toyexp.results.plot import draw_sheet
+from toyexp.results.run_dirs import read_run
 from toyexp_callbacks import plots
 from toyexp_callbacks.plots import Curves, drawn, smoothed
 
@@ -195,8 +195,8 @@ def test_pictures_do_not_follow_a_matplotlibrc(tmp_path):
               "tokens_per_second": 100.0, "seconds_per_step": 0.1}  # fmt: skip
 
     def pictures():
-        comparison = Comparison.of([look(tmp_path / "run")])
-        sheets = sheet(comparison, "run"), bench.sheet([engine], "tokens", "Speed", [])
+        comparison = Comparison.build([read_run(tmp_path / "run")])
+        sheets = draw_sheet(comparison, "run"), bench.sheet([engine], "tokens", "Speed", [])
         return [drawn(curves)[".svg"], *(each.pictures(".svg") for each in sheets)]
 
     plainly = pictures()

@@ -24,8 +24,8 @@ from clusters import (
 from mishaps import MISHAP
 
 from toyexp.cli.main import main
-from toyexp.sweeps.directory import Ended, Job, Order
-from toyexp.sweeps.launchers.cluster import Cluster, Lost, OnNode
+from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
+from toyexp.sweeps.launchers.cluster import Cluster, LostJob, NodeJob
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
 from toyexp.training.rundir import lock
 
@@ -70,7 +70,7 @@ class Told(Cluster):
     def limit(self):
         return self.most
 
-    def work(self, order):
+    def make_work(self, order):
         return order
 
     def submit(self, works):
@@ -79,13 +79,13 @@ class Told(Cluster):
             raise RuntimeError("a long story\nno such partition")
         return [(f" as {number}", (number, self.words[number].pop(0))) for number in works]
 
-    def ended(self, handles):
+    def poll_ended(self, handles):
         self.peak = max(self.peak, len(handles))
         return [handle for handle in handles if handle[1] != "waits" or self.stopped]
 
     def result(self, handle):
         word = handle[1]
-        return Lost("its node is gone") if word == "lost" else Ended(143 if word == "waits" else int(word))
+        return LostJob("its node is gone") if word == "lost" else JobExit(143 if word == "waits" else int(word))
 
     def stop(self, handles, times):
         self.stopped.append(times)
@@ -95,7 +95,7 @@ def handed(words, stop=None, **settings):
     """What came of jobs with these words, their attempts, what was said, and the cluster."""
     cluster, said = Told({n: list(w) for n, w in enumerate(words)}, **settings), []
     found = [Job(number, [], attempts=1) for number in range(len(words))]
-    watch = SimpleNamespace(order=lambda job: job.number, begin=lambda jobs, shown: None, stop=stop or Stop(),
+    watch = SimpleNamespace(launch_spec=lambda job: job.number, begin=lambda jobs, shown: None, stop=stop or Stop(),
                             say=said.append, folder=SimpleNamespace(path=None))  # fmt: skip
     ended = cluster.run(iter(found), watch)
     return {job.number: end for job, end in ended}, [job.attempts for job in found], said, cluster
@@ -120,7 +120,7 @@ def test_what_there_is_room_for_is_handed_over_in_one_go_and_never_nothing():
 
 def test_what_a_cluster_refuses_has_ended_and_the_others_run():
     ended, *_ = handed([["refused"], ["0"]], limit=1)
-    assert ended[0] == Ended(NOT_STARTED, "told: no such partition") and ended[1].code == 0
+    assert ended[0] == JobExit(NOT_STARTED, "told: no such partition") and ended[1].code == 0
 
 
 def test_a_stop_reaches_the_jobs_once_for_each_signal_and_lost_ones_are_not_begun_again():
@@ -135,9 +135,9 @@ def test_a_stop_reaches_the_jobs_once_for_each_signal_and_lost_ones_are_not_begu
 def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
-    work, seen = OnNode(Order(folder, tmp_path / "log", [], [], False), tmp_path / "stop"), []
+    work, seen = NodeJob(LaunchSpec(folder, tmp_path / "log", [], [], False), tmp_path / "stop"), []
     monkeypatch.setattr(
-        "toyexp.sweeps.launchers.cluster.run_process", lambda order, *rest: seen.append(order.goes_on) or Ended(0)
+        "toyexp.sweeps.launchers.cluster.run_process", lambda order, *rest: seen.append(order.resumes) or JobExit(0)
     )
     held = lock(folder)
 
@@ -145,10 +145,10 @@ def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
         os.close(held)
 
     monkeypatch.setattr("toyexp.sweeps.launchers.cluster.time.sleep", give_back)
-    assert work() == Ended(0) and seen == [True]
+    assert work() == JobExit(0) and seen == [True]
     again = lock(folder)
     monkeypatch.setattr("toyexp.sweeps.launchers.cluster.time.sleep", lambda seconds: (tmp_path / "stop").touch())
-    assert work() == Ended(143, "interrupted") and seen == [True]
+    assert work() == JobExit(143, "interrupted") and seen == [True]
     os.close(again)
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize("held_at_first", [True, False])
 def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monkeypatch, held_at_first, fails):
     """Where no lock is held at first, as on a disk whose locks do not reach the node, the job runs to its end."""
-    work, asked = OnNode(Order(tmp_path / "s/0", tmp_path / "s/logs/0.log", [], [], False)), []
+    work, asked = NodeJob(LaunchSpec(tmp_path / "s/0", tmp_path / "s/logs/0.log", [], [], False)), []
     (tmp_path / "s").mkdir()
     held = lock(tmp_path / "s")
     if not held_at_first:
@@ -174,10 +174,10 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
                 os.close(held)
                 if fails:  # as the disk of a sweep's machine that is gone
                     monkeypatch.setattr("toyexp.sweeps.launchers.cluster.require_unlocked", raising)
-        return Ended(0)
+        return JobExit(0)
 
     monkeypatch.setattr("toyexp.sweeps.launchers.cluster.run_process", run)
-    assert work() == Ended(0) and asked == [False, held_at_first]
+    assert work() == JobExit(0) and asked == [False, held_at_first]
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
     ],
 )
 def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
-    assert on_ray.share([on_ray.Node(*node) for node in nodes], *settings) == found
+    assert on_ray.divide_cores([on_ray.Node(*node) for node in nodes], *settings) == found
 
 
 @pytest.mark.parametrize(

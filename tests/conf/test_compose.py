@@ -291,7 +291,7 @@ def test_a_job_that_is_made_ready_in_the_process_of_others_is_one_run_of_the_exp
     for number, words in enumerate(
         (["seed=3", "model.n_layers=1", "lr=0.5"], ["seed=4", "model.n_layers=2", "lr=0.5"])
     ):
-        settings = ahead.of_a_run(Job(number, words)).build_config().settings
+        settings = ahead.run_config(Job(number, words)).build_config().settings
         assert (settings.seed, settings.lr) == (3 + number, 0.5)
 
 

@@ -155,8 +155,8 @@ def test_a_job_of_a_sweep_is_tried_as_jobs_are_started(capsys, monkeypatch):
     def spawn(*order):
         raise AssertionError("no job is spawned here")
 
-    monkeypatch.setattr("toyexp.sweeps.launchers.launcher.spawned", spawn)
-    monkeypatch.setattr("toyexp.sweeps.launchers.forking.spawned", spawn)
+    monkeypatch.setattr("toyexp.sweeps.launchers.launcher.spawn", spawn)
+    monkeypatch.setattr("toyexp.sweeps.launchers.forking.spawn", spawn)
     told = dry(capsys, "-m", *SMALL, "seed=0,1", "steps=4", "hydra.sweep.dir=s")
     assert told["jobs"] == 2 and told["shapes"][0]["start"] > 0 and tree() == {}
 

@@ -19,7 +19,7 @@ from toyexp.config.build import drop_hydra_keys
 from toyexp.config.request import Request
 from toyexp.config.schema import Source, compose_raw
 from toyexp.sweeps.launchers import forking, launcher
-from toyexp.sweeps.launchers.forking import Forks
+from toyexp.sweeps.launchers.forking import ForkServer
 
 # What a job has is written down, and then all of it changed; how it ends depends on its seed.
 TRACE = """
@@ -194,7 +194,7 @@ def place(tmp_path, monkeypatch):
 def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
     started = []
 
-    class Killed(Forks):
+    class Killed(ForkServer):
         def start(self, *order):
             if len(started) == 1:
                 self._process.kill()
@@ -202,7 +202,7 @@ def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
             started.append(super().start(*order))
             return started[-1]
 
-    monkeypatch.setattr(launcher, "Forks", Killed)
+    monkeypatch.setattr(launcher, "ForkServer", Killed)
     assert main(["-m", *QUICK, "seed=1,8,9", "hydra.sweep.dir=s"]) == 0
     assert [own["forked"] for _, own in seen(place / "s").values()] == [True, False, False]
 
@@ -226,12 +226,12 @@ def test_a_plugin_that_starts_a_thread_when_it_is_imported_has_its_jobs_spawned(
 def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engine, package):
     pytest.importorskip(package)
     words = [f"engine={engine}", *TINY, "callbacks=[events]"]
-    server = Forks(dict(os.environ), words, lambda: False)
+    server = ForkServer(dict(os.environ), words, lambda: False)
     try:
         with server.start([*words, "hydra.run.dir=forked"], dict(os.environ), False) as process:
             errors = process.stderr.read()
             assert process.wait(60) == 0, errors
-        assert isinstance(process, forking.Forked)
+        assert isinstance(process, forking.ForkedProcess)
     finally:
         server.close()
     assert main([*words, "hydra.run.dir=here"]) == 0
@@ -242,7 +242,7 @@ def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engin
 @forks
 def test_lines_of_an_unbuffered_job_come_at_once_and_one_whose_parent_is_killed_counts_as_killed(place):
     unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    server = Forks(unbuffered, QUICK, lambda: False)
+    server = ForkServer(unbuffered, QUICK, lambda: False)
     try:
         began = time.monotonic()
         with server.start([*QUICK, "seed=10"], unbuffered, False) as process:
@@ -259,7 +259,7 @@ def test_lines_of_an_unbuffered_job_come_at_once_and_one_whose_parent_is_killed_
 @pytest.fixture
 def server():
     """A fork server with an environment of its own, stopped before it reads what to load."""
-    forks = Forks({**os.environ, "OMP_NUM_THREADS": "3"}, ["seed=1"], lambda: False)
+    forks = ForkServer({**os.environ, "OMP_NUM_THREADS": "3"}, ["seed=1"], lambda: False)
     forks._process.send_signal(signal.SIGSTOP)
     yield forks
     forks.close()
@@ -284,7 +284,7 @@ def test_a_fork_server_that_does_not_answer_is_killed(server):
 @forks
 def test_jobs_are_spawned_when_the_fork_server_was_killed_before_it_loaded(server, monkeypatch):
     spawned = []
-    monkeypatch.setattr(forking, "spawned", lambda *order: spawned.append(order))
+    monkeypatch.setattr(forking, "spawn", lambda *order: spawned.append(order))
     server._process.kill()
     server._process.wait()
     server.start(["seed=1"], {}, False)

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from toyexp.base.errors import UserError
-from toyexp.results.ranking import ranked
+from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps import journal
-from toyexp.sweeps.directory import Job, Status, SweepDir, rows
-from toyexp.sweeps.job_configs import Places
-from toyexp.sweeps.journal import JOURNAL, Seldom
+from toyexp.sweeps.directory import Job, Status, SweepDir, summary_rows
+from toyexp.sweeps.job_configs import JobDirectories
+from toyexp.sweeps.journal import JOURNAL, Throttle
 from toyexp.sweeps.search.study import Study
 
 ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
@@ -43,7 +43,7 @@ def test_a_job_has_a_line_in_sweep_json_and_all_of_it_comes_back(tmp_path):
     folder.close()
     again = SweepDir.open(tmp_path / "s")
     folder.jobs[1].result["train_loss"] = None
-    assert again.jobs == folder.jobs and again.asked == ASKED
+    assert again.jobs == folder.jobs and again.spec == ASKED
     again.close()
 
 
@@ -55,7 +55,7 @@ def test_a_link_in_place_of_a_summary_is_left_alone_and_told_once(tmp_path, capl
     summary.symlink_to(tmp_path / "mine.csv")
     for job in folder.jobs:
         ended(job)
-        folder.note([job])
+        folder.record([job])
     folder.close()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"{summary}: not written ({summary}: it is a link, not a file; move it away)")
@@ -65,14 +65,14 @@ def test_a_link_in_place_of_a_summary_is_left_alone_and_told_once(tmp_path, capl
 
 def test_what_changed_since_the_files_were_written_is_known_to_who_goes_on(tmp_path):
     folder = many(tmp_path, 100)
-    folder._whole._next = time.monotonic() + 1000  # no time for more
+    folder._writer._next = time.monotonic() + 1000  # no time for more
     for job in folder.jobs[:3]:
         job.status = Status.RUNNING
-        folder.note([job])
+        folder.record([job])
     ended(folder.jobs[1])
-    folder.note([folder.jobs[1]])
+    folder.record([folder.jobs[1]])
     folder.jobs.append(Job(100, ["seed=100"]))  # as a search adds them
-    folder.note([folder.jobs[-1]])
+    folder.record([folder.jobs[-1]])
     assert set(on_disk(tmp_path)) == {"waiting"}
     with open(tmp_path / "s" / JOURNAL, "a") as file:
         file.write('{"number": 2, "sta')  # killed in the middle
@@ -80,7 +80,7 @@ def test_what_changed_since_the_files_were_written_is_known_to_who_goes_on(tmp_p
     again = SweepDir.open(tmp_path / "s")
     assert [job.status for job in again.jobs[:4]] == ["running", "completed", "running", "waiting"]
     assert again.jobs[1].result["eval_loss"] == 2.0 and len(again.jobs) == 101
-    again.note([again.jobs[0]])
+    again.record([again.jobs[0]])
     again.close()
     assert on_disk(tmp_path)[:4] == ["running", "completed", "running", "waiting"]
 
@@ -88,14 +88,14 @@ def test_what_changed_since_the_files_were_written_is_known_to_who_goes_on(tmp_p
 def test_jobs_that_begin_out_of_turn_and_a_line_cut_off_leave_a_sweep_that_can_go_on(tmp_path):
     """As those of a search do that train together; and where the disk was full for a moment."""
     folder = many(tmp_path, 100)
-    folder._whole._next = time.monotonic() + 1000  # no time for more
+    folder._writer._next = time.monotonic() + 1000  # no time for more
     folder.jobs += [Job(number, [f"seed={number}"]) for number in range(100, 110)]
     folder.jobs[107].status = Status.RUNNING
-    folder.note([folder.jobs[107]])
+    folder.record([folder.jobs[107]])
     with open(tmp_path / "s" / JOURNAL, "a") as file:
         file.write('{"number": 2, "sta')
     ended(folder.jobs[103])
-    folder.note([folder.jobs[103]])
+    folder.record([folder.jobs[103]])
     os.close(folder._lock)
     again = SweepDir.open(tmp_path / "s")
     assert [job.number for job in again.jobs] == list(range(108))
@@ -107,7 +107,7 @@ def test_the_files_catch_up_while_nothing_happens(tmp_path):
     folder = many(tmp_path, 100)
     for job in folder.jobs[:2]:
         ended(job)
-        folder.note([job])
+        folder.record([job])
     until = time.monotonic() + 60
     while on_disk(tmp_path)[:2] != ["completed", "completed"] or (tmp_path / "s" / JOURNAL).exists():
         assert time.monotonic() < until
@@ -123,16 +123,16 @@ def test_a_twentieth_of_the_time_goes_into_what_grows_with_the_jobs(monkeypatch)
         clock[0] += 2.0
         done.append(clock[0])
 
-    seldom = Seldom(write)
+    seldom = Throttle(write)
     for _ in range(4000):
         clock[0] += 0.1
-        seldom.ask(5000)
-    assert len(done) == pytest.approx(clock[0] * 0.05 / 2.0, abs=1.5) and seldom.waits
-    few = Seldom(write)
+        seldom.request(5000)
+    assert len(done) == pytest.approx(clock[0] * 0.05 / 2.0, abs=1.5) and seldom.is_pending
+    few = Throttle(write)
     before = len(done)
     for _ in range(10):
-        few.ask(50)
-    assert len(done) == before + 10 and not few.waits
+        few.request(50)
+    assert len(done) == before + 10 and not few.is_pending
 
 
 def test_mean_and_deviation_of_many_seeds_are_worked_out_once(monkeypatch):
@@ -142,7 +142,7 @@ def test_mean_and_deviation_of_many_seeds_are_worked_out_once(monkeypatch):
     jobs = [Job(n, [f"seed={n}"]) for n in range(300)]
     for job in jobs:
         ended(job)
-    assert len(rows(jobs, str, ranked(jobs))) == 301
+    assert len(summary_rows(jobs, str, rank_jobs(jobs))) == 301
     assert len(calls) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_job_is_not_put_behind_a_link(tmp_path):
     (tmp_path / "s/deep").mkdir(parents=True)
     (tmp_path / "s/deep/0").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="s/deep/0: it is a link"):
-        Places([]).give(Job(0, []), tmp_path / "s", tmp_path / "s/deep/0/x")
+        JobDirectories([]).assign(Job(0, []), tmp_path / "s", tmp_path / "s/deep/0/x")
 
 
 def test_a_study_is_not_written_through_a_link(tmp_path):

@@ -18,7 +18,7 @@ import yaml
 
 from toyexp.base.errors import UserError
 from toyexp.cli.main import main
-from toyexp.sweeps.search.pruning import ordered
+from toyexp.sweeps.search.pruning import pruning_environment
 from toyexp.training.rundir import lock
 
 optuna = pytest.importorskip("optuna")
@@ -178,7 +178,8 @@ def test_a_search_has_no_more_runs_than_there_are_points(capsys):
 def test_with_pruning_the_first_seed_decides_over_the_others(monkeypatch):
     told = []
     monkeypatch.setattr(
-        "toyexp.sweeps.search.searcher.ordered", lambda *asked: told.append(asked[1]) or ordered(*asked)
+        "toyexp.sweeps.search.searcher.pruning_environment",
+        lambda *asked: told.append(asked[1]) or pruning_environment(*asked),
     )
     sweep = [*CPU, "lr=0.01,30", "sweep.search=grid", "sweep.repeats=2", "sweep.prune=asha", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0

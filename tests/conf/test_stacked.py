@@ -25,8 +25,8 @@ from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers import stack_process as of_stack
 from toyexp.sweeps.launchers import stacks
-from toyexp.sweeps.launchers.stack_process import Tagged
-from toyexp.sweeps.launchers.stacks import Stacks, advice, dealt
+from toyexp.sweeps.launchers.stack_process import TaggedStream
+from toyexp.sweeps.launchers.stacks import Stacks, advice, deal_jobs
 from toyexp.training.experiment import prepare
 from toyexp_torch.engines import TorchCPU
 
@@ -386,15 +386,15 @@ def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
     weights = 4 * sum(t.size for t in ready[0].plan.trainable)
     assert 4 * weights < each < 40 * weights
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 5 * each)
-    jobs, words = of_stack.size_of(ready, 10, 0)
+    jobs, words = of_stack.choose_size(ready, 10, 0)
     assert jobs == 4 and "at most 4 at once" in words
-    assert of_stack.size_of(ready, 10, 3)[0] == 3
-    assert of_stack.size_of(ready, 10, 0, shared_by=2)[0] == 2  # which share the machine's memory
+    assert of_stack.choose_size(ready, 10, 3)[0] == 3
+    assert of_stack.choose_size(ready, 10, 0, shared_by=2)[0] == 2  # which share the machine's memory
     with monkeypatch.context() as gpu:
         gpu.setattr(TorchCPU, "on_gpu", True)  # where they would measure one another, and nothing is tried
-        assert of_stack.size_of(ready, 10**6, 0, shared_by=2)[0] == 2
+        assert of_stack.choose_size(ready, 10**6, 0, shared_by=2)[0] == 2
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: None)
-    assert of_stack.size_of(ready, 10, 0)[0] == 6
+    assert of_stack.choose_size(ready, 10, 0)[0] == 6
 
 
 def test_each_stack_that_shares_a_device_holds_what_does_not_train(ready, monkeypatch):
@@ -402,13 +402,13 @@ def test_each_stack_that_shares_a_device_holds_what_does_not_train(ready, monkey
     plan = replace(ready[0].plan, groups=(), tensors=(replace(first, trainable=False), *others))
     monkeypatch.setattr(TorchCPU, "stack_bytes", lambda self, plan: 100)
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 2 * (4 * first.size + 500))
-    assert of_stack.size_of([replace(one, plan=plan) for one in ready], 10, 6, shared_by=2)[0] == 4
+    assert of_stack.choose_size([replace(one, plan=plan) for one in ready], 10, 6, shared_by=2)[0] == 4
 
 
 def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
     def costs(**seconds):
-        monkeypatch.setattr(of_stack, "_seconds", lambda some: seconds[f"of_{len(some)}"])
-        return of_stack.size_of(ready, 10**6, 0)
+        monkeypatch.setattr(of_stack, "_time_step", lambda some: seconds[f"of_{len(some)}"])
+        return of_stack.choose_size(ready, 10**6, 0)
 
     assert costs(of_1=1.0, of_4=1.6, of_6=1.5)[0] == 6
     assert costs(of_1=1.0, of_4=1.6, of_6=3.0)[0] == 4
@@ -429,8 +429,8 @@ def test_on_a_gpu_the_largest_stack_is_tried_first_and_smaller_ones_where_it_gai
                 raise RunFailed("out of memory")
             return seconds[f"of_{len(some)}"]
 
-        monkeypatch.setattr(of_stack, "_seconds", seconds_of)
-        return of_stack.size_of(ready, 10**6, 0)[0], sizes
+        monkeypatch.setattr(of_stack, "_time_step", seconds_of)
+        return of_stack.choose_size(ready, 10**6, 0)[0], sizes
 
     assert tried(of_1=1.0, of_6=2.4) == (6, [1, 6])
     assert tried(of_1=1.0, of_6=4.2, of_4=1.6, of_2=0.6) == (2, [1, 6, 4, 2])
@@ -439,9 +439,9 @@ def test_on_a_gpu_the_largest_stack_is_tried_first_and_smaller_ones_where_it_gai
 
 
 def test_the_steps_that_are_tried_are_those_of_the_jobs(ready):
-    blank = [of_stack._blank(prepared) for prepared in ready[:3]]
-    assert 0 < of_stack._seconds(blank[:1]) < 5
-    assert 0 < of_stack._seconds(blank) < 5
+    blank = [of_stack._zero_weights(prepared) for prepared in ready[:3]]
+    assert 0 < of_stack._time_step(blank[:1]) < 5
+    assert 0 < of_stack._time_step(blank) < 5
 
 
 def test_jobs_that_are_likely_of_one_program_are_dealt_together():
@@ -449,10 +449,10 @@ def test_jobs_that_are_likely_of_one_program_are_dealt_together():
         return [Job(number, list(words)) for number, words in enumerate(lists)]
 
     mixed = jobs(("model=a", "seed=0"), ("model=b", "seed=0"), ("model=a", "seed=1"), ("model=b", "lr=1"))
-    assert [[job.number for job in part] for part in dealt(mixed, 1)] == [[0, 2, 1, 3]]
-    assert [[job.number for job in part] for part in dealt(mixed, 2)] == [[0], [2], [1], [3]]
+    assert [[job.number for job in part] for part in deal_jobs(mixed, 1)] == [[0, 2, 1, 3]]
+    assert [[job.number for job in part] for part in deal_jobs(mixed, 2)] == [[0], [2], [1], [3]]
     alike = jobs(*[(f"optim.weight_decay={n}", f"recipe.base=f{n}") for n in range(5)])
-    assert [len(part) for part in dealt(alike, 2)] == [3, 2]
+    assert [len(part) for part in deal_jobs(alike, 2)] == [3, 2]
 
 
 # -- what a process shares --------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_a_line_says_whose_it_is(tmp_path):
     from toyexp.sweeps.launchers.stack_process import _tag
 
     with open(tmp_path / "out", "w") as file:
-        stream = Tagged(file)
+        stream = TaggedStream(file)
         print("nobody's", file=stream)
         token = _tag.set("[3] ")
         print("one\ntwo", file=stream)

@@ -12,9 +12,9 @@ import pytest
 
 from toyexp.base.errors import UserError
 from toyexp.config.words import parse
-from toyexp.results.importance import _ranks, importance
-from toyexp.sweeps.search.pruning import Pruning, first_asked
-from toyexp.sweeps.search.space import probes, size, space
+from toyexp.results.importance import _ranks, compute_shares
+from toyexp.sweeps.search.pruning import Pruning, first_pruning_step
+from toyexp.sweeps.search.space import count_points, make_probes, parse_space
 from toyexp.sweeps.search.study import Judge, Study
 
 optuna = pytest.importorskip("optuna")
@@ -33,7 +33,7 @@ KEYS = [LOG, "a=range(1,9,2)", "b=x,y"]
 
 @pytest.mark.parametrize("search", ["random", "tpe"])
 def test_a_point_that_was_chosen_and_not_noted_down_is_chosen_again(tmp_path, search):
-    keys = space(search, parse(KEYS))
+    keys = parse_space(search, parse(KEYS))
     study = Study(tmp_path, search, "loss", keys, 0)
     chosen = [study.ask(0), study.ask(1)]
     study.tell(0, 1.0)
@@ -43,11 +43,11 @@ def test_a_point_that_was_chosen_and_not_noted_down_is_chosen_again(tmp_path, se
     assert len(trials(study)) == 2 and trials(study)[0].value == 1.0
     assert later.ask(2)[0] not in {words[0] for words in chosen}  # it draws on, and not from the beginning
     with pytest.raises(UserError, match=r"study\.log: holds 3 trials, and the sweep has begun 4"):
-        later.require(4)
+        later.require_trials(4)
 
 
 def test_a_grid_takes_each_combination_once_and_the_last_key_varies_fastest(tmp_path):
-    keys = space("grid", parse(KEYS[1:]))
+    keys = parse_space("grid", parse(KEYS[1:]))
     study = Study(tmp_path, "grid", "loss", keys, 0)
     assert [study.ask(n) for n in range(8)] == [[f"a={a}", f"b={b}"] for a in (1, 3, 5, 7) for b in "xy"]
 
@@ -59,7 +59,7 @@ class Evil:
 
 def test_a_journal_from_a_stranger_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    keys = space("cmaes", parse([LOG, "a=interval(0, 1)"]))
+    keys = parse_space("cmaes", parse([LOG, "a=interval(0, 1)"]))
     study = Study(tmp_path, "cmaes", "loss", keys, 0)
     for number in range(14):  # two generations, whose state Optuna keeps
         study.ask(number)
@@ -88,8 +88,8 @@ def test_a_journal_from_a_stranger_runs_no_code(tmp_path, monkeypatch):
     ],
 )
 def test_no_point_is_drawn_twice_until_there_is_no_other(tmp_path, search, words, points):
-    keys = space(search, parse(words))
-    assert size(keys) == points
+    keys = parse_space(search, parse(words))
+    assert count_points(keys) == points
     study, drawn = Study(tmp_path, search, "loss", keys, 0), []
     for number in range(points):
         drawn.append(tuple(study.ask(number)))
@@ -99,13 +99,13 @@ def test_no_point_is_drawn_twice_until_there_is_no_other(tmp_path, search, words
 
 
 def test_numbers_of_an_interval_do_not_end(tmp_path):
-    keys = space("tpe", parse([LOG, "a=1,2"]))
-    assert size(keys) == float("inf")
+    keys = parse_space("tpe", parse([LOG, "a=1,2"]))
+    assert count_points(keys) == float("inf")
 
 
 def test_what_is_searched_is_found_by_what_was_told(tmp_path):
     """TPE draws near the best point that it was told of; a third of the points lie within a sixth of the space."""
-    keys = space("tpe", parse(["lr=tag(log, interval(1e-4, 1e-1))", "a=interval(0.0, 1.0)"]))
+    keys = parse_space("tpe", parse(["lr=tag(log, interval(1e-4, 1e-1))", "a=interval(0.0, 1.0)"]))
     study = Study(tmp_path, "tpe", "loss", keys, 3)
     near = 0
     for number in range(40):
@@ -151,25 +151,25 @@ def test_importance_agrees_with_searches_whose_answer_is_known(case):
         number = random.Random(seed)
         points = [{key: DRAW[key](number) for key in keys.split()} for _ in range(60)]
         scores = [score(point, number) for point in points]
-        shares, why = importance({key: [point[key] for point in points] for key in keys.split()}, scores)
+        shares, why = compute_shares({key: [point[key] for point in points] for key in keys.split()}, scores)
         if isinstance(known, str):
             assert not shares and known in why
             continue
         assert not why and shares == pytest.approx({key: known.get(key, 0) for key in shares}, abs=0.2), shares
         assert sum(shares.values()) == pytest.approx(1)
         few = {key: [point[key] for point in points[:4]] for key in keys.split()}
-        assert importance(few, scores[:4])[1]
-    assert "change together" in importance({"a": range(60), "b": range(0, 120, 2)}, range(60))[1]
+        assert compute_shares(few, scores[:4])[1]
+    assert "change together" in compute_shares({"a": range(60), "b": range(0, 120, 2)}, range(60))[1]
 
 
 def test_importance_is_unknown_if_a_model_predicts_a_tenth_of_the_variance_or_has_as_many_columns_as_points():
     number = random.Random(0)
     scores = [point + number.gauss(0, 45) for point in range(60)]
     noise = [number.random() for _ in range(60)]
-    assert "do not predict" in importance({"a": range(60), "b": noise}, scores)[1]
+    assert "do not predict" in compute_shares({"a": range(60), "b": noise}, scores)[1]
     number = random.Random(1)
     a, b = ([number.uniform(-1, 1) for _ in range(11)] for _ in "ab")
-    assert "do not predict" in importance({"a": a, "b": b}, [x * y for x, y in zip(a, b, strict=True)])[1]
+    assert "do not predict" in compute_shares({"a": a, "b": b}, [x * y for x, y in zip(a, b, strict=True)])[1]
 
 
 def test_equal_scores_have_the_mean_of_their_ranks():
@@ -179,29 +179,31 @@ def test_equal_scores_have_the_mean_of_their_ranks():
 
 def test_importance_counts_pruned_points_behind_the_others(tmp_path):
     """Half are pruned, as bad as their rate is far from the best; of the completed ones `a` decides alone."""
-    study = Study(tmp_path, "random", "loss", space("random", parse([LOG, "a=interval(0.0, 1.0)"])), 0)
+    study = Study(tmp_path, "random", "loss", parse_space("random", parse([LOG, "a=interval(0.0, 1.0)"])), 0)
     for point in range(40):
         lr, a = (float(word.partition("=")[2]) for word in study.ask(point))
         far = abs(math.log10(lr) + 2.5)
-        Judge(study.path, point, "asha", 10).stops(10, 5 + far)
+        Judge(study.path, point, "asha", 10).should_stop(10, 5 + far)
         study.tell(point, None if far > 0.75 else 3 + a)
     shares, why = study.importances()
     assert not why and shares["lr"] > 0.8
     done = [trial for trial in trials(study) if trial.state.name == "COMPLETE"]
-    alone, _ = importance({key: [t.params[key] for t in done] for key in ("lr", "a")}, [trial.value for trial in done])
+    alone, _ = compute_shares(
+        {key: [t.params[key] for t in done] for key in ("lr", "a")}, [trial.value for trial in done]
+    )
     assert alone["a"] > 0.95  # without the pruned ones the rate would not matter
 
 
 @pytest.mark.parametrize(("metric", "sign"), [("loss", 1), ("accuracy", -1)])
 def test_asha_lets_the_better_half_go_on_from_a_quarter_and_from_a_half(tmp_path, metric, sign):
-    keys, number = space("random", parse([LOG])), random.Random(1)
+    keys, number = parse_space("random", parse([LOG])), random.Random(1)
     study, seen = Study(tmp_path, "random", metric, keys, 0), {10: [], 20: []}
     for point in range(12):
         study.ask(point)
         judge, stopped = Judge(study.path, point, "asha", 10), False
         for step in (5, 10, 15, 20, 25):
             score = number.random()
-            stopped = judge.stops(step, score)
+            stopped = judge.should_stop(step, score)
             if step in seen:  # of those that came here, it is in the better half: of one or two or three, the best
                 seen[step].append(sign * score)
                 assert stopped == (sorted(seen[step]).index(sign * score) >= max(len(seen[step]) // 2, 1))
@@ -214,40 +216,40 @@ def test_asha_lets_the_better_half_go_on_from_a_quarter_and_from_a_half(tmp_path
 
 
 def test_the_median_of_those_that_ended_stops_from_that_step_on(tmp_path):
-    study = Study(tmp_path, "random", "loss", space("random", parse([LOG])), 0)
+    study = Study(tmp_path, "random", "loss", parse_space("random", parse([LOG])), 0)
     for point in range(5):
         study.ask(point)
         judge = Judge(study.path, point, "median", 10)
-        assert not any(judge.stops(step, point / 10) for step in (5, 10, 15))
+        assert not any(judge.should_stop(step, point / 10) for step in (5, 10, 15))
         study.tell(point, point / 10)
     study.ask(5)
     judge = Judge(study.path, 5, "median", 10)
-    assert [judge.stops(step, 9.0) for step in (5, 10)] == [False, True]
+    assert [judge.should_stop(step, 9.0) for step in (5, 10)] == [False, True]
 
 
 @pytest.mark.parametrize(
     ("steps", "every", "first"), [(160, 40, 40), (160, 20, 40), (200, 50, 50), (100, 30, 30), (8, 2, 2), (10, 9, 9)]
 )
 def test_the_first_eval_at_which_a_run_may_be_stopped_is_in_its_second_quarter(steps, every, first):
-    assert first_asked(steps, every) == first and first % every == 0 and first >= steps / 4 > first - every
+    assert first_pruning_step(steps, every) == first and first % every == 0 and first >= steps / 4 > first - every
 
 
 @pytest.mark.parametrize("prune", ["asha", "median"])
 def test_a_run_that_was_killed_after_it_had_asked_is_told_the_same_again(tmp_path, prune):
-    study = Study(tmp_path, "random", "loss", space("random", parse([LOG])), 0)
+    study = Study(tmp_path, "random", "loss", parse_space("random", parse([LOG])), 0)
     for point in range(6):
         study.ask(point)
         judge = Judge(study.path, point, prune, 10)
-        stopped = [judge.stops(step, point + step / 100) for step in (10, 15, 20, 25)]
+        stopped = [judge.should_stop(step, point + step / 100) for step in (10, 15, 20, 25)]
         if point < 5:  # the journal has what they told, whatever came of it
             study.tell(point, float(point))
     again = Judge(study.path, 5, prune, 10)
-    assert [again.stops(step, 5 + step / 100) for step in (10, 15, 20, 25)] == stopped and stopped[0]
+    assert [again.should_stop(step, 5 + step / 100) for step in (10, 15, 20, 25)] == stopped and stopped[0]
     assert list(trials(study)[5].intermediate_values) == [10, 15, 20, 25]
 
 
 def test_numbers_have_four_digits_and_stay_in_their_interval(tmp_path):
-    keys = space("random", parse(["a=interval(0.123456, 0.123457)", "b=interval(1.0, 2.0)"]))
+    keys = parse_space("random", parse(["a=interval(0.123456, 0.123457)", "b=interval(1.0, 2.0)"]))
     study = Study(tmp_path, "random", "loss", keys, 0)
     drawn = [[float(word.partition("=")[2]) for word in study.ask(number)] for number in range(30)]
     assert all(0.123456 <= a <= 0.123457 for a, _ in drawn)
@@ -255,7 +257,7 @@ def test_numbers_have_four_digits_and_stay_in_their_interval(tmp_path):
 
 
 def test_the_same_seed_draws_the_same_points_and_another_one_others(tmp_path):
-    keys, drawn = space("random", parse([LOG])), []
+    keys, drawn = parse_space("random", parse([LOG])), []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / folder).mkdir()
         study = Study(tmp_path / folder, "random", "loss", keys, seed)
@@ -265,7 +267,7 @@ def test_the_same_seed_draws_the_same_points_and_another_one_others(tmp_path):
 
 def test_a_run_is_stopped_before_its_last_step_alone():
     asked = Pruning(Path("study.log"), 0, "asha", "loss", 2)
-    asked._judge = SimpleNamespace(stops=lambda step, score: step > 0)
+    asked._judge = SimpleNamespace(should_stop=lambda step, score: step > 0)
     for step in (0, 8):
         asked.on_eval(SimpleNamespace(steps=8), step, {"loss": 1.0})
         assert asked.stop_reason() is None
@@ -278,8 +280,8 @@ def test_a_run_is_stopped_before_its_last_step_alone():
 
 
 def test_each_value_and_both_ends_of_an_interval_are_looked_at():
-    keys = space("tpe", parse(["a=x,y,z", "b=interval(0.0, 1.0)", "c=int(interval(2, 5))"]))
-    assert [probe.overrides for probe in probes(keys)] == [
+    keys = parse_space("tpe", parse(["a=x,y,z", "b=interval(0.0, 1.0)", "c=int(interval(2, 5))"]))
+    assert [probe.overrides for probe in make_probes(keys)] == [
         ["a=x", "b=0.0", "c=2"], ["a=y", "b=0.0", "c=2"], ["a=z", "b=0.0", "c=2"],
         ["a=x", "b=1.0", "c=2"], ["a=x", "b=0.0", "c=5"],
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from toyexp.cli.main import main
-from toyexp.results.ranking import ranked
+from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps.directory import Job, Status, SweepDir
 from toyexp.sweeps.sources import JobSource
 from toyexp.training.rundir import lock
@@ -34,14 +34,14 @@ def test_points_stand_by_their_mean_with_the_deviation_of_a_sample():
             enumerate((lr, loss) for lr, some in losses.items() for loss in some)]  # fmt: skip
     jobs.append(job(6, "lr=3 seed=6", Status.KILLED, eval_loss=0.0))
     jobs.append(job(7, "lr=4 seed=0", eval_loss=math.nan))
-    found = ranked(jobs)
+    found = rank_jobs(jobs)
     assert [point.label for point in found.points] == ["lr=3", "lr=2", "lr=1", "lr=4"]
     for point in found.points[:3]:
         assert point.mean == pytest.approx(np.mean(losses[point.label]))
         some = losses[point.label]
         assert point.deviation == (pytest.approx(np.std(some, ddof=1)) if len(some) > 1 else None)
     assert [job.number for job, _ in found.jobs()] == [5, 3, 4, 1, 2, 0, 6, 7]
-    assert found.best is found.points[0] and found.seeds
+    assert found.best is found.points[0] and found.has_seeds
 
 
 def test_a_score_that_rises_orders_the_seeds_of_a_point_too_and_what_has_none_comes_last():
@@ -49,7 +49,7 @@ def test_a_score_that_rises_orders_the_seeds_of_a_point_too_and_what_has_none_co
     jobs = [job(i, f"{lr} seed={i}", eval_loss=float(i), eval_scores={"accuracy": score})
             for i, (lr, score) in enumerate(accuracies)]  # fmt: skip
     jobs.insert(2, job(6, "lr=1 seed=6", Status.FAILED, eval_scores={"accuracy": 1.0}))
-    found = ranked(jobs, ["sweep.metric=accuracy"])
+    found = rank_jobs(jobs, ["sweep.metric=accuracy"])
     assert [[one.number for one in point.jobs] for point in found.points] == [[4, 3], [1, 2, 0, 6], [5]]
     assert found.best and found.best.mean == pytest.approx(0.75) and found.column == "held-out accuracy"
     assert [one.number for one, _ in found.jobs()] == [4, 3, 1, 2, 0, 5, 6]
@@ -58,36 +58,36 @@ def test_a_score_that_rises_orders_the_seeds_of_a_point_too_and_what_has_none_co
 def test_a_score_that_rises_is_best_where_it_is_highest_and_no_score_falls_back():
     jobs = [job(i, f"lr={i}", eval_loss=loss, train_loss=9 - i, eval_scores={"accuracy": score})
             for i, (loss, score) in enumerate([(1.0, 0.2), (2.0, 0.9), (3.0, 0.5)])]  # fmt: skip
-    assert [j.number for j, _ in ranked(jobs, ["sweep.metric=accuracy"]).jobs()] == [1, 2, 0]
-    assert [j.number for j, _ in ranked(jobs, ["sweep.metric=unknown"]).jobs()] == [0, 1, 2]
+    assert [j.number for j, _ in rank_jobs(jobs, ["sweep.metric=accuracy"]).jobs()] == [1, 2, 0]
+    assert [j.number for j, _ in rank_jobs(jobs, ["sweep.metric=unknown"]).jobs()] == [0, 1, 2]
     for one in jobs:
         one.result["eval_loss"] = None
-    trained = ranked(jobs)
+    trained = rank_jobs(jobs)
     assert trained.column == "smoothed train loss" and [j.number for j, _ in trained.jobs()] == [2, 1, 0]
-    assert ranked([job(0, "lr=1", Status.FAILED)]).best is None
+    assert rank_jobs([job(0, "lr=1", Status.FAILED)]).best is None
 
 
 def test_jobs_that_read_other_bytes_are_other_points_and_over_other_data_none_is_best():
     bases = [("lr=1", "b1"), ("lr=1", "b1"), ("lr=1", "b2"), ("lr=2", "b2")]
     jobs = [job(i, f"{lr} seed={i}", eval_loss=1.0 + i, sources={"data": "d", "base": base, "vocabulary": base})
             for i, (lr, base) in enumerate(bases)]  # fmt: skip
-    found = ranked(jobs)
+    found = rank_jobs(jobs)
     assert [(p.label, p.mean, len(p.values)) for p in found.points] == [
         ("lr=1 base#b1", 1.5, 2), ("lr=1 base#b2", 3.0, 1), ("lr=2", 4.0, 1)]  # fmt: skip
-    assert found.apart == ["base"] and found.best is found.points[0] and len(found.notes()) == 1
+    assert found.changed_sources == ["base"] and found.best is found.points[0] and len(found.notes()) == 1
     jobs[3].result["sources"] = {"data": "e", "base": "b2", "tokenizer": "byte"}
     jobs[0].result["sources"]["tokenizer"] = "char"
-    found = ranked(jobs)
-    assert found.best is None and found.other_data == ["data", "tokenizer"] and "tokenizer" in found.notes()[1]
+    found = rank_jobs(jobs)
+    assert found.best is None and found.differing_data == ["data", "tokenizer"] and "tokenizer" in found.notes()[1]
     jobs[3].status = Status.FAILED  # it has no number that could be taken for better
-    assert ranked(jobs).best is not None
+    assert rank_jobs(jobs).best is not None
 
 
 def test_the_same_data_under_another_tokenizers_name_have_a_best_point():
     jobs = [job(i, f"lr={i}", eval_loss=1.0 + i, sources={"data": "d", "tokenizer": name})
             for i, name in enumerate(("byte", "char"))]  # fmt: skip
-    found = ranked(jobs)
-    assert found.best is found.points[0] and not found.other_data and not found.notes()
+    found = rank_jobs(jobs)
+    assert found.best is found.points[0] and not found.differing_data and not found.notes()
 
 
 @pytest.mark.parametrize("swept", [["seed=0,1,2"], ["data.tokenizer=byte,char"]], ids=["replaced", "tokenizers"])
@@ -95,14 +95,14 @@ def test_a_sweep_over_other_data_says_so_in_table_and_summary(tmp_path, monkeypa
     """The file is replaced once the first job has ended; other tokenizers make other losses of the same text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
-    real = JobSource.told
+    real = JobSource.record_end
 
     def replace(self, job):
         real(self, job)
         if swept == ["seed=0,1,2"]:
             (tmp_path / "book.txt").write_text("The quick brown fox jumps over it. " * 300)
 
-    monkeypatch.setattr(JobSource, "told", replace)
+    monkeypatch.setattr(JobSource, "record_end", replace)
     words = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2", "hydra.sweep.dir=s"]
     words = [
         *SMALL,

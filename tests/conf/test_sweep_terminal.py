@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 
-from toyexp.results.ranking import ranked
-from toyexp.sweeps.board import MOST, Board
+from toyexp.results.ranking import rank_jobs
+from toyexp.sweeps.board import MAX_ROWS, Board
 from toyexp.sweeps.directory import Job, Status, SweepDir
 from toyexp.sweeps.summary_table import outcome, print_table
 
@@ -111,20 +111,20 @@ def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsy
     jobs = [Job(i, [f"lr={i}"], f"{i}", Status.RUNNING) for i in range(40)]
     jobs += [Job(40, ["lr=40"], "40", Status.COMPLETED, result={"eval_loss": 2.5}), Job(41, ["lr=41"])]
     jobs.append(Job(42, ["lr=42"], "42", Status.KILLED))
-    board = Board(lambda: jobs, lambda: ranked(jobs), 40)
+    board = Board(lambda: jobs, lambda: rank_jobs(jobs), 40)
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("LINES", "12")
     for job in jobs[:40]:
         board.begin(job)
     board.begin(jobs[40])
-    board.ended(jobs[40])
+    board.end(jobs[40])
     board.hear(jobs[0], "x\x1b[2J" * 50)
     lines = board.lines()
     assert lines[0].startswith("40 running · 1 of 43 done · 1 failed · about")
     assert lines[1] == "best so far lr=40: held-out loss 2.5000"
-    assert lines[-1] == f"... and {40 - MOST} more"
+    assert lines[-1] == f"... and {40 - MAX_ROWS} more"
     jobs.append(Job(43, ["lr=43"], "43", Status.PRUNED, error="sweep.prune=asha: it is bad"))
-    board.ended(jobs[-1])
+    board.end(jobs[-1])
     assert board.lines()[0].startswith("40 running · 1 of 44 done · 1 pruned · 1 failed · about")
     assert outcome(jobs[-1]) == "pruned: sweep.prune=asha: it is bad"
     capsys.readouterr()

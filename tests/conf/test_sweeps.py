@@ -29,13 +29,13 @@ from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import format_override, parse
 from toyexp.sweeps.begin import LAUNCHERS
-from toyexp.sweeps.combinations import combinations, swept
-from toyexp.sweeps.directory import Ended, Job, Status, SweepDir
-from toyexp.sweeps.job_configs import JobConfigs, first_look
+from toyexp.sweeps.combinations import combinations, sweep_values
+from toyexp.sweeps.directory import Job, JobExit, Status, SweepDir
+from toyexp.sweeps.job_configs import JobConfigs, check_values
 from toyexp.sweeps.launchers import launcher, on_submitit, processes, stacks
-from toyexp.sweeps.launchers.gpus import Gpus, visible
+from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
 from toyexp.sweeps.launchers.processes import Processes
-from toyexp.sweeps.runner import Asked, Runner
+from toyexp.sweeps.runner import Runner, SweepRequest
 from toyexp.sweeps.sources import JobSource
 from toyexp.training.rundir import lock
 
@@ -145,9 +145,9 @@ def test_retry_takes_up_what_failed_and_what_was_refused():
 
     def taken_up(retry):
         settings = Sweep(retry=retry, resume="s")
-        asked, source = Asked({}, [], settings, {}), JobSource(found)
-        Runner(asked, source, SimpleNamespace(alone=True), SimpleNamespace(), SimpleNamespace())
-        return {str(job.status) for job in source.foreseen()}
+        asked, source = SweepRequest({}, [], settings, {}), JobSource(found)
+        Runner(asked, source, SimpleNamespace(runs_singly=True), SimpleNamespace(), SimpleNamespace())
+        return {str(job.status) for job in source.remaining_jobs()}
 
     assert taken_up(False) == {"waiting", "killed", "interrupted"}
     assert taken_up(True) == {"waiting", "killed", "interrupted", "failed", "refused"}
@@ -514,7 +514,7 @@ def lookahead(*words, fixed=("data=random", "engine=cpu")):
     """The jobs of a sweep, and what looks at them ahead."""
     parsed = parse(words)
     found = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
-    values = {word: value for override in parsed for word, value in swept(override)}
+    values = {word: value for override in parsed for word, value in sweep_values(override)}
     return found, JobConfigs(Request.parse(fixed), values)
 
 
@@ -523,7 +523,7 @@ def test_every_value_is_looked_at_once_before_the_first_job_and_names_are_compos
     real = request_module.compose
     monkeypatch.setattr(request_module, "compose", lambda *a: composed.append(a[0]) or real(*a))
     found, ahead = lookahead("recipe=scratch,warm,wram", "seed=0,1,-1", "model.d_model=64,x,66", "lr=0.1,0.2,nan")
-    wrong = {tuple(found[number].overrides): str(error) for number, error in first_look(found, ahead).items()}
+    wrong = {tuple(found[number].overrides): str(error) for number, error in check_values(found, ahead).items()}
     first = ("recipe=scratch", "seed=0", "model.d_model=64", "lr=0.1")
     assert wrong.pop(("recipe=wram", *first[1:])).startswith("recipe=wram: there is none")
     assert wrong.pop((first[0], "seed=-1", *first[2:])).startswith("seed=-1: must be a whole number from 0")
@@ -574,9 +574,9 @@ def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():
     for fixed, told in (("optim.beta1=2", "optim.beta1=2.0"), ("stesp=5", "unknown key stesp")):
         found, ahead = lookahead("seed=1,2", fixed=("data=random", fixed))
         with pytest.raises(UserError, match=told):
-            first_look(found, ahead)
+            check_values(found, ahead)
     found, ahead = lookahead("steps=-1,5,-2")
-    assert set(first_look(found, ahead)) == {0, 2}
+    assert set(check_values(found, ahead)) == {0, 2}
 
 
 def test_what_only_jobs_find_out_is_told_once_in_the_same_words(capsys):
@@ -591,13 +591,13 @@ def test_what_only_jobs_find_out_is_told_once_in_the_same_words(capsys):
 
 def test_lists_that_vary_hold_plain_words():
     (override,) = parse(['recipe.targets=[qkv],["*"]'])
-    assert [value for _, value in swept(override)] == [["qkv"], ["*"]]
+    assert [value for _, value in sweep_values(override)] == [["qkv"], ["*"]]
 
 
 def test_a_sweep_of_a_thousand_jobs_looks_at_all_of_them_in_a_moment():
     found, ahead = lookahead("seed=range(0,1000)")
     began = time.process_time()
-    assert first_look(found, ahead) == {}
+    assert check_values(found, ahead) == {}
     assert time.process_time() - began < 2  # composing each takes minutes
 
 
@@ -819,19 +819,19 @@ def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, take, s
 
 def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
     pool = Gpus(["0", "1"])
-    assert [pool.at_once(most) for most in (0, 1, 2, 3)] == [0, 2, 1, 1]
-    with pool.some(1) as one, pool.some(1) as other, pool.some(1) as third:
+    assert [pool.capacity(most) for most in (0, 1, 2, 3)] == [0, 2, 1, 1]
+    with pool.reserve(1) as one, pool.reserve(1) as other, pool.reserve(1) as third:
         assert (one, other, third) == (["0"], ["1"], ["0"])
-        with pool.some(3) as too_many, pool.some(2) as all_of_them:
+        with pool.reserve(3) as too_many, pool.reserve(2) as all_of_them:
             assert (too_many, sorted(all_of_them)) == ([], ["0", "1"])
-    with pool.some(1) as one, pool.some(1) as other, pool.some(1) as third:
-        with pool.some(2):
+    with pool.reserve(1) as one, pool.reserve(1) as other, pool.reserve(1) as third:
+        with pool.reserve(2):
             pass  # when it has ended, "0" still has two and "1" one
-        with pool.some(1) as fourth, pool.some(1) as fifth:
+        with pool.reserve(1) as fourth, pool.reserve(1) as fifth:
             assert (one, other, third, fourth, fifth) == (["0"], ["1"], ["0"], ["1"], ["0"])
     for told, names in (("", []), ("-1", []), ("3, GPU-ab", ["3", "GPU-ab"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-        assert visible() == names
+        assert visible_gpus() == names
 
 
 @pytest.mark.parametrize(
@@ -848,7 +848,7 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
 def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once, cores):
     seen = []
     monkeypatch.setattr(launcher, "available_cores", lambda: 8)
-    monkeypatch.setattr(processes, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
+    monkeypatch.setattr(processes, "run_in_threads", lambda jobs, run, limit: seen.append(limit) or iter(()))
     monkeypatch.setattr(Processes, "preload", lambda self, words, stop: seen.append(self.share))
     main(
         ["-m", "engine=cpu", "data=random", "seed=range(0,9)", *words, "sweep.launcher=processes", "hydra.sweep.dir=s"]
@@ -858,7 +858,7 @@ def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_o
 
 def test_no_more_jobs_of_a_search_run_at_once_than_it_has(monkeypatch):
     seen = []
-    monkeypatch.setattr(processes, "side_by_side", lambda jobs, run, limit: seen.append(limit) or iter(()))
+    monkeypatch.setattr(processes, "run_in_threads", lambda jobs, run, limit: seen.append(limit) or iter(()))
     search = ["sweep.search=random", "sweep.trials=3", "sweep.launcher=processes", "sweep.jobs=1000000"]
     main(["-m", "engine=cpu", "data=random", "lr=0.1,0.2,0.3,0.4", "eval_every=4", *search, "hydra.sweep.dir=s"])
     assert seen == [3]
@@ -908,7 +908,7 @@ def test_sharing_of_gpus_that_cannot_be_is_refused(capsys, words, told):
 def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):
     pytest.importorskip("submitit")
     for settings, asked in ((Submitit(cluster="local"), 2), (Submitit(cluster="local", gpus=1), 1)):
-        assert on_submitit.executor(tmp_path, settings, 2)._executor.parameters["gpus_per_node"] == asked
+        assert on_submitit.make_executor(tmp_path, settings, 2)._executor.parameters["gpus_per_node"] == asked
 
 
 def test_a_share_of_the_cores_is_kept_to(monkeypatch):
@@ -925,13 +925,13 @@ def test_a_share_of_the_cores_that_cannot_be_is_refused_and_not_passed_over(give
 
 
 def test_how_a_process_ended_is_said_in_words():
-    assert str(Ended(-signal.SIGSEGV, "GGML_ASSERT failed")) == "killed by SIGSEGV; its last line: GGML_ASSERT failed"
-    assert str(Ended(3)) == "ended with exit code 3"
+    assert str(JobExit(-signal.SIGSEGV, "GGML_ASSERT failed")) == "killed by SIGSEGV; its last line: GGML_ASSERT failed"
+    assert str(JobExit(3)) == "ended with exit code 3"
 
 
 def test_more_jobs_at_once_than_a_machine_takes_are_as_many_as_it_takes_and_that_is_said(monkeypatch, capsys):
-    monkeypatch.setattr("toyexp.sweeps.launchers.processes.AT_ONCE", 1)
-    monkeypatch.setattr(processes, "run_process", lambda *order, **how: Ended(3, "not run"))
+    monkeypatch.setattr("toyexp.sweeps.launchers.processes.MAX_PROCESSES", 1)
+    monkeypatch.setattr(processes, "run_process", lambda *order, **how: JobExit(3, "not run"))
     words = [*QUICK, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
     assert "sweep.jobs=2: 1 run at once" in capsys.readouterr().out

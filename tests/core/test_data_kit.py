@@ -15,13 +15,13 @@ pytest_plugins = "pytester"
 class TestStdlib(DataSuite):
     data = Stdlib(max_mb=0.1)
     context = 64
-    tells = ("data.max_mb",)
+    expected_words = ("data.max_mb",)
 
 
 class TestText(DataSuite):
     """Characters in every order of three, so that no two windows of eight are alike."""
 
-    tells = ("data.max_mb", "data.suffixes")
+    expected_words = ("data.max_mb", "data.suffixes")
     epoch = 60
 
     @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ class Sounds(Data):
 class TestSounds(DataSuite):
     data = Sounds()
     epoch = 8
-    tells = ("data.limit",)
+    expected_words = ("data.limit",)
 """
 
 # what is wrong: the line that makes it so, and the tests that say it

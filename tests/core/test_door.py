@@ -410,13 +410,13 @@ def test_a_number_that_is_not_finite_is_nan_in_the_history(tmp_path):
     lines = [f'{{"kind": "step", "step": {i + 1}, "loss": {value}, "tokens": 4}}'
              for i, value in enumerate(("1.5", "Infinity", "1" + "0" * 400, "null"))]  # fmt: skip
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
-    np.testing.assert_array_equal(History.of(tmp_path).loss, [1.5, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(History.read(tmp_path).loss, [1.5, np.nan, np.nan, np.nan])
 
 
 def test_of_many_samples_the_last_are_kept(tmp_path):
     lines = [{"kind": "sample", "step": step, "prompt": "It", "text": " was"} for step in range(5)]
     (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert [sample["step"] for sample in History.of(tmp_path).samples] == [2, 3, 4]
+    assert [sample["step"] for sample in History.read(tmp_path).samples] == [2, 3, 4]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

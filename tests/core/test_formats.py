@@ -96,7 +96,7 @@ class Suite(FormatSuite):
         run, callback = a_run(tmp_path, self.models[0]), self.callback()
         end(callback, run, step=2)
         before = {p.name: content(p) for p in tmp_path.iterdir()}
-        exported = self.exported(self.models[0])
+        exported = self.make_export(self.models[0])
         torn = replace(exported, tensors=Torn(exported.tensors))
         monkeypatch.setattr(callback, "exported", lambda run, tensors: torn)
         with pytest.raises(RunFailed, match="could not be written"):
@@ -105,7 +105,7 @@ class Suite(FormatSuite):
 
 
 class TestGGUF(Suite):
-    form, models, refused = GGUF(), [*TEXT, VIT, Bare(d_model=32)], [Bare(norm_eps=float("nan"))]
+    form, models, unsupported = GGUF(), [*TEXT, VIT, Bare(d_model=32)], [Bare(norm_eps=float("nan"))]
 
 
 class TestGGUFInFloat16(Suite):
@@ -118,7 +118,7 @@ class TestSafetensors(Suite):
 
 class TestHuggingFace(Suite):
     form, models = HuggingFace(), [TEXT[0], *TEXT[2:], VIT]
-    refused = [
+    unsupported = [
         OpModel(),
         TEXT[1],
         replace(VIT, block="rmsnorm_silu"),

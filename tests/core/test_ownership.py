@@ -544,6 +544,6 @@ def test_a_disk_that_fills_while_a_page_or_picture_is_written_is_a_failure(monke
         monkeypatch.setattr(Report, "_page", lambda *_: b"")
         with pytest.raises(RunFailed, match="No space left"):
             if module == "results.report":
-                write(Comparison.of([], "loss"), Path("a.html"))
+                write(Comparison.build([], "loss"), Path("a.html"))
             else:
                 write(SimpleNamespace(pictures=lambda suffix: {suffix: b""}), Path("a.svg"))

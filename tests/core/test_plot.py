@@ -17,8 +17,8 @@ from matplotlib.image import imread
 from toyexp.base.drawing import COLOURS, fit_text, is_own_plot
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
-from toyexp.results.found import below, look
-from toyexp.results.plot import Line, sheet
+from toyexp.results.plot import Line, draw_sheet
+from toyexp.results.run_dirs import find_runs, read_run
 
 SWEEP = ["-m", "engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
          "eval_every=2", "steps=4", "lr=5,1e-2", "seed=0,1", "sweep.isolate=false", "sweep.report=false"]  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_picture_of_runs_says_what_was_swept_and_how_each_choice_ended(grid, c
     assert "recipe scratch, warm × lr 0.001, 0.003, 0.01, 0.5 × 4 seeds" in words
     common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not come to its end"
     assert common in " ".join(words), "in one line or two, by how long the place is"
-    found = Comparison.of([look(path) for path in below(grid / "runs")]).ranking
+    found = Comparison.build([read_run(path) for path in find_runs(grid / "runs")]).ranking
     rows = [word for word in words if re.fullmatch(r"(scratch|warm)  lr=[\d.]+", word)]
     best = found.points[0].jobs[0].run
     assert rows[0] == f"{best.recipe}  lr={best.lr:g}" and len(rows) == 7
@@ -68,10 +68,10 @@ def test_a_picture_of_runs_says_what_was_swept_and_how_each_choice_ended(grid, c
 
 
 def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
-    runs = [look(path) for path in below(grid / "runs")]
+    runs = [read_run(path) for path in find_runs(grid / "runs")]
     some = [run for run in runs if (run.recipe, run.lr) == ("warm", 3e-3)]
-    (point,) = Comparison.of(some).ranking.points
-    line = Line.of(point, "held-out loss")
+    (point,) = Comparison.build(some).ranking.points
+    line = Line.read(point, "held-out loss")
     each = []
     for run in some:
         events = [json.loads(text) for text in (run.path / "events.jsonl").read_text().splitlines()]
@@ -154,7 +154,7 @@ def test_a_search_is_its_scores_by_trial_with_the_best_so_far_and_by_each_settin
     assert f"best {scores[best]:g}, trial {best}: lr={values['lr']} optim={values['optim']}" in words, words
     assert {"lr (matters 75%)", "optim (matters 25%)", "adamw", "lion", "0.001", f"held-out {metric}"} <= {*words}
     assert "s · 1 stopped on their way (crosses) · 1 without a score" in words
-    figure = sheet(None, "s", tmp_path / "s").figure
+    figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
     kept = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
     pick = np.minimum if metric == "loss" else np.maximum
@@ -171,7 +171,7 @@ def test_long_names_below_a_panel_of_a_search_are_turned_so_that_they_do_not_ove
         for trial, name in zip(told["trials"], names * 2, strict=True):
             trial["values"]["optim"] = name
         file.write_text(json.dumps(told))
-        axes = sheet(None, "s", tmp_path / "s").figure.axes[2]
+        axes = draw_sheet(None, "s", tmp_path / "s").figure.axes[2]
         assert {label.get_rotation() for label in axes.get_xticklabels()} == {turned}
 
 

@@ -14,9 +14,9 @@ from made_runs import made, made_sweep
 from toyexp.base.drawing import thin_curve
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
-from toyexp.results.events import History, means
-from toyexp.results.found import below, look
-from toyexp.results.report import FIRST, Report, SweepReport, importance_among, packed_library
+from toyexp.results.events import History, average_bins
+from toyexp.results.report import FIRST_DELAY, Report, SweepReport, compute_importance, pack_library
+from toyexp.results.run_dirs import find_runs, read_run
 
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
 
@@ -62,14 +62,14 @@ def test_a_thinned_curve_keeps_what_stands_out():
     assert {3_334, 17_002} <= set(steps)
     for stretch in values.reshape(500, 50):
         assert stretch.min() in kept and stretch.max() in kept
-    _, some = means(curve, 250)
+    _, some = average_bins(curve, 250)
     assert some == pytest.approx(values.reshape(250, 100).mean(1))
     assert thin_curve(*curve, 30_000)[1].tolist() == values.tolist()
 
 
 def test_of_many_held_out_scores_the_last_is_always_drawn(tmp_path):
     run = made(tmp_path / "run", steps=62, eval_every=1)
-    (told,) = Report("")._data(Comparison.of([look(run)]), 100)["runs"]
+    (told,) = Report("")._data(Comparison.build([read_run(run)]), 100)["runs"]
     steps, losses = told["held"]["loss"]
     assert len(steps) == len(losses) < 62 and (steps[0], steps[-1]) == (1, 62)
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
             '[1]\n{"kind": "step", "step": "x", "loss": 1}\n{"kind": "step", "step": 21, "loss": null}\n'
             f'{{"kind": "step", "step": 22, "tokens": 5, "wall_us": 1{"0" * 400}, "loss": 1{"0" * 400}}}\n{{"kind": '
         )
-    history = History.of(run)
+    history = History.read(run)
     assert history.curve("loss")[0].tolist() == list(range(1, 21)) and len(history.held_out["loss"]) == 2
 
 
@@ -92,7 +92,7 @@ def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path
            {"step": -1, "tokens": 5, "wall_us": 9}, {"step": 1 << 64, "tokens": 5, "wall_us": 9}]  # fmt: skip
     with open(run / "events.jsonl", "a") as file:
         file.writelines(json.dumps({"kind": "step", "loss": 1.0, **event}) + "\n" for event in odd)
-    history = History.of(run)
+    history = History.read(run)
     curves = [history.curve(name)[0].tolist() for name in ("loss", "speed")]
     assert curves == [list(range(1, 1204)), list(range(1, 1201))]
     assert history.tokens[1198:].tolist() == [128 * 1199, 128 * 1200] + [128 * 1200 + 5] * 3
@@ -101,7 +101,7 @@ def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path
 def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
     for name, seed, held_out in (("a", 0, 3.0), ("b", 0, 2.0), ("c", 1, 1.5)):
         made(tmp_path / name, seed=seed, steps=5, held_out=held_out)
-    found = Comparison.of([look(path) for path in below(tmp_path)])
+    found = Comparison.build([read_run(path) for path in find_runs(tmp_path)])
     (point,) = found.ranking.points
     assert (point.mean, point.deviation) == pytest.approx((2.0, np.std([2.5, 1.5], ddof=1)))
     assert (len(point.jobs), len(point.values), point.repeats) == (3, 2, 1)
@@ -125,7 +125,7 @@ def test_importance_of_a_grid_and_none_of_seven_runs(tmp_path, seven):
         if seven:
             recipe, lr, held_out = "warm", 1e-3 * (number + 1), 3.0 + number
         made(tmp_path / str(number), recipe=recipe, lr=lr, steps=5 + seven * number // 2, held_out=held_out)
-    shares, why = importance_among(Comparison.of([look(path) for path in below(tmp_path)]))
+    shares, why = compute_importance(Comparison.build([read_run(path) for path in find_runs(tmp_path)]))
     if seven:
         assert not shares and "7 points are too few" in why
     else:
@@ -174,7 +174,7 @@ def test_a_sweep_leaves_its_report_unless_told_otherwise(tmp_path, monkeypatch, 
 
 def test_a_sweep_without_what_draws_says_what_to_install(tmp_path, monkeypatch, capsys):
     made(tmp_path / "s/0", steps=5)
-    packed_library.cache_clear()
+    pack_library.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly", None)
     SweepReport()(tmp_path / "s", True)
     assert "pip install 'toyexp[report]', or leave it out: sweep.report=false" in capsys.readouterr().out
@@ -184,28 +184,30 @@ def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_n
     now = [0.0]
     monkeypatch.setattr("toyexp.results.report.time.monotonic", lambda: now[0])
     read = []
-    monkeypatch.setattr(History, "of", classmethod(lambda cls, run, old=History.of: read.append(run.name) or old(run)))
+    monkeypatch.setattr(
+        History, "read", classmethod(lambda cls, run, old=History.read: read.append(run.name) or old(run))
+    )
     report, page = SweepReport(), tmp_path / "s/report.html"
     made(tmp_path / "s/0", steps=5)
-    now[0] = FIRST - 1
+    now[0] = FIRST_DELAY - 1
     report(tmp_path / "s", False)
     assert not page.exists()
-    now[0] = FIRST
+    now[0] = FIRST_DELAY
     report(tmp_path / "s", False)
     assert len(data_of(page)["runs"]) == 1
     made(tmp_path / "s/1", steps=5, seed=1)
     report(tmp_path / "s", False)
     assert len(data_of(page)["runs"]) == 1
-    now[0] += FIRST
+    now[0] += FIRST_DELAY
     report(tmp_path / "s", False)
     assert len(data_of(page)["runs"]) == 2 and read == ["0", "1"] and not capsys.readouterr().out
 
 
 def test_of_very_many_runs_the_best_are_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("toyexp.results.report.MOST_RUNS", 3)
+    monkeypatch.setattr("toyexp.results.report.MAX_RUNS", 3)
     for number in range(5):
         made(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
-    Report("five").write(Comparison.of([look(path) for path in below(tmp_path / "s")]), tmp_path / "r.html")
+    Report("five").write(Comparison.build([read_run(path) for path in find_runs(tmp_path / "s")]), tmp_path / "r.html")
     told = data_of(tmp_path / "r.html")
     assert [run["loss"] for run in told["runs"]] == [1.0, 2.0, 3.0]
     assert "the best 3 of 5 runs are shown" in told["notes"]

@@ -11,7 +11,7 @@ import pytest
 from made_runs import made_sweep
 
 from toyexp.cli.main import main
-from toyexp.results.found import below, look
+from toyexp.results.run_dirs import find_runs, read_run
 
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -112,8 +112,8 @@ def column(page, head):
 def events(swept, kind, **settings):
     """The runs' own lines of a kind, of the runs with these settings: what the page is held against."""
     found = []
-    for path in sorted(below(swept / "runs")):
-        run = look(path)
+    for path in sorted(find_runs(swept / "runs")):
+        run = read_run(path)
         if all(getattr(run, key) == value for key, value in settings.items()):
             lines = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
             found.append([line for line in lines if line["kind"] == kind])

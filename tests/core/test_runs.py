@@ -19,9 +19,9 @@ import toyexp
 from toyexp.base.formatting import format_csv
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison, Entry
-from toyexp.results.filters import divided, filtered, ordered
-from toyexp.results.found import Run, look, unzipped
+from toyexp.results.filters import filter_runs, sort_runs, split_filters
 from toyexp.results.report import Report, title
+from toyexp.results.run_dirs import Run, read_run, unzip_archives
 from toyexp.training.provenance import read_origin
 from toyexp.training.rundir import lock
 
@@ -136,7 +136,7 @@ def test_filters_take_columns_and_settings(here, capsys, words, count):
 @pytest.mark.parametrize(("key", "order"), [("loss", "cab"), ("-loss", "acb")])
 def test_runs_without_the_value_that_sorts_come_last_both_ways(key, order):
     runs = [Run(Path("a"), loss=2.0), Run(Path("b")), Run(Path("c"), loss=1.0)]
-    assert "".join(run.path.name for run in ordered(runs, key)) == order
+    assert "".join(run.path.name for run in sort_runs(runs, key)) == order
 
 
 def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):
@@ -419,14 +419,14 @@ def test_runs_of_today_and_those_of_a_sweep_are_found(here, capsys):
 
 def test_yesterday_begins_a_day_before_today():
     late = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(hours=1)
-    _, filters = divided(["when>=yesterday", "when>=today"])
-    assert [one.takes(late.isoformat()) for one in filters] == [True, False]
+    _, filters = split_filters(["when>=yesterday", "when>=today"])
+    assert [one.matches(late.isoformat()) for one in filters] == [True, False]
 
 
 def test_a_run_that_cannot_be_read_is_said_not_to_have_been_asked():
     notes = []
     run = Run(Path("a"), unread="config.yaml is a pipe")
-    assert filtered([run], divided(["recipe=warm"])[1], notes) == []
+    assert filter_runs([run], split_filters(["recipe=warm"])[1], notes) == []
     assert notes == ["not asked: a, config.yaml is a pipe"]
 
 
@@ -472,10 +472,10 @@ def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, monkeypatch, wrong):
 
 def test_compare_and_eval_go_by_the_same_record_of_sources(tmp_path):
     run = made(tmp_path / "run", steps=5, sources=sources("of run_start"))
-    assert Entry(0, look(run), {}).sources == read_origin(run).sources == sources("of run_start")
+    assert Entry(0, read_run(run), {}).sources == read_origin(run).sources == sources("of run_start")
     result = run / "result.json"
     result.write_text(json.dumps({**json.loads(result.read_text()), "sources": sources("of result.json")}))
-    assert Entry(0, look(run), {}).sources == read_origin(run).sources == sources("of result.json")
+    assert Entry(0, read_run(run), {}).sources == read_origin(run).sources == sources("of result.json")
 
 
 def test_runs_without_a_record_of_their_data_are_told_apart_by_what_they_say_of_it(tmp_path, capsys):
@@ -606,9 +606,9 @@ def test_of_a_zip_the_archives_name_is_told_and_no_temporary_directory(here, cap
     assert main(["compare", "none.zip"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("toyexp: error: compare none.zip: holds no run")
-    with unzipped(["class.zip"]) as (place,):
+    with unzip_archives(["class.zip"]) as (place,):
         assert title([place]) == "class.zip"
-        data = Report("")._data(Comparison.of([look(Path(place, "killed"))]), 100)
+        data = Report("")._data(Comparison.build([read_run(Path(place, "killed"))]), 100)
         assert data["runs"][0]["path"] == "class.zip/killed" and "class.zip/killed" in data["runs"][0]["again"]
     assert "toyexp-" not in "".join([*told, error, (here / "x.svg").read_text()])
 
@@ -625,7 +625,7 @@ def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys,
     monkeypatch.setenv("TMPDIR", str(here / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (here / "tmp").mkdir()
-    monkeypatch.setattr("toyexp.results.found.MOST_UNZIPPED", 1000)
+    monkeypatch.setattr("toyexp.results.run_dirs.MAX_UNZIPPED_BYTES", 1000)
     archive("out.zip", **{"../config.yaml": "a: 1"})
     archive("dos.zip", **{"a\\..\\..\\config.yaml": "a: 1"})
     archive("big.zip", **{"a/config.yaml": b" " * 2000})
@@ -651,7 +651,7 @@ def test_what_may_not_be_read_is_said(here, capsys, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
-    monkeypatch.setattr("toyexp.results.found.os.scandir", scandir)
+    monkeypatch.setattr("toyexp.results.run_dirs.os.scandir", scandir)
     for name in ("config.yaml", "events.jsonl"):  # as root finds no file that it may not read
         (denied / name).unlink()
         os.mkfifo(denied / name)
@@ -700,7 +700,7 @@ def test_links_that_lead_away_are_not_followed_and_that_is_said(here, capsys):
 
 def test_of_a_zip_only_the_records_of_runs_are_extracted(here):
     archive("class.zip", **{"a/config.yaml": "a: 1", "a/model.gguf": "x", "a/checkpoints/step-1/arrays": "x"})
-    with unzipped(["class.zip", "outputs"]) as (place, other):
+    with unzip_archives(["class.zip", "outputs"]) as (place, other):
         assert [path.name for path in Path(place).rglob("*") if path.is_file()] == ["config.yaml"]
     assert other == "outputs" and not Path(place).exists()
 
@@ -711,15 +711,15 @@ def test_the_loss_of_a_killed_run_is_the_smoothed_one(tmp_path):
     expected = 0.0
     for event in (event for event in events if event["kind"] == "step"):
         expected += min(20 / event["step"], 1) * (event["loss"] - expected)
-    assert look(run).train_loss == pytest.approx(expected, rel=1e-12)
+    assert read_run(run).train_loss == pytest.approx(expected, rel=1e-12)
 
 
 def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
-    runs = [look(made(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))]
-    whole = Comparison.of(runs, pooled=True)
-    whole.unasked = ["not asked: d"]
+    runs = [read_run(made(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))]
+    whole = Comparison.build(runs, pooled=True)
+    whole.selection_notes = ["not asked: d"]
     best = whole.best(2)
-    assert best.pooled and best.left_from == 3 and len(best.entries) == 2
+    assert best.pool and best.total_runs == 3 and len(best.entries) == 2
     assert {"not asked: d", "the best 2 of 3 runs are shown"} <= {*best.notes()}
 
 

@@ -11,7 +11,7 @@ from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.model_files import _load_run, checkpoint_gguf
 from toyexp.plugins.discovery import current_registry
-from toyexp.results.found import look
+from toyexp.results.run_dirs import read_run
 from toyexp.training import checkpoint
 
 # A rate so high that the held-out loss does not only fall; the same steps whatever their number.
@@ -74,7 +74,7 @@ def test_a_run_that_keeps_its_best_exports_it_in_every_format_and_says_its_step(
     assert (told["eval_step"], told["eval_loss"]) == (step, loss), "what is exported decides in tables and sweeps"
     assert told["eval_scores"] == told["last_eval"]["scores"] == {}, "a perplexity is its loss and no score of its own"
     assert told["last_eval"]["step"] == 12 and told["last_eval"]["loss"] == last["loss"] > loss
-    assert look(Path("wild/run")).loss == loss
+    assert read_run(Path("wild/run")).loss == loss
     assert f"best held-out loss {loss:.4f} after step {step}" in out
     assert f"kB  of step {step}, the best" in out
 

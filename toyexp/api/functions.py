@@ -24,8 +24,8 @@ from toyexp.config.flags import build_request, read_flags, split_flags
 from toyexp.inference.model_files import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
-from toyexp.results.ranking import Ranking, ranked
-from toyexp.sweeps.directory import Job, remembered, update_summary
+from toyexp.results.ranking import Ranking, rank_jobs
+from toyexp.sweeps.directory import Job, read_sweep, update_summary
 from toyexp.training.checkpoint import read_result
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from toyexp.config.request import Request
     from toyexp.inference.evaluate import Evaluation
     from toyexp.inference.predict import Predictions
-    from toyexp.sweeps.compare import Compared
+    from toyexp.sweeps.compare import ComparisonAnswer
 
 
 @protect_imports()
@@ -160,8 +160,8 @@ class SweepResult(Sequence[Result]):
     def __init__(self, directory: Path, registry: Registry | None = None):
         self.directory = directory.absolute()
         self._registry = registry or load()
-        self._jobs, asked = remembered(self.directory)
-        self._ranking: Ranking[Job] = ranked(self._jobs, asked["sweep"])
+        self._jobs, asked = read_sweep(self.directory)
+        self._ranking: Ranking[Job] = rank_jobs(self._jobs, asked["sweep"])
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -241,7 +241,7 @@ class SweepResult(Sequence[Result]):
         return len(self.runs)
 
     def _table_cells(self) -> tuple[list[str], list[list[str]], str]:
-        left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.seeds)}
+        left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.has_seeds)}
         heads = [name for name in dict.fromkeys(key for row in self.table for key in row) if name not in left_out]
         rows = [[_text(row.get(name)) for name in heads] for row in self.table[:MAX_ROWS]]
         more = f"{len(self.table) - MAX_ROWS} more in .table; " if len(self.table) > MAX_ROWS else ""
@@ -327,11 +327,11 @@ def predict(
 
 
 @protect_imports()
-def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> Compared:
+def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> ComparisonAnswer:
     """Return runs, sweeps or directories of them side by side; texts such as "lr>1e-3" choose among them."""
     with isolated_call("toyexp.compare", quiet=True):
-        from toyexp.results.filters import divided
-        from toyexp.sweeps.compare import compared
+        from toyexp.results.filters import split_filters
+        from toyexp.sweeps.compare import compare_runs
 
-        places, filters = divided([os.fspath(check_path("toyexp.compare", run)) for run in runs])
-        return compared(places, filters, None if metric is None else str(metric), pool)
+        places, filters = split_filters([os.fspath(check_path("toyexp.compare", run)) for run in runs])
+        return compare_runs(places, filters, None if metric is None else str(metric), pool)

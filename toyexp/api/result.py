@@ -22,8 +22,8 @@ from toyexp.base.terminal import print_note
 from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
-from toyexp.results.events import History, events_in, means, start_of
-from toyexp.results.found import SIGNS, look, values
+from toyexp.results.events import History, average_bins, read_events, read_run_facts
+from toyexp.results.run_dirs import RUN_FILES, read_run, setting_values
 from toyexp.training.checkpoint import read_result
 from toyexp.training.provenance import read_origin
 
@@ -49,7 +49,7 @@ class Result:
         self.directory = directory.absolute()
         self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
         self._registry = registry or load()
-        self._when, found = self._start_times(), look(self.directory)
+        self._when, found = self._start_times(), read_run(self.directory)
         self.name, self._engine_name = found.name, found.engine
         self.state = found.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
         self.why = found.why  # the sentence of the callback that stopped it, or the error that it failed with, or empty
@@ -83,22 +83,22 @@ class Result:
     @cached_property
     def history(self) -> History:
         """Its numbers step by step, as arrays."""
-        return History.of(self._run_directory)
+        return History.read(self._run_directory)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings by the keys they are typed under: settings["model"], settings["model.d_model"]."""
-        return values(self._run_directory)
+        return setting_values(self._run_directory)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What it recorded as it began: engine, machine, model, data."""
-        return start_of(self._run_directory)
+        return read_run_facts(self._run_directory)
 
     @cached_property
     def warnings(self) -> list[str]:
         """What it was warned of, a sentence each."""
-        events = events_in(self._run_directory / "events.jsonl")
+        events = read_events(self._run_directory / "events.jsonl")
         return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
 
     @property
@@ -254,7 +254,7 @@ class Result:
 def require_run(directory: Path) -> None:
     """Raises UserError for a directory that is none of a run."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    if "config.yaml" not in names or not names & SIGNS:
+    if "config.yaml" not in names or not names & RUN_FILES:
         what = "holds no run" if directory.exists() else explain_missing(directory)
         raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open takes a run, a checkpoint or a sweep")
 
@@ -283,7 +283,7 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], below: str) 
 
 def loss_svg(history: History) -> str:
     """The training loss as a line and the held-out loss as points over the steps, in SVG; nothing of fewer than two."""
-    trained, held_out = means(history.curve("loss"), POINTS), history.held_out_curve("loss")
+    trained, held_out = average_bins(history.curve("loss"), POINTS), history.held_out_curve("loss")
     steps, values = map(np.concatenate, zip(trained, held_out, strict=True))
     if len(values) < 2:
         return ""

@@ -149,8 +149,8 @@ def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
             yield form.format(name), functools.partial(_check, offer.cls)
     for launcher in LAUNCHERS.values():
         yield "", launcher.require
-    yield "", lambda: study.require("cmaes")
-    yield "compare --html", report.require
+    yield "", lambda: study.require_optuna("cmaes")
+    yield "compare --html", report.require_plotly
     yield "the chat template of a GGUF", chat.sandbox
     yield "", llamacpp.find_package
     yield "", lambda: quantiser("a K-quant")

@@ -33,8 +33,8 @@ from toyexp.config.words import format_override
 from toyexp.formats.gguf.open_model import in_place
 from toyexp.interfaces.model import compute_scores
 from toyexp.runner.one_run import locate, prepare_run
-from toyexp.sweeps.directory import Job, Order, shared_words
-from toyexp.sweeps.launchers.gpus import visible
+from toyexp.sweeps.directory import Job, LaunchSpec, shared_args
+from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import Stop, run_process
 from toyexp.sweeps.runner import Runner
 from toyexp.training import checkpoint
@@ -239,7 +239,7 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
     """Say what the jobs of a sweep would be; return 2 if one that is tried is refused, and 1 if one fails."""
     try:
         codes = [2 * runner.prepare()]
-        shapes = _group_jobs(runner.source.foreseen())
+        shapes = _group_jobs(runner.source.remaining_jobs())
         if not shapes:
             print_line(dump_json({"jobs": 0}) if as_json else "no job would run")
             return max(codes)
@@ -295,9 +295,9 @@ def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
 def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
     """Have a process say what a run of the first job would be; raises UserError and RunFailed."""
     launcher, out = runner.launcher, list[str]()
-    of_machine = launcher.is_forked and not launcher.is_stacked
+    of_machine = launcher.uses_fork_server and not launcher.trains_stacks
     words = [*_trial_words(shape.jobs[0], runner, root), "--dry-run", "--json"]
-    gpus = visible()[: launcher.share.gpus] if of_machine else ()
+    gpus = visible_gpus()[: launcher.share.gpus] if of_machine else ()
     launcher.wait()
 
     def take(line: str, to: IO[str]) -> None:
@@ -305,7 +305,9 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
             out.append(line)
 
     with tempfile.TemporaryDirectory() as aside:
-        order = Order(root, Path(aside, "log"), words, [], False, launcher.share.cores * of_machine, gpus, several=True)
+        order = LaunchSpec(
+            root, Path(aside, "log"), words, [], False, launcher.share.cores * of_machine, gpus, is_stack=True
+        )
         began = time.perf_counter()
         ended = run_process(order, Stop(), take, start=launcher.start)
         seconds = time.perf_counter() - began
@@ -317,17 +319,17 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
 
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     """Return the command line that tries a job."""
-    asked = runner.asked.memory
+    asked = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
         return [f"resume={root / job.directory}", *(word for word in asked["settings"] if word.startswith("plugins="))]
     where = root / job.directory if job.directory else runner.configs.directory(job, root)[1]
     place = [] if where.exists() else [format_override("hydra.run.dir", where)]
-    return [*shared_words(asked), *job.overrides, *place, f"hydra.job.num={job.number}"]
+    return [*shared_args(asked), *job.overrides, *place, f"hydra.job.num={job.number}"]
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
     """Add up what was found; jobs of shapes that were not tried count as the mean."""
-    launcher, asked, search = runner.launcher, runner.asked, runner.source.description
+    launcher, asked, search = runner.launcher, runner.request, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
     left, entries = list[int](), list[dict[str, Any]]()
     for shape in shapes:
@@ -341,7 +343,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
                 begins = next(iter(checkpoint.list_checkpoints(root / job.directory / "checkpoints")), 0)
             if any(word.startswith("steps=") for word in job.overrides):
                 end = int(runner.configs.config(job).cfg.steps)
-            is_first = (asked.settings.isolate and not launcher.is_stacked) or not seconds  # in its process
+            is_first = (asked.settings.isolate and not launcher.trains_stacks) or not seconds  # in its process
             seconds[job.number] = (
                 (shape.start if is_first else tried["ready"])
                 + (end - begins) * tried["step"]
@@ -360,7 +362,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
         for key, _, value in (word.partition("=") for word in job.overrides):
             varied.setdefault(key, {})[value] = None
     return {
-        "directory": str(root), "settings": asked.memory["settings"],
+        "directory": str(root), "settings": asked.spec["settings"],
         "varied": {key: list(values) for key, values in varied.items()}, "search": search, "jobs": len(seconds),
         "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": entries,
         "not_tried": left, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
@@ -369,7 +371,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
 
 def _sweep_lines(told: Mapping[str, Any], runner: Runner) -> list[str]:
     """Return what was found of a sweep, for a person."""
-    shapes, search, left, prune = told["shapes"], told["search"], told["not_tried"], runner.asked.settings.prune
+    shapes, search, left, prune = told["shapes"], told["search"], told["not_tried"], runner.request.settings.prune
     jobs, how = pluralise(told["jobs"], "job"), runner.launcher.describe(told["at_once"])
     lines = [f"sweep    {short_path(Path(told['directory']))}, {jobs}, {how} ({told['launcher']})"]
     lines += [f"settings {' '.join(told['settings'])}"] if told["settings"] else []

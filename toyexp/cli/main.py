@@ -22,7 +22,7 @@ from toyexp.base.writing import reject_bad_names
 from toyexp.cli.commands import COMMANDS, find
 from toyexp.config.flags import PRINTING_FLAGS, build_request, read_flags
 from toyexp.interfaces.command import Command, parse_modules
-from toyexp.sweeps.combinations import STACK, TRIAL, follow_the_sweep, is_a_job
+from toyexp.sweeps.combinations import STACK, TRIAL, exit_with_sweep, is_job
 
 if TYPE_CHECKING:
     from toyexp.config.request import Request
@@ -39,14 +39,14 @@ def add_page(error: str, typed: Sequence[str]) -> str:
     """An error with the page of the documentation that is about it; the sweep of a job tells its error itself."""
     from toyexp.cli.pages import add_page
 
-    return error if is_a_job() else add_page(error, typed[0] if typed else "")
+    return error if is_job() else add_page(error, typed[0] if typed else "")
 
 
 @reject_bad_names()
 @attribute_part_errors()
 def run_words(typed: Sequence[str]) -> int:
     """Does what a command line asks for; returns the exit code."""
-    follow_the_sweep()
+    exit_with_sweep()
     words = list(typed)
     if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's words for it
         words = ["completion", *(word.removeprefix("install=") for word in words[1:])]
@@ -140,13 +140,15 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
         return 0
     callbacks: Mapping[str, Callback] = {}
     if TRIAL in os.environ:
-        from toyexp.sweeps.search.pruning import taken  # by which the search that started this process may stop its run
+        from toyexp.sweeps.search.pruning import (
+            pop_pruning_callback,  # by which the search that started this process may stop its run
+        )
 
-        callbacks = taken()
+        callbacks = pop_pruning_callback()
     is_first = is_bare and not os.path.lexists("outputs")
     ready = prepare_request(request, resume, callbacks)
     with contextlib.ExitStack() as stack:
-        if ready.resumed is not None and not is_a_job():
+        if ready.resumed is not None and not is_job():
             from toyexp.sweeps.directory import update_summary
 
             stack.enter_context(update_summary(ready.directory, resumed=True))

@@ -26,7 +26,7 @@ from toyexp.interfaces.dataset import Batches
 from toyexp.interfaces.recipe import start_session
 from toyexp.interfaces.run import Run
 from toyexp.reference.engine import TOLERANCES, Tolerances, coarser, precision
-from toyexp.sweeps.combinations import combinations, own_sweep
+from toyexp.sweeps.combinations import combinations, experiment_sweep
 from toyexp.training.run_config import Prepared, introduction
 
 STEPS = 20  # unless the user says how many
@@ -249,7 +249,7 @@ def run(arguments: Arguments) -> int:
     limits = {name: limit for name, limit in typed.items() if limit is not None}
     request, labels = parse_engines("parity", arguments, RUN_ONLY_KEYS)
     _require_schedules(request)
-    own = own_sweep(request)
+    own = experiment_sweep(request)
     fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
     request = request.with_defaults(f"steps={STEPS}").with_overrides(*fixed)
     watch: Callable[[str], None] = (lambda line: None) if as_json else print_output

@@ -136,7 +136,7 @@ def _find_modules(place: Path) -> tuple[dict[str, str], list[Path]]:
 
 def _check_defaults(offers: Sequence[Offer], found: _PytestResults, registry: Registry) -> list[Line]:
     """A line about each part that no test was about: what its suite says of its defaults, or why it cannot."""
-    from toyexp.testing.defaults import SUITES, Beside, suite_for
+    from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 
     engines = []
     for name in TRIAL_ENGINES:
@@ -144,7 +144,7 @@ def _check_defaults(offers: Sequence[Offer], found: _PytestResults, registry: Re
             engine = registry.classes("engine")[name](threads=1)
             engine.check()
             engines.append(engine)
-    beside = Beside(engines, registry.models(), [*registry.classes("data").values()])
+    beside = SuiteParts(engines, registry.models(), [*registry.classes("data").values()])
     suites: dict[str, type] = {}
     told = []
     for offer in offers:
@@ -156,7 +156,7 @@ def _check_defaults(offers: Sequence[Offer], found: _PytestResults, registry: Re
             continue
         name = SUITES[offer.kind].__name__
         try:
-            suites[f"Test{offer.cls.__name__}"] = suite_for(offer.kind, offer.cls, beside)
+            suites[f"Test{offer.cls.__name__}"] = make_suite(offer.kind, offer.cls, beside)
         except UserError as error:
             own = f"in a test of its own: class Test{offer.cls.__name__}({name}): ..."
             told.append(Line(label, name, note=f"{error}; {own}"))

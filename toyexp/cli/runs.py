@@ -24,8 +24,8 @@ from toyexp.base.tables import align_table, drop_columns, fits_terminal, termina
 from toyexp.base.terminal import print_line, print_note
 from toyexp.base.writing import require_writable
 from toyexp.interfaces.command import Answer, Arguments
-from toyexp.results.filters import divided, filtered, ordered
-from toyexp.results.found import COLUMNS, Run, below, look, unzipped
+from toyexp.results.filters import filter_runs, sort_runs, split_filters
+from toyexp.results.run_dirs import COLUMNS, Run, find_runs, read_run, unzip_archives
 
 HELP = """\
 usage: toyexp runs [DIR ...] [FILTER ...] [options]
@@ -102,14 +102,16 @@ class Runs(Answer):
 def run(arguments: Arguments) -> int:
     """Look for runs, and list them."""
     check_form(arguments)
-    places, filters = divided(arguments.rest)
+    places, filters = split_filters(arguments.rest)
     for word in places:
         if not Path(word).is_dir() and not (word.lower().endswith(".zip") and Path(word).is_file()):
             raise UserError(f"runs {word}: is no directory and no filter (key=value); see toyexp runs --help")
     named, notes = places or ["outputs"], list[str]()
-    with unzipped(named) as where:
-        runs = [look(path) for path in dict.fromkeys(path for word in where for path in below(Path(word), notes))]
-        chosen = ordered(filtered(runs, filters, notes), arguments.sort or "when")
+    with unzip_archives(named) as where:
+        runs = [
+            read_run(path) for path in dict.fromkeys(path for word in where for path in find_runs(Path(word), notes))
+        ]
+        chosen = sort_runs(filter_runs(runs, filters, notes), arguments.sort or "when")
     answer = Runs(chosen[-arguments.last :] if arguments.last else chosen, len(runs), named, notes)
     if not arguments.csv:
         return answer.show(arguments)
@@ -189,9 +191,9 @@ ended, and of a search its scores by trial and setting."""
 def run_compare(arguments: Arguments) -> int:
     """Compare the named runs."""
     from toyexp.base.drawing import check_plot_path
-    from toyexp.results.plot import sheet
-    from toyexp.results.report import Report, importance_of, title
-    from toyexp.sweeps.compare import compared
+    from toyexp.results.plot import draw_sheet
+    from toyexp.results.report import Report, read_importance, title
+    from toyexp.sweeps.compare import compare_runs
 
     check_form(arguments)
     page, plot, metric = arguments.html, arguments.plot, arguments.metric
@@ -201,18 +203,18 @@ def run_compare(arguments: Arguments) -> int:
     if page:
         check_report_path(page)
     picture = check_plot_path("--plot", plot) if plot else None
-    named, filters = divided(arguments.rest)
+    named, filters = split_filters(arguments.rest)
     if not named:
         raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
-    with unzipped(named) as places:
-        answer = compared(places, filters, metric, arguments.pool)
+    with unzip_archives(named) as places:
+        answer = compare_runs(places, filters, metric, arguments.pool)
         comparison, alone = answer.comparison, Path(places[0]) if len(places) == 1 else None
         if page:
-            size = Report(title(places), importance_of(alone) if alone else None).write(comparison, Path(page))
+            size = Report(title(places), read_importance(alone) if alone else None).write(comparison, Path(page))
             print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
             whole = alone if not filters and not metric else None
-            print_line(f"plot    {plot}, {format_bytes(sheet(comparison, title(places), whole).write(picture))}")
+            print_line(f"plot    {plot}, {format_bytes(draw_sheet(comparison, title(places), whole).write(picture))}")
         if not page and not picture:
             if not arguments.csv:
                 return answer.show(arguments)
@@ -224,12 +226,12 @@ def run_compare(arguments: Arguments) -> int:
 
 def check_report_path(page: str) -> None:
     """Raise UserError before anything is read if the page cannot be written."""
-    from toyexp.results.report import is_a_page, require
+    from toyexp.results.report import is_report, require_plotly
 
     path = Path(page)
     if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--html {page}: takes the name of a file that ends in .html, such as --html report.html")
     require_writable(f"--html {page}", path)
-    if os.path.lexists(path) and not is_a_page(path):
+    if os.path.lexists(path) and not is_report(path):
         raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")
-    require()
+    require_plotly()

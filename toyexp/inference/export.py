@@ -33,7 +33,7 @@ from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_wr
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
-from toyexp.results.found import look
+from toyexp.results.run_dirs import read_run
 from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
@@ -153,7 +153,7 @@ def _write(
 def _about(file: GGUFFile) -> dict[str, Any]:
     """Return what a model card says of the run that a file comes from; nothing if the file is not beside that run's."""
     run = _path_beside(file).parent
-    config, found, step = read_settings(run / "config.yaml"), look(run), file.metadata.get("general.step")
+    config, found, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
         return {}
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))

@@ -1,1 +1,1 @@
-"""Runs that are there: found, read, chosen, compared and shown."""
+"""Find, read, filter, compare and plot runs."""

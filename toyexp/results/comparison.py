@@ -1,4 +1,4 @@
-"""Runs side by side: what differs in their settings, and how well each choice did, over its seeds."""
+"""Compare runs: which settings differ, and how good each choice of settings is over its seeds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.formatting import display_path, short_keys, short_path
-from toyexp.results.events import start_of
-from toyexp.results.found import DONE, Run, settings
-from toyexp.results.ranking import ASIDE, METRIC, Ranking, ranked
+from toyexp.results.events import read_run_facts
+from toyexp.results.ranking import METRIC, UNCOMPARED_DIGESTS, Ranking, rank_jobs
+from toyexp.results.run_dirs import FINAL_STATES, Run, setting_texts
 from toyexp.training.provenance import read_origin
 
-DIGEST = " digest"  # behind a role of sources: the column that tells runs of different data or bases apart
-WHOSE = "whose"  # the column that tells equal runs of different people apart
-PARTS = ("recipe", "model", "data", "engine", "optim")  # what is chosen by name leads what it brings along
-# What may differ between two runs of one choice: their numbers do not depend on it, or only as on a seed.
-OF_ONE_CHOICE = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "checkpoint_keep")
+DIGEST = " digest"  # suffix of the column that separates runs with different data or base files
+WHOSE = "whose"  # column that separates equal runs of different people
+PARTS = ("recipe", "model", "data", "engine", "optim")  # presets come before the settings that they bring
+# Settings that do not separate points: numbers do not depend on them, or only as they do on a seed.
+POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "checkpoint_keep")
 
 
 @dataclass
 class Entry:
-    """A run among others; `overrides` are the settings by which its point differs from other points."""
+    """A run in a comparison; `overrides` are the settings that distinguish its point."""
 
     number: int
     run: Run
@@ -33,130 +33,133 @@ class Entry:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.is_known = bool(self.settings)  # else nobody can say of which point it is
-        done = "completed" if run.state in DONE else run.state
-        self.status = done if self.is_known else "unknown"  # whether its numbers count
+        self.has_settings = bool(self.settings)  # without settings its point is unknown
+        done = "completed" if run.state in FINAL_STATES else run.state
+        self.status = done if self.has_settings else "unknown"  # whether its numbers count
         scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
-        self.result: dict[str, Any] = {**scores, "sources": self.sources}  # as result.json has them
+        self.result: dict[str, Any] = {**scores, "sources": self.sources}  # with the keys of result.json
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What its first event tells of data, engine and machine."""
-        return start_of(self.run.path)
+        """Data, engine and machine, from the run's first event."""
+        return read_run_facts(self.run.path)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """Return the digests of data and files by role; those of a run that recorded none, by the facts of its data."""
+        """Digests of data and files by role; for a run that recorded none, from the facts of its data."""
         return read_origin(self.run.path).sources
 
 
 @dataclass
 class Comparison:
-    """Runs, in points that differ in more than their seed, the best first."""
+    """Runs in points, the best first. A point holds the runs that differ only in their seed."""
 
     entries: list[Entry]
-    keys: list[str]  # by which points differ, those that say the same as another left out
-    along: dict[str, list[str]]  # and those, under the one that leads them
-    also: list[str]  # what differs and makes no other point
+    keys: list[str]  # settings that differ between points, one of each linked group
+    linked_keys: dict[str, list[str]]  # settings that vary together with one of `keys`
+    other_keys: list[str]  # settings that differ but do not separate points
     ranking: Ranking[Entry]
     metric: str = "loss"
-    pooled: bool = False  # equal runs of different people are one
-    left_from: int = 0  # runs that there are, where these are the best of them
-    unasked: list[str] = field(default_factory=list)  # which runs the filters could not ask, and which links lead away
+    pool: bool = False  # count equal runs of different people as one point
+    total_runs: int = 0  # number of runs before the best were selected; 0: all are here
+    selection_notes: list[str] = field(
+        default_factory=list
+    )  # runs that filters could not read, and links that were skipped
 
     @classmethod
-    def of(cls, runs: Iterable[Run], metric: str = "loss", pooled: bool = False) -> Comparison:
-        """Compare runs by a held-out score, or by the training loss if no run has it.
+    def build(cls, runs: Iterable[Run], metric: str = "loss", pooled: bool = False) -> Comparison:
+        """Compare runs by a held-out metric, or by the training loss if no run has the metric.
 
-        Unless `pooled`, equal runs that lie in different directories or have different names are different points.
+        Unless `pool`, equal runs in different directories or with different names form different points.
         """
-        entries = [Entry(number, run, _settings(run)) for number, run in enumerate(runs)]
+        entries = [Entry(number, run, _read_settings(run)) for number, run in enumerate(runs)]
         _mark_sources(entries)
         if not pooled:
             _mark_owners(entries)
-        differ = differing([entry.settings for entry in entries])
-        keys, along = led([key for key in differ if key not in OF_ONE_CHOICE], entries)
+        differ = varying_keys([entry.settings for entry in entries])
+        keys, along = group_keys([key for key in differ if key not in POOLED_KEYS], entries)
         every = [*keys, *(key for some in along.values() for key in some)]
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
-            if not entry.is_known:
+            if not entry.has_settings:
                 entry.overrides = [f"unknown, of {entry.run.path.name}"]
         also = [key for key in differ if key not in every]
-        return cls(entries, keys, along, also, ranked(entries, [METRIC + metric], seed_of), metric, pooled)
+        return cls(entries, keys, along, also, rank_jobs(entries, [METRIC + metric], seed_key), metric, pooled)
 
     def best(self, most: int) -> Comparison:
-        """At most so many of these runs, the best ones."""
+        """Return a comparison of the best `most` runs."""
         if len(self.entries) <= most:
             return self
-        some = Comparison.of((entry.run for entry, _ in self.ranking.jobs()[:most]), self.metric, self.pooled)
-        some.left_from, some.unasked = len(self.entries), self.unasked
+        some = Comparison.build((entry.run for entry, _ in self.ranking.jobs()[:most]), self.metric, self.pool)
+        some.total_runs, some.selection_notes = len(self.entries), self.selection_notes
         return some
 
     def values(self, key: str) -> list[str]:
-        """The values that a setting has among these runs."""
+        """Return the values that a setting has in these runs."""
         return list(dict.fromkeys(e.settings[key] for e in self.entries if key in e.settings))
 
     @property
     def every_key(self) -> list[str]:
-        """All settings that differ between these runs."""
-        return [*self.keys, *(key for some in self.along.values() for key in some), *self.also]
+        """Settings that differ between these runs."""
+        return [*self.keys, *(key for some in self.linked_keys.values() for key in some), *self.other_keys]
 
     @property
     def scores(self) -> list[str]:
-        """What the models report beside the held-out loss."""
+        """Names of the held-out metrics other than the loss."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
     def label(self, entry: Entry, brief: bool = False) -> str:
-        """Return what tells a point apart, with the last words of keys; a `brief` one names chosen parts by value."""
+        """Return a point's settings, with the last part of each key; if `brief`, presets without their key."""
         pairs = zip(self.keys, short_keys(self.keys), strict=True)
         values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
         words = [value if brief and key in PARTS else f"{word}={value}" for key, word, value in values]
         return "  ".join(words) or entry.run.name
 
     def notes(self) -> list[str]:
-        """What has to be known before the numbers are believed."""
-        told = [f"the best {len(self.entries)} of {self.left_from} runs are shown"] if self.left_from else []
+        """Return notes about differences that make the numbers hard to compare."""
+        told = [f"the best {len(self.entries)} of {self.total_runs} runs are shown"] if self.total_runs else []
         told += self.ranking.notes()
         if changed := [key for key in self.keys if key.endswith(DIGEST)]:
             told.append(f"runs of equal settings read different files ({', '.join(changed)}): they are counted apart")
         if WHOSE in self.keys:
             told.append(f"equal runs of different directories or names are counted apart ({WHOSE}); together: --pool")
-        told += self.unasked
+        told += self.selection_notes
         lengths = {entry.run.of for entry in self.entries if entry.run.of is not None}
         if len(lengths) > 1 and "steps" not in self.keys:
             told.append(f"they were to take {' or '.join(map(str, sorted(lengths)))} steps")
-        if versions := _several(entry.facts.get("backend", {}).get("framework") for entry in self.entries):
+        if versions := _join_if_several(entry.facts.get("backend", {}).get("framework") for entry in self.entries):
             told.append(f"several versions: {versions}")
-        if hosts := _several(entry.facts.get("host", {}).get("name") for entry in self.entries):
+        if hosts := _join_if_several(entry.facts.get("host", {}).get("name") for entry in self.entries):
             told.append(f"several machines: {hosts}; their speeds do not compare")
         if repeats := sum(point.repeats for point in self.ranking.points):
             more = "a run repeats another's" if repeats == 1 else f"{repeats} runs repeat others'"
             told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
         for entry in self.entries:
-            if why := entry.run.unread or ("" if entry.is_known else "whose config.yaml cannot be read"):
-                told.append(f"not {'read' if entry.is_known else 'counted'}: {short_path(entry.run.path)}, {why}")
-        bad = [entry.run for entry in self.entries if entry.run.state not in DONE and entry.is_known]
+            if why := entry.run.unread or ("" if entry.has_settings else "whose config.yaml cannot be read"):
+                told.append(f"not {'read' if entry.has_settings else 'counted'}: {short_path(entry.run.path)}, {why}")
+        bad = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
         for state in dict.fromkeys(run.state for run in bad):
             some = [run for run in bad if run.state == state]
-            # Why each was pruned is the search's business, and of what failed the first says most.
+            # For failed runs the first reason says most; reasons for pruning are not repeated.
             why = some[0].why if state != "pruned" else ""
             first = "the first: " if len(some) > 1 else ""
             told.append(f"not counted: {len(some)} {state}" + (f" ({first}{why})" if why else ""))
         return told
 
 
-def differing(each: Sequence[Mapping[str, str]]) -> list[str]:
-    """The settings that have several values among the runs that have them, choices by name first, then in their order.
+def varying_keys(each: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the settings with several values among the runs that have them; presets come first.
 
-    What only some have, as recipe.rank of recipe=lora, is no difference between those that have it.
+    A setting that only some runs have, such as recipe.rank of recipe=lora, does not count as a difference to the
+    others.
     """
     keys = list(dict.fromkeys(key for one in each for key in one))
     found = [key for key in keys if len({one[key] for one in each if key in one}) > 1]
     return [key for key in PARTS if key in found] + [key for key in found if key not in PARTS]
 
 
-def led(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
-    """Keys that tell runs apart in different ways, and behind each those that do it in the same."""
+def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return one key of each group of keys that vary together, and the other keys of each group."""
     leaders: dict[tuple[int, ...], str] = {}
     along: dict[str, list[str]] = {}
     for key in keys:
@@ -169,28 +172,29 @@ def led(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[
 
 
 def _mark_sources(entries: Sequence[Entry]) -> None:
-    """Give runs whose data or files differ a setting of that name, so that no point pools them."""
-    roles = dict.fromkeys(role for entry in entries for role in entry.sources if role not in ASIDE)
+    """Add a digest setting to runs whose data or files differ, so that they form different points."""
+    roles = dict.fromkeys(role for entry in entries for role in entry.sources if role not in UNCOMPARED_DIGESTS)
     for role in roles:
         if len({entry.sources[role] for entry in entries if role in entry.sources}) > 1:
             for entry in entries:
-                own = {role + DIGEST: entry.sources[role][:8]} if role in entry.sources and entry.is_known else {}
+                own = {role + DIGEST: entry.sources[role][:8]} if role in entry.sources and entry.has_settings else {}
                 entry.settings = {**entry.settings, **own}
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
-    """Give runs a setting that says whose they are, if equal runs are repeats or were begun in different directories.
+    """Add the setting WHOSE if equal runs are repeats, or were started in different directories.
 
-    Whose: the name, if repeats differ in it, else the directory, or zip archive, below the one that holds all runs. Of
-    runs that lie side by side it is the directory they were begun in. If they recorded none, seeds are one person's.
+    Its value is the run's name if repeats differ in it. Otherwise it is the first directory (or zip archive) below the
+    common parent of all runs. Runs that lie side by side get the directory in which they were started; if they recorded
+    none, all runs count as one person's.
     """
-    known = [entry for entry in entries if entry.is_known]
+    known = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}
     seeds: dict[tuple[str, object], list[Entry]] = {}
     for entry in known:
-        alike = repr([pair for pair in entry.settings.items() if pair[0] not in OF_ONE_CHOICE])
+        alike = repr([pair for pair in entry.settings.items() if pair[0] not in POOLED_KEYS])
         groups.setdefault(alike, []).append(entry)
-        seeds.setdefault((alike, seed_of(entry)), []).append(entry)
+        seeds.setdefault((alike, seed_key(entry)), []).append(entry)
     same = list(seeds.values())
     moved = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
     owners = {entry.number: entry.run.name for entry in known}
@@ -207,17 +211,17 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
             entry.settings = {**entry.settings, WHOSE: owners[entry.number]}
 
 
-def _settings(run: Run) -> dict[str, str]:
-    """As config.yaml has them, but for engine=auto, in place of which stands what it took."""
-    found = settings(run.path)
+def _read_settings(run: Run) -> dict[str, str]:
+    """Return the settings of config.yaml; engine=auto is replaced by the engine that was chosen."""
+    found = setting_texts(run.path)
     return {**found, "engine": run.engine} if found.get("engine") == "auto" and run.engine else found
 
 
-def seed_of(entry: Entry) -> object:
-    """What runs of one point that are repeats of each other have in common."""
+def seed_key(entry: Entry) -> object:
+    """Return a key that is equal for runs of a point with the same seed."""
     return ("seed", entry.settings["seed"]) if "seed" in entry.settings else entry.number
 
 
-def _several(values: Iterable[Any]) -> str:
+def _join_if_several(values: Iterable[Any]) -> str:
     known = sorted({str(value) for value in values if value})
     return ", ".join(known) if len(known) > 1 else ""

@@ -1,4 +1,4 @@
-"""The events of a run: its first line, and its numbers step by step."""
+"""Read the events of a run: its first line, and its numbers step by step."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import numpy as np
 from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
 from toyexp.base.packages import require_package
-from toyexp.results.found import OF_AN_EVAL
+from toyexp.results.run_dirs import EVAL_KEYS
 from toyexp.training.provenance import read_first_event
 
 if TYPE_CHECKING:
     import pandas
 
-LINE = 1 << 20  # bytes of a line that is read
-LINES = 1000  # that are parsed at once, a step takes a fraction of the time then
-SAMPLES, WARNINGS = 3, 20  # of a run that are kept: the last, and the first
-TEXT = 2000  # characters of either
-NAMES = ("loss", "lr", "grad_norm", "tokens", "seconds", "speed")  # of the arrays, beside `step`
-RECORDED = ("loss", "lr", "grad_norm", "tokens", "t", "wall_us")  # the fields that they are made from
-OF_A_STEP = {"kind", "phase", "step", "batch", *RECORDED}
+LINE = 1 << 20  # maximum bytes of a line
+LINES = 1000  # lines that are parsed at once, which is several times faster
+SAMPLES, WARNINGS = 3, 20  # number kept of a run: the last samples, the first warnings
+TEXT = 2000  # maximum characters of a sample or warning
+NAMES = ("loss", "lr", "grad_norm", "tokens", "seconds", "speed")  # arrays other than `step`
+RECORDED = ("loss", "lr", "grad_norm", "tokens", "t", "wall_us")  # keys of a step event from which they are computed
+STEP_KEYS = {"kind", "phase", "step", "batch", *RECORDED}
 
-Curve = tuple[np.ndarray, np.ndarray]  # steps and values
+Curve = tuple[np.ndarray, np.ndarray]  # steps, values
 
 
-def start_of(run: Path) -> dict[str, Any]:
-    """The first event: machine, engine, model, data; nothing where it cannot be read."""
+def read_run_facts(run: Path) -> dict[str, Any]:
+    """Return the first event of a run: machine, engine, model, data; empty if it cannot be read."""
     found = read_first_event(run)
     told = {key: value for key, value in found.items() if key == "cwd" and isinstance(value, str)}
     return {key: value if isinstance(value, dict) else {} for key, value in found.items() if key != "kind"} | told
@@ -42,42 +42,42 @@ def start_of(run: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class History(Mapping[str, np.ndarray]):
-    """The numbers of a run, from its events.jsonl: arrays of float64 [N] by name, one entry a recorded step.
+    """Numbers of a run, from its events.jsonl: float64 arrays [N] by name, with one entry for each recorded step.
 
-    A number that was not finite, or was not recorded, is NaN. `history["loss"]` and `history.loss` are the same.
+    NaN stands for a number that was not recorded or not finite. `history["loss"]` and `history.loss` are the same.
     """
 
-    step: np.ndarray  # [N] int64, from 1: the step after which the numbers were taken
-    loss: np.ndarray  # [N] nats a target, of the step's batch before its update
+    step: np.ndarray  # [N] int64, from 1: number of steps trained
+    loss: np.ndarray  # [N] nats per target, of the step's batch before its update
     lr: np.ndarray  # [N] learning rate
-    grad_norm: np.ndarray  # [N] of all gradients, before they are clipped
-    tokens: np.ndarray  # [N] targets learned from in the recorded steps so far: tokens, or images
-    seconds: np.ndarray  # [N] since the run began, evaluations and all; of a run that went on, without the time between
-    speed: np.ndarray  # [N] tokens, or images, a second, in the step alone
-    held_out: Mapping[str, np.ndarray] = field(default_factory=dict)  # `step` [M] int64, `loss` [M], and other scores
+    grad_norm: np.ndarray  # [N] norm of all gradients before clipping
+    tokens: np.ndarray  # [N] targets trained on in the recorded steps so far: tokens or images
+    seconds: np.ndarray  # [N] since the start, with evaluations; time between interruption and resumption is left out
+    speed: np.ndarray  # [N] tokens or images per second, of the step alone
+    held_out: Mapping[str, np.ndarray] = field(default_factory=dict)  # `step` [M] int64, `loss` [M], other metrics [M]
     logged: Mapping[str, np.ndarray] = field(default_factory=dict)  # [N] from schedules and `run.log` of callbacks
-    samples: list[dict[str, Any]] = field(default_factory=list)  # the last texts: step, prompt, text
-    warnings: list[dict[str, Any]] = field(default_factory=list)  # the first ones: step, text
-    warned: int = 0  # how many warnings there were
+    samples: list[dict[str, Any]] = field(default_factory=list)  # the last samples: step, prompt, text
+    warnings: list[dict[str, Any]] = field(default_factory=list)  # the first warnings: step, text
+    warning_count: int = 0  # number of all warnings
 
     @classmethod
-    def of(cls, run: Path) -> History:
-        """Read that of a run's directory; arrays of no entries if it recorded no events."""
+    def read(cls, run: Path) -> History:
+        """Read the history of a run directory; arrays are empty if it recorded no events."""
         steps, rows, evals = array("q"), array("d"), array("q")
         logged: dict[str, dict[int, float]] = {}
         scores: dict[str, dict[int, float]] = {"loss": {}}
         samples: list[dict[str, Any]] = []
         warnings: list[dict[str, Any]] = []
-        for event in events_in(run / "events.jsonl"):
+        for event in read_events(run / "events.jsonl"):
             kind, step = event.get("kind"), event.get("step")
             step = step if type(step) is int and 0 <= step < 1 << 53 else None
             if kind == "step" and step is not None:
                 rows.extend(map(_number, map(event.get, RECORDED)))
-                for name in itertools.filterfalse(OF_A_STEP.__contains__, event):
+                for name in itertools.filterfalse(STEP_KEYS.__contains__, event):
                     logged.setdefault(name, {})[len(steps)] = _number(event[name])
                 steps.append(step)
             elif kind == "eval" and step is not None:
-                for name in ("loss", *(name for name in event if name not in OF_AN_EVAL)):
+                for name in ("loss", *(name for name in event if name not in EVAL_KEYS)):
                     scores.setdefault(name, {})[len(evals)] = _number(event.get(name))
                 evals.append(step)
             elif kind == "sample":
@@ -95,19 +95,21 @@ class History(Mapping[str, np.ndarray]):
         )  # fmt: skip
 
     def curve(self, name: str) -> Curve:
-        """Return the steps that have a number of this name, and these numbers."""
-        return _known(self.step, self[name])
+        """Return the steps at which a number is finite, and its values."""
+        return _finite_points(self.step, self[name])
 
     def held_out_curve(self, name: str) -> Curve:
-        """Return the steps whose evaluation has a score of this name, and these scores."""
+        """Return the steps at which a held-out metric is finite, and its values."""
         return (
-            _known(self.held_out["step"], self.held_out[name]) if name in self.held_out else (np.empty(0), np.empty(0))
+            _finite_points(self.held_out["step"], self.held_out[name])
+            if name in self.held_out
+            else (np.empty(0), np.empty(0))
         )
 
     def frame(self) -> pandas.DataFrame:
-        """A row a step that was recorded or evaluated, by `step`; what was held out in columns `held_out_loss`, ....
+        """Return a DataFrame with a row for each recorded or evaluated step; held-out metrics are `held_out_loss`, ....
 
-        Raises Unavailable without pandas.
+        Raise Unavailable without pandas.
         """
         with require_package("pandas", "pip install pandas"):
             import pandas
@@ -149,13 +151,13 @@ def _arrays(found: Mapping[str, Mapping[int, float]], count: int) -> dict[str, n
     return {name: np.array([values.get(n, np.nan) for n in range(count)]) for name, values in found.items()}
 
 
-def _known(steps: np.ndarray, values: np.ndarray) -> Curve:
+def _finite_points(steps: np.ndarray, values: np.ndarray) -> Curve:
     known = np.isfinite(values)
     return steps[known], values[known]
 
 
-def events_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The events in a file, one after another; what is none is passed over, and a file that cannot be read has none."""
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file. Skip lines that are not JSON; yield nothing if the file cannot be read."""
     try:
         with open_file(path) as file:
             while lines := [*itertools.islice(iter(partial(file.readline, LINE), b""), LINES)]:
@@ -164,21 +166,21 @@ def events_in(path: Path) -> Iterator[dict[str, Any]]:
                     whole = len(found) == len(lines)
                 except (ValueError, RecursionError):
                     whole = False
-                events = found if whole else map(_parsed, lines)  # of a line that is none, and may spoil the others
+                events = found if whole else map(_parse_line, lines)  # one bad line spoils all: parse them singly
                 yield from (event for event in events if isinstance(event, dict))
     except (UserError, OSError):
         return
 
 
-def _parsed(line: bytes) -> Any:
+def _parse_line(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
 
 
-def means(curve: Curve, most: int) -> Curve:
-    """Return the mean of each of so many stretches of equal length, at the mean of its steps."""
+def average_bins(curve: Curve, most: int) -> Curve:
+    """Average a curve over at most `most` bins with equal numbers of steps."""
     steps, values = curve
     n = len(steps)
     if n <= most:

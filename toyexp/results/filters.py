@@ -1,4 +1,4 @@
-"""Runs that are asked for: `recipe=warm`, `loss<3`, in an order."""
+"""Filter and sort runs by their settings and numbers: `recipe=warm`, `loss<3`."""
 
 from __future__ import annotations
 
@@ -15,107 +15,120 @@ from typing import Any
 
 from toyexp.base.errors import UserError, suggest
 from toyexp.base.formatting import short_path
-from toyexp.results.found import COLUMNS, Run, settings
+from toyexp.results.run_dirs import COLUMNS, Run, setting_texts
 
 FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)", re.DOTALL)
-ORDER = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
-NUMBERS = ("seed", "lr", "batch_size", "steps", "of", "loss", "train_loss", "seconds", "speed")  # columns
-ALSO = {"held_out": "loss", "held-out": "loss", "eval_loss": "loss", "started": "when", "tokens_per_second": "speed"}
+ORDER_OPERATORS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
+NUMERIC_COLUMNS = ("seed", "lr", "batch_size", "steps", "of", "loss", "train_loss", "seconds", "speed")
+KEY_ALIASES = {
+    "held_out": "loss",
+    "held-out": "loss",
+    "eval_loss": "loss",
+    "started": "when",
+    "tokens_per_second": "speed",
+}
 
 
 @dataclass(frozen=True)
 class Filter:
-    """One of them."""
+    """A condition on one setting or number of a run."""
 
-    typed: str
+    text: str
     key: str
     sign: str
     value: str
 
     @classmethod
-    def of(cls, word: str) -> Filter | None:
-        """A word as a filter; None for one that is none, such as the name of a directory."""
+    def parse(cls, word: str) -> Filter | None:
+        """Parse a word as a filter; return None if it is none, for example a directory."""
         found = FILTER.fullmatch(word)
         if not found or os.path.lexists(word):
             return None
         key, sign, value = found[1], "=" if found[2] == "==" else found[2], found[3]
-        name = ALSO.get(key, key)
-        if sign in ORDER and name == "when":
-            _moment(word, value)
-        elif sign in ORDER and name in COLUMNS and name not in NUMBERS:
+        name = KEY_ALIASES.get(key, key)
+        if sign in ORDER_OPERATORS and name == "when":
+            _parse_time(word, value)
+        elif sign in ORDER_OPERATORS and name in COLUMNS and name not in NUMERIC_COLUMNS:
             raise UserError(f"{word}: {key} is text, which {sign} cannot compare; '{key}=...' or '{key}!=...', * fits")
-        elif sign in ORDER and ((number := _number(value)) is None or math.isnan(number)):
+        elif sign in ORDER_OPERATORS and ((number := _to_float(value)) is None or math.isnan(number)):
             raise UserError(f"{word}: what {sign} compares is a number, such as '{key}{sign}3'")
         return cls(word, name, sign, value)
 
-    def takes(self, value: Any) -> bool:
-        """Whether a run with that value is asked for; one without a value is, by != alone."""
+    def matches(self, value: Any) -> bool:
+        """Return True if a run with this value matches. A missing value matches != only, or an empty value or null."""
         if value is None:
             return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
         if self.sign in ("=", "!="):
-            printed = self.key != "lr" and "." not in self.key  # a score, which tables print with four decimals
-            return any(_equal(value, one, printed) for one in self.value.split(",")) is (self.sign == "=")
+            printed = self.key != "lr" and "." not in self.key  # metrics also match with four decimals, as printed
+            return any(_is_equal(value, one, printed) for one in self.value.split(",")) is (self.sign == "=")
         if self.key == "when":
             with contextlib.suppress(ValueError):
-                return bool(ORDER[self.sign](datetime.fromisoformat(value), _moment(self.typed, self.value)))
-        there, asked = _number(value), _number(self.value)
-        return there is not None and asked is not None and ORDER[self.sign](there, asked)
+                return bool(
+                    ORDER_OPERATORS[self.sign](datetime.fromisoformat(value), _parse_time(self.text, self.value))
+                )
+        there, asked = _to_float(value), _to_float(self.value)
+        return there is not None and asked is not None and ORDER_OPERATORS[self.sign](there, asked)
 
 
-def divided(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
-    """Words that name places, and those that are filters."""
-    filters = [Filter.of(word) for word in words]
+def split_filters(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
+    """Split words into paths and filters."""
+    filters = [Filter.parse(word) for word in words]
     places = [word for word, one in zip(words, filters, strict=True) if one is None]
     return places, [one for one in filters if one is not None]
 
 
-def filtered(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -> list[Run]:
-    """Return the runs that all filters take, and add to `notes` which runs could not be asked.
+def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -> list[Run]:
+    """Return the runs that match all filters; add notes about runs whose settings cannot be read.
 
-    Raises UserError for a key that no run has, and for text that is to be ordered.
+    Raise UserError for a key that no run has, and for an order comparison with text.
     """
     runs, known = list(runs), set(COLUMNS)
     quick = [f for f in filters if f.key in COLUMNS]
-    slow = [f for f in filters if f.key not in COLUMNS]  # for which the whole configuration is read
-    left = [run for run in runs if all(f.takes(run.value(f.key)) for f in quick)]
+    slow = [f for f in filters if f.key not in COLUMNS]  # these need the whole configuration
+    left = [run for run in runs if all(f.matches(run.value(f.key)) for f in quick)]
     notes += [f"not asked: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in left]
     if not slow or not left:
         return left
     told: list[Run] = []
     for run in left:
-        if not (has := {**settings(run.path), **run.scores}):
+        if not (has := {**setting_texts(run.path), **run.scores}):
             notes.append(f"not asked: {short_path(run.path)}, {run.unread or 'whose config.yaml cannot be read'}")
         known |= set(has)
         for f in slow:
-            if f.sign in ORDER and f.key in has and _number(has[f.key]) is None and has[f.key] not in ("null", "None"):
+            if (
+                f.sign in ORDER_OPERATORS
+                and f.key in has
+                and _to_float(has[f.key]) is None
+                and has[f.key] not in ("null", "None")
+            ):
                 raise UserError(
-                    f"{f.typed}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}; compare with = or !="
+                    f"{f.text}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}; compare with = or !="
                 )
-        if all(f.takes(has.get(f.key)) for f in slow):
+        if all(f.matches(has.get(f.key)) for f in slow):
             told.append(run)
     for f in slow:
         if f.key not in known:
-            raise UserError(f"{f.typed}: no run here has {f.key}; {_nearest(f.key, known)}")
+            raise UserError(f"{f.text}: no run here has {f.key}; {_suggest_key(f.key, known)}")
     return told
 
 
-def ordered(runs: Iterable[Run], key: str) -> list[Run]:
-    """Runs by a column or a setting, from the smallest; `-key` from the largest. Those without a value come last."""
+def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
+    """Sort runs by a column or setting, ascending; `-key` descending. Runs without a value come last."""
     runs, falling, name = list(runs), key.startswith("-"), key.lstrip("-")
-    name = ALSO.get(name, name)
+    name = KEY_ALIASES.get(name, name)
     values: list[Any] = [run.value(name) for run in runs]
     if runs and name not in COLUMNS and all(value is None for value in values):
-        each = [settings(run.path) for run in runs]
+        each = [setting_texts(run.path) for run in runs]
         values = [one.get(name) for one in each]
         if all(value is None for value in values):
-            near = _nearest(name, {*COLUMNS, *(key for one in each for key in one)})
+            near = _suggest_key(name, {*COLUMNS, *(key for one in each for key in one)})
             raise UserError(f"--sort {key}: no run here has {name}; {near}")
-    there = [(_rank(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
+    there = [(_sort_key(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
     there.sort(key=lambda pair: pair[0], reverse=falling)
     return [run for _, run in there] + [run for value, run in zip(values, runs, strict=True) if _is_none(value)]
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def _suggest_key(key: str, known: Iterable[str]) -> str:
     near = suggest(key, known)
     return near if near.startswith("did you") else "its keys: toyexp runs --json, and those of its config.yaml"
 
@@ -124,13 +137,13 @@ def _is_none(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-def _rank(value: Any) -> tuple[bool, float, str]:
-    number = _number(value)
+def _sort_key(value: Any) -> tuple[bool, float, str]:
+    number = _to_float(value)
     return (number is None, 0.0 if number is None else number, str(value))
 
 
-def _equal(value: Any, asked: str, printed: bool) -> bool:
-    there, number = _number(value), _number(asked)
+def _is_equal(value: Any, asked: str, printed: bool) -> bool:
+    there, number = _to_float(value), _to_float(asked)
     if there is not None and number is not None:
         return there == number or (printed and f"{there:.4f}" == asked)
     if str(value) in ("true", "false", "null"):
@@ -138,8 +151,8 @@ def _equal(value: Any, asked: str, printed: bool) -> bool:
     return fnmatchcase(str(value), asked)
 
 
-def _moment(word: str, text: str) -> datetime:
-    """Return the start of a day, month or year, or a time, in this machine's zone if it names none."""
+def _parse_time(word: str, text: str) -> datetime:
+    """Return a time, or the start of a day, month or year. The default time zone is this machine's."""
     day = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     if text in ("today", "yesterday"):
         return day - timedelta(days=text == "yesterday")
@@ -150,7 +163,7 @@ def _moment(word: str, text: str) -> datetime:
         raise UserError(f"{word}: when is compared with a date (and time), today or yesterday: {known}") from None
 
 
-def _number(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""How much each setting of a sweep or search matters for its score."""
+"""Compute how much each setting of a sweep or search matters for its metric."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-POINTS = 2  # that a coefficient of the model needs at least
-PREDICTED = 0.2  # share of the variance that the model must predict of points it was not fitted to
-COLUMNS = 200  # of a model with products, at most
+POINTS_PER_COLUMN = 2  # points that are needed for each column of the model
+MIN_PREDICTED = 0.2  # share of the variance of held-out points that the model must explain
+MAX_COLUMNS = 200  # limit of columns of a model with products
 Array = NDArray[np.float64]
 
 
-def importance(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -> tuple[dict[str, float], str]:
-    """Return the share of each setting in the order of the points, or no shares and the reason.
+def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -> tuple[dict[str, float], str]:
+    """Return each setting's share in the ranking of the points, or no shares and the reason.
 
-    `settings` has a value for each point. A linear model predicts the rank of a point's score, so neither outliers nor
-    the scale count: from a number's rank and its square, from each name, and from products of two settings if that
-    predicts better. A setting's share is the variance that is unexplained without it.
+    `settings` has a value for each point. A linear model predicts the rank of a point's score, so that outliers and
+    scale do not matter. Its inputs are a number's rank and squared rank, indicators of names, and products of two
+    settings if they improve the prediction. A setting's share is the variance that is unexplained without it.
     """
     count = len(scores)
     columns = {key: _columns(values) for key, values in settings.items() if len(set(map(str, values))) > 1}
@@ -30,7 +30,7 @@ def importance(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -
         return {}, "all points have the same score"
     terms = {frozenset([key]): some for key, (some, _) in columns.items()}
     joint = _matrix(terms.values(), count)
-    if count < (least := POINTS * joint.shape[1]):
+    if count < (least := POINTS_PER_COLUMN * joint.shape[1]):
         return {}, f"{count} points are too few, at least {least} are needed"
     if np.linalg.matrix_rank(joint) < joint.shape[1]:
         return {}, f"some of {', '.join(columns)} change together and cannot be told apart"
@@ -40,9 +40,13 @@ def importance(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -
         for a, b in combinations(columns, 2)
     }
     larger = _matrix([joint, *products.values()], count)[:, 1:]
-    if POINTS * larger.shape[1] <= count and larger.shape[1] <= COLUMNS and (fit := _fit(larger, target))[0] < error:
+    if (
+        POINTS_PER_COLUMN * larger.shape[1] <= count
+        and larger.shape[1] <= MAX_COLUMNS
+        and (fit := _fit(larger, target))[0] < error
+    ):
         (error, unexplained), terms = fit, {**terms, **products}
-    if error > 1 - PREDICTED:
+    if error > 1 - MIN_PREDICTED:
         return {}, f"the settings of {count} points do not predict the score: noise, or too few points"
     gains = {}
     for key in columns:
@@ -53,14 +57,14 @@ def importance(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -
 
 
 def _ranks(values: Sequence[float]) -> Array:
-    """Return the ranks of numbers, of equal ones their mean, with mean 0 and variance 1."""
+    """Return ranks with mean 0 and variance 1; equal numbers get their mean rank."""
     _, places, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
     return np.asarray((ranks - ranks.mean()) / (ranks.std() or 1.0))
 
 
 def _columns(values: Sequence[Any]) -> tuple[Array, Array]:
-    """Return a setting's columns of the model, and those of them that its products with other settings have."""
+    """Return a setting's columns in the model, and the columns that its products use."""
     try:
         ranks = _ranks([float(value) for value in values])
     except (TypeError, ValueError):
@@ -76,7 +80,7 @@ def _matrix(columns: Iterable[Array], count: int) -> Array:
 
 
 def _fit(matrix: Array, target: Array) -> tuple[float, float]:
-    """Return the mean squared error of points that are left out one at a time, and the variance of the residuals."""
+    """Return the mean squared leave-one-out error, and the variance of the residuals."""
     u, sizes, _ = np.linalg.svd(matrix, full_matrices=False)
     u = u[:, sizes > 1e-9 * sizes[0]]
     residuals = target - u @ (u.T @ target)

@@ -1,4 +1,4 @@
-"""Runs side by side as a picture that one would print: their held-out curves, and how well each choice ended."""
+"""Draw runs for print: their held-out curves, and the final metric of each choice of settings."""
 
 from __future__ import annotations
 
@@ -27,111 +27,117 @@ from toyexp.base.drawing import (
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import pluralise, short_keys
 from toyexp.results import plot_search
-from toyexp.results.comparison import Comparison, Entry, seed_of
-from toyexp.results.events import History, means
-from toyexp.results.found import DONE
+from toyexp.results.comparison import Comparison, Entry, seed_key
+from toyexp.results.events import History, average_bins
 from toyexp.results.plot_search import Search
 from toyexp.results.ranking import TRAIN, Point
+from toyexp.results.run_dirs import FINAL_STATES
 
-MOST_RUNS = 200  # that are read for one picture: the best
-NAMED = len(COLOURS)  # points that have a colour and a row
-POINTS = 60  # of a curve of the training loss, where nothing is held out
-LISTED = 4  # values of a setting that a title names
-ROW = 0.27  # inches
+MOST_RUNS = 200  # runs in one picture; the best are drawn
+MAX_POINTS = len(COLOURS)  # points with a colour and a row; the others are grey
+CURVE_POINTS = 60  # averaged values of a training curve, drawn if there is no held-out data
+MAX_VALUES = 4  # values of a setting that the title lists
+ROW_INCHES = 0.27
 
 Steps = dict[int, float]
 
 
 @dataclass
 class Line:
-    """The curves of one point."""
+    """Curves of one point: of the runs that differ only in their seed."""
 
     point: Point[Entry]
-    runs: list[tuple[Steps, bool]]  # of each run its values, and whether it came to its end
-    mean: Steps  # over seeds, where all have a value
-    deviation: Steps  # likewise, of two seeds or more
+    runs: list[tuple[Steps, bool]]  # values of each run, and whether it completed
+    mean: Steps  # over seeds, at the steps that all of them have
+    deviation: Steps  # empty for fewer than two seeds
 
     @classmethod
-    def of(cls, point: Point[Entry], column: str) -> Line:
-        """Reads the events of its runs."""
-        runs = [(_steps(History.of(entry.run.path), column), entry.run.state in DONE) for entry in point.jobs]
+    def read(cls, point: Point[Entry], column: str) -> Line:
+        """Read the events of a point's runs."""
+        runs = [
+            (_read_curve(History.read(entry.run.path), column), entry.run.state in FINAL_STATES) for entry in point.jobs
+        ]
         seeds: dict[object, list[Steps]] = {}
         for entry, (curve, done) in zip(point.jobs, runs, strict=True):
             if done and curve:
-                seeds.setdefault(seed_of(entry), []).append(curve)
-        each = [_mean_of(curves) for curves in seeds.values()]
-        mean = _mean_of(each)
+                seeds.setdefault(seed_key(entry), []).append(curve)
+        each = [_average(curves) for curves in seeds.values()]
+        mean = _average(each)
         spread = {at: statistics.stdev(one[at] for one in each) for at in mean} if len(each) > 1 else {}
         return cls(point, runs, mean, spread)
 
     @property
     def values(self) -> list[float]:
-        """All of them."""
+        """Values of all runs."""
         return [value for curve, _ in self.runs for value in curve.values()]
 
 
 @use_plot_style()
-def sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
-    """The picture of runs, or of the search that has its directory there; `title` is where the runs are.
+def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
+    """Draw runs, or the search in the directory `search`; `title` names the directories.
 
-    Raises UserError where no run has come to a score, Unavailable without matplotlib.
+    Raise UserError if no run has a final metric, Unavailable without matplotlib.
     """
-    found = Search.of(search) if search else None
-    return plot_search.drawn(found, title) if found else drawn(comparison, title)
+    found = Search.read(search) if search else None
+    return plot_search.draw_search(found, title) if found else draw_runs(comparison, title)
 
 
-def drawn(comparison: Comparison, place: str) -> Sheet:
-    """The picture of runs as curves; `place` is where they are. UserError where no run has come to a score."""
+def draw_runs(comparison: Comparison, place: str) -> Sheet:
+    """Draw runs as curves; `place` names their directories. Raise UserError if no run has a final metric."""
     total = len(comparison.entries)
     comparison = comparison.best(MOST_RUNS)
     ranking = comparison.ranking
     if not any(point.values for point in ranking.points):
         raise UserError(f"{place}: no run has come to its end with a score yet; there is nothing to draw")
-    lines = [Line.of(point, ranking.column) for point in ranking.points]
-    named = [line for line in lines if line.point.values][:NAMED]
+    lines = [Line.read(point, ranking.column) for point in ranking.points]
+    named = [line for line in lines if line.point.values][:MAX_POINTS]
     rest = [line for line in lines if line not in named]
     rows = max(len(named) + bool(rest), 2)
-    heights = (4.6, 0.6 + ROW * rows)
-    whole = Sheet(0.5 + sum(heights), swept(comparison), _below(comparison, place, total), heights, columns=(1, 1))
+    heights = (4.6, 0.6 + ROW_INCHES * rows)
+    whole = Sheet(
+        0.5 + sum(heights), describe_sweep(comparison), _footer(comparison, place, total), heights, columns=(1, 1)
+    )
     above, below = whole.panels
     low, high = _limits(lines, ranking.column)
-    _curves(above, named, rest, ranking.column, (low, high))
-    _ends(below, comparison, named, rest)
+    _draw_curves(above, named, rest, ranking.column, (low, high))
+    _draw_ends(below, comparison, named, rest)
     return whole
 
 
-def swept(comparison: Comparison) -> str:
-    """What differs between the runs: of each setting its values, if they are few, and how many seeds."""
+def describe_sweep(comparison: Comparison) -> str:
+    """Describe the settings that differ: each with its values if they are few, and the number of seeds."""
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
     also = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
     names = short_keys(comparison.keys)
-    told = [f"{name} {_listed(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)]
+    told = [
+        f"{name} {_format_values(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)
+    ]
     whole = " × ".join([*told, *also])
     return (whole if len(whole) <= TITLE_LENGTH else " × ".join([*names, *also])) or comparison.entries[0].run.name
 
 
-def told(mean: float, deviation: float | None) -> str:
-    """A mean in as many digits as its deviation has, which has two."""
+def format_mean(mean: float, deviation: float | None) -> str:
+    """Format a mean with as many decimals as its deviation, which has two significant digits."""
     if not deviation:
         return f"{mean:.5g}"
     places = max(1 - math.floor(math.log10(deviation)), 0)
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 
 
-def _listed(values: Sequence[str]) -> str:
+def _format_values(values: Sequence[str]) -> str:
     try:
         values = sorted(values, key=float)
     except ValueError:
         numbers = False
     else:
         numbers = True
-    if len(values) <= LISTED:
+    if len(values) <= MAX_VALUES:
         return ", ".join(values)
     return f"{values[0]} to {values[-1]} ({len(values)} values)" if numbers else f"{len(values)} values"
 
 
-def _below(comparison: Comparison, place: str, total: int) -> str:
-    """What all runs have in common, and what the picture leaves out."""
+def _footer(comparison: Comparison, place: str, total: int) -> str:
+    """Return the line below the title: settings that all runs share, and notes about omitted runs."""
     runs = [entry.run for entry in comparison.entries]
     told = [place, pluralise(total, "run")]
     if len(runs) < total:
@@ -141,29 +147,29 @@ def _below(comparison: Comparison, place: str, total: int) -> str:
         told += values if len(values) == 1 else []
     lengths = {run.of for run in runs}
     told += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
-    bad = [run for run in runs if run.state not in DONE]
+    bad = [run for run in runs if run.state not in FINAL_STATES]
     told += [f"{len(bad)} did not come to their end" if len(bad) > 1 else "1 did not come to its end"] if bad else []
-    told += ["other data: these losses do not compare"] if comparison.ranking.other_data else []
+    told += ["other data: these losses do not compare"] if comparison.ranking.differing_data else []
     return " · ".join(filter(None, told))
 
 
-def _steps(history: History, column: str) -> Steps:
-    """The score step by step; of the training loss the means of stretches."""
+def _read_curve(history: History, column: str) -> Steps:
+    """Return the metric by step; a training loss is averaged over bins."""
     curve = history.held_out_curve(column.removeprefix("held-out "))
-    steps, values = means(history.curve("loss"), POINTS) if column == TRAIN else curve
+    steps, values = average_bins(history.curve("loss"), CURVE_POINTS) if column == TRAIN else curve
     return dict(zip(steps.round().astype(int).tolist(), values.tolist(), strict=True))
 
 
-def _mean_of(curves: Sequence[Steps]) -> Steps:
-    """The mean at each step at which all have a value."""
+def _average(curves: Sequence[Steps]) -> Steps:
+    """Return the mean at each step that all curves have."""
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     return {at: statistics.fmean(curve[at] for curve in curves) for at in sorted(common)}
 
 
 def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
-    """From where to where values are shown: of a loss what is far above all that runs began with is left out."""
+    """Return the visible range of values; a loss far above all initial losses is cut off."""
     every = [value for line in lines for value in line.values]
-    if not every:  # of runs that kept no events
+    if not every:  # no run recorded events
         return -math.inf, math.inf
     began = [curve[min(curve)] for line in lines for curve, _ in line.runs if curve]
     low, top = min(every), max(began)
@@ -172,8 +178,10 @@ def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
     return low, max(every)
 
 
-def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str, limits: tuple[float, float]) -> None:
-    """Held-out scores over steps: a point's mean in its band, its runs thin; the best above all others."""
+def _draw_curves(
+    axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str, limits: tuple[float, float]
+) -> None:
+    """Draw curves: a point's mean with its band, its runs as thin lines, and the best point on top."""
     for line in rest:
         for curve, _ in line.runs:
             axes.plot(list(curve), list(curve.values()), color=PALE, linewidth=0.7, zorder=1)
@@ -182,7 +190,7 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
         for curve, done in line.runs:
             if curve and (len(line.runs) > 1 or not done):
                 axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.6, alpha=0.3, zorder=2)
-            if curve and not done:  # where it broke off
+            if curve and not done:  # marks the end of a run that did not complete
                 axes.plot(max(curve), curve[max(curve)], color=colour, marker="x", markersize=5, zorder=3)
         if line.deviation:
             sides = [[line.mean[at] + sign * line.deviation[at] for at in line.mean] for sign in (-1, 1)]
@@ -206,8 +214,8 @@ def _curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str,
     set_step_axis(axes)
 
 
-def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
-    """A row for each point, the best at the top: its runs, mean and deviation, and what it is."""
+def _draw_ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
+    """Draw a row for each point, the best at the top: its runs, mean, deviation and settings."""
     axes.grid(visible=False)
     axes.grid(axis="x")
     best = comparison.ranking.best
@@ -218,7 +226,7 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
                       linestyle="none")  # fmt: skip
         axes.errorbar(point.mean, rank, xerr=point.deviation or None, color=colour, marker=MARKS[rank],
                       markersize=6 if rank == 0 else 5, linewidth=1.4)  # fmt: skip
-        text = told(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
+        text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
     labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
@@ -234,20 +242,18 @@ def _ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequen
         axes.text(1.01, len(named), text, transform=axes.get_yaxis_transform(), color=GREY, fontsize=LABEL, va="center")
     axes.set_yticks(range(len(labels)), labels)
     for rank, label in enumerate(axes.get_yticklabels()):
-        label.set_color(
-            INK if rank < len(named) else GREY
-        )  # the marks have the colours, of which some are pale in print
+        label.set_color(INK if rank < len(named) else GREY)  # text stays dark: some colours are too pale in print
         label.set_fontweight("bold" if rank == 0 else "normal")
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=6)
     axes.tick_params(axis="y", length=0)
-    _narrow(axes, [line.point for line in named], comparison.ranking.column)
-    spread = ", mean ± deviation over seeds" if comparison.ranking.seeds else ""
+    _clip_outliers(axes, [line.point for line in named], comparison.ranking.column)
+    spread = ", mean ± deviation over seeds" if comparison.ranking.has_seeds else ""
     axes.set_xlabel(f"{comparison.ranking.column} at the end{spread}")
 
 
-def _narrow(axes: Any, points: Sequence[Point[Entry]], column: str) -> None:
-    """Where one point is far worse than the others, the others decide what is shown."""
+def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], column: str) -> None:
+    """Fit the x axis to the points near the best; points far away become arrows at the edge."""
     ends = [point.mean for point in points]
     sides = [point.mean + sign * (point.deviation or 0.0) for point in points for sign in (-1, 1)]
     reach = [*(value for point in points for value in point.values), *sides]

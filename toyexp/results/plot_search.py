@@ -1,4 +1,4 @@
-"""A search as a picture that one would print: its scores, trial by trial, and against each setting that it chose."""
+"""Draw a search for print: the metric by trial, and against each setting that was searched."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from toyexp.base.drawing import BLUE, GREY, SMALL, TITLE_LENGTH, VERMILLION, She
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value, pluralise, short_keys
 from toyexp.interfaces.model import lower_is_better
-from toyexp.results.found import words_of
+from toyexp.results.run_dirs import sweep_overrides
 from toyexp.training.checkpoint import matches_type, read_json_or_empty
 
-FILE = "search.json"
-PANELS = 6  # settings that are shown: those that matter most
-ACROSS = 3  # panels in a row
-NAMES = 12  # values that are no numbers, of one setting
-MANY = 500  # trials, from which on an SVG has their dots as a picture
+SEARCH_FILE = "search.json"
+MAX_PANELS = 6  # settings with a panel; the most important ones
+PANELS_PER_ROW = 3
+MAX_NAMES = 12  # values of a setting that is not numeric
+RASTER_TRIALS = 500  # trials; from this number on, an SVG has its dots as a bitmap
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A point of a search."""
+    """A trial of a search."""
 
     number: int
     values: Mapping[str, Any]
-    done: bool  # it came to its end
-    score: float | None  # at its end, or where it was stopped
+    is_complete: bool
+    score: float | None  # final metric, or the one at which it was stopped
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found, as its directory keeps it."""
+    """Result of a search, read from its directory."""
 
-    how: str  # tpe, random, ...
+    algorithm: str  # tpe, random, ...
     metric: str
     repeats: int
     trials: Sequence[Trial]
     importances: Mapping[str, float]
-    no_importances: str  # why there are none
-    notes: Sequence[str]  # why scores do not compare
-    by_magnitude: Set[str]  # settings that were drawn so, as lr=tag(log, interval(1e-4, 1e-1))
+    no_importances: str  # reason if there are none
+    notes: Sequence[str]  # reasons why scores do not compare
+    log_keys: Set[str]  # settings on a logarithmic scale, such as lr=tag(log, interval(1e-4, 1e-1))
 
     @classmethod
-    def of(cls, place: Path) -> Search | None:
-        """What is kept in the directory of a search that has ended; None of any other."""
-        told = {"notes": [], "no_importances": "", "trials": [], **read_json_or_empty(place / FILE)}
+    def read(cls, place: Path) -> Search | None:
+        """Read the result of a finished search; return None for any other directory."""
+        told = {"notes": [], "no_importances": "", "trials": [], **read_json_or_empty(place / SEARCH_FILE)}
         hints = {"search": str, "metric": str, "repeats": int, "importances": Mapping[str, float], "notes": list[str],
                  "no_importances": str, "trials": list[Mapping[str, Any]]}  # fmt: skip
         of_each = {"trial": int, "values": Mapping[str, Any], "state": str, "score": float | int | None}
@@ -61,7 +61,7 @@ class Search:
         trials = [
             Trial(one["trial"], one["values"], one["state"] == "complete", one["score"]) for one in told["trials"]
         ]
-        parted = [line.partition("=") for line in words_of(place, "space")]
+        parted = [line.partition("=") for line in sweep_overrides(place, "space")]
         by_magnitude = {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
         return cls(
             told["search"], told["metric"], told["repeats"], trials, told["importances"], told["no_importances"],
@@ -70,31 +70,31 @@ class Search:
 
     @property
     def keys(self) -> list[str]:
-        """The settings that it chose, those that matter most first."""
+        """The settings that were searched, the most important first."""
         found = list(dict.fromkeys(key for trial in self.trials for key in trial.values))
         return sorted(found, key=lambda key: -self.importances.get(key, 0.0))
 
     @property
-    def falls(self) -> bool:
-        """Whether a lower score is better."""
+    def is_minimising(self) -> bool:
+        """Whether a lower metric is better."""
         return lower_is_better(self.metric)
 
 
-def drawn(search: Search, place: str) -> Sheet:
-    """The picture; `place` is where the search is. UserError where no point has come to a score."""
-    done = [trial for trial in search.trials if trial.done and trial.score is not None]
+def draw_search(search: Search, place: str) -> Sheet:
+    """Draw a search; `place` names its directory. Raise UserError if no trial has a metric."""
+    done = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
     if not done:
         raise UserError(f"{place}: no point of this search has a score yet; there is nothing to draw")
-    best = (min if search.falls else max)(done, key=lambda trial: trial.score or 0.0)
-    keys, names = search.keys[:PANELS], short_keys(search.keys)
-    rows = -(-len(keys) // ACROSS)
-    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _below(search, place, keys), [3.2] + [2.4] * rows,
-                  columns=[1] + [min(len(keys), ACROSS)] * rows)  # fmt: skip
-    limits = _limits([trial.score for trial in done if trial.score is not None], search.falls)
+    best = (min if search.is_minimising else max)(done, key=lambda trial: trial.score or 0.0)
+    keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
+    rows = -(-len(keys) // PANELS_PER_ROW)
+    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _footer(search, place, keys), [3.2] + [2.4] * rows,
+                  columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
+    limits = _limits([trial.score for trial in done if trial.score is not None], search.is_minimising)
     above, *panels = sheet.panels
-    _over_trials(above, search, done, best, limits)
+    _draw_trials(above, search, done, best, limits)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
-        _against(axes, search, key, names[number], best, limits, first=number % ACROSS == 0)
+        _draw_setting(axes, search, key, names[number], best, limits, first=number % PANELS_PER_ROW == 0)
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
     return sheet
@@ -102,13 +102,13 @@ def drawn(search: Search, place: str) -> Sheet:
 
 def _title(search: Search) -> str:
     names, after = short_keys(search.keys), f": {pluralise(len(search.trials), 'trial')}"
-    whole = f"{search.how} search of {', '.join(names)}{after}"
-    return whole if len(whole) <= TITLE_LENGTH else f"{search.how} search of {len(names)} settings{after}"
+    whole = f"{search.algorithm} search of {', '.join(names)}{after}"
+    return whole if len(whole) <= TITLE_LENGTH else f"{search.algorithm} search of {len(names)} settings{after}"
 
 
-def _below(search: Search, place: str, keys: Sequence[str]) -> str:
+def _footer(search: Search, place: str, keys: Sequence[str]) -> str:
     told = [place, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
-    pruned = sum(not trial.done and trial.score is not None for trial in search.trials)
+    pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
     without = sum(trial.score is None for trial in search.trials)
     told += [f"{pruned} stopped on their way (crosses)"] if pruned else []
     told += [f"{without} without a score"] if without else []
@@ -119,20 +119,20 @@ def _below(search: Search, place: str, keys: Sequence[str]) -> str:
 
 
 def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """From where to where scores are shown: those far from the better half of the others stand at the edge."""
+    """Return the visible range of the metric; trials far from the better half are drawn at its edge."""
     sign = 1 if falls else -1
     costs = sorted(sign * score for score in scores)
     best, middle = costs[0], statistics.median(costs)
     worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
     pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
-    low, high = sorted((sign * (best - 2.3 * pad), sign * (worst + pad)))  # beside the best stand words
+    low, high = sorted((sign * (best - 2.3 * pad), sign * (worst + pad)))  # more room next to the best, for text
     return low, high
 
 
-def _points(axes: Any, places: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
-    """A dot for each that came to its end, darker the later it was chosen, and a cross for each that did not.
+def _draw_dots(axes: Any, places: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
+    """Draw a dot for each completed trial, darker for later ones, and a cross for each other trial.
 
-    What is beyond the limits stands at the edge, a dot as an arrow.
+    Dots outside the limits are drawn as arrows at the edge.
     """
     low, high = limits
     last = max((trial.number for trial in trials), default=0) or 1
@@ -140,31 +140,31 @@ def _points(axes: Any, places: Sequence[float], trials: Sequence[Trial], limits:
     for place, trial in zip(places, trials, strict=True):
         if trial.score is not None:
             beyond = "^" if trial.score > high else "v" if trial.score < low else ""
-            how = (beyond or "o", BLUE, 20.0) if trial.done else ("x", GREY, 13.0)
-            alpha = 0.25 + 0.75 * trial.number / last if trial.done else 0.3 if beyond else 0.7
+            how = (beyond or "o", BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
+            alpha = 0.25 + 0.75 * trial.number / last if trial.is_complete else 0.3 if beyond else 0.7
             drawn.setdefault(how, []).append((place, min(max(trial.score, low), high), alpha))
     for (mark, colour, size), points in drawn.items():
         x, y, shades = zip(*points, strict=True)
         axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=shades, linewidths=0.8 if mark == "x" else 0,
-                     clip_on=False, rasterized=len(trials) > MANY)  # fmt: skip
+                     clip_on=False, rasterized=len(trials) > RASTER_TRIALS)  # fmt: skip
     axes.set_ylim(low, high)
 
 
-def _over_trials(
+def _draw_trials(
     axes: Any, search: Search, done: Sequence[Trial], best: Trial, limits: tuple[float, float]
 ) -> None:  # fmt: skip
     axes.margins(x=0.02)
-    _points(axes, [trial.number for trial in search.trials], search.trials, limits)
-    better = min if search.falls else max
+    _draw_dots(axes, [trial.number for trial in search.trials], search.trials, limits)
+    better = min if search.is_minimising else max
     so_far = [*itertools.accumulate((trial.score for trial in done if trial.score is not None), better)]
     numbers = [trial.number for trial in done]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
-    _star(axes, best.number, best)
-    (low, high), down = limits, search.falls
+    _draw_star(axes, best.number, best)
+    (low, high), down = limits, search.is_minimising
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     words = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
-    # Below the best so far, or above it where scores rise, no point is: there is room for words.
+    # There are no dots beyond the best metric so far, so there is room for text.
     axes.text(0.01, 0.04 if down else 0.96, fit_text(f"best {best.score:.5g}, trial {best.number}: {words}", 96),
               transform=axes.transAxes, va="bottom" if down else "top", fontsize=SMALL, color=VERMILLION)  # fmt: skip
     beyond = [trial.score for trial in done if trial.score is not None and not low <= trial.score <= high]
@@ -178,18 +178,18 @@ def _over_trials(
     axes.set_ylabel(f"held-out {search.metric}")
 
 
-def _against(
+def _draw_setting(
     axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float], first: bool
 ) -> None:  # fmt: skip
     trials = [trial for trial in search.trials if key in trial.values]
     values = [trial.values[key] for trial in trials]
     if all(matches_type(value, float | int) for value in values):
-        if key not in search.by_magnitude or not set_log_scale(axes, "x", values):
+        if key not in search.log_keys or not set_log_scale(axes, "x", values):
             axes.locator_params(axis="x", nbins=4)
         places = {trial.number: float(value) for trial, value in zip(trials, values, strict=True)}
     else:
-        names = sorted({format_value(value) for value in values})[:NAMES]
-        # Side by side within their value, in the order of the trials: many have one value.
+        names = sorted({format_value(value) for value in values})[:MAX_NAMES]
+        # Spread equal values by trial number, so that dots do not overlap.
         places = {
             trial.number: names.index(format_value(value)) + 0.5 * trial.number / max(len(search.trials) - 1, 1) - 0.25
             for trial, value in zip(trials, values, strict=True)
@@ -199,9 +199,9 @@ def _against(
         axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
         axes.set_xlim(-0.5, len(names) - 0.5)
     shown = [trial for trial in trials if trial.number in places]
-    _points(axes, [places[trial.number] for trial in shown], shown, limits)
+    _draw_dots(axes, [places[trial.number] for trial in shown], shown, limits)
     if best.number in places:
-        _star(axes, places[best.number], best)
+        _draw_star(axes, places[best.number], best)
     share = search.importances.get(key)
     matters = f" (matters {share:.0%})" if share is not None else ""
     axes.set_xlabel(f"{fit_text(name, 26)}{matters}")
@@ -211,6 +211,6 @@ def _against(
         axes.set_yticklabels([])
 
 
-def _star(axes: Any, place: float, best: Trial) -> None:
+def _draw_star(axes: Any, place: float, best: Trial) -> None:
     axes.plot(place, best.score, marker="*", markersize=12, color=VERMILLION, markeredgecolor="white",
               markeredgewidth=0.6, zorder=5, clip_on=False)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which jobs of a sweep did best: points, which are jobs that differ in their seed alone, in the order of a metric."""
+"""Rank the jobs of a sweep by a metric. Jobs that differ only in their seed form a point, with their mean."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Generic, Protocol, TypeVar
 from toyexp.interfaces.model import lower_is_better
 
 METRIC = "sweep.metric="
-DATA = ("data", "text", "tokenizer", "tokens", "images")  # digests of the data; `data` alone decides whether it differs
-ASIDE = (*DATA[1:], "vocabulary")  # digests by which no point differs: `data` covers them
-TRAIN = "smoothed train loss"  # what decides where nothing is held out
+DATA = ("data", "text", "tokenizer", "tokens", "images")  # digests; `data` alone decides whether data differ
+UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary")  # digests that do not separate points, since `data` covers them
+TRAIN = "smoothed train loss"  # the metric if there is no held-out data
 
 
 class Scored(Protocol):
-    """What is asked of a job."""
+    """Protocol of jobs that can be ranked."""
 
     number: int
     overrides: list[str]
@@ -30,28 +30,28 @@ J = TypeVar("J", bound=Scored)
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of what there is."""
+    """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 @dataclass
 class Point(Generic[J]):
-    """The jobs of one choice of values."""
+    """Jobs that differ only in their seed."""
 
     label: str
-    jobs: list[J] = field(default_factory=list)  # those that completed come first, the best at the head
-    values: list[float] = field(default_factory=list)  # of those that completed, one for each seed
-    repeats: int = 0  # of those, runs of a seed beyond its first, whose values are one: their mean
+    jobs: list[J] = field(default_factory=list)  # completed jobs come first, the best at the head
+    values: list[float] = field(default_factory=list)  # one value for each seed with a completed job
+    repeats: int = 0  # completed runs beyond the first of their seed; their mean is the seed's value
 
     @cached_property
     def mean(self) -> float:
-        """Over the seeds; NaN where none has completed."""
+        """Mean over the seeds; NaN if no job has completed."""
         return math.nan if (found := mean(self.values)) is None else found
 
     @cached_property
     def deviation(self) -> float | None:
-        """The standard deviation of a sample, over n-1; None for fewer than two seeds."""
+        """Sample standard deviation (over n-1); None for fewer than two seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
@@ -60,57 +60,61 @@ class Point(Generic[J]):
         return f"{self.mean:{form}}{spread}" if self.values else "-"
 
 
-def sources_of(job: Scored) -> Mapping[str, str]:
-    """Return the digests of the data and files that a job read, by role; empty for a run that recorded none."""
+def job_sources(job: Scored) -> Mapping[str, str]:
+    """Return the digests of the data and files that a job read, by role; empty if it recorded none."""
     return job.result.get("sources") or {}
 
 
 @dataclass
 class Ranking(Generic[J]):
-    """The points of a sweep, the best first; those without a number at the end, in their order."""
+    """Points of a sweep, the best first; points without a number come last, in their original order."""
 
-    column: str  # of the summary: held-out loss, held-out accuracy, TRAIN
+    column: str  # column of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
-    apart: list[str] = field(default_factory=list)  # roles of sources that changed among jobs of the same settings
+    changed_sources: list[str] = field(
+        default_factory=list
+    )  # roles of files that changed between jobs of equal settings
 
     @property
     def best(self) -> Point[J] | None:
         """The first point, if it has a number and all points were evaluated on the same data."""
-        return self.points[0] if self.points and self.points[0].values and not self.other_data else None
+        return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
 
     @cached_property
-    def other_data(self) -> list[str]:
-        """In which digests the data of points with a number differ; empty if their losses compare."""
-        each = [sources_of(point.jobs[0]) for point in self.points if point.values]
+    def differing_data(self) -> list[str]:
+        """Roles in which the data of points differ; empty if their losses can be compared."""
+        each = [job_sources(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({one[role] for one in each if role in one}) > 1]
         return differ if "data" in differ else []
 
     def notes(self) -> list[str]:
-        """Return what a reader of these numbers has to know about the data and files behind them."""
+        """Return notes about data and files that a reader of the numbers must know."""
         told = []
-        if self.apart:
-            told.append(f"{' and '.join(self.apart)} changed between runs of equal settings: counted apart by digest")
-        if self.other_data:
-            differ = ", ".join(self.other_data[1:] or self.other_data)
+        if self.changed_sources:
+            told.append(
+                f"{' and '.join(self.changed_sources)} changed between runs of equal settings: counted apart by digest"
+            )
+        if self.differing_data:
+            differ = ", ".join(self.differing_data[1:] or self.differing_data)
             told.append(f"the data differ between points ({differ}): their losses do not compare")
         if self.best and (tied := sum(point.mean == self.best.mean for point in self.points)) > 1:
             told.append(f"{tied} points are equally good; the first of them is marked as best")
         return told
 
     @property
-    def seeds(self) -> bool:
-        """Whether a mean is one of several."""
+    def has_seeds(self) -> bool:
+        """Whether a point has several seeds."""
         return any(len(point.values) > 1 for point in self.points)
 
     def jobs(self) -> list[tuple[J, Point[J]]]:
-        """All jobs in that order, each with its point; what has not completed comes last, by number."""
+        """Return all jobs with their points, ranked; jobs that have not completed come last, by number."""
         pairs = [(job, point) for point in self.points for job in point.jobs]
         done = [pair for pair in pairs if pair[0].status == "completed" and pair[1].values]
         numbers = {job.number for job, _ in done}
         return done + sorted((pair for pair in pairs if pair[0].number not in numbers), key=lambda pair: pair[0].number)
 
     def table(self) -> list[tuple[str, ...]]:
-        """A head, and a row for each point."""
+        """Return a header and a row for each point."""
         rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
         for point in self.points:
             mark = "best" if point is self.best else ""
@@ -118,12 +122,12 @@ class Ranking(Generic[J]):
         return rows
 
 
-def ranked(
+def rank_jobs(
     jobs: Iterable[J], own: Sequence[str] = (), seed: Callable[[J], object] = lambda job: job.number
 ) -> Ranking[J]:
-    """Jobs in the order of the metric among the sweep's `own` settings, by default their held-out loss.
+    """Rank jobs by the metric among the sweep's `own` settings; the default is the held-out loss.
 
-    Those of a point that have one `seed` count once; in a sweep no two have.
+    Jobs of a point with equal `seed` count once. In a sweep all seeds of a point differ.
     """
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(own) if word.startswith(METRIC)), "loss")
@@ -140,11 +144,11 @@ def ranked(
     found: dict[tuple[str, ...], Point[J]] = {}
     apart: dict[str, None] = {}
     for words, some in alike.items():
-        roles = dict.fromkeys(role for job in some for role in sources_of(job) if role not in ASIDE)
-        changed = [role for role in roles if len({s[role] for job in some if role in (s := sources_of(job))}) > 1]
+        roles = dict.fromkeys(role for job in some for role in job_sources(job) if role not in UNCOMPARED_DIGESTS)
+        changed = [role for role in roles if len({s[role] for job in some if role in (s := job_sources(job))}) > 1]
         apart |= dict.fromkeys(changed)
         for job in some:
-            marks = [f"{role}#{sources_of(job)[role][:8]}" for role in changed if role in sources_of(job)]
+            marks = [f"{role}#{job_sources(job)[role][:8]}" for role in changed if role in job_sources(job)]
             found.setdefault((*words, *marks), Point(" ".join((*words, *marks)))).jobs.append(job)
     for point in found.values():
         known = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
@@ -160,7 +164,7 @@ def ranked(
 
 
 def _value(job: Scored, column: str) -> float | None:
-    """What a job that completed has in a column, where that is a number."""
+    """Return a completed job's number in a column, if it is finite."""
     result: Mapping[str, Any] = job.result if job.status == "completed" else {}
     name = column.removeprefix("held-out ")
     found = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}

@@ -1,4 +1,4 @@
-"""report.html: runs side by side in one file that opens anywhere, without a network."""
+"""Write report.html: runs compared side by side in one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -27,72 +27,71 @@ from toyexp.base.terminal import print_line
 from toyexp.base.writing import convert_write_errors, dump_json, make_directory, write_atomically
 from toyexp.interfaces.model import lower_is_better
 from toyexp.results.comparison import Comparison, Entry
-from toyexp.results.events import Curve, History, means
-from toyexp.results.found import DONE, below, look, metric_of, values
-from toyexp.results.importance import importance
-from toyexp.results.plot import sheet
+from toyexp.results.events import Curve, History, average_bins
+from toyexp.results.importance import compute_shares
+from toyexp.results.plot import draw_sheet
 from toyexp.results.plot_search import Search
+from toyexp.results.run_dirs import FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
 
-MOST_POINTS = 10_000  # of a curve
-ALL_POINTS = 400_000  # of the losses of all runs together
-MOST_BYTES = 5_000_000
-MOST_RUNS = 500
-Importance = tuple[Mapping[str, float], str]  # of settings; and where there is none, why
+MAX_CURVE_POINTS = 10_000  # points of a curve
+MAX_LOSS_POINTS = 400_000  # points of the loss curves of all runs together
+MAX_BYTES = 5_000_000
+MAX_RUNS = 500
+Importance = tuple[Mapping[str, float], str]  # share of each setting, and the reason if there are no shares
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "charts.js", "choices.js", "table.js", "page.js")
-NAME = "report.html"
-SHARE = 0.02  # of a sweep's time that may go into its report before the end
-FIRST = 30.0  # seconds before it is written for the first time
-MADE_BY = '<meta name="generator" content="toyexp">'
+REPORT_FILE = "report.html"
+MAX_TIME_SHARE = 0.02  # share of a sweep's time that may be spent on reports before it ends
+FIRST_DELAY = 30.0  # seconds before the first report
+GENERATOR_TAG = '<meta name="generator" content="toyexp">'
 
 log = logging.getLogger("toyexp")
 
 
-def require() -> None:
-    """Raises Unavailable without what draws."""
+def require_plotly() -> None:
+    """Raise Unavailable if plotly is not installed."""
     with require_package("plotly", "pip install 'toyexp[report]'"):
         import plotly  # noqa: F401 - what packed_library() reads
 
 
 def title(places: Sequence[str]) -> str:
-    """What a page is called: what it is about."""
+    """Return the title of the page: the compared paths."""
     places = [display_path(place) for place in places]
     return " ".join(places) if sum(map(len, places)) <= 80 else f"{places[0]} and {len(places) - 1} more"
 
 
-def is_a_page(path: Path) -> bool:
-    """Whether a file is a report that was written before, which a new one may replace."""
-    return MADE_BY.encode() in read_head(path, 1000)
+def is_report(path: Path) -> bool:
+    """Return True if a file is an earlier report, which may be overwritten."""
+    return GENERATOR_TAG.encode() in read_head(path, 1000)
 
 
 @cache
-def packed_library() -> str:
-    """What draws: plotly.js, as the Python package carries it; Unavailable without it."""
-    require()
+def pack_library() -> str:
+    """Return plotly.js, compressed, from the Python package. Raise Unavailable without it."""
+    require_plotly()
     from plotly.offline import get_plotlyjs
 
-    return packed(str(get_plotlyjs()))
+    return pack(str(get_plotlyjs()))
 
 
 @dataclass
 class Report:
-    """A report that may be written again as its runs go on: what a run that has ended told is kept."""
+    """A report that can be rewritten while its runs train; unchanged runs are read from a cache."""
 
     title: str
-    importance: Importance | None = None  # as a search has found it
-    _kept: dict[Path, tuple[tuple[float, ...], dict[str, Any]]] = field(default_factory=dict)
+    importance: Importance | None = None  # found by a search; None: computed from the runs
+    _cache: dict[Path, tuple[tuple[float, ...], dict[str, Any]]] = field(default_factory=dict)
 
     def write(self, comparison: Comparison, path: Path) -> int:
-        """Writes the page in one piece, and returns its bytes; fewer points a curve where it would be too large.
+        """Write the page atomically and return its size in bytes.
 
-        Of more than MOST_RUNS runs the best are shown.
-
-        Raises RunFailed where it cannot be written, Unavailable without plotly.
+        Only the best MAX_RUNS runs are shown. If the page exceeds MAX_BYTES, curves get fewer points. Raise RunFailed
+        if the page cannot be written, Unavailable without plotly.
         """
-        comparison = comparison.best(MOST_RUNS)
-        most = _points(len(comparison.entries))
+        comparison = comparison.best(MAX_RUNS)
+        most = _points_per_curve(len(comparison.entries))
         page = self._page(comparison, most)
-        while len(page) > MOST_BYTES and most > 100:
+        while len(page) > MAX_BYTES and most > 100:
             most //= 2
             page = self._page(comparison, most)
         with convert_write_errors(path), write_atomically(path) as place:
@@ -100,11 +99,11 @@ class Report:
         return len(page)
 
     def _page(self, comparison: Comparison, most: int) -> bytes:
-        told = packed(dump_json(self._data(comparison, most)))
+        told = pack(dump_json(self._data(comparison, most)))
         parts = {
             "title": escape(self.title, quote=False),
             "style": (PAGE / "page.css").read_text(encoding="utf-8"),
-            "library": packed_library(),
+            "library": pack_library(),
             "data": told,
             "script": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         }
@@ -115,7 +114,7 @@ class Report:
 
     def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
         ranking = comparison.ranking
-        shares, why = self.importance or importance_among(comparison)
+        shares, why = self.importance or compute_importance(comparison)
         places = {id(point): place for place, point in enumerate(ranking.points)}
         every = comparison.every_key
         rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
@@ -126,7 +125,7 @@ class Report:
             "best": len(ranking.points) > 1 and ranking.best is not None,
             "rising": rising,
             "keys": comparison.keys,
-            "along": comparison.along,
+            "along": comparison.linked_keys,
             "differ": {key: comparison.values(key) for key in every},
             "scores": comparison.scores,
             "notes": comparison.notes(),
@@ -145,34 +144,34 @@ class Report:
     def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
         run, path = entry.run, display_path(entry.run.path.absolute())
         return {
-            **run.plain(), "path": path, "point": point, "counts": run.state in DONE,
+            **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
             "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
             "all": dict(entry.settings), "facts": _environment(entry),
             "again": shlex.join(["toyexp", "--config-path", path, "--config-name", "config"]),
-            **self._told(run.path, most),
+            **self._read_events(run.path, most),
         }  # fmt: skip
 
-    def _told(self, path: Path, most: int) -> dict[str, Any]:
-        """What the events of a run tell, read again only where they have changed."""
+    def _read_events(self, path: Path, most: int) -> dict[str, Any]:
+        """Return the data of a run's events; read the file again only if it has changed."""
         try:
             status = (path / "events.jsonl").stat()
             mark: tuple[float, ...] = (most, status.st_mtime, status.st_size)
         except OSError:
             mark = (most,)
-        if self._kept.get(path, (None,))[0] != mark:
-            self._kept[path] = (mark, _shown(History.of(path), most))
-        return self._kept[path][1]
+        if self._cache.get(path, (None,))[0] != mark:
+            self._cache[path] = (mark, _history_data(History.read(path), most))
+        return self._cache[path][1]
 
 
-def _points(count: int) -> int:
-    """Those of a curve at most, of so many runs: halved, so that what is kept of one seldom has to be read again."""
-    most = MOST_POINTS
-    while most * count > ALL_POINTS and most > 200:
+def _points_per_curve(count: int) -> int:
+    """Return the maximum points of a curve. It changes by factors of 2, so that cached curves stay valid longer."""
+    most = MAX_CURVE_POINTS
+    while most * count > MAX_LOSS_POINTS and most > 200:
         most //= 2
     return most
 
 
-def _shown(history: History, most: int) -> dict[str, Any]:
+def _history_data(history: History, most: int) -> dict[str, Any]:
     fewer = max(most // 8, 60)
     return {
         "curves": {
@@ -180,54 +179,58 @@ def _shown(history: History, most: int) -> dict[str, Any]:
             **{name: _curve(history.curve(name), fewer, fewer // 2) for name in ("lr", "grad_norm", "speed")},
         },
         "clock": _clock(history),
-        "held": {name: _few(history.held_out_curve(name), fewer) for name in history.held_out if name != "step"},
-        "samples": history.samples, "warnings": history.warnings, "warned": history.warned,
+        "held": {
+            name: _thin_scores(history.held_out_curve(name), fewer) for name in history.held_out if name != "step"
+        },
+        "samples": history.samples, "warnings": history.warnings, "warned": history.warning_count,
     }  # fmt: skip
 
 
-def importance_among(comparison: Comparison) -> Importance:
-    """Return how much each setting matters for the score of these runs."""
+def compute_importance(comparison: Comparison) -> Importance:
+    """Return the share of each setting in the ranking of these runs."""
     points = [point for point in comparison.ranking.points if point.values]
     settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
-    return importance(settings, [point.mean for point in points])
+    return compute_shares(settings, [point.mean for point in points])
 
 
-def packed(text: str) -> str:
-    """Text as a page carries it: compressed, in base64; the browser undoes both by itself."""
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()  # of 9 it takes a third, and 0.5% more
+def pack(text: str) -> str:
+    """Compress a text with gzip and encode it as base64; a browser can decode both."""
+    return base64.b64encode(
+        gzip.compress(text.encode(), 6, mtime=0)
+    ).decode()  # level 9 is 3 times slower, 0.5% smaller
 
 
 def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
-    """A curve for the page: steps as differences, values in five digits."""
+    """Return a curve for the page: steps as differences, values with five digits."""
     count = len(curve[0])
     steps, values = thin_curve(*curve, most)
-    found = {"n": count, "x": _differences(steps), "y": _short(values)}
+    found = {"n": count, "x": _differences(steps), "y": _round(values)}
     if count > smooth:
-        steps, values = means(curve, smooth)
-        found["mx"], found["my"] = _differences(steps.round()), _short(values)
+        steps, values = average_bins(curve, smooth)
+        found["mx"], found["my"] = _differences(steps.round()), _round(values)
     return found
 
 
 def _clock(history: History) -> list[Sequence[float]]:
-    """Some steps, with the seconds and the tokens at each: between them the page draws straight lines."""
+    """Return about 200 steps with their seconds and tokens; the page interpolates between them linearly."""
     count = len(history.step)
     places = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
     steps, tokens = (of[places].astype(int).tolist() for of in (history.step, history.tokens))
-    return [steps, _short(history.seconds[places]), tokens]
+    return [steps, _round(history.seconds[places]), tokens]
 
 
-def _few(curve: Curve, most: int) -> list[list[float]]:
-    """Return the steps and values of held-out scores, of many only every so many-th and the last."""
+def _thin_scores(curve: Curve, most: int) -> list[list[float]]:
+    """Return steps and metric values; if there are too many, every n-th and the last."""
     steps, values = curve
     places = sorted({*range(0, len(steps), -(-len(steps) // most) or 1), len(steps) - 1} - {-1})
-    return [steps[places].tolist(), _short(values[places])]
+    return [steps[places].tolist(), _round(values[places])]
 
 
 def _differences(steps: np.ndarray) -> list[int]:
     return np.diff(steps.astype(int), prepend=0).tolist()
 
 
-def _short(values: Iterable[float]) -> list[float]:
+def _round(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
@@ -235,7 +238,7 @@ def _environment(entry: Entry) -> dict[str, str]:
     facts = entry.facts
     host, git, backend, model = (facts.get(name) or {} for name in ("host", "git", "backend", "model"))
     names = [str(backend[key]) for key in ("kind", "framework", "device") if backend.get(key)]
-    # "ggml", "ggml 0.15.3", "CPU": what another one says too is left out
+    # drop names that another name contains: of "ggml", "ggml 0.15.3", "CPU" the first
     engine = [name for name in names if not any(name != other and name in other for other in names)]
     told = {
         "engine": " ".join(dict.fromkeys(engine)),
@@ -253,9 +256,9 @@ def _unit(entries: Iterable[Entry]) -> str:
     return "tokens or images" if len(images) > 1 else "images" if images == {True} else "tokens"
 
 
-def importance_of(search: Path) -> Importance | None:
-    """Return how much each setting matters, as a search has found it; None in other directories."""
-    found = Search.of(search)
+def read_importance(search: Path) -> Importance | None:
+    """Return the importances that a search recorded; None for any other directory."""
+    found = Search.read(search)
     return (found.importances, found.no_importances) if found else None
 
 
@@ -263,16 +266,16 @@ def importance_of(search: Path) -> Importance | None:
 
 
 def draw_sweep(sweep: Path) -> None:
-    """plots/sweep.png and .svg of a sweep that has ended and whose runs have the callback `plots`.
+    """Draw plots/sweep.png and .svg after a sweep, if its runs have the callback `plots`.
 
-    No trouble with it is one of the sweep's: it is said.
+    Errors are reported and do not fail the sweep.
     """
     try:
-        first = next(below(sweep), None)
-        if first is None or "plots" not in (values(first).get("callbacks") or ()):
+        first = next(find_runs(sweep), None)
+        if first is None or "plots" not in (setting_values(first).get("callbacks") or ()):
             return
-        comparison = Comparison.of([look(run) for run in below(sweep)], metric_of([sweep]))
-        picture = sheet(comparison, short_path(sweep), sweep)
+        comparison = Comparison.build([read_run(run) for run in find_runs(sweep)], sweep_metric([sweep]))
+        picture = draw_sheet(comparison, short_path(sweep), sweep)
         folder = make_directory(sweep / "plots")
         for path in (folder / "sweep.png", folder / "sweep.svg"):
             picture.write(path)
@@ -283,32 +286,32 @@ def draw_sweep(sweep: Path) -> None:
 
 
 class SweepReport:
-    """The report of a sweep that runs; no trouble with it is one of the sweep's."""
+    """Writer of a running sweep's report. Its errors never stop the sweep."""
 
     def __init__(self) -> None:
         self._report = Report("")
-        self._next = time.monotonic() + FIRST
+        self._next = time.monotonic() + FIRST_DELAY
 
     def __call__(self, sweep: Path, last: bool) -> None:
-        """Writes it, if it is time or this is the `last` call, which says where it is, or why there is none."""
+        """Write the report if it is due. The `last` call always writes, and prints the path or the error."""
         if not last and time.monotonic() < self._next:
             return
-        began, path = time.monotonic(), sweep / NAME
+        began, path = time.monotonic(), sweep / REPORT_FILE
         try:
-            runs = [look(run) for run in below(sweep)]
+            runs = [read_run(run) for run in find_runs(sweep)]
             if not runs:
                 return
-            if path.exists() and not is_a_page(path):
+            if path.exists() and not is_report(path):
                 raise Unavailable(f"{short_path(path)} is somebody else's")
             self._report.title = short_path(sweep)
-            self._report.importance = importance_of(sweep)
-            self._report.write(Comparison.of(runs, metric_of([sweep])), path)
-        except Exception as error:  # also a full disk, or a run that somebody is taking away
+            self._report.importance = read_importance(sweep)
+            self._report.write(Comparison.build(runs, sweep_metric([sweep])), path)
+        except Exception as error:  # also a full disk, or a run that is deleted meanwhile
             self._next = math.inf
             log.info("%s: not written (%s)", path, error)
             if last:
                 print_line(f"report  none: {error}, or leave it out: sweep.report=false")
         else:
-            self._next = time.monotonic() + max(FIRST, (time.monotonic() - began) / SHARE)
+            self._next = time.monotonic() + max(FIRST_DELAY, (time.monotonic() - began) / MAX_TIME_SHARE)
             if last:
                 print_line(f"report  {short_path(path)}")

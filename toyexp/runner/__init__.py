@@ -1,1 +1,1 @@
-"""One experiment from a request."""
+"""Prepare and run one experiment."""

@@ -1,4 +1,4 @@
-"""Prepare and run one experiment from a request: what a command line, a Python call and a job of a sweep share."""
+"""Prepare and run one experiment; the command line, the Python API and jobs of a sweep share this."""
 
 from __future__ import annotations
 
@@ -22,33 +22,37 @@ from toyexp.training.run_config import Config, Prepared, Result
 
 
 class PreparedRun(NamedTuple):
-    """A run that is built and checked, its directory, and the checkpoint that it resumes; nothing is written yet."""
+    """A run that is built and checked, its directory, and the checkpoint to resume. Nothing is written yet."""
 
     prepared: Prepared
     directory: Path
     resumed: Resumed | None
 
     def run(self) -> Result:
-        """Train the run to its end; its progress is printed."""
+        """Train the run and print its progress."""
         return execute(self.prepared, self.directory, print_line, self.resumed)
 
 
 def prepare_request(
     request: Request, resume: str | None = None, callbacks: Mapping[str, Callback] | None = None
 ) -> PreparedRun:
-    """Prepare the run of a request: new, or resumed from a directory or with `auto` from the newest of its name."""
+    """Prepare the run of a request.
+
+    It is a new run, or with `resume` the run in that directory; "auto" resumes the newest run of its name, if there is
+    one. Raise UserError for invalid settings.
+    """
     request, composed, found = locate(request, resume)
     if resume == AUTO:
-        parent, name = _place(composed)
+        parent, name = _locate(composed)
         nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
         print_line(f"resume  {short_path(found) if found else nothing}")
     return prepare_run(composed, resume=found, callbacks=callbacks)
 
 
 def locate(request: Request, resume: str | None) -> tuple[Request, Composition, Path | None]:
-    """Return the request of a run, with a resumed run's settings, its configuration, and the directory to resume."""
+    """Return the request (a resumed run's with its saved settings), its configuration, and the directory to resume."""
     of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
-    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
+    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job keeps the hydra.sweep settings of its sweep
     for override in request.settings:
         if f"{override.key_or_group}.".startswith(many):
             raise UserError(f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR")
@@ -62,16 +66,16 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composition, 
         request = request.use_saved_config(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()
-    return request, composed, find_newest(*_place(composed))
+    return request, composed, find_newest(*_locate(composed))
 
 
-def _place(composed: Composition) -> tuple[Path, str]:
+def _locate(composed: Composition) -> tuple[Path, str]:
     composed.apply_base()
     return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
 
 
 def follow(request: Request, resume: str | None = None) -> None:
-    """Take part in the run of rank 0 until it ends."""
+    """Join the run as a worker rank and return when it ends. Return at once on rank 0."""
     _, composed, _ = locate(request, None if resume == AUTO else resume)
     composed.build_config().engine.follow()
 
@@ -80,10 +84,10 @@ def prepare_run(
     composed: Composition, directory: Path | None = None, resume: Path | None = None,
     callbacks: Mapping[str, Callback] | None = None,
 ) -> PreparedRun:  # fmt: skip
-    """Build and check one configuration, to run in a directory with further `callbacks`, or to resume a run."""
+    """Build and check one configuration, for a run in `directory` with further `callbacks`, or to resume a run."""
     show_status("starting the engine")
     source = composed.source
-    begun = source.begun if source.begun.cwd else read_origin(source.directory)  # of the run that a new one repeats
+    begun = source.begun if source.begun.cwd else read_origin(source.directory)  # the run that this one repeats
     with convert_memory_errors(), begun.explain_missing_paths(MOVED):
         built = composed.build_config()
         built.callbacks.update(callbacks or {})
@@ -92,12 +96,12 @@ def prepare_run(
             run = prepare_parts(built, where, resume is not None)
         if resume:
             return run
-        return run._replace(prepared=_compared(run.prepared, begun, source.directory, composed))
+        return run._replace(prepared=_warn_of_changes(run.prepared, begun, source.directory, composed))
 
 
 def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hydra.run.dir") -> PreparedRun:
-    """Prepare a run in an empty directory, which errors call `key`, or if it `goes_on` from the checkpoint in it."""
-    config.engine.follow()  # rank 0, which starts the others
+    """Prepare a run in an empty directory (errors name its `key`), or if it `goes_on`, from the checkpoint there."""
+    config.engine.follow()  # rank 0 starts the other ranks
     if goes_on:
         restore_filled_settings(directory, config.data)
     else:
@@ -107,7 +111,7 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
     return PreparedRun(prepared, directory, load_resumed(directory, prepared) if goes_on else None)
 
 
-def _compared(prepared: Prepared, begun: Origin, repeated: Path, composed: Composition) -> Prepared:
+def _warn_of_changes(prepared: Prepared, begun: Origin, repeated: Path, composed: Composition) -> Prepared:
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
         return prepared
     told = [

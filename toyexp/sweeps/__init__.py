@@ -1,1 +1,1 @@
-"""Many runs."""
+"""Sweeps: run many jobs on one machine or a cluster."""

@@ -1,4 +1,4 @@
-"""A sweep from its command line: the jobs that its values make, or those of one that is gone on with."""
+"""Create a sweep from its command line: a new one with its jobs, or one that is resumed."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from toyexp.config.schema import START_DIRECTORY, Source
 from toyexp.config.top_level import SEARCH_IDENTITY, Sweep
 from toyexp.config.words import input_lines, parse
 from toyexp.interfaces.command import parse_modules
-from toyexp.sweeps.combinations import check_once, combinations, own_sweep, swept
-from toyexp.sweeps.directory import Job, SweepDir, shared_words
+from toyexp.sweeps.combinations import check_unique, combinations, experiment_sweep, sweep_values
+from toyexp.sweeps.directory import Job, SweepDir, shared_args
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.launchers.on_ray import OnRay
 from toyexp.sweeps.launchers.on_submitit import OnSubmitit
 from toyexp.sweeps.launchers.processes import InProcess, Processes, Serial
 from toyexp.sweeps.launchers.stacks import Stacks
-from toyexp.sweeps.runner import Asked, Runner
+from toyexp.sweeps.runner import Runner, SweepRequest
 from toyexp.sweeps.search.searcher import Search
-from toyexp.sweeps.search.space import space
+from toyexp.sweeps.search.space import parse_space
 from toyexp.sweeps.sources import JobSource
 
-FLAGS = ("--config-path", "--config-name", "--config-dir")  # those that a job is run with too
+JOB_FLAGS = ("--config-path", "--config-name", "--config-dir")  # flags that are passed on to jobs
 LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Processes, Stacks, OnSubmitit, OnRay)}
 
 
 def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
-    """Return what runs the jobs of a sweep, new or resumed."""
+    """Return the runner of a new or resumed sweep. Raise UserError for invalid settings."""
     keys = Keys.from_registry(request.registry)
-    for override in request.settings:  # what is wrong in every job is told once, before the first
-        if override.is_sweep_override() and _is_own(override):
+    for override in request.settings:  # errors that all jobs share are reported once
+        if override.is_sweep_override() and _is_sweep_setting(override):
             raise UserError(f"{override.input_line}: takes one value")
         if not override.is_sweep_override():
             check_brackets(override, keys)
@@ -49,16 +49,16 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
         if override.key_or_group == "hydra.run.dir":
             raise UserError(f"{override.input_line}: is of one run; a sweep and its jobs go to hydra.sweep.dir=...")
     if "sweep.resume" in request.values:
-        return _resumed(flags, request, Path(request.values["sweep.resume"]))
-    parsed = [*own_sweep(request), *request.settings]
+        return _resume_sweep(flags, request, Path(request.values["sweep.resume"]))
+    parsed = [*experiment_sweep(request), *request.settings]
     for override in parsed:
         check_blanks(override, keys)
-    check_once(parsed)
-    fixed = [o for o in parsed if not o.is_sweep_override() and not _is_own(o)]
-    own = [o for o in request.settings if _is_own(o)]
+    check_unique(parsed)
+    fixed = [o for o in parsed if not o.is_sweep_override() and not _is_sweep_setting(o)]
+    own = [o for o in request.settings if _is_sweep_setting(o)]
     of_jobs = replace(request, settings=fixed)
     settings = _settings(of_jobs, own)
-    kept = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in FLAGS}
+    kept = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in JOB_FLAGS}
     memory = {
         "flags": kept,
         "settings": input_lines(fixed),
@@ -70,29 +70,28 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     values: dict[str, Any] = {}
     if settings.search is not None:
         memory["space"] = input_lines([o for o in parsed if o.is_sweep_override()])
-        source = Search(settings, space(settings.search, parsed, keys.types), [], shared_words(memory))
+        source = Search(settings, parse_space(settings.search, parsed, keys.types), [], shared_args(memory))
     else:
         source = JobSource([Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))])
-        values = {word: value for o in parsed if o.is_sweep_override() for word, value in swept(o)}
+        values = {word: value for o in parsed if o.is_sweep_override() for word, value in sweep_values(o)}
     configs = JobConfigs(of_jobs, values)
     return Runner(
-        Asked(flags, request.modules, settings, memory), source, _launcher(settings, source, configs), configs
+        SweepRequest(flags, request.modules, settings, memory), source, _launcher(settings, source, configs), configs
     )
 
 
 def _launcher(settings: Sweep, source: JobSource, configs: JobConfigs) -> Launcher:
-    """Return what runs jobs from a source."""
     return _launcher_class(settings)(settings, source.samples, source.total, configs)
 
 
-def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
+def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
     typed = request.settings
-    others = input_lines([o for o in typed if not _is_own(o) and o.key_or_group != "plugins"])
-    for word in [*others, *(flag for flag in flags if flag in FLAGS)]:
+    others = input_lines([o for o in typed if not _is_sweep_setting(o) and o.key_or_group != "plugins"])
+    for word in [*others, *(flag for flag in flags if flag in JOB_FLAGS)]:
         raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
-    folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # below which its jobs lie
+    folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # job directories must lie below it
     try:
-        memory = folder.asked
+        memory = folder.spec
         wanted = parse_modules(memory["settings"])
         if missing := [name for name in wanted if name not in request.modules]:
             raise UserError(
@@ -105,9 +104,9 @@ def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
             if "--json" not in flags:
                 where = f"are from there{'' if there else f', which is gone: they are from {Path.cwd()}'}"
                 print_line(f"begun in {printable(memory['cwd'])}: relative paths in its settings {where}")
-        source = Source.from_flags(*(memory["flags"].get(flag) for flag in FLAGS))
+        source = Source.from_flags(*(memory["flags"].get(flag) for flag in JOB_FLAGS))
         of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
-        own = [o for o in typed if _is_own(o)]
+        own = [o for o in typed if _is_sweep_setting(o)]
         settings = _settings(of_jobs, [*parse(memory["sweep"]), *own])
         if fixed := [o.key_or_group for o in own if o.key_or_group in SEARCH_IDENTITY]:
             what = "search is what it began as, but for sweep.trials" if settings.search else "sweep is no search"
@@ -115,7 +114,7 @@ def _resumed(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
         configs = JobConfigs(of_jobs, {})
         jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
         launcher = _launcher(settings, jobs, configs)
-        return Runner(Asked(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
+        return Runner(SweepRequest(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
     except BaseException:
         folder.close()
         raise
@@ -126,25 +125,25 @@ def _launcher_class(settings: Sweep) -> type[Launcher]:
 
 
 def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]]) -> JobSource:
-    """Return what goes on with the jobs of a directory."""
+    """Return the source of the jobs that are left in a sweep's directory."""
     if settings.search is None:
         return JobSource(folder.jobs)
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
         raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
-    keys = space(settings.search, parse(folder.asked["space"]), types)
-    return Search(settings, keys, folder.jobs, shared_words(folder.asked))
+    keys = parse_space(settings.search, parse(folder.spec["space"]), types)
+    return Search(settings, keys, folder.jobs, shared_args(folder.spec))
 
 
-def _is_own(override: Any) -> bool:
+def _is_sweep_setting(override: Any) -> bool:
     return bool(override.key_or_group.split(".")[0] == "sweep")
 
 
 def _settings(request: Request, own: Sequence[Any]) -> Sweep:
-    """How the jobs are run; an experiment that is chosen may say so too."""
+    """Return the settings of the sweep, from its own overrides and the chosen experiment."""
     chosen = [o for o in request.settings if o.key_or_group == "experiment"]
     settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
-    if settings.isolate and getattr(os, "fork", None) is None:  # only pipes of POSIX can be waited for so
+    if settings.isolate and getattr(os, "fork", None) is None:  # the output of jobs is read with POSIX pipes
         raise UserError("sweep.isolate=true: no jobs in processes of their own on Windows; sweep.isolate=false, or WSL")
     if not settings.isolate and settings.launcher != Serial.name:
         what = f"runs one job after another in this process, without {settings.launcher}"

@@ -1,4 +1,4 @@
-"""A board in the last lines of a terminal: the jobs that run, counts, the time left, and the best point so far."""
+"""The board at the bottom of a terminal: running jobs, counts, time left, and the best point so far."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from toyexp.base.errors import escape_controls
 from toyexp.base.formatting import format_duration
 from toyexp.base.terminal import is_notebook, is_silent, is_terminal, print_text
 from toyexp.results.ranking import Ranking
-from toyexp.sweeps.directory import ANSWERED, FAILURES, Job, Status
-from toyexp.sweeps.journal import Seldom
+from toyexp.sweeps.directory import FAILURES, SUCCEEDED, Job, Status
+from toyexp.sweeps.journal import Throttle
 
-REDRAW = 0.2  # seconds between two pictures
-ROOM = 4  # lines of the terminal that are left to what stands above
-MOST = 16  # jobs with a line of their own
+REDRAW = 0.2  # seconds between drawings
+FREE_LINES = 4  # lines of the terminal that the board leaves free
+MAX_ROWS = 16  # running jobs with a line of their own
 
 
 @dataclass
 class Board:
-    """Board of jobs that run side by side. The caller holds the lock of what is printed."""
+    """Board of parallel jobs. The caller must hold the lock for printing."""
 
     jobs: Callable[[], Sequence[Job]]
     ranking: Callable[[], Ranking[Job]]
     at_once: int
-    _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # since when, and the last line
-    _took: list[float] = field(default_factory=list)  # seconds of the jobs that came to an answer
+    _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # start time and last line by job number
+    _took: list[float] = field(default_factory=list)  # seconds of successful jobs
     _best: str = ""
-    _height: int = 0  # lines that stand there
+    _height: int = 0  # lines that are drawn
     _drawn: float = 0.0
 
     def __post_init__(self) -> None:
-        self._looked = Seldom(self._look)
+        self._looked = Throttle(self._update_best)
 
     def begin(self, job: Job) -> None:
-        """Show a job that begins."""
+        """Show a job that starts."""
         self._running[job.number] = (job, time.monotonic(), "begins")
         self.draw()
 
     def hear(self, job: Job, line: str) -> None:
-        """Show the last line that a job has printed."""
+        """Show the last line that a job printed."""
         if line.strip() and job.number in self._running:
             self._running[job.number] = (job, self._running[job.number][1], line.strip())
         self.draw(soon=True)
 
-    def ended(self, job: Job) -> None:
-        """Take off a job that has ended, and count it."""
+    def end(self, job: Job) -> None:
+        """Remove a job that has ended, and count it."""
         if job.number in self._running:
             _, since, _ = self._running.pop(job.number)
-            if job.status in ANSWERED:
+            if job.status in SUCCEEDED:
                 self._took.append(time.monotonic() - since)
-        self._looked.ask(len(self.jobs()))
+        self._looked.request(len(self.jobs()))
 
-    def _look(self) -> None:
+    def _update_best(self) -> None:
         ranking = self.ranking()
         if best := ranking.best:
             self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
 
     def lines(self, width: int = sys.maxsize) -> list[str]:
-        """Return a line of counts, one of the best point, and one for each job that runs, cut to `width`."""
+        """Return a line of counts, one of the best point, and one for each running job, cut to `width`."""
         statuses = [job.status for job in self.jobs()]
-        if self._looked.waits:
-            self._looked.ask(len(statuses))
+        if self._looked.is_pending:
+            self._looked.request(len(statuses))
         done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
         failed = sum(status in FAILURES for status in statuses)
         left_over = bool(waiting or self._running)
@@ -76,56 +76,56 @@ class Board:
         counts += [f"{done} of {len(statuses)} done"]
         counts += [f"{pruned} pruned"] if (pruned := statuses.count(Status.PRUNED)) else []
         counts += [f"{failed} failed"] if failed else []
-        if self._took and left_over:  # as far as those that are left are like those that were
+        if self._took and left_over:  # assumes that jobs take equally long
             each, now = statistics.mean(self._took), time.monotonic()
             left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
             counts.append(f"about {format_duration(left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())
         rows = []
-        for job, _, line in entries[:MOST]:
-            keep = max(width - len(line) - 2, width // 3)  # of long settings, which are cut
+        for job, _, line in entries[:MAX_ROWS]:
+            keep = max(width - len(line) - 2, width // 3)  # room for the settings, which are cut
             head = f"[{job.number}] {job.label}".rstrip()
             rows.append(f"{head if len(head) <= keep else head[: keep - 3] + '...'}  {line}")
-        rows += [f"... and {len(entries) - MOST} more"] if len(entries) > MOST else []
+        rows += [f"... and {len(entries) - MAX_ROWS} more"] if len(entries) > MAX_ROWS else []
         return [" · ".join(counts), *([self._best] if self._best else []), *rows]
 
     def draw(self, soon: bool = False) -> None:
-        """Draw the board again; with `soon` not if that was a moment ago."""
+        """Draw the board again; with `soon`, only if the last drawing is REDRAW seconds ago."""
         if soon and time.monotonic() - self._drawn < REDRAW:
             return
         size = shutil.get_terminal_size()
         width = size.columns - 1
-        shown = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - ROOM, 1)]]
+        shown = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - FREE_LINES, 1)]]
         with contextlib.suppress(OSError):
             print_text(self._up() + "".join(line + "\n" for line in shown))
         self._height, self._drawn = len(shown), time.monotonic()
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
+    def hide(self) -> Iterator[None]:
         """Hide the board while other output is printed, then redraw it."""
         self.clear()
         yield
         self.draw()
 
     def clear(self) -> None:
-        """Take the board off the terminal."""
+        """Remove the board from the terminal."""
         with contextlib.suppress(OSError):
             print_text(self._up())
         self._height = 0
 
     def _up(self) -> str:
-        """Return what moves the cursor to the first line of the board, and erases from there on."""
+        """Return control codes that move the cursor to the board's first line and erase from there."""
         return f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
 
 
 @dataclass
-class Cell(Board):
-    """Board in a notebook: one output of the cell, which each drawing replaces."""
+class NotebookBoard(Board):
+    """Board in a notebook: one output of the cell that each drawing replaces."""
 
     _shown: Any = None
 
     def draw(self, soon: bool = False) -> None:
-        """Draw the board again; with `soon` not if that was a moment ago."""
+        """Draw the board again; with `soon`, only if the last drawing is REDRAW seconds ago."""
         from IPython.display import display
 
         if soon and time.monotonic() - self._drawn < REDRAW:
@@ -139,8 +139,8 @@ class Cell(Board):
         self._drawn = time.monotonic()
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
-        """Do nothing: other output has outputs of its own."""
+    def hide(self) -> Iterator[None]:
+        """Do nothing: a notebook shows other output separately."""
         yield
 
     def clear(self) -> None:
@@ -148,12 +148,12 @@ class Cell(Board):
         self.draw()
 
 
-def board_for(
+def make_board(
     jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, side_by_side: bool
 ) -> Board | None:
-    """Return a board in a notebook, and for jobs side by side before a terminal; else None: lines are printed."""
+    """Return a board in a notebook, or in a terminal with parallel jobs; otherwise None, and lines are printed."""
     if is_silent():
         return None
     if is_notebook():
-        return Cell(jobs, ranking, at_once)
+        return NotebookBoard(jobs, ranking, at_once)
     return Board(jobs, ranking, at_once) if is_terminal() and side_by_side else None

@@ -1,4 +1,4 @@
-"""What a command line asks for beyond one configuration: the jobs of a sweep, and local plugins."""
+"""Sweeps on a command line: the combinations of values, and the environment variables of job processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from toyexp.config.request import Request
 
-LIFELINE = "TOYEXP_LIFELINE"  # is set for the process of a job
-TRIAL = "TOYEXP_TRIAL"  # and of one that a search may stop
-STACK = "TOYEXP_STACK"  # and of the one that has several jobs to train together: a folder
-ORDERS, REPORTS = "jobs.json", "reports"  # in that folder: the jobs, and the pipe that hears of them
+LIFELINE = "TOYEXP_LIFELINE"  # set for the process of a job
+TRIAL = "TOYEXP_TRIAL"  # set for a job that a search may stop
+STACK = "TOYEXP_STACK"  # directory of a process that trains several jobs
+ORDERS, REPORTS = "jobs.json", "reports"  # files in that directory: its jobs, and the pipe for its reports
 
 
-def own_sweep(request: Request) -> list[Override]:
-    """What the chosen experiment sweeps over, but for the keys that the command line gives."""
+def experiment_sweep(request: Request) -> list[Override]:
+    """Return the sweep of the chosen experiment without the keys that the command line sets."""
     from toyexp.config.words import parse
 
     chosen = [o for o in request.settings if o.key_or_group == "experiment" and not o.is_sweep_override()]
@@ -37,38 +37,38 @@ def own_sweep(request: Request) -> list[Override]:
     return parse([f"{key}={values}" for key, values in own.items() if key not in given])
 
 
-def check_once(parsed: Sequence[Override]) -> None:
-    """UserError for a key that has several values and is given once more: a job has one value of it, the later one.
+def check_unique(parsed: Sequence[Override]) -> None:
+    """Raise UserError if a key with several values is given again.
 
-    As on the command line of a run, several values go before the one that came earlier.
+    Without this check the later one would win, as for a single run.
     """
     several: dict[str, Override] = {}
     for override in parsed:
         key = str(override.get_key_element()).lstrip("+~")
         if (earlier := several.get(key)) is not None:
             both = f"{earlier.input_line} {override.input_line}"
-            raise UserError(f"{both}: {key} is given twice; {_joined(key, earlier, override)}")
+            raise UserError(f"{both}: {key} is given twice; {_suggest_merge(key, earlier, override)}")
         if override.is_sweep_override():
             several[key] = override
 
 
-def _joined(key: str, *given: Override) -> str:
+def _suggest_merge(key: str, *given: Override) -> str:
     if not all(o.is_choice_sweep() and "(" not in str(o.input_line) for o in given):
         return "give its values once"
-    values = dict.fromkeys(word.partition("=")[2] for o in given for word, _ in swept(o))
+    values = dict.fromkeys(word.partition("=")[2] for o in given for word, _ in sweep_values(o))
     return f"all its values go together: {key}={','.join(values)}"
 
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
-    """The settings of each job: one value of every swept key, the last key varying fastest."""
-    lists = [list(swept(o)) for o in parsed if o.is_sweep_override()]
+    """Return the overrides of each job: one value of every swept key, with the last key varying fastest."""
+    lists = [list(sweep_values(o)) for o in parsed if o.is_sweep_override()]
     if (count := math.prod(map(len, lists))) > MAX_JOBS:
         raise UserError(f"{count} combinations of values: a sweep has at most {MAX_JOBS} jobs")
     return list(itertools.product(*([word for word, _ in words] for words in lists)))
 
 
-def swept(override: Override) -> Iterator[tuple[str, Any]]:
-    """Each value of a swept key, as a setting and as it is; UserError where there is none, or no end of them."""
+def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
+    """Yield each value of a swept key as an override and parsed. Raise UserError if it has none, or infinitely many."""
     from hydra.core.override_parser.types import Override, Transformer, ValueType
     from hydra.errors import HydraException
 
@@ -94,7 +94,7 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
         if (text := Transformer.str(value)) in seen:
             raise UserError(f"{line}: names {text} twice, which would train the same job again")
         seen.add(text)
-        if type(value) is int and part.replace("_", "") == text:  # name=2024_01,2024_02 has no numbers
+        if type(value) is int and part.replace("_", "") == text:  # keep names such as name=2024_01,2024_02 as typed
             text = part
         yield f"{override.get_key_element()}={text}", Override._convert_value(value)
 
@@ -102,21 +102,21 @@ def swept(override: Override) -> Iterator[tuple[str, Any]]:
 _follows = False
 
 
-def is_a_job() -> bool:
-    """Whether a sweep started this process."""
+def is_job() -> bool:
+    """Return True if a sweep started this process."""
     return _follows
 
 
-def follow_the_sweep() -> None:
-    """In the process of a job: when the sweep that started it is gone, it ends as after SIGTERM, saved.
+def exit_with_sweep() -> None:
+    """In a job's process: save and exit, as after SIGTERM, when the sweep that started it has exited.
 
-    The sweep holds the other end of its standard input and never writes to it.
+    The sweep holds the other end of the standard input and never writes to it.
     """
-    if os.environ.pop(LIFELINE, None) is None:  # nor is it handed on to this process's children
+    if os.environ.pop(LIFELINE, None) is None:  # removed, so that child processes do not inherit it
         return
     global _follows
     _follows = True
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a cluster sends it to all; the launcher on its node answers
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # sent to all processes by clusters; the launcher handles it
 
     def wait() -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Runs and sweeps side by side: the points they make, what differs, and how well each did."""
+"""Compare runs and sweeps side by side: their points, the settings that differ, and the metrics."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from toyexp.base.formatting import format_count, format_csv, format_metric, plur
 from toyexp.base.tables import align_table, drop_columns, fits_terminal, wrap_lines
 from toyexp.interfaces.command import Answer
 from toyexp.results.comparison import Comparison, Entry
-from toyexp.results.filters import Filter, filtered
-from toyexp.results.found import look, metric_of, named
+from toyexp.results.filters import Filter, filter_runs
 from toyexp.results.ranking import TRAIN, Point, mean
-from toyexp.sweeps.directory import remembered
+from toyexp.results.run_dirs import read_run, resolve_runs, sweep_metric
+from toyexp.sweeps.directory import read_sweep
 
 
 @dataclass(frozen=True)
-class Compared(Answer):
-    """The answer."""
+class ComparisonAnswer(Answer):
+    """Answer of `toyexp compare`."""
 
     comparison: Comparison
 
     def plain(self) -> dict[str, Any]:
-        """The points, the best first, and what differs."""
+        """Return the points, the best first, and the settings that differ, as plain data."""
         found = self.comparison
         best, points = found.ranking.best, []
         for point in found.ranking.points:
@@ -42,34 +42,42 @@ class Compared(Answer):
         return {"metric": found.ranking.column, "points": points, "differ": differ, "notes": found.notes()}
 
     def lines(self) -> list[str]:
-        """A table of the points, and below it what else differs and what to know."""
+        """Return a table of the points, and below it other differences and notes."""
         found = self.comparison
         ranking = found.ranking
         scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
         others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
-        heads = [*map(escape_cell, found.keys or ["name"]), "runs", self._taken, ranking.column, *others, "speed", ""]
+        heads = [
+            *map(escape_cell, found.keys or ["name"]),
+            "runs",
+            self._steps_head,
+            ranking.column,
+            *others,
+            "speed",
+            "",
+        ]
         rows = [[escape_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
         if not fits_terminal([heads, *rows]):
             heads = [*map(escape_cell, short_keys(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
-        table, gone = drop_columns([heads, *rows], ["speed", *reversed(others), self._taken])
-        lines = align_table(table, {"runs", self._taken, *others, "speed"})
+        table, gone = drop_columns([heads, *rows], ["speed", *reversed(others), self._steps_head])
+        lines = align_table(table, {"runs", self._steps_head, *others, "speed"})
         points = "" if len(ranking.points) == len(found.entries) else f" in {pluralise(len(ranking.points), 'point')}"
         below = [f"no room here for: {', '.join(gone)}; --csv has all"] if gone else []
         below.append(f"{pluralise(len(found.entries), 'run')}{points}")
-        if ranking.seeds:
+        if ranking.has_seeds:
             below[-1] += "; mean ± standard deviation (over n-1) of the runs that came to their end"
-        for leader, keys_along in found.along.items():
+        for leader, keys_along in found.linked_keys.items():
             some = ", ".join(f"{key} {'|'.join(found.values(key))}" for key in keys_along[:6])
             more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
             below.append(f"with {leader}: {some}{more}")
-        also = [key for key in found.also if key not in ("seed", "name")]
+        also = [key for key in found.other_keys if key not in ("seed", "name")]
         below += [f"also, without a point of its own: {', '.join(also)}"] if also else []
         below += [f"note: {note}" for note in found.notes()]
         return [*lines, "", *wrap_lines([escape_cell(line) for line in below])]
 
     @property
-    def _taken(self) -> str:
-        """What the column of steps is called, beside one of the setting where runs differ in that."""
+    def _steps_head(self) -> str:
+        """Head of the steps column; it must differ from a varying setting `steps`."""
         return "steps taken" if "steps" in self.comparison.keys else "steps"
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
@@ -89,9 +97,9 @@ class Compared(Answer):
         return [*cells, counts, of, str(point), *map(format_metric, others), speed_told, mark]
 
     def csv(self) -> str:
-        """A row for each run, in the order of the points."""
+        """Return CSV with a row for each run, in the order of the points."""
         found = self.comparison
-        heads = ["run", "name", *found.keys, "seed", "state", self._taken, "held-out loss",
+        heads = ["run", "name", *found.keys, "seed", "state", self._steps_head, "held-out loss",
                  *(f"held-out {n}" for n in found.scores), TRAIN, "seconds", "speed", "counted",
                  f"{found.ranking.column} mean", f"{found.ranking.column} std", "best"]  # fmt: skip
         table: list[list[Any]] = [heads]
@@ -107,23 +115,25 @@ class Compared(Answer):
         return format_csv(table)
 
 
-def compared(places: Sequence[str], filters: Sequence[Filter], metric: str | None, pooled: bool = False) -> Compared:
-    """Compare the runs in `places` that the filters allow; raise UserError if none is left, or none has the metric."""
-    paths = named("compare", places, notes := list[str]())
-    runs = filtered([look(path) for path in paths], filters, notes)
+def compare_runs(
+    places: Sequence[str], filters: Sequence[Filter], metric: str | None, pooled: bool = False
+) -> ComparisonAnswer:
+    """Compare the runs in `places` that match the filters. Raise UserError if no run matches or has the metric."""
+    paths = resolve_runs("compare", places, notes := list[str]())
+    runs = filter_runs([read_run(path) for path in paths], filters, notes)
     if not runs:
         raise UserError(
-            f"compare {' '.join(f.typed for f in filters)}: none of {pluralise(len(paths), 'run')} is like that"
+            f"compare {' '.join(f.text for f in filters)}: none of {pluralise(len(paths), 'run')} is like that"
         )
-    comparison = Comparison.of(runs, metric or metric_of([Path(place) for place in places]), pooled)
+    comparison = Comparison.build(runs, metric or sweep_metric([Path(place) for place in places]), pooled)
     for place in map(Path, places):
-        with contextlib.suppress(UserError):  # it holds no sweep, or a damaged one
-            gone = [d for j in remembered(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()]
+        with contextlib.suppress(UserError):  # no sweep, or a damaged one
+            gone = [d for j in read_sweep(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()]
             told = f"not counted: {pluralise(len(gone), 'run')} of {short_path(place)} not there any more: "
             notes += [told + ", ".join(gone[:3])] if gone else []
-    comparison.unasked = notes
+    comparison.selection_notes = notes
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
         evaluated = comparison.scores or any(run.loss is not None for run in runs)
         there_is = suggest(metric, known) if evaluated else "none was evaluated; without --metric they go by train loss"
         raise UserError(f"--metric {metric}: no run here has such a score; {there_is}")
-    return Compared(comparison)
+    return ComparisonAnswer(comparison)

@@ -1,4 +1,4 @@
-"""The directory of a sweep: its jobs, what became of each, and the files that remember it."""
+"""The directory of a sweep: its jobs, their statuses, and the files that record them."""
 
 from __future__ import annotations
 
@@ -29,56 +29,58 @@ from toyexp.base.ownership import (
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, require_plain, require_plain_path, write_atomically
 from toyexp.config.words import format_override
-from toyexp.results.found import NUMBERS, PRUNES
-from toyexp.results.ranking import TRAIN, Ranking, ranked, sources_of
-from toyexp.sweeps.journal import Journal, Seldom
+from toyexp.results.ranking import TRAIN, Ranking, job_sources, rank_jobs
+from toyexp.results.run_dirs import PRUNED_PREFIX, RESULT_TYPES
+from toyexp.sweeps.journal import Journal, Throttle
 from toyexp.training import checkpoint
 from toyexp.training.checkpoint import DamagedCheckpoint, matches_type, read_json, read_result, rebuild_dataclass
 
 log = logging.getLogger("toyexp")
 
 FORMAT = 1
-SPREAD = "mean ± standard deviation (over n-1) of the seeds that completed"
+SEEDS_CAPTION = "mean ± standard deviation (over n-1) of the seeds that completed"
 
 
 class Status(StrEnum):
-    """What became of a job."""
+    """Status of a job."""
 
     WAITING = "waiting"
     RUNNING = "running"
     COMPLETED = "completed"
-    FAILED = "failed"  # it raised
-    REFUSED = "refused"  # bad input
+    FAILED = "failed"  # it raised an error
+    REFUSED = "refused"  # its settings or data are invalid
     KILLED = "killed"
     INTERRUPTED = "interrupted"
-    PRUNED = "pruned"  # a search stopped it: other points were better
+    PRUNED = "pruned"  # a search stopped it because other trials were better
 
 
 FAILURES = (Status.FAILED, Status.REFUSED, Status.KILLED)
-UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # the others had their answer
-ANSWERED = (Status.COMPLETED, Status.PRUNED)  # what was asked of the job has its answer
-# Errors of a disk or of limits on open files, which have nothing to do with a job's settings.
-HINDRANCES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-ENDING = [number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if (number := getattr(signal, name, None))]
-# What a job's process says by its exit code; by any other, and by a signal, it was killed.
-MEANING = {
+UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)  # jobs that a resumed sweep runs again
+SUCCEEDED = (Status.COMPLETED, Status.PRUNED)  # jobs that ran as intended
+# Errors of a disk or of limits on open files. They say nothing about a job's settings.
+MACHINE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+STOP_SIGNALS = [
+    number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if (number := getattr(signal, name, None))
+]
+# Statuses by the exit code of a job's process. Any other code, or any other signal, means that it was killed.
+STATUS_BY_CODE = {
     0: Status.COMPLETED,
     1: Status.FAILED,
     2: Status.REFUSED,
-    **{code: Status.INTERRUPTED for number in ENDING for code in (128 + number, -number)},
+    **{code: Status.INTERRUPTED for number in STOP_SIGNALS for code in (128 + number, -number)},
 }
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a job's process ended."""
+class JobExit:
+    """Exit code of a job's process, and its error message."""
 
-    code: int  # below zero: the signal that killed it
-    error: str = ""  # its last words
+    code: int  # negative: the number of the signal that killed the process
+    error: str = ""  # the error that it printed last
 
     @classmethod
-    def of(cls, error: BaseException) -> Ended:
-        """Return how a job ended that raised in this process."""
+    def from_error(cls, error: BaseException) -> JobExit:
+        """Return the exit of a job that raised `error` in this process."""
         text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
         return cls(getattr(error, "exit_code", 1), text)
 
@@ -92,69 +94,71 @@ class Ended:
 
 @dataclass
 class Job:
-    """One run of a sweep."""
+    """A run of a sweep."""
 
     number: int
     overrides: list[str]
-    directory: str | None = None  # below the sweep's; unknown until its configuration was composed
+    directory: str | None = None  # relative to the sweep's directory; None until the job's configuration is composed
     status: Status = Status.WAITING
-    attempts: int = 0  # how often it was begun
+    attempts: int = 0  # number of times that the job was started
     code: int | None = None
     error: str | None = None
     result: dict[str, Any] = field(default_factory=dict)
-    trial: int | None = None  # of a search: which point
+    trial: int | None = None  # number of its trial in a search
 
     @property
-    def hindered(self) -> bool:
-        """Whether the machine failed, as a full disk does, and not the job's settings."""
-        return self.status == Status.FAILED and any(os.strerror(number) in str(self.error) for number in HINDRANCES)
+    def is_machine_error(self) -> bool:
+        """Whether the machine caused the failure (for example a full disk), rather than the job's settings."""
+        return self.status == Status.FAILED and any(os.strerror(number) in str(self.error) for number in MACHINE_ERRNOS)
 
     @property
     def label(self) -> str:
-        """What is its own."""
+        """The overrides by which this job differs from the other jobs."""
         return " ".join(self.overrides)
 
     def difference(self, result: Mapping[str, Any]) -> str:
-        """Return the first number of a result that is not the one that was recorded of this job, with both."""
+        """Describe the first number of `result` that differs from the recorded one; return "" if all are equal."""
         differ = [name for name, value in self.result.items() if result.get(name) != value]
         return "; ".join(f"{k} was {self.result[k]} and is {printable(str(result.get(k)))}" for k in differ[:1])
 
-    def end(self, ended: Ended, directory: Path | None) -> None:
-        """Takes down how it ended; its numbers are read from its run directory."""
+    def record_exit(self, ended: JobExit, directory: Path | None) -> None:
+        """Record how the job ended, and read its numbers from its run directory."""
         found = read_result(directory) if directory else {}
-        self.code, self.status, self.error = ended.code, MEANING.get(ended.code, Status.KILLED), str(ended)
-        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _numbers_of(found)
+        self.code, self.status, self.error = ended.code, STATUS_BY_CODE.get(ended.code, Status.KILLED), str(ended)
+        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _valid_numbers(found)
         if self.status == Status.COMPLETED:
             self.error = None if found else f"ended with exit code 0 and left no result in {directory}"
             self.status = Status.COMPLETED if found else Status.FAILED
-            if found.get("reason") == "aborted" and str(found.get("why")).startswith(PRUNES):
+            if found.get("reason") == "aborted" and str(found.get("why")).startswith(PRUNED_PREFIX):
                 self.status, self.error = Status.PRUNED, str(found["why"])
 
 
-def _numbers_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: result[name] for name, hint in NUMBERS.items() if name in result and matches_type(result[name], hint)}
+def _valid_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: result[name] for name, hint in RESULT_TYPES.items() if name in result and matches_type(result[name], hint)
+    }
 
 
 @dataclass(frozen=True)
-class Order:
-    """What it takes to run a job, on this machine or another one that sees its files."""
+class LaunchSpec:
+    """Everything that is needed to start a job, here or on another machine that shares the file system."""
 
     directory: Path
     log: Path
-    first: Sequence[str]  # the words that begin it
-    again: Sequence[str]  # the words that resume it
-    goes_on: bool  # it was begun before
-    cores: int = 0  # its share of the machine; 0: all
-    gpus: Sequence[str] = ()  # those that it alone has; none: all that there are
-    environment: Mapping[str, str] = field(default_factory=dict)  # of its process alone
-    several: bool = False  # its process trains a stack, whose jobs check their own directories
+    start_args: Sequence[str]  # arguments that start the run
+    resume_args: Sequence[str]  # arguments that resume the run
+    resumes: bool  # whether the job was started before
+    cores: int = 0  # CPU cores of the job; 0: all
+    gpus: Sequence[str] = ()  # GPUs of this job alone; empty: all GPUs
+    environment: Mapping[str, str] = field(default_factory=dict)  # extra variables for its process
+    is_stack: bool = False  # whether its process trains a stack, whose jobs check their own directories
 
-    def words(self) -> Sequence[str]:
-        """Return the command line of its process; UserError if its directory holds anything but its own run."""
-        if self.several:
-            return self.first
-        if self.goes_on and is_begun(self.directory):
-            return self.again
+    def args(self) -> Sequence[str]:
+        """Return the arguments of the job's process. Raise UserError if its directory holds other files."""
+        if self.is_stack:
+            return self.start_args
+        if self.resumes and prepare_resume(self.directory):
+            return self.resume_args
         try:
             require_empty(self.directory, "hydra.sweep.dir")
         except DirectoryLocked:
@@ -162,46 +166,46 @@ class Order:
         except UserError:
             what = f"{short_path(self.directory)}: is where this job runs, and is no empty directory"
             raise UserError(f"{what}; move that away, then go on with sweep.retry=true") from None
-        return self.first
+        return self.start_args
 
 
-def is_begun(directory: Path) -> bool:
-    """Return whether a directory has a checkpoint to resume. A run without one is moved aside."""
+def prepare_resume(directory: Path) -> bool:
+    """Return True if a directory has a checkpoint to resume; otherwise move a run without one aside."""
     if not directory.is_dir():
         return False
     if checkpoint.list_checkpoints(directory / "checkpoints"):
         return True
-    os.close(lock(directory))  # raises UserError while a process writes there
+    os.close(lock(directory))  # raises UserError while another process writes there
     rename_aside(directory)
     return False
 
 
 class SweepDir:
-    """A directory that belongs to one sweep alone: sweep.json, summary.csv, summary.md, logs/, and a run for each job.
+    """Directory of one sweep: sweep.json, summary.csv, summary.md, logs/, and a run directory for each job.
 
-    `asked` is what it takes to go on: flags, settings, sweep (its own settings), where it was typed, and of a search
-    the values that it has to choose from (space).
+    `spec` holds what is needed to resume the sweep: flags, settings, the sweep's own settings (`sweep`), the directory
+    in which it was started (`cwd`), and the value ranges of a search (`space`).
     """
 
     def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any], locked: int | None = None):
-        self.path, self.jobs, self.asked = path, jobs, asked
+        self.path, self.jobs, self.spec = path, jobs, asked
         self._writing = threading.RLock()
-        self._told: set[str] = set()  # reasons
-        self._known = len(jobs)  # of the first so many the files hold something
-        self._journal, self._whole = Journal(path), Seldom(self._write)
+        self._warned_reasons: set[str] = set()  # reasons that were reported
+        self._saved_count = len(jobs)  # the files have entries for this number of jobs
+        self._journal, self._writer = Journal(path), Throttle(self._write)
         self._later: threading.Timer | None = None
         self._lock = _lock(path) if locked is None else locked
 
     @classmethod
     def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
-        """A new one; UserError where anything is already."""
+        """Create the directory. Raise UserError if it exists and is not empty."""
         require_empty(path, "hydra.sweep.dir")
         folder = cls(path, jobs, asked)
         try:
-            require_empty(path, "hydra.sweep.dir")  # another process may have been faster
+            require_empty(path, "hydra.sweep.dir")  # again: files may have been created before the lock
             show_status("writing down the jobs")
             folder.save()
-        except BaseException:  # also interrupted while many jobs are written down
+        except BaseException:  # also KeyboardInterrupt while a long list of jobs is written
             folder.close()
             if not (path / SWEEP_FILE).exists():
                 with contextlib.suppress(OSError):
@@ -212,16 +216,19 @@ class SweepDir:
 
     @classmethod
     def open(cls, path: Path) -> SweepDir:
-        """One to go on with; UserError where there is none, where it is damaged, and while another process has it."""
+        """Open the directory of a sweep to resume it.
+
+        Raise UserError if it holds no sweep, is damaged, or is used by another process.
+        """
         if not (path / SWEEP_FILE).is_file():
             what = f"holds no sweep ({SWEEP_FILE})" if path.exists() else explain_missing(path)
             what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
             raise UserError(f"sweep.resume={path}: {what}")
         path = path.absolute()
         require_inside(path)
-        locked = _lock(path)  # what is read holds as long as nobody else writes
+        locked = _lock(path)  # lock first: another process could change the files
         try:
-            jobs, asked = remembered(path)
+            jobs, asked = read_sweep(path)
             for directory in {job.directory for job in jobs if job.directory and os.sep in job.directory}:
                 require_plain_path(path, path / directory)
             return cls(path, jobs, asked, locked)
@@ -230,105 +237,107 @@ class SweepDir:
             raise
 
     def close(self) -> None:
-        """Lets others have the directory, whose files are up to date."""
-        if self._whole.waits:
+        """Write pending changes and release the lock of the directory."""
+        if self._writer.is_pending:
             self.save()
         os.close(self._lock)
 
-    def run(self, job: Job) -> Path:
-        """The run directory of a job whose configuration was composed."""
+    def run_dir(self, job: Job) -> Path:
+        """Return the run directory of a job whose configuration was composed."""
         assert job.directory is not None
         return self.path / job.directory
 
-    def log(self, job: Job) -> Path:
-        """What a job's processes printed."""
+    def log_path(self, job: Job) -> Path:
+        """Return the file with the output of a job's processes."""
         return self.path / "logs" / f"{job.number}.log"
 
-    def order(self, job: Job) -> Order:
-        """Return what starts a job, or resumes one that was begun before."""
-        directory = self.run(job)
+    def launch_spec(self, job: Job) -> LaunchSpec:
+        """Return the specification to start a job, or to resume one that was started before."""
+        directory = self.run_dir(job)
         where = [format_override("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
-        plugins = [word for word in self.asked["settings"] if word.startswith("plugins=")]
-        first, again = [*shared_words(self.asked), *job.overrides, *where], [f"resume={directory}", *plugins]
-        return Order(directory, self.log(job), first, again, job.attempts > (job.status == Status.RUNNING))
+        plugins = [word for word in self.spec["settings"] if word.startswith("plugins=")]
+        first, again = [*shared_args(self.spec), *job.overrides, *where], [f"resume={directory}", *plugins]
+        return LaunchSpec(directory, self.log_path(job), first, again, job.attempts > (job.status == Status.RUNNING))
 
-    def begin(self, jobs: Sequence[Job]) -> None:
-        """Note that jobs begin."""
+    def mark_running(self, jobs: Sequence[Job]) -> None:
+        """Set jobs to running and count the attempt."""
         for job in jobs:
             job.status, job.attempts = Status.RUNNING, job.attempts + 1
-        self.note(jobs)
+        self.record(jobs)
 
-    def ranking(self) -> Ranking[Job]:
-        """The jobs by what they came to, the best first."""
-        return ranked(self.jobs, self.asked["sweep"])
+    def rank(self) -> Ranking[Job]:
+        """Return the jobs ranked by the metric, the best first."""
+        return rank_jobs(self.jobs, self.spec["sweep"])
 
-    def note(self, jobs: Sequence[Job]) -> None:
-        """Takes down at once how these jobs stand now; where there are many, the summaries follow a little later.
+    def record(self, jobs: Sequence[Job]) -> None:
+        """Append the current state of these jobs to the journal; with many jobs, rewrite the summaries later.
 
-        That they have begun is on the disk before they do: how they ended their directories tell, too.
+        A start is flushed to the disk before the job runs. An end need not be: the run directory records it, too.
         """
         with self._writing:
-            with self._telling():
+            with self._warn_unwritten():
                 begin = any(job.status == Status.RUNNING for job in jobs)
                 end = max((job.number + 1 for job in jobs), default=0)
-                told = {job.number: job for job in (*self.jobs[self._known : end], *jobs)}  # no number is left out
+                told = {
+                    job.number: job for job in (*self.jobs[self._saved_count : end], *jobs)
+                }  # also jobs before them, so that no number is missing
                 self._journal.add(map(vars, told.values()), flush=begin)
-                self._known = max(self._known, end)
-            if (wait := self._whole.ask(len(self.jobs))) and self._later is None:
+                self._saved_count = max(self._saved_count, end)
+            if (wait := self._writer.request(len(self.jobs))) and self._later is None:
                 self._later = threading.Timer(wait, self._catch_up)
                 self._later.daemon = True
                 self._later.start()
 
     def save(self) -> None:
-        """Writes sweep.json and the summaries, each in one piece; what cannot be written is told once."""
+        """Write sweep.json and the summaries, each atomically. Warn once about a file that cannot be written."""
         with self._writing:
             if self._later:
                 self._later.cancel()
                 self._later = None
-            self._whole.now()
+            self._writer.run()
 
     def _catch_up(self) -> None:
         with self._writing:
-            if self._later:  # and nobody was faster
+            if self._later:  # None if save() was called meanwhile
                 self.save()
 
     def _write(self) -> None:
         jobs = self.jobs[:]
-        ranking = self.ranking()
-        table = rows(self.jobs, lambda job: str(self.run(job)) if job.directory else "", ranking)
+        ranking = self.rank()
+        table = summary_rows(self.jobs, lambda job: str(self.run_dir(job)) if job.directory else "", ranking)
         files: dict[str, Callable[[], str]] = {
-            SWEEP_FILE: lambda: _dumped({"format": FORMAT, **self.asked}, jobs),
+            SWEEP_FILE: lambda: _sweep_json({"format": FORMAT, **self.spec}, jobs),
             "summary.csv": lambda: format_csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
         for name, content in files.items():
-            with self._telling(name):
+            with self._warn_unwritten(name):
                 require_plain(self.path / name)
                 with write_atomically(self.path / name) as place:
                     place.write_bytes(content().encode(errors="backslashreplace"))
                 if name == SWEEP_FILE:
-                    self._known = len(jobs)
+                    self._saved_count = len(jobs)
                     self._journal.clear()
 
     @contextlib.contextmanager
-    def _telling(self, name: str = SWEEP_FILE) -> Iterator[None]:
-        """Warn of a file that cannot be written, once for each reason."""
+    def _warn_unwritten(self, name: str = SWEEP_FILE) -> Iterator[None]:
+        """Warn about a file that cannot be written, once for each reason."""
         try:
             yield
         except (OSError, UserError) as error:
-            if (why := system_message(error)) not in self._told:
+            if (why := system_message(error)) not in self._warned_reasons:
                 log.warning("%s: not written (%s); the sweep goes on", self.path / name, why)
-            self._told.add(why)
-            self._whole.waits = True  # it is tried again, at the latest as the sweep ends
+            self._warned_reasons.add(why)
+            self._writer.is_pending = True  # try again later, at the latest when the sweep ends
 
 
-def shared_words(asked: Mapping[str, Any]) -> list[str]:
-    """Return the words of all jobs, as a sweep's directory has them."""
+def shared_args(asked: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that all jobs of a sweep share, from the `spec` of its directory."""
     return [*(word for flag in asked["flags"].items() for word in flag), *asked["settings"]]
 
 
-def _dumped(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
-    """A sweep.json in which each job has a line: there may be 100,000, with which JSON with indents takes its time."""
+def _sweep_json(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
+    """Return the text of sweep.json with one line for each job: indented JSON is slow for 100,000 jobs."""
     lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
     return dump_json(asked, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
 
@@ -341,8 +350,8 @@ def _lock(path: Path) -> int:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.sweep.dir=...") from None
 
 
-def remembered(path: Path) -> tuple[list[Job], dict[str, Any]]:
-    """The jobs of the sweep in a directory as they stand, and what it takes to go on; UserError where it is damaged."""
+def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
+    """Read the jobs and the `spec` of a sweep. Raise UserError if its files are damaged."""
     alone = f"; each of its runs goes on by itself: resume={path}/RUN"
     try:
         state = {"space": [], **read_json(path / SWEEP_FILE)}
@@ -381,7 +390,7 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
         job = rebuild_dataclass(Job, {"trial": None, **entry, "status": Status(entry["status"])})
     except ValueError as error:
         raise ValueError(f"job {number}: {error}") from None
-    job.result = _numbers_of(job.result)
+    job.result = _valid_numbers(job.result)
     place = PurePath(job.directory or "")
     if place.is_absolute() or ".." in place.parts:
         raise ValueError(f"job {number} lies outside, in {job.directory}")
@@ -392,28 +401,28 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
 
 @contextlib.contextmanager
 def update_summary(run: Path, resumed: bool) -> Iterator[None]:
-    """Record how a job ends that is resumed by itself in its sweep's files, unless that sweep is running."""
+    """Update the sweep's files when one of its runs is resumed on its own, unless the sweep is running."""
     if not resumed:
         yield
         return
-    ended, before = Ended(0), read_result(run)
+    ended, before = JobExit(0), read_result(run)
     try:
         yield
     except BaseException as error:
-        ended = Ended(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1), str(error))
+        ended = JobExit(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1), str(error))
         raise
     finally:
-        if ended.code != 2:  # it was refused, and nothing happened
-            _take_down(run.resolve(), ended, before)
+        if ended.code != 2:  # with code 2 the settings were rejected and nothing ran
+            _record_resumed_run(run.resolve(), ended, before)
 
 
-def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
+def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) -> None:
     path = next((folder for folder in run.parents if (folder / SWEEP_FILE).is_file()), None)
     if path is None:
         return
     try:
         folder = SweepDir.open(path)
-    except DirectoryLocked:  # which will look for itself
+    except DirectoryLocked:  # the running sweep reads the result itself
         return
     except UserError as error:
         log.warning("%s; its summary is left as it was", error)
@@ -426,7 +435,7 @@ def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
                 )
                 return
             job.attempts += 1
-            job.end(ended, run)
+            job.record_exit(ended, run)
             folder.save()
             print_line(f"sweep   {short_path(path)}: its summary is up to date")
 
@@ -434,45 +443,46 @@ def _take_down(run: Path, ended: Ended, before: Mapping[str, Any]) -> None:
 # -- the summary ----------------------------------------------------------------------------------------------------
 
 
-def rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]) -> list[list[str]]:
-    """A head and a line for each job, the best first: what was varied, what came out, where it is, and beside it.
+def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]) -> list[list[str]]:
+    """Return a header and a row for each job, the best first: overrides, numbers, run directory and error.
 
-    The last columns are of all jobs that differ from it in the seed alone: how many completed, mean and standard
-    deviation (over n-1) of the metric, and whether they are the best.
+    The last columns describe all jobs that differ only in their seed: how many completed, mean and standard deviation
+    (over n-1) of the metric, and whether they are the best.
     """
     varied = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
-    names = scores(jobs)
+    names = score_names(jobs)
     table = [["job", *varied, "status", "steps taken", TRAIN, "held-out loss", *(f"held-out {n}" for n in names),
-              *(f"{role} digest" for role in ranking.apart), "seconds", "run", "error", "seeds",
+              *(f"{role} digest" for role in ranking.changed_sources), "seconds", "run", "error", "seeds",
               f"{ranking.column} mean", f"{ranking.column} std", "best"]]  # fmt: skip
     for job, point in ranking.jobs():
         values = {_key(word): word.partition("=")[2] for word in job.overrides}
-        table.append([str(job.number), *(values.get(key, "") for key in varied), state_of(job),
-                      *numbers(job, names, ""), *(sources_of(job).get(role, "")[:8] for role in ranking.apart),
-                      _number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
-                      str(len(point.values)), _number(point.mean if point.values else None, ".6f", ""),
-                      _number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
+        table.append([str(job.number), *(values.get(key, "") for key in varied), job_state(job),
+                      *number_cells(job, names, ""),
+                      *(job_sources(job).get(role, "")[:8] for role in ranking.changed_sources),
+                      _format_number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
+                      str(len(point.values)), _format_number(point.mean if point.values else None, ".6f", ""),
+                      _format_number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table
 
 
-def state_of(job: Job) -> str:
-    """Return what a table calls the end of a job: diverged, or its status."""
+def job_state(job: Job) -> str:
+    """Return the state of a job in tables: "diverged" or its status."""
     return "diverged" if job.status == Status.COMPLETED and job.result.get("diverged") else str(job.status)
 
 
-def scores(jobs: Sequence[Job]) -> list[str]:
-    """What the models report beside the held-out loss."""
+def score_names(jobs: Sequence[Job]) -> list[str]:
+    """Return the names of the held-out metrics other than the loss."""
     return list(dict.fromkeys(name for job in jobs for name in job.result.get("eval_scores") or {}))
 
 
-def numbers(job: Job, names: Sequence[str], none: str) -> list[str]:
-    """Steps, training loss, held-out loss and scores of those names."""
+def number_cells(job: Job, names: Sequence[str], none: str) -> list[str]:
+    """Return table cells: steps, training loss, held-out loss, and the metrics in `names`; `none` if missing."""
     found = job.result
     values = [found.get("train_loss"), found.get("eval_loss"), *map((found.get("eval_scores") or {}).get, names)]
-    return [_number(found.get("steps"), "d", none), *(_number(value, ".4f", none) for value in values)]
+    return [_format_number(found.get("steps"), "d", none), *(_format_number(value, ".4f", none) for value in values)]
 
 
-def _number(value: Any, form: str, none: str) -> str:
+def _format_number(value: Any, form: str, none: str) -> str:
     return none if value is None else format(value, form)
 
 
@@ -481,7 +491,9 @@ def _key(word: str) -> str:
 
 
 def _summary(table: Sequence[Sequence[str]], ranking: Ranking[Job]) -> str:
-    over_seeds = f"{SPREAD}\n\n{_markdown(ranking.table())}\n" if ranking.seeds or ranking.apart else ""
+    over_seeds = (
+        f"{SEEDS_CAPTION}\n\n{_markdown(ranking.table())}\n" if ranking.has_seeds or ranking.changed_sources else ""
+    )
     return "".join(f"Note: {note}.\n\n" for note in ranking.notes()) + over_seeds + _markdown(table)
 
 

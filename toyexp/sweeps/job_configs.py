@@ -1,4 +1,4 @@
-"""What is wrong with a sweep is told before its first job: each value is looked at once, and not each combination."""
+"""Compose and check the configurations of jobs. Before the first job, each value (not each combination) is checked."""
 
 from __future__ import annotations
 
@@ -33,60 +33,71 @@ from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.recipe import Recipe
 from toyexp.sweeps.directory import Job
-from toyexp.sweeps.launchers.gpus import VISIBLE, visible
+from toyexp.sweeps.launchers.gpus import VISIBLE_DEVICES, visible_gpus
 from toyexp.training.resume import differences
 from toyexp.training.run_config import ASIDE_KEYS
 from toyexp.training.rundir import read_settings
 
-CHOICES = 8  # choices of names that are composed ahead: each composition takes a tenth of a second
-VALUES = 1000  # jobs that are looked at ahead
-COMPARED = {"model", "data", "recipe", "optim", "seed", "lr", "batch_size"}  # of a job and the run that it goes on with
-SMALL = 20_000_000  # parameters of a model whose jobs are faster together on a GPU; of 6M they are three times as fast
+CHOICES = 8  # combinations of presets that are composed for the check; each takes 0.1 s
+VALUES = 1000  # jobs that are checked before the first one starts
+COMPARED = {
+    "model",
+    "data",
+    "recipe",
+    "optim",
+    "seed",
+    "lr",
+    "batch_size",
+}  # must agree with the run that a job resumes
+SMALL = 20_000_000  # parameters; models up to this size train faster in a stack on a GPU (at 6M three times as fast)
 
 
 @dataclass
 class JobConfigs:
-    """The configurations of a sweep's jobs: Hydra composes each choice of names once, other values are set in it."""
+    """Configurations of a sweep's jobs. Hydra composes each combination of presets once; other values are set later."""
 
-    request: Request  # with the settings that all jobs share
-    values: Mapping[str, Any]  # of the words that vary, where they are known
-    _bases: dict[tuple[str, ...], Composition | UserError] = field(default_factory=dict)  # by the names that are chosen
-    _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # whether one reads Hydra's own settings
-    _lists: dict[str, bool] = field(default_factory=dict)  # whether a key, which has been checked, holds a list
+    request: Request  # holds the settings that all jobs share
+    values: Mapping[str, Any]  # parsed values of the varying overrides, if known
+    _bases: dict[tuple[str, ...], Composition | UserError] = field(default_factory=dict)  # by the chosen presets
+    _read_hydra: dict[tuple[str, ...], bool] = field(
+        default_factory=dict
+    )  # by presets: whether it uses Hydra's settings
+    _lists: dict[str, bool] = field(default_factory=dict)  # by checked key: whether it holds a list
 
     @cached_property
     def _keys(self) -> Keys:
         return Keys.from_registry(self.request.registry)
 
     def config(self, job: Job) -> Composition:
-        """A job's configuration, until the next one is asked for; UserError for what cannot be composed."""
-        composed = self._with_values(*split_choices(job.overrides))
+        """Return a job's configuration, valid until the next call. Raise UserError if it cannot be composed."""
+        composed = self._compose_values(*split_choices(job.overrides))
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
         return composed
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
-        """Return the sweep's directory, which is `root` if there is one, and below it the job's."""
-        composed = self._settled(self._known_to_hydra(job)[0])
+        """Return the sweep's directory (`root` if given) and the job's directory in it."""
+        composed = self._load_base_model(self._set_hydra_config(job)[0])
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
 
-    def of_a_run(self, job: Job) -> Composition:
-        """Return what a run of the job is made from, in this process."""
-        composed, is_whole = self._known_to_hydra(job)
+    def run_config(self, job: Job) -> Composition:
+        """Return the configuration to run a job in this process."""
+        composed, is_whole = self._set_hydra_config(job)
         if is_whole:
             return composed
         given = [*self.request.settings, *parse(job.overrides)]
-        cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # in which a base is put
+        cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # changed by a base model
         keys = {override.key_or_group for override in given}
-        with read_write(cfg.hydra.sweeper):  # an experiment's own sweep, of which the job has a value each
+        with read_write(cfg.hydra.sweeper):  # leave out the experiment's own sweep: the job has one value of each key
             cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
         return replace(composed, cfg=cfg, given=given)
 
-    def _known_to_hydra(self, job: Job) -> tuple[Composition, bool]:
-        """Return a job's configuration, of which ${hydra:...} reads, and whether Hydra has composed all of it.
+    def _set_hydra_config(self, job: Job) -> tuple[Composition, bool]:
+        """Compose a job, publish it for ${hydra:...} lookups, and return it with whether Hydra composed it completely.
 
-        Only Hydra knows more of its settings than the job's number, such as ${hydra:job.override_dirname}.
+        A complete composition is slow. It is needed for settings that only Hydra can set, such as
+        ${hydra:job.override_dirname}.
         """
         composed, names = self.config(job), split_choices(job.overrides)[0]
         if names not in self._read_hydra:
@@ -100,14 +111,19 @@ class JobConfigs:
         return composed, False
 
     def other_run(self, job: Job, run: Path) -> str:
-        """Return a setting, typed or COMPARED, of which a job and the run in its directory have different values."""
-        with contextlib.suppress(UserError):  # what cannot be composed is told when it is the job's turn
+        """Return a text about one setting that differs between a job and the run in its directory, or "".
+
+        Settings that were typed and those in COMPARED are compared.
+        """
+        with contextlib.suppress(UserError):  # a configuration error is reported when the job starts
             saved, given = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
             typed_keys = {o.key_or_group for o in given if "$" not in str(o.input_line)}
             keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
             parts = {key.split(".")[0] for key in keys} | COMPARED
             ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
-            for key, (there, here) in differences(saved, resolve_config(self._settled(ours).cfg)) if ours else ():
+            for key, (there, here) in (
+                differences(saved, resolve_config(self._load_base_model(ours).cfg)) if ours else ()
+            ):
                 name = key.removesuffix(".name")
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
                 if is_typed and str(there) != str(here):
@@ -115,44 +131,46 @@ class JobConfigs:
         return ""
 
     def gpus(self, job: Job, auto: int) -> int | None:
-        """How many GPUs the job takes, as far as its settings tell; None: all, and with engine=auto so many."""
+        """Return the number of GPUs of a job; None means all, and `auto` is returned for engine=auto."""
         engine = self._engine(job)
         return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
 
     def cores(self, job: Job) -> int:
-        """How many of the machine's cores the job has use for at least; 0: it computes on a GPU, or may."""
+        """Return the minimum number of cores that the job can use; 0 if it computes, or may compute, on a GPU."""
         engine = self._engine(job)
         if engine == AUTO:
-            return 0 if visible() or sys.platform == "darwin" else 1
+            return 0 if visible_gpus() or sys.platform == "darwin" else 1
         if isinstance(engine, Engine):
             return 0 if engine.on_gpu else max(getattr(engine, "threads", 0), engine.processes(), 1)
         return 1
 
-    def could_be_stacked(self, job: Job) -> bool:
-        """Whether the job is of a small model on a GPU engine that trains several jobs together, as far as is known."""
+    def can_stack(self, job: Job) -> bool:
+        """Return True if the job has a small model and a GPU engine that trains stacks, as far as the settings tell."""
         engine = self._engine(job)
         cls = self._auto_gpu() if engine == AUTO else type(engine)
-        with contextlib.suppress(UserError):  # which is told when it is the job's turn
+        with contextlib.suppress(UserError):  # the error is reported when the job starts
             if cls and issubclass(cls, Engine) and cls.on_gpu and cls.stack_conflict is not Engine.stack_conflict:
                 of_one = isinstance(engine, Engine) and engine.gpus() not in (0, 1)
                 return not of_one and sum(math.prod(t.shape) for t in self.model(job).tensors()) <= SMALL
         return False
 
     def _auto_gpu(self) -> type | None:
-        """The engine that engine=auto is likely to take where there are NVIDIA GPUs."""
-        offered = self.request.registry.classes("engine").values() if visible() else ()
+        """Return the engine class that engine=auto probably chooses with NVIDIA GPUs, or None."""
+        offered = self.request.registry.classes("engine").values() if visible_gpus() else ()
         engines = [cast("type[Engine]", cls) for cls in offered]
         return max(
-            (cls for cls in engines if cls.device_variable == VISIBLE), key=lambda cls: cls.priority, default=None
+            (cls for cls in engines if cls.device_variable == VISIBLE_DEVICES),
+            key=lambda cls: cls.priority,
+            default=None,
         )
 
     def processes(self, job: Job) -> int:
-        """How many processes the job is that compute on the CPU, as far as its settings tell."""
+        """Return the number of processes of the job that compute on the CPU."""
         engine = self._engine(job)
         return engine.processes() if isinstance(engine, Engine) else 1
 
     def _engine(self, job: Job) -> Engine | str:
-        """The engine of a job, `auto`, or nothing for one that cannot be, which is told when it is the job's turn."""
+        """Return the engine of a job, "auto", or "" for invalid settings, which are reported when the job starts."""
         try:
             node = self.config(job).cfg.engine
             if node.name == AUTO:
@@ -163,13 +181,13 @@ class JobConfigs:
             return ""
 
     def model(self, job: Job) -> Model:
-        """The model of a job; UserError for one that cannot be."""
-        cfg = self._settled(self.config(job)).cfg
+        """Return the model of a job. Raise UserError for invalid settings."""
+        cfg = self._load_base_model(self.config(job)).cfg
         cls = part_class("model", cfg.model, self.request.registry)
         return cast("Model", instantiate(cls, apply_types(cls, cfg.model, "model")))
 
-    def _settled(self, composed: Composition) -> Composition:
-        """With the model of the recipe's base file, which names the job, where it has one."""
+    def _load_base_model(self, composed: Composition) -> Composition:
+        """Return the configuration with the model of the recipe's base file, if the recipe has one."""
         if not self._has_base(composed):
             return composed
         settled = replace(composed, cfg=copy.deepcopy(composed.cfg))
@@ -181,23 +199,23 @@ class JobConfigs:
         return recipe.base_file is not Recipe.base_file
 
     def check(self, job: Job, whole: bool = False) -> None:
-        """Raises UserError for values of the job that cannot work; `whole`: for any of its settings.
+        """Raise UserError if the job's values cannot work; with `whole`, check all settings of the job.
 
-        What lies in files and what the engine says is only known when the job runs.
+        Contents of files and errors of the engine only show when the job runs.
         """
         names, others = split_choices(job.overrides)
-        composed = self._with_values(names, others)
+        composed = self._compose_values(names, others)
         if whole:
             composed.check_parts()
             return
         for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
             self._check_owner(composed.cfg, owner)
 
-    def _with_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composition:
+    def _compose_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composition:
         composed = self._base(names)
         for word in others:
             self._set(composed.cfg, word)
-        return replace(composed)  # which has looked at nothing yet
+        return replace(composed)  # a copy without cached checks
 
     def _base(self, names: tuple[str, ...]) -> Composition:
         if names not in self._bases:
@@ -225,7 +243,7 @@ class JobConfigs:
             raise wrong_value(error, key, parse([word]), self.request.registry) from None
 
     def _check_owner(self, cfg: DictConfig, owner: str) -> None:
-        """Have a part check its settings: model, callbacks.cosine, or "" for the top-level keys."""
+        """Let a part check its settings. `owner` is "model", "callbacks.cosine", or "" for the top-level keys."""
         kind, _, name = owner.partition(".")
         part = OmegaConf.select(cfg, owner) if owner else cfg
         left_out = () if owner else (*GROUPS, "hydra", "sweep")
@@ -235,14 +253,14 @@ class JobConfigs:
         (cls(**node) if cls is Root else instantiate(cls, node)).check()
 
 
-def first_look(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
-    """What is wrong with each of the jobs that show every value once, by their numbers.
+def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
+    """Check the first jobs that show each value; return errors by job number.
 
-    Raises UserError for what is wrong in every job.
+    Raise UserError for an error that all jobs have.
     """
     wrong: dict[int, UserError] = {}
     seen: set[tuple[str, ...]] = set()
-    for job in _one_changed(jobs[:VALUES]):
+    for job in _single_changes(jobs[:VALUES]):
         names = split_choices(job.overrides)[0]
         if names not in seen and len(seen) == CHOICES:
             continue
@@ -253,21 +271,23 @@ def first_look(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]
         seen.add(names)
     if len(jobs) > 1 and (first := wrong.get(jobs[0].number)):
         try:
-            configs.check(jobs[-1], whole=True)  # which has no value like the first job's
+            configs.check(jobs[-1], whole=True)  # the last job shares no varying value with the first
         except UserError as other:
             if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
                 raise first from None
     return wrong
 
 
-def require_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
-    """Raises UserError when a value that varies does not tell the jobs' directories apart."""
+def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
+    """Raise UserError if a varying value is missing in hydra.sweep.subdir, so that two jobs share a directory."""
     first = jobs[0]
-    changed = {_differing(first, job): job for job in reversed(list(_one_changed(jobs[:VALUES]))) if job is not first}
+    changed = {
+        _differing(first, job): job for job in reversed(list(_single_changes(jobs[:VALUES]))) if job is not first
+    }
     for job in changed.values():
         try:
             places = [configs.directory(one, None)[1] for one in (first, job)]
-        except UserError:  # which is told of the job
+        except UserError:  # reported when the job starts
             continue
         if places[0] == places[1]:
             raise UserError(
@@ -276,8 +296,8 @@ def require_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
             )
 
 
-def _one_changed(jobs: Sequence[Job]) -> Iterator[Job]:
-    """The first job, and those that differ from it in one value."""
+def _single_changes(jobs: Sequence[Job]) -> Iterator[Job]:
+    """Return the first job and the jobs that differ from it in one value."""
     return (job for job in jobs if sum(_differing(jobs[0], job)) <= 1)
 
 
@@ -285,14 +305,14 @@ def _differing(first: Job, job: Job) -> tuple[bool, ...]:
     return tuple(map(operator.ne, first.overrides, job.overrides))
 
 
-class Places:
-    """The job that each directory of a sweep belongs to."""
+class JobDirectories:
+    """Assignment of a sweep's directories to its jobs."""
 
     def __init__(self, jobs: Iterable[Job]):
         self._owners = {job.directory: job for job in jobs if job.directory is not None}
 
-    def give(self, job: Job, root: Path, directory: Path) -> None:
-        """Lets a job have a directory of a sweep; UserError where that is another's, or not the sweep's to give."""
+    def assign(self, job: Job, root: Path, directory: Path) -> None:
+        """Assign a directory to a job. Raise UserError if another job has it or it lies outside the sweep."""
         if not directory.is_relative_to(root) or ".." in directory.relative_to(root).parts or directory == root:
             raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
         require_plain_path(root, directory)

@@ -1,4 +1,4 @@
-"""What has changed in a sweep since its files were last written: they take a while where there are many jobs."""
+"""Journal of job changes since sweep.json was last written, since rewriting that is slow with many jobs."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 
 from toyexp.base.writing import dump_json, open_for_writing
 
-JOURNAL = "sweep.jsonl"  # beside sweep.json
-FEW = 50  # jobs
-SHARE = 0.05  # of the time may be spent on what is to be done after each job and grows with their number
+JOURNAL = "sweep.jsonl"  # next to sweep.json
+FEW = 50  # up to this number of jobs, a throttled callback runs after each job
+SHARE = 0.05  # maximum share of the time that throttled callbacks take
 
 
-class Seldom:
-    """Something that is up to date after each of a few jobs, and after each of many as far as there is time for it."""
+class Throttle:
+    """Run a callback after every job; with more than 50 jobs, spend at most 5 % of the time on it."""
 
     def __init__(self, do: Callable[[], None]):
         self._do, self._next = do, 0.0
-        self.waits = False  # it was asked for and is not done
+        self.is_pending = False  # a call was requested and has not run
 
-    def ask(self, jobs: int) -> float:
-        """One of so many jobs has changed: does it, or returns in how many seconds there is time for it."""
-        self.waits = True
+    def request(self, jobs: int) -> float:
+        """Run the callback, or return the seconds after which it may run; `jobs` is the number of jobs."""
+        self.is_pending = True
         if jobs > FEW and (wait := self._next - time.monotonic()) > 0:
             return wait
-        self.now()
+        self.run()
         return 0.0
 
-    def now(self) -> None:
-        """Does it."""
-        began, self.waits = time.monotonic(), False
+    def run(self) -> None:
+        """Run the callback now."""
+        began, self.is_pending = time.monotonic(), False
         try:
             self._do()
         finally:
@@ -43,18 +43,18 @@ class Seldom:
 
 
 class Journal:
-    """A file of jobs as they change, a line each; the last of a job counts. Raises OSError."""
+    """File with a JSON line for each change of a job; the last line of a job counts. Methods raise OSError."""
 
     def __init__(self, folder: Path):
         self._path = folder / JOURNAL
 
     def add(self, jobs: Iterable[Mapping[str, Any]], flush: bool) -> None:
-        """Takes down how they stand now, on the disk if so."""
+        """Append the state of jobs; with `flush`, wait until it is on the disk."""
         text = "".join(dump_json(job) + "\n" for job in jobs).encode(errors="backslashreplace")
         with open(open_for_writing(self._path, os.O_APPEND), "a+b", buffering=0) as file:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)
-                if file.read(1) != b"\n":  # a line that a full disk or a kill has cut off
+                if file.read(1) != b"\n":  # a line that was cut off by a full disk or a kill
                     file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
             if file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -62,13 +62,13 @@ class Journal:
                 os.fsync(file.fileno())
 
     def clear(self) -> None:
-        """All of it stands in sweep.json."""
+        """Delete the journal, after sweep.json was written."""
         self._path.unlink(missing_ok=True)
 
     def read_into(self, entries: list[Any]) -> None:
-        """Puts what it holds in place of the entries of sweep.json; raises KeyError, TypeError or ValueError.
+        """Update the entries of sweep.json from the journal. Raise KeyError, TypeError or ValueError if it is damaged.
 
-        A last line that a process was killed over does not count.
+        An incomplete last line is ignored.
         """
         if not self._path.is_file():
             return

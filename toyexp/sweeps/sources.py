@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep come from: one after another, and each may depend on those that have ended."""
+"""Sources of a sweep's jobs. A source yields jobs one by one; each may depend on jobs that have ended."""
 
 from __future__ import annotations
 
@@ -9,78 +9,78 @@ from toyexp.base.errors import UserError
 from toyexp.base.formatting import short_path
 from toyexp.base.terminal import print_line, show_status
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
-from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
+from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
 
 
 class JobSource:
-    """Jobs that are known from the start: every combination of values, or those that are left of them."""
+    """Source of jobs that are known from the start: all combinations of values."""
 
-    probe: Job | None = None  # that says where the sweep is, if there is no job yet
-    description: str = ""  # how jobs are chosen, if that is not every combination
+    probe: Job | None = None  # composed to find the sweep's directory if there is no job yet
+    description: str = ""  # how jobs are chosen; "": all combinations
 
     def __init__(self, jobs: list[Job]):
-        self.jobs = jobs  # so far
-        self.samples: Sequence[Job] = jobs  # that show every value
-        self._left = OrderedDict((job.number, job) for job in jobs)
+        self.jobs = jobs  # all jobs so far
+        self.samples: Sequence[Job] = jobs  # jobs that together have every value
+        self._remaining = OrderedDict((job.number, job) for job in jobs)
 
     @property
     def total(self) -> int:
-        """How many jobs there may be."""
+        """Maximum number of jobs."""
         return len(self.jobs)
 
     def resume(self, jobs: Sequence[Job]) -> None:
-        """Run only these of the jobs that there are."""
-        self._left = OrderedDict((job.number, job) for job in jobs)
+        """Run only these jobs."""
+        self._remaining = OrderedDict((job.number, job) for job in jobs)
 
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
-        """Return what is wrong with jobs, by their numbers; raise UserError for what is wrong with all of them."""
-        new = [job for job in self._left.values() if job.directory is None]
+        """Check all values; return errors by job number. Raise UserError for an error that all jobs have."""
+        new = [job for job in self._remaining.values() if job.directory is None]
         if not new:
             return {}
         show_status(f"checking the settings of {len(new)} jobs")
-        wrong = first_look(new, configs)
+        wrong = check_values(new, configs)
         if is_new:
-            require_directories(new, configs)
+            require_distinct_directories(new, configs)
         return wrong
 
     def open(self, folder: SweepDir, is_new: bool) -> None:
-        """Begin in a sweep's directory."""
+        """Print the sweep's directory and number of jobs."""
         if is_new:
             many = "s" if len(self.jobs) > 1 else "" if self.jobs[0].overrides else "; no key has several values"
             print_line(f"sweep   {short_path(folder.path)}, {len(self.jobs)} job{many}")
 
     def peek(self) -> Job | None:
-        """Return the next job, if it is known already."""
-        return next(iter(self._left.values()), None)
+        """Return the next job if it is known, or None."""
+        return next(iter(self._remaining.values()), None)
 
     def next(self) -> Job | None:
-        """Return the next job to run; None if there is no other."""
-        return self._left.popitem(last=False)[1] if self._left else None
+        """Return the next job to run; None if there is none."""
+        return self._remaining.popitem(last=False)[1] if self._remaining else None
 
-    def told(self, job: Job) -> None:
-        """Learn how a job ended."""
-        self._left.pop(job.number, None)
+    def record_end(self, job: Job) -> None:
+        """Record that a job has ended."""
+        self._remaining.pop(job.number, None)
 
     def environment(self, job: Job) -> Mapping[str, str]:
-        """Return variables for the process of a job alone."""
+        """Return extra environment variables for a job's process."""
         return {}
 
     def may_retry(self, job: Job) -> bool:
-        """Return whether sweep.retry=true runs a job again."""
+        """Return True if sweep.retry=true runs the job again."""
         return job.status in (Status.FAILED, Status.REFUSED)
 
-    def in_sight(self) -> list[Job]:
-        """Return the jobs that there are and will be."""
+    def all_jobs(self) -> list[Job]:
+        """Return existing and future jobs."""
         return self.jobs
 
-    def foreseen(self) -> list[Job]:
-        """Return the jobs that are yet to run."""
-        return [*self._left.values()]
+    def remaining_jobs(self) -> list[Job]:
+        """Return the jobs that are left to run."""
+        return [*self._remaining.values()]
 
-    def standing(self) -> tuple[str, bool]:
-        """Return how much is done, in words, and whether something is left."""
+    def progress(self) -> tuple[str, bool]:
+        """Return a text on how many jobs are done, and whether any are left."""
         done = sum(job.status == Status.COMPLETED for job in self.jobs)
         return f"{done} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)
 
     def summarise(self, folder: SweepDir) -> None:
-        """Print and keep what the table does not show."""
+        """Print and write results that the table does not show."""

@@ -1,4 +1,4 @@
-"""A sweep's jobs for the person who watches: the table at the end, and a line of each."""
+"""Tables of a sweep's jobs in the terminal: a line for each job that ends, and the table at the end."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ from collections.abc import Sequence
 
 from toyexp.base.formatting import align_columns, format_duration, short_keys, short_path
 from toyexp.base.terminal import is_terminal, print_line
-from toyexp.results.ranking import TRAIN, ranked
-from toyexp.sweeps.directory import ANSWERED, SPREAD, Job, Status, SweepDir, numbers, scores, state_of
+from toyexp.results.ranking import TRAIN, rank_jobs
+from toyexp.sweeps.directory import (
+    SEEDS_CAPTION,
+    SUCCEEDED,
+    Job,
+    Status,
+    SweepDir,
+    job_state,
+    number_cells,
+    score_names,
+)
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
-    """One line a job, the best first, and why where it is not completed.
+    """Print a line for each job, the best first, with the error if it failed.
 
-    Where a terminal is too narrow, runs stand by their names below the sweep's directory, settings by the last of their
-    words, and what was pruned without the reason, which its own line told; if that is not enough, training losses are
-    left out, and at last the names of runs, which begin with a job's number.
+    In a narrow terminal the table is shortened in steps. First run directories are relative, keys are cut to their last
+    part, and reasons for pruning are left out. Then training losses are left out, and at last the run directories.
     """
-    names, ranking = scores(jobs), folder.ranking() if folder else ranked(jobs)
+    names, ranking = score_names(jobs), folder.rank() if folder else rank_jobs(jobs)
     ordered = [job for job, _ in ranking.jobs()]
     keys = list(dict.fromkeys(word.partition("=")[0] for job in jobs for word in job.overrides))
     brief_keys = dict(zip(keys, short_keys(keys), strict=True))
-    refused: dict[str, int] = {}  # the first job that was refused with these words
+    refused: dict[str, int] = {}  # error message -> first job with it
 
     def label(job: Job, brief: int) -> str:
         parts = (word.partition("=") for word in job.overrides)
@@ -36,8 +44,8 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         if job.status == Status.COMPLETED:
             told = ""
             if folder and job.directory and brief < 3:
-                told = job.directory if brief else short_path(folder.run(job))
-            told += "  diverged" if state_of(job) == "diverged" else ""
+                told = job.directory if brief else short_path(folder.run_dir(job))
+            told += "  diverged" if job_state(job) == "diverged" else ""
             return told + ("  best" if ranking.best and job is ranking.best.jobs[0] else "")
         if job.status == Status.REFUSED and refused.setdefault(told, job.number) != job.number:
             return f"{job.status}, as job {refused[told]}"
@@ -45,13 +53,15 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
     def lines(brief: int) -> list[str]:
         heads = ["job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {name}" for name in names), "run"]
-        rows = [[str(job.number), label(job, brief), *numbers(job, names, "-"), end(job, brief)] for job in ordered]
+        rows = [
+            [str(job.number), label(job, brief), *number_cells(job, names, "-"), end(job, brief)] for job in ordered
+        ]
         table = [row[:3] + row[4:] if brief > 1 else row for row in (heads, *rows)]
         return align_columns(table, right={0, *range(2, len(table[0]) - 1)})
 
     width = shutil.get_terminal_size().columns if is_terminal() else sys.maxsize
-    # What failed may say more than a line has room for.
-    count = [True, *(job.status in ANSWERED for job in ordered)]
+    # Rows of failed jobs may be longer than a line.
+    count = [True, *(job.status in SUCCEEDED for job in ordered)]
     for brief in range(4):
         shown = lines(brief)
         if max(map(len, itertools.compress(shown, count))) < width:
@@ -59,8 +69,8 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     print_line("")
     for line in shown:
         print_line(line)
-    if ranking.seeds or ranking.apart:
-        print_line(f"\n{SPREAD}")
+    if ranking.has_seeds or ranking.changed_sources:
+        print_line(f"\n{SEEDS_CAPTION}")
         for line in align_columns(ranking.table(), right={1}):
             print_line(line)
     for note in ranking.notes():
@@ -68,14 +78,14 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
 
 def outcome(job: Job) -> str:
-    """A line of a job that completed, or was pruned."""
+    """Return a line about a job that completed or was pruned."""
     if job.status == Status.PRUNED:
         return f"pruned: {job.error}"
-    names = scores([job])
+    names = score_names([job])
     heads = (TRAIN, "held-out loss", *(f"held-out {name}" for name in names))
-    steps, *values = numbers(job, names, "-")
+    steps, *values = number_cells(job, names, "-")
     told = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
     seconds = job.result.get("seconds")
     return "  ".join(
-        [f"{state_of(job)} after {steps} steps", *told, *([] if seconds is None else [format_duration(seconds)])]
+        [f"{job_state(job)} after {steps} steps", *told, *([] if seconds is None else [format_duration(seconds)])]
     )

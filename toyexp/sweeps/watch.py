@@ -1,4 +1,4 @@
-"""What a launcher tells its sweep: jobs begin and print; a person sees lines, or a board."""
+"""Show a sweep's progress in the terminal: launchers report here what jobs print."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import IO
 
 from toyexp.base.terminal import print_line
 from toyexp.sweeps.board import Board
-from toyexp.sweeps.directory import ANSWERED, Job, Order, SweepDir
+from toyexp.sweeps.directory import SUCCEEDED, Job, LaunchSpec, SweepDir
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.summary_table import outcome
 
 
 class Watch:
-    """A sweep as its launcher sees it; its methods may be called from several threads."""
+    """Terminal output of a sweep. Launchers may call its methods from several threads."""
 
-    folder: SweepDir  # once the first job has said where it is
-    board: Board | None = None  # in place of lines
+    folder: SweepDir  # set when the first job is composed
+    board: Board | None = None  # shown instead of lines
 
     def __init__(self, environment: Callable[[Job], Mapping[str, str]], stop: Stop, alone: bool):
-        """Print lines without a job's number if jobs run `alone`."""
+        """Print lines without a job number if jobs run `alone`."""
         self.stop = stop
         self._environment, self._alone = environment, alone
         self._printing = threading.Lock()
 
-    def order(self, job: Job) -> Order:
-        """Return what starts a job."""
-        return replace(self.folder.order(job), environment=self._environment(job))
+    def launch_spec(self, job: Job) -> LaunchSpec:
+        """Return the specification to start a job."""
+        return replace(self.folder.launch_spec(job), environment=self._environment(job))
 
     def begin(self, jobs: Sequence[Job], shown: bool = True) -> None:
-        """Note that jobs begin, before they do, and say so."""
-        self.folder.begin(jobs)
+        """Record and print that jobs start; called before they do."""
+        self.folder.mark_running(jobs)
         for job in jobs if shown else ():
             if self.board:
                 with self._printing:
@@ -44,32 +44,32 @@ class Watch:
                 self.say(f"\n{head}" if self._alone else f"{head}  begins")
 
     def hear(self, job: Job | None, line: str, stream: IO[str]) -> None:
-        """Show a line that a job has printed, or a process of several."""
+        """Show a line that a job (or, without `job`, a process of several jobs) has printed."""
         if self.board and job:
             with self._printing:
                 self.board.hear(job, line)
         else:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
-    def ended(self, job: Job) -> None:
-        """Show what became of a job."""
+    def end(self, job: Job) -> None:
+        """Show how a job ended."""
         if self.board:
             with self._printing:
-                self.board.ended(job)
-            if job.status in ANSWERED:
+                self.board.end(job)
+            if job.status in SUCCEEDED:
                 self.say(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
 
     def say(self, line: str, stream: IO[str] | None = None) -> None:
         """Print a line above the board."""
-        board = self.board.away() if self.board else contextlib.nullcontext()
-        with self._printing, contextlib.suppress(OSError), board:  # a reader, or a terminal, that is gone
+        board = self.board.hide() if self.board else contextlib.nullcontext()
+        with self._printing, contextlib.suppress(OSError), board:  # the reader or terminal may be gone
             if stream is sys.stderr:
                 print(line, file=stream, flush=True)
             else:
                 print_line(line)
 
     def close(self) -> None:
-        """Take the board off the terminal."""
+        """Remove the board."""
         if self.board:
             self.board.clear()
         self.board = None

@@ -1,4 +1,4 @@
-"""For plugin authors: suites to inherit, an engine that computes nothing, and float64 references."""
+"""Test kit of plugin authors: conformance suites, an engine that computes nothing, and float64 references."""
 
 import pkgutil
 import sys
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from toyexp.testing.optimisers import OptimiserSuite
     from toyexp.testing.suites import CallbackSuite, RecipeSuite, image_dataset, token_dataset
 
-# The suites need pytest, which not everyone who uses the rest has.
+# Imported lazily: the suites need pytest, the rest does not.
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)
 
-if sys.modules.get("pytest"):  # so that a suite's bare assert shows its values, as one in a test's own file does
+if sys.modules.get("pytest"):  # asserts of the suites then show their values, as asserts in test files do
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{m.name}" for m in pkgutil.iter_modules(__path__)))

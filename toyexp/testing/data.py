@@ -1,4 +1,4 @@
-"""The part of the conformance kit that is about data."""
+"""Conformance suite for data."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Batch, Batches, Dataset, batch_digest
 from toyexp.testing.suites import PluginSuite
 
-OPEN = Path("/proc/self/fd"), Path("/proc/self/map_files")  # what a process holds open, on Linux
+OPEN_FILES = Path("/proc/self/fd"), Path("/proc/self/map_files")  # files that a process has open or mapped, on Linux
 
 
 class DataSuite(PluginSuite):
-    """What data must do: set `data`, and what else is known of it."""
+    """Conformance suite of data: set `data`, and the attributes below that differ."""
 
     kind, part = "data", "data"
     data: Data
-    context: int = 8  # positions of a row, where rows have them
-    rows: int = 4  # of a batch
-    epoch: int = 0  # batches that show every example once; 0: examples may be alike, and none can be told apart
-    tells: tuple[str, ...] = ()  # what its `left_out` has to name, such as the key that changes it
+    context: int = 8  # tokens of a row, if the data has rows of tokens
+    rows: int = 4  # rows of a batch
+    epoch: int = 0  # batches in an epoch; 0: examples may be equal, so held-out data is not compared with training data
+    expected_words: tuple[str, ...] = ()  # words that `omissions` must contain, such as the key that changes them
 
-    def opened(self) -> Dataset:
-        """The opened data."""
+    def open_dataset(self) -> Dataset:
+        """Return the dataset."""
         self.data.check()
         return self.data.open(None)
 
     def batches(self, seed: int = 0) -> Batches:
-        """The batches of data that were just opened."""
-        return self.opened().batches(self.context, self.rows, seed)
+        """Return the batches of a dataset that was just opened."""
+        return self.open_dataset().batches(self.context, self.rows, seed)
 
     def test_it_opens_the_same_every_time(self) -> None:
         """Sizes and digest repeat."""
-        assert self.opened().describe() == self.opened().describe()
+        assert self.open_dataset().describe() == self.open_dataset().describe()
 
     def test_what_it_says_of_itself_is_plain_and_stays(self) -> None:
-        """No batch that is made changes what a run has recorded, and JSON holds it."""
-        dataset = self.opened()
+        """Descriptions are valid JSON, and making batches does not change them."""
+        dataset = self.open_dataset()
         said = [json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks()), allow_nan=False)]
         for context in (self.context, self.context + 1):
             batches = dataset.batches(context, self.rows, 0)
@@ -58,14 +58,14 @@ class DataSuite(PluginSuite):
         assert said == said[:1] * 3
 
     def test_what_is_left_out_is_told(self) -> None:
-        """In phrases of a line, which name what `tells` says."""
-        dataset = self.opened()
+        """Omissions are single lines, and `expected_words` occur in them."""
+        dataset = self.open_dataset()
         told = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
         assert all(text and "\n" not in text for text in told)
-        assert [word for word in self.tells if not any(word in text for text in told)] == []
+        assert [word for word in self.expected_words if not any(word in text for text in told)] == []
 
     def test_a_batch_is_a_function_of_seed_and_number(self) -> None:
-        """Asked in any order, batch k is the same; another seed gives another order."""
+        """Batch k does not depend on the order of calls; held-out data does not depend on the seed."""
         one, two, other = self.batches(1), self.batches(1), self.batches(2)
         later = two.batch(7)
         held_out = [batch_digest(batch) for batch in two.held_out()]
@@ -76,7 +76,7 @@ class DataSuite(PluginSuite):
 
     def test_batches_fit_what_they_declare(self) -> None:
         """Training and held-out batches have the declared shapes and types, and ids below vocab."""
-        dataset = self.opened()
+        dataset = self.open_dataset()
         batches = dataset.batches(self.context, self.rows, 0)
         assert batches.held_out()
         for batch in [batches.batch(0), batches.batch(9), *batches.held_out()]:
@@ -88,7 +88,7 @@ class DataSuite(PluginSuite):
             assert batch["weights"].min() >= 0 < batch["weights"].sum()
 
     def test_nothing_is_both_trained_on_and_held_out(self) -> None:
-        """Held against every row of an epoch, where the suite says how long one is."""
+        """No row of an epoch is held out, if the suite sets the length of an epoch."""
         if not self.epoch:
             pytest.skip("its examples may be alike: epoch = 0")
         batches = self.batches()
@@ -97,7 +97,7 @@ class DataSuite(PluginSuite):
         assert trained and held_out and not trained & held_out
 
     def test_another_process_makes_the_same_bytes(self) -> None:
-        """Whatever the seed of Python's hashes is there."""
+        """Another process with other hash seeds makes the same batches."""
         cls = type(self.data)
         code = f"from {cls.__module__} import {cls.__qualname__} as data\n"
         code += "import json, sys\nfrom toyexp.testing.data import fingerprint\n"
@@ -110,21 +110,21 @@ class DataSuite(PluginSuite):
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == fingerprint(self.data, self.context, self.rows)
 
-    @pytest.mark.skipif(not OPEN[0].is_dir(), reason="only Linux says what a process has open")
+    @pytest.mark.skipif(not OPEN_FILES[0].is_dir(), reason="only Linux says what a process has open")
     def test_nothing_stays_open_behind_it(self) -> None:
-        """Neither a file nor what is mapped of one, once the data is forgotten."""
-        self.batches().batch(0)  # what is imported meanwhile stays
+        """After the dataset is deleted, none of its files is open or mapped."""
+        self.batches().batch(0)  # modules that this imports may keep files open
         gc.collect()
-        before = Counter(_held())
+        before = Counter(_open_files())
         batches = self.batches()
         batches.batch(0)
         del batches
         gc.collect()
-        assert not Counter(_held()) - before
+        assert not Counter(_open_files()) - before
 
 
 def fingerprint(data: Data, context: int, rows: int) -> str:
-    """A digest of what the data says of itself and of some of its batches."""
+    """Return a digest of the dataset's descriptions and some of its batches."""
     data.check()
     dataset = data.open(None)
     batches = dataset.batches(context, rows, 3)
@@ -134,19 +134,19 @@ def fingerprint(data: Data, context: int, rows: int) -> str:
 
 
 def _rows(batch: Batch) -> Iterator[bytes]:
-    """What the rows that weigh anything are made of."""
+    """Yield the bytes of each row with nonzero weight."""
     inputs = [array for name, array in sorted(batch.items()) if name not in ("targets", "weights")]
     for number, weights in enumerate(batch["weights"]):
         if weights.any():
             yield b"".join(array[number].tobytes() for array in inputs)
 
 
-def _held() -> Iterator[str]:
-    """The files on a disk that this process has open or mapped."""
-    for link in itertools.chain.from_iterable(folder.iterdir() for folder in OPEN if folder.is_dir()):
+def _open_files() -> Iterator[str]:
+    """Yield the regular files that this process has open or mapped."""
+    for link in itertools.chain.from_iterable(folder.iterdir() for folder in OPEN_FILES if folder.is_dir()):
         try:
             target = str(link.readlink())
-        except OSError:  # it was that of the directory itself
+        except OSError:  # the descriptor of the directory listing itself
             continue
         if target.startswith("/") and not target.startswith(("/proc", "/dev")):
             yield target

@@ -1,4 +1,4 @@
-"""A suite for a part whose author wrote none: what the kit can ask of it as it stands, without a setting."""
+"""Build conformance suites for parts without their own: `toyexp plugins --check` tests them with their defaults."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ SUITES: Mapping[str, type[PluginSuite]] = {
     suite.kind: suite
     for suite in (EngineSuite, RecipeSuite, OptimiserSuite, ModelSuite, DataSuite, CallbackSuite, FormatSuite)
 }
-MOST = 300_000  # numbers of a model, of whose function float64 takes a thousand values
+MOST = 300_000  # parameters; checking gradients in float64 needs about a thousand evaluations
 VOCAB = 257
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What there is for parts of other kinds to be tried with."""
+class SuiteParts:
+    """Parts of other kinds that the tested part is combined with."""
 
-    engines: Sequence[Engine]  # that work here: optimisers run on the first, models on all of them
-    models: Sequence[type[Model]]  # of which a recipe gets one to train, and a format those to hold
-    data: Sequence[type[Data]]  # for kinds of data beside tokens and images
+    engines: Sequence[Engine]  # that work here; an optimiser runs on the first, a model on all
+    models: Sequence[type[Model]]  # a recipe trains one of them, a format writes some
+    data: Sequence[type[Data]]  # used for kinds of data other than tokens and images
 
     def dataset(self, kind: Kind) -> Dataset:
-        """Tiny data of a kind, or what some data of that kind open without a setting; UserError where none do."""
+        """Return tiny data of a kind, from a plugin if need be. Raise UserError if none opens by default."""
         if kind in (TOKENS, IMAGES):
             return tiny_data(kind, VOCAB)
         for cls in (cls for cls in self.data if cls.gives == kind):
@@ -49,56 +49,56 @@ class Beside:
                 return data.open(None)
         raise UserError(f"no data of {kind} open without a setting")
 
-    def fitted(self, model: Model) -> Model:
-        """The model with the sizes that come from such data."""
+    def fit_model(self, model: Model) -> Model:
+        """Fit the model's sizes to such data."""
         return model.fit(self.dataset(model.reads))
 
 
-def suite_for(kind: str, cls: type, beside: Beside) -> type[PluginSuite]:
-    """The suite of a kind for a class with its defaults; UserError for one that needs to be told more."""
+def make_suite(kind: str, cls: type, beside: SuiteParts) -> type[PluginSuite]:
+    """Return the suite for a class with its defaults. Raise UserError if it needs settings."""
     made: dict[str, Any] = {"__doc__": f"{cls.__name__} with its defaults.", "__module__": cls.__module__}
     if kind == "callbacks":
         cls().check()
         made["callback"] = cls
     else:
         part = cls()
-        if kind != "engine":  # which says itself that it is not here, and is skipped as that
+        if kind != "engine":  # an engine whose device is missing is skipped instead
             part.check()
-        made |= {SUITES[kind].part: part, **_more(kind, part, beside)}
+        made |= {SUITES[kind].part: part, **_suite_attributes(kind, part, beside)}
     return type(f"Test{cls.__name__}", (SUITES[kind],), made)
 
 
-def _more(kind: str, part: Any, beside: Beside) -> dict[str, Any]:
-    """What the suite needs beside the part itself."""
+def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any]:
+    """Return the attributes that the suite needs besides the part."""
     if kind in ("optim", "model") and not beside.engines:
         raise UserError("no engine works here to run it on: toyexp doctor")
     if kind == "optim":
         return {"engine": beside.engines[0]}
     if kind == "model":
-        size = beside.fitted(part).parameters()
+        size = beside.fit_model(part).parameters()
         if size > MOST:
             raise UserError(f"its defaults are {size:,} numbers, and the suite takes a small one")
-        return {"engines": tuple(beside.engines), **_reading(part, beside)}
+        return {"engines": tuple(beside.engines), **_dataset_attribute(part, beside)}
     if kind == "recipe":
-        return _trained_by(part, beside)
+        return _recipe_attributes(part, beside)
     if kind == "format":
-        return {"models": _held_by(part, beside)}
+        return {"models": _format_models(part, beside)}
     return {}
 
 
-def _reading(model: Model, beside: Beside) -> dict[str, Any]:
-    """The data of a suite's model."""
+def _dataset_attribute(model: Model, beside: SuiteParts) -> dict[str, Any]:
+    """Return the `dataset` method of a model's suite."""
     dataset = beside.dataset(model.reads)
     return {"dataset": lambda suite: dataset}
 
 
-def _trained_by(recipe: Recipe, beside: Beside) -> dict[str, Any]:
-    """The first model that the recipe can plan with its defaults, and data for it."""
+def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
+    """Return the first model that the recipe can plan by default, and data for it."""
     refused = UserError(f"no model here reads {' or '.join(map(str, recipe.reads))}")
     for cls in (cls for cls in beside.models if cls.reads in recipe.reads):
         try:
-            made = {"recipe": recipe, "model": cls(), **_reading(cls(), beside)}
-            type("Tried", (RecipeSuite,), made)().planned()
+            made = {"recipe": recipe, "model": cls(), **_dataset_attribute(cls(), beside)}
+            type("Tried", (RecipeSuite,), made)().make_plan()
         except UserError as error:
             refused = error
         else:
@@ -106,12 +106,12 @@ def _trained_by(recipe: Recipe, beside: Beside) -> dict[str, Any]:
     raise refused
 
 
-def _held_by(form: Format, beside: Beside) -> list[Model]:
-    """Models that the format takes, small ones alone."""
+def _format_models(form: Format, beside: SuiteParts) -> list[Model]:
+    """Return up to three small models that the format supports."""
     refused, found = UserError("no model is here to write"), []
     for cls in beside.models:
         try:
-            model = beside.fitted(cls())
+            model = beside.fit_model(cls())
             form.check_model(model)
         except UserError as error:
             refused = error

@@ -1,4 +1,4 @@
-"""The part of the conformance kit that is about engines."""
+"""Conformance suites for engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session, StepMetrics
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
 from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan, rows_for
-from toyexp.testing.suites import PluginSuite, built
+from toyexp.testing.suites import PluginSuite, build_session
 
 ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
 
@@ -30,50 +30,50 @@ def _values(plan: Plan) -> dict[str, np.ndarray]:
 
 
 class EngineNumbers(PluginSuite):
-    """That an engine computes what it should: the part of EngineSuite that depends on the device's own kernels.
+    """Numerical half of EngineSuite, which depends on the device's own kernels.
 
-    Set `engine`, and the tolerances where the device rounds more than float32. A class whose device is not here is
-    skipped as one.
+    Set `engine`, and larger tolerances if the device rounds more than float32. The class is skipped if its device is
+    not available.
     """
 
     kind, part = "engine", "engine"
     engine: Engine
-    rtol: float = 2e-5  # of losses and logits, relative to the largest
-    gradient_rtol: float = 1e-4  # of a gradient along a direction, relative to the gradient's norm
+    rtol: float = 2e-5  # tolerance of losses and logits, relative to the largest value
+    gradient_rtol: float = 1e-4  # tolerance of a gradient along a direction, relative to the gradient's norm
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Called by pytest as it collects each case: a skip here is the whole class's."""
-        settled = dict(os.environ)  # a check may settle something for its process, which is up to the tests that run
+        """Skip the whole class at collection if the engine's device is not available; pytest calls this."""
+        settled = dict(os.environ)  # restored below: check() may set variables that the tests must set themselves
         try:
             self.engine.check()
         except Unavailable as reason:
             pytest.skip(str(reason))
         except (UserError, pytest.fail.Exception):
-            pass  # the device is here, or not said yet; what is wrong is told where the tests run
+            pass  # the device is available, or a fixture sets it later; the tests report errors
         finally:
             os.environ.clear()
             os.environ.update(settled)
 
     @pytest.fixture(autouse=True)
-    def _checked(self) -> None:
-        with contextlib.suppress(pytest.fail.Exception):  # a fixture that comes later may say which engine
+    def _check_engine(self) -> None:
+        with contextlib.suppress(pytest.fail.Exception):  # a later fixture may set the engine
             self.engine.check()
 
-    def built(self, plan: Plan) -> Session:
-        """A session ready to step."""
-        return built(self.engine, plan)
+    def build_session(self, plan: Plan) -> Session:
+        """Return a session that is ready to step."""
+        return build_session(self.engine, plan)
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch here: such as the engine's devices have equal shares of."""
+        """Rows of a micro-batch: a number that the engine's devices can share equally."""
         return rows_for(self.engine)
 
     def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
-        """A model of one op, with as many rows as the engine takes."""
+        """Return the plan of a model of one op, with the number of rows that the engine needs."""
         return op_plan(case, adapter, **{"rows": self.rows, **changes})
 
     def op_batch(self, rows: int = 0, seed: int = 0, case: str = "") -> Batch:
-        """A batch for it; as many rows unless told otherwise."""
+        """Return a random batch for such a plan, with `rows` rows or the engine's number."""
         return op_batch(rows or self.rows, seed, case)
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
@@ -81,7 +81,7 @@ class EngineNumbers(PluginSuite):
         """Logits and loss equal the float64 reference."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         expected = reference_logits(plan, _values(plan), batch)
-        with self.built(plan) as session:
+        with self.build_session(plan) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
             assert session.evaluate([batch]) == pytest.approx(reference_loss(plan, _values(plan), batch), rel=self.rtol)
 
@@ -89,7 +89,7 @@ class EngineNumbers(PluginSuite):
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
         """Each tensor's gradient equals the float64 slope of the loss along random directions."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
-        with self.built(plan) as session:
+        with self.build_session(plan) as session:
             gradients = session.gradients(batch)
         assert set(gradients) == {t.name for t in plan.trainable}
         draw = np.random.default_rng(1)
@@ -103,14 +103,14 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_runs_of_a_stack_take_the_steps_that_they_take_alone(self, case: str, adapter: str | None) -> None:
-        """Each from values, with clipping and a rate of its own; an engine without stacks refuses them as it says."""
+        """Runs in a stack equal single runs; an engine without stacks raises the conflict that it announces."""
         plans = [op_plan(case, adapter, seed=seed, grad_clip=clip) for seed, clip in ((3, 0.0), (4, 0.05), (5, 0.0))]
         if why := self.engine.stack_conflict(plans):
             with pytest.raises(UserError, match=re.escape(why)):
                 self.engine.realize_stack(plans)
             return
         batches = [op_batch(seed=i, case=case) for i in range(3)]
-        # eps is so large that a weight moves by its gradient nearly, and not by the gradient's sign.
+        # With such a large eps, an update is nearly proportional to the gradient, not to its sign.
         numbers = [np.array([lr, 0.5, 0.5, 1.0, 0.1, 1.0, 1.0]) for lr in (0.1, 0.2, 0.0)]
         stack = self.engine.realize_stack(plans)
         sessions = stack.sessions
@@ -120,7 +120,7 @@ class EngineNumbers(PluginSuite):
             given = [s.step_input(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
             metrics = [wait() for wait in stack.step(dict(enumerate(given))).values()]
         for plan, batch, hp, ours, session in zip(plans, batches, numbers, metrics, sessions, strict=True):
-            with self.built(plan) as alone:
+            with self.build_session(plan) as alone:
                 alone.step(batch, hp)
                 theirs = alone.step(batch, hp)
                 assert ours.loss == pytest.approx(theirs.loss, rel=self.rtol)
@@ -132,13 +132,13 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize("adamw", [AdamW.for_from_scratch(), AdamW.for_lora()], ids=["from_scratch", "lora"])
     def test_adamw_is_the_formula(self, adamw: AdamW) -> None:
-        """Five steps equal the float64 formula fed with the engine's own gradients; matrices decay, vectors do not."""
+        """Five steps equal the float64 formula with the engine's gradients; only matrices have weight decay."""
         adamw = dataclasses.replace(adamw, lr=0.01, weight_decay=0.1)
         plan = self.op_plan("layer_norm")
         names = [t.name for t in plan.trainable]
         start = {n: v.astype(np.float64) for n, v in _values(plan).items()}
         expected = {n: (w, np.zeros_like(w), np.zeros_like(w)) for n, w in start.items()}
-        with self.built(plan) as session:
+        with self.build_session(plan) as session:
             for step in range(5):
                 batch, hp = self.op_batch(seed=step), adamw.hp_for_step(step)
                 gradients = session.gradients(batch)
@@ -149,16 +149,16 @@ class EngineNumbers(PluginSuite):
                     w, m, v = expected[name]
                     expected[name] = reference_adamw(w, gradients[name].astype(np.float64), m, v, own)
             for name in names:
-                # A step moves a weight by about lr, whatever the gradient: that is the scale of what may differ.
+                # A step moves a weight by about lr whatever its gradient, so the tolerance is a fraction of lr.
                 weights = session.download(name)
                 np.testing.assert_allclose(weights, expected[name][0], atol=1e-3 * adamw.lr, err_msg=name)
 
     def test_accumulation_equals_one_large_batch(self) -> None:
-        """Four micro-batches give the loss, the norm and the weights of one batch, weighted by targets."""
+        """Four micro-batches, weighted by targets, give the loss, norm and weights of one large batch."""
         batch, hp = self.op_batch(rows=4 * self.rows), AdamW.for_lora().hp_for_step(0)
         results = []
         for rows, accumulate in ((4 * self.rows, 1), (self.rows, 4)):
-            with self.built(self.op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
+            with self.build_session(self.op_plan("swiglu", rows=rows, accumulate=accumulate)) as session:
                 metrics = session.step(batch, hp)
                 results.append((metrics.loss, metrics.grad_norm, session.download("w")))
         assert results[0][0] == pytest.approx(results[1][0], rel=self.rtol)
@@ -166,8 +166,8 @@ class EngineNumbers(PluginSuite):
         np.testing.assert_allclose(results[0][2], results[1][2], atol=1e-5)
 
     def test_step_reports_loss_and_gradient_norm_from_before_the_update(self) -> None:
-        """They equal evaluate() and gradients() of the untouched weights."""
-        with self.built(self.op_plan("gelu")) as session:
+        """Loss and norm of a step equal evaluate() and gradients() on the weights before the step."""
+        with self.build_session(self.op_plan("gelu")) as session:
             batch = self.op_batch()
             loss, gradients = session.evaluate([batch]), session.gradients(batch)
             metrics = session.step(batch, AdamW.for_lora().hp_for_step(0))
@@ -176,25 +176,25 @@ class EngineNumbers(PluginSuite):
         assert metrics.grad_norm == pytest.approx(norm, rel=10 * self.rtol)
 
     def test_clipping_scales_the_gradient_to_the_limit(self) -> None:
-        """With plain momentum-free steps the update of a clipped gradient is the scaled one."""
-        hp = np.array([0.1, 0.0, 0.0, 1e-2, 0.0, 1.0, 1.0])  # eps so large that w moves by lr g / eps nearly
+        """A clipped gradient gives a smaller update (no momentum)."""
+        hp = np.array([0.1, 0.0, 0.0, 1e-2, 0.0, 1.0, 1.0])  # with such a large eps, w moves by about lr * g / eps
         moved = []
         for clip in (0.0, 0.01):
             plan = self.op_plan("matmul", grad_clip=clip)
-            with self.built(plan) as session:
+            with self.build_session(plan) as session:
                 norm = session.step(self.op_batch(), hp).grad_norm
                 moved.append(np.linalg.norm(session.download("w") - plan.initial_values(plan.tensor("w"))))
-        assert norm > 0.01  # the reported norm is the one before clipping
+        assert norm > 0.01  # the norm is reported before clipping
         assert moved[1] < moved[0]
 
 
 class EngineSuite(EngineNumbers):
-    """What an engine must do: its numbers, and what holds of sessions whatever they compute."""
+    """Conformance suite of an engine: its numbers, and the life cycle of its sessions."""
 
     def test_frozen_tensors_stay_as_they_are(self) -> None:
-        """Training changes every trainable tensor and no other."""
+        """Training changes all trainable tensors and no frozen one."""
         plan = self.op_plan("bias", frozen=True)
-        with self.built(plan) as session:
+        with self.build_session(plan) as session:
             for step in range(3):
                 session.step(self.op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
             for tensor in plan.tensors:
@@ -202,10 +202,10 @@ class EngineSuite(EngineNumbers):
                 assert same is not tensor.trainable, tensor.name
 
     def test_evaluate_and_gradients_change_nothing(self) -> None:
-        """A step after them equals a step without."""
+        """A step after evaluate(), gradients() and logits() equals a step without them."""
         weights = []
         for evaluated in (False, True):
-            with self.built(self.op_plan("swiglu")) as session:
+            with self.build_session(self.op_plan("swiglu")) as session:
                 for step in range(3):
                     if evaluated:
                         session.evaluate([self.op_batch(seed=9)])
@@ -216,19 +216,19 @@ class EngineSuite(EngineNumbers):
         np.testing.assert_array_equal(weights[0], weights[1])
 
     def test_a_run_repeats(self) -> None:
-        """The same plan and batches give the same losses, to the bit."""
+        """The same plan and batches give bit-identical losses."""
 
         def losses() -> list[float]:
-            with self.built(self.op_plan("attention_grouped")) as session:
+            with self.build_session(self.op_plan("attention_grouped")) as session:
                 hps = (AdamW.for_lora().hp_for_step(s) for s in range(10))
                 return [session.step(self.op_batch(seed=s), hp).loss for s, hp in enumerate(hps)]
 
         assert losses() == losses()
 
     def test_logits_of_fewer_and_shorter_rows(self) -> None:
-        """Padding is invisible: a causal model gives the same logits for the part that is there."""
+        """Padding is invisible: a causal model gives the same logits for the rows and positions that were passed."""
         batch = self.op_batch()
-        with self.built(self.op_plan("attention")) as session:
+        with self.build_session(self.op_plan("attention")) as session:
             full = session.logits({"tokens": batch["tokens"]})
             part = session.logits({"tokens": batch["tokens"][:2, :3]})
         assert part.shape == (2, 3, full.shape[-1])
@@ -236,9 +236,9 @@ class EngineSuite(EngineNumbers):
 
     @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
     def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
-        """However a sequence is cut, and with the weights that a step has changed."""
+        """The decoder agrees with logits() however the sequence is split, also after a step."""
         tokens = self.op_batch()["tokens"][:1]
-        with self.built(self.op_plan(case)) as session:
+        with self.build_session(self.op_plan(case)) as session:
             for sizes in ([1] * LENGTH, [2, LENGTH - 2]):
                 session.step(self.op_batch(), AdamW.for_lora().hp_for_step(0))
                 whole, decoder = session.logits({"tokens": tokens})[0], session.decoder()
@@ -249,7 +249,7 @@ class EngineSuite(EngineNumbers):
     # -- the session's life -------------------------------------------------------------------------------------
 
     def test_upload_replaces_values_while_the_window_is_open(self) -> None:
-        """And download gives them back, exactly."""
+        """download() returns the uploaded values exactly, before and after build()."""
         with self.engine.realize(self.op_plan("matmul")) as session:
             values = np.random.default_rng(5).standard_normal(session.plan.tensor("w").shape).astype(np.float32)
             session.upload("w", values)
@@ -259,7 +259,7 @@ class EngineSuite(EngineNumbers):
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_a_restored_session_goes_on_to_the_last_bit(self, accumulate: int) -> None:
-        """A snapshot in a fresh session gives the very losses and weights of the session that went on."""
+        """A fresh session restored from a snapshot gives bit-identical losses and weights."""
         plan = self.op_plan("attention_grouped", accumulate=accumulate, grad_clip=0.5)
         batches = [self.op_batch(rows=accumulate * plan.rows, seed=i) for i in range(6)]
         adamw = AdamW.for_lora()
@@ -267,57 +267,60 @@ class EngineSuite(EngineNumbers):
         def steps(session: Session, first: int) -> list[StepMetrics]:
             return [session.step(batches[i], adamw.hp_for_step(i)) for i in range(first, first + 3)]
 
-        with self.built(plan) as session:
+        with self.build_session(plan) as session:
             before = session.snapshot()
             steps(session, 0)
             middle = session.snapshot()
             wanted, end = steps(session, 3), session.snapshot()
-        with self.built(dataclasses.replace(plan, seed=9)) as session:
+        with self.build_session(dataclasses.replace(plan, seed=9)) as session:
             session.restore(before)
             steps(session, 0)
-            same(session.snapshot(), middle)
-        with self.built(dataclasses.replace(plan, seed=9)) as session:
+            assert_same(session.snapshot(), middle)
+        with self.build_session(dataclasses.replace(plan, seed=9)) as session:
             session.restore(middle)
             assert steps(session, 3) == wanted
-            same(session.snapshot(), end)
+            assert_same(session.snapshot(), end)
 
     def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
-        """And changes no array but those that were handed over, nor does a later step change it."""
+        """snapshot(into) reuses only the arrays it was given, and a later step does not change them."""
         plan, hp = self.op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
-        with self.built(plan) as session:
+        with self.build_session(plan) as session:
             kept, old = session.snapshot(), session.snapshot()
             was = {name: array.copy() for name, array in kept.items()}
             session.step(self.op_batch(rows=plan.rows), hp)
             fresh, new = session.snapshot(), session.snapshot(old)
-            same(new, fresh)
-            same(kept, was)
+            assert_same(new, fresh)
+            assert_same(kept, was)
             session.step(self.op_batch(rows=plan.rows, seed=1), hp)
-            same(new, fresh)
+            assert_same(new, fresh)
             assert any((new[name] != array).any() for name, array in session.snapshot().items())
             session.restore(new)
-            same(session.snapshot(kept), fresh)
+            assert_same(session.snapshot(kept), fresh)
             with pytest.raises(SessionError, match=r"snapshot\(\): .* has else"):
                 session.snapshot({**kept, "else": np.zeros(1)})
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
-        """With skip_nonfinite numbers that overflow leave weights and moments alone, and the next steps are normal."""
+        """A step that overflows with skip_nonfinite changes no weights or moments, and later steps are normal."""
         plan = self.op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
         batch, hp = self.op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
-        with self.built(plan) as session, self.built(dataclasses.replace(plan, skip_nonfinite=False)) as usual:
+        with (
+            self.build_session(plan) as session,
+            self.build_session(dataclasses.replace(plan, skip_nonfinite=False)) as usual,
+        ):
             assert session.step(batch, hp) == pytest.approx(usual.step(batch, hp), rel=1e-6)
             good = session.snapshot()
             session.restore({n: a if "@" in n else a * np.finfo(a.dtype).max ** 0.78 for n, a in good.items()})
             huge = session.snapshot()
             metrics = session.step(batch, hp)
             assert not math.isfinite(metrics.loss) or not math.isfinite(metrics.grad_norm)
-            same(session.snapshot(), huge)
+            assert_same(session.snapshot(), huge)
             session.restore(good)
             assert math.isfinite(session.step(batch, hp).loss)
 
 
-def same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:
-    """Asserts that two snapshots hold the same bits."""
+def assert_same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:
+    """Assert that two snapshots are bit-identical."""
     assert one.keys() == two.keys()
     for name, array in one.items():
         np.testing.assert_array_equal(array, two[name], err_msg=name)

@@ -1,4 +1,4 @@
-"""The conformance kit's part about formats of files."""
+"""Conformance suite for formats of model files."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ OURS = b"whoever wrote this wants to keep it"
 
 
 class FormatSuite(PluginSuite):
-    """What a format must do: set `form`, `models` that it holds, and `refused` ones, which it does not."""
+    """Conformance suite of a format: set `form`, supported `models`, and `unsupported` ones."""
 
     kind, part = "format", "form"
     form: Format
     models: Sequence[Model]
-    refused: Sequence[Model] = ()
+    unsupported: Sequence[Model] = ()
 
-    def exported(self, model: Model) -> ModelExport:
-        """The model with random numbers, and what a run adds."""
+    def make_export(self, model: Model) -> ModelExport:
+        """Return the model with random weights and a run's metadata."""
         tensors = {t.name: t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
         tokenizer = Bytes() if model.reads.text else None
         return ModelExport(model, tensors, tokenizer, {"name": "kit", "step": 3})
 
     def callback(self) -> Exporter:
-        """What writes the format in a run."""
+        """Return the callback that writes the format at the end of a run."""
         return exporter(type(self.form))(**vars(self.form))
 
     def test_its_words_for_type_are_settings_that_it_has(self) -> None:
-        """Each stands for settings with which it can be made."""
+        """Each word for --type stands for settings that the format accepts."""
         self.form.check()
         for settings in self.form.types.values():
             assert type(self.form)(**settings).kind
 
     def test_what_it_writes_it_reads_back(self, tmp_path: Path) -> None:
-        """The same tensors, to the bit in float32, and the same model; of a format that reads."""
+        """The file has the same tensors (bit-identical in float32) and model, if the format can read."""
         if type(self.form).read is Format.read:
             with pytest.raises(UserError, match="does not read"):
                 self.form.read(tmp_path / "x", [])
             return
         for i, model in enumerate(self.models):
-            exported, path = self.exported(model), tmp_path / f"{i}{self.form.suffix}"
+            exported, path = self.make_export(model), tmp_path / f"{i}{self.form.suffix}"
             self.form.check_model(model)
             assert self.form.write(exported, path) == []
             back = self.form.read(path, [type(m) for m in self.models])
@@ -70,15 +70,15 @@ class FormatSuite(PluginSuite):
                     np.testing.assert_allclose(back.tensors[name], array, atol=0.1 * float(np.abs(array).max()))
 
     def test_the_same_model_is_the_same_bytes(self, tmp_path: Path) -> None:
-        """Nothing of the moment is written, so that exports can be compared."""
+        """Two files of a model are identical: they hold no time stamp or random id."""
         for i, model in enumerate(self.models):
             one, two = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
             for path in (one, two):
-                self.form.write(self.exported(model), path)
+                self.form.write(self.make_export(model), path)
             assert _content(one) == _content(two)
 
     def test_a_run_writes_it_and_replaces_its_own_file_alone(self, tmp_path: Path) -> None:
-        """An earlier export gives way to a later one, but what this run did not write stays."""
+        """A later export replaces the run's own earlier file, but never a file that the run did not write."""
         for i, model in enumerate(self.models):
             directory = tmp_path / str(i)
             directory.mkdir()
@@ -98,8 +98,8 @@ class FormatSuite(PluginSuite):
         assert [(p.name, p.read_bytes()) for p in foreign.iterdir()] == [(place.name, OURS)]
 
     def test_what_it_cannot_hold_is_refused_in_one_line_before_the_run(self, tmp_path: Path) -> None:
-        """With how the run goes without it, and nothing written."""
-        for model in self.refused:
+        """An unsupported model is rejected in one line that shows how to run without the format; nothing is written."""
+        for model in self.unsupported:
             callback = self.callback()
             with pytest.raises(UserError) as refused:
                 callback.check_plan(_run(tmp_path, model).plan)
@@ -116,19 +116,19 @@ def _run(directory: Path, model: Model) -> Run:
 
 
 def _end(callback: Exporter, run: Run, step: int) -> None:
-    """A run with the callback alone, as far as that hears of it."""
+    """Call the callback as a run of `step` steps does."""
     callback.on_start(run=run)
     callback.on_step(run=run, step=step)
     callback.on_end(run=run, reason="completed")
 
 
 def _content(path: Path) -> object:
-    """The bytes of a file, or of those in a directory."""
+    """Return the bytes of a file, or of the files in a directory."""
     return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
 def _same_settings(one: Model, other: Model) -> None:
-    """Files hold float32s, or decimals."""
+    """Assert equal settings; files store floats as float32 or decimals."""
     for name, value in other.settings().items():
         read = one.settings()[name]
         same = math.isclose(read, value, rel_tol=1e-6) if isinstance(value, float) else read == value

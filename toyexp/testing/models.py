@@ -1,4 +1,4 @@
-"""The part of the conformance kit that is about models."""
+"""Conformance suite for models."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.recipe import Setup
 from toyexp.reference.engine import ReferenceOps, reference_logits, reference_slope
 from toyexp.reference.forward import reason_to_recompute
-from toyexp.testing.suites import Bare, PluginSuite, built, tiny_data
+from toyexp.testing.suites import Bare, PluginSuite, build_session, tiny_data
 
 Values = Mapping[str, np.ndarray]
-LEAST = 1e-8  # of a slope, beside which central differences of float64 are exact
+MIN_SLOPE = 1e-8  # smaller slopes are rounding errors of central differences in float64
 
 
 class Opaque:
-    """A tensor that only ops can use: it has a shape, and nothing that Python's operators could work with."""
+    """A tensor that supports ops only: it has a shape, but no Python operators."""
 
     def __init__(self, array: np.ndarray, names: frozenset[str]):
         self.shape = array.shape
-        self._array, self._names = array, names  # the model's tensors that it depends on
+        self._array, self._names = array, names  # names of the model's tensors that it depends on
 
     def __bool__(self) -> bool:
         raise TypeError("a model asks whether a tensor is true: what it computes may not depend on values")
 
 
-def _through(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An op of the reference, on what stands inside opaque tensors."""
+def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an op of the reference so that it takes and returns opaque tensors."""
 
     def opaque(_: Ops, *args: Any, **named: Any) -> Any:
         names: set[str] = set()
@@ -65,35 +65,35 @@ def _twice(ops: Ops, function: Callable[..., Any], x: Any, p: Params, *rest: Any
 
 
 REFERENCE = ReferenceOps()
-# The float64 reference on opaque tensors; a block is computed twice, as an engine may.
+# The float64 reference on opaque tensors. Each block is computed twice, as engines may do.
 OpaqueOps = type(
-    "OpaqueOps", (Ops,), {n: _through(op) for n, op in vars(ReferenceOps).items() if isfunction(op)} | {"block": _twice}
+    "OpaqueOps", (Ops,), {n: _wrap_op(op) for n, op in vars(ReferenceOps).items() if isfunction(op)} | {"block": _twice}
 )
 
 
 class ModelSuite(PluginSuite):
-    """What a model must do: set `model`, small, with two blocks or more, and the `engines` that are to agree on it."""
+    """Conformance suite of a model: set a small `model` of at least two blocks, and `engines` that must agree on it."""
 
     kind, part = "model", "model"
     model: Model
     engines: ClassVar[Sequence[Engine]] = ()
     vocab: int = 16
-    causal: bool | None = None  # whether no position sees a later one; None: where the kind of data can be continued
-    without_gradient: ClassVar[tuple[str, ...]] = ()  # patterns of tensors whose gradient is 0, whatever they hold
-    rtol: float = 2e-5  # of an engine's logits, relative to the largest
-    gradient_rtol: float = 1e-4  # of an engine's gradient along a direction, relative to the gradient's norm
+    causal: bool | None = None  # no position depends on a later one; None: True if the kind of data is a sequence
+    without_gradient: ClassVar[tuple[str, ...]] = ()  # name patterns of tensors whose gradient is always 0
+    rtol: float = 2e-5  # tolerance of an engine's logits, relative to the largest
+    gradient_rtol: float = 1e-4  # tolerance of a gradient along a direction, relative to the gradient's norm
 
     def dataset(self) -> Dataset:
-        """Tiny data for the model; for a kind of data of your own, say which."""
+        """Return tiny data for the model; override it for a kind of data of your own."""
         return tiny_data(self.model.reads, self.vocab)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Called by pytest as it collects each case."""
+        """Parametrise tests that take an engine; pytest calls this."""
         if "engine" in metafunc.fixturenames:
             metafunc.parametrize("engine", self.engines, ids=[f"{e.name}{i}" for i, e in enumerate(self.engines)])
 
-    def planned(self) -> tuple[Plan, Batch, Values]:
-        """A plan that trains every tensor, a batch, and values with nothing at rest: no bias is 0, no norm 1."""
+    def make_case(self) -> tuple[Plan, Batch, Values]:
+        """Return a plan that trains every tensor, a batch, and random values (no bias is 0, no norm weight 1)."""
         dataset = self.dataset()
         model = self.model.fit(dataset)
         model.check()
@@ -106,8 +106,8 @@ class ModelSuite(PluginSuite):
     # -- the function -------------------------------------------------------------------------------------------
 
     def test_it_reads_what_its_batches_hold(self) -> None:
-        """And says so in `inputs`; its tensors have names of their own."""
-        plan, batch, _ = self.planned()
+        """The batches hold the inputs that `inputs` declares, with their shapes."""
+        plan, batch, _ = self.make_case()
         assert set(plan.model.inputs()) <= set(batch) - {"targets", "weights"}
         for name, shape in plan.model.inputs().items():
             given = plan.inputs[name].shape
@@ -115,11 +115,11 @@ class ModelSuite(PluginSuite):
             assert all(n == m for n, m in zip(shape, given, strict=True) if not isinstance(n, str)), name
 
     def test_it_computes_with_ops_alone(self) -> None:
-        """Not with Python's operators, numpy or a tensor's methods; every tensor of its own reaches the result.
+        """The model uses ops only, no Python operators, numpy or tensor methods, and its logits depend on each tensor.
 
-        And a block computes the same when it is called again.
+        A block that is computed again gives the same numbers.
         """
-        plan, batch, values = self.planned()
+        plan, batch, values = self.make_case()
         wide = {n: Opaque(v.astype(np.float64), frozenset([n])) for n, v in values.items()}
         inputs = {n: Opaque(batch[n], frozenset()) for n in plan.model.inputs()}
         logits = plan.model.forward(OpaqueOps(), plan.params(wide), inputs)
@@ -130,10 +130,10 @@ class ModelSuite(PluginSuite):
         assert logits.shape[:-1] == batch["targets"].shape
 
     def test_every_tensor_has_a_gradient(self) -> None:
-        """The loss changes as each of them moves, in float64; but for those in `without_gradient`."""
-        plan, batch, values = self.planned()
+        """In float64 the loss changes with each tensor, except those in `without_gradient`."""
+        plan, batch, values = self.make_case()
         for name in values:
-            moves = max(map(abs, self._slopes(plan, values, batch, name))) >= LEAST
+            moves = max(map(abs, self._slopes(plan, values, batch, name))) >= MIN_SLOPE
             expected = not any(fnmatchcase(name, pattern) for pattern in self.without_gradient)
             assert moves is expected, f"{name} has {'a' if moves else 'no'} gradient"
 
@@ -141,8 +141,8 @@ class ModelSuite(PluginSuite):
         return [reference_slope(plan, values, batch, name, d) for d in _directions(values[name].shape)]
 
     def test_no_position_sees_a_later_one(self) -> None:
-        """The logits of a position are those of the row that ends there, whatever comes after it."""
-        plan, batch, values = self.planned()
+        """Logits of a position do not change with the tokens after it."""
+        plan, batch, values = self.make_case()
         sequence = plan.model.reads.sequence
         if not (bool(sequence) if self.causal is None else self.causal):
             pytest.skip(f"model={plan.model.name} claims no order of positions")
@@ -156,7 +156,7 @@ class ModelSuite(PluginSuite):
 
     def test_it_says_whether_a_decoder_can_keep_positions(self) -> None:
         """A model whose ops depend on the number of positions has `cached_decoding = False`."""
-        plan, _, _ = self.planned()
+        plan, _, _ = self.make_case()
         if plan.model.reads.sequence and plan.model.cached_decoding:
             assert (reason := reason_to_recompute(plan)) is None, (
                 f"model={plan.model.name}: {reason}; set cached_decoding: ClassVar[bool] = False, and text is written "
@@ -166,10 +166,10 @@ class ModelSuite(PluginSuite):
     # -- on engines ---------------------------------------------------------------------------------------------
 
     def test_engines_compute_it(self, engine: Engine) -> None:
-        """Logits are those of the float64 reference, and each gradient its slope."""
-        plan, batch, values = self.planned()
+        """Logits equal the float64 reference, and gradients equal its slopes."""
+        plan, batch, values = self.make_case()
         expected = reference_logits(plan, values, batch)
-        with built(engine, plan, values) as session:
+        with build_session(engine, plan, values) as session:
             np.testing.assert_allclose(session.logits(batch), expected, atol=self.rtol * np.abs(expected).max())
             gradients = session.gradients(batch)
         assert gradients.keys() == values.keys()
@@ -181,25 +181,25 @@ class ModelSuite(PluginSuite):
                 assert float((gradient * direction).sum()) == pytest.approx(slope, abs=self.gradient_rtol * scale), name
 
     def test_blocks_that_are_computed_twice_give_the_same_gradients(self, engine: Engine) -> None:
-        """Where the engine has such a setting."""
+        """Recomputed blocks give the same gradients, if the engine has the setting `recompute`."""
         if "recompute" not in {f.name for f in dataclasses.fields(engine)}:
             pytest.skip(f"engine={engine.name} keeps all activations")
-        plan, batch, values = self.planned()
+        plan, batch, values = self.make_case()
         again: Any = dataclasses.replace(engine, recompute=True)  # type: ignore[call-arg]
-        with built(engine, plan, values) as one, built(again, plan, values) as two:
+        with build_session(engine, plan, values) as one, build_session(again, plan, values) as two:
             wanted = one.gradients(batch)
             for name, gradient in two.gradients(batch).items():
                 atol = 1e-6 * np.abs(wanted[name]).max()
                 np.testing.assert_allclose(gradient, wanted[name], atol=atol, err_msg=name)
 
     def test_a_decoder_gives_the_logits_of_the_whole_or_refuses(self, engine: Engine) -> None:
-        """Position by position: what it cannot do so is said, and no other text comes of it."""
-        plan, batch, values = self.planned()
+        """The decoder gives the logits of the whole sequence position by position, or raises SessionError."""
+        plan, batch, values = self.make_case()
         sequence = plan.model.reads.sequence
         if not sequence:
             pytest.skip(f"model={plan.model.name} does not continue a sequence")
         ids = batch[sequence][0]
-        with built(engine, plan, values) as session:
+        with build_session(engine, plan, values) as session:
             whole, decoder = session.logits({sequence: ids[None]})[0], session.decoder()
             try:
                 found = [decoder.feed([i]) for i in ids]

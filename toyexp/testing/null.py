@@ -1,6 +1,6 @@
-"""An engine that computes nothing, so that everything around an engine can be tested without a framework.
+"""An engine that computes nothing, to test everything around an engine without a framework.
 
-Give it to a run with `plugins=[toyexp.testing.null] engine=noop`.
+Use it with `plugins=[toyexp.testing.null] engine=noop`.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ __all__ = ["NullEngine", "NullSession"]
 
 @hookimpl
 def register_engines(register: Register) -> None:
-    """Offers engine=noop to runs that name this module."""
+    """Register engine=noop."""
     register(NullEngine)

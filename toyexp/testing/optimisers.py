@@ -1,4 +1,4 @@
-"""The suite for optimisers."""
+"""Conformance suite for optimisers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from toyexp.interfaces.session import Session
 from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.engine import updated
 from toyexp.reference.opmodel import op_batch, op_plan
-from toyexp.testing.engines import same
-from toyexp.testing.suites import PluginSuite, built
+from toyexp.testing.engines import assert_same
+from toyexp.testing.suites import PluginSuite, build_session
 
 Array = np.ndarray
 LR = 0.01
 
 
 class OptimiserSuite(PluginSuite):
-    """What an optimiser must do: set `optimiser`, and the `engine` that is to run it."""
+    """Conformance suite of an optimiser: set `optimiser`, and the `engine` that runs it."""
 
     kind, part = "optim", "optimiser"
     optimiser: Optimiser
@@ -31,7 +31,7 @@ class OptimiserSuite(PluginSuite):
     steps: int = 20
 
     def plans(self) -> Iterator[Plan]:
-        """Small plans, in each of which one rule has all tensors: matrices, or a matrix and vectors."""
+        """Yield small plans in which one rule updates all tensors: matrices, or a matrix and vectors."""
         for rule in self.rules():
             for case in ("attention_grouped", "layer_norm"):
                 plan = op_plan(case)
@@ -43,11 +43,11 @@ class OptimiserSuite(PluginSuite):
                     yield dataclasses.replace(plan, groups=tuple(groups))
 
     def rules(self) -> list[Rule]:
-        """The optimiser's rules."""
+        """Return the optimiser's rules."""
         return list(self.optimiser.with_mode(FROM_SCRATCH).rules())
 
     def test_its_numbers_have_the_same_names_at_every_step(self) -> None:
-        """And are finite."""
+        """Names stay the same and values are finite."""
         for rule in self.rules():
             for step in (0, 1, 999):
                 numbers = rule.numbers(step, LR, 0.1)
@@ -55,34 +55,34 @@ class OptimiserSuite(PluginSuite):
                 assert all(math.isfinite(value) for value in numbers.values())
 
     def test_an_update_keeps_shapes_and_slots(self) -> None:
-        """Of weights and state, of vectors and of matrices that are taller and wider."""
+        """Shapes of weights and state stay the same, for vectors and for tall and wide matrices."""
         for rule in self.rules():
             for shape in (shape for shape in ((6,), (6, 4), (4, 6)) if rule.takes("blk.0.w", shape)):
-                w, state = self._once(rule, shape, 1.0)
+                w, state = self._update(rule, shape, 1.0)
                 assert w.shape == shape
                 assert {slot: array.shape for slot, array in state.items()} == dict(rule.slots(shape))
                 assert np.isfinite(w).all()
 
     def test_a_gradient_of_zero_leaves_finite_numbers(self) -> None:
-        """A row of an embedding that no token asked for has one."""
+        """Such gradients occur in rows of an embedding whose token is not in the batch."""
         for rule in self.rules():
-            w, state = self._once(rule, (6, 4), 0.0)
+            w, state = self._update(rule, (6, 4), 0.0)
             assert np.isfinite(w).all()
             assert all(np.isfinite(array).all() for array in state.values())
 
     def test_what_is_element_wise_takes_tensors_in_one(self) -> None:
-        """An engine may lay tensors behind each other."""
+        """An engine may concatenate tensors for an element-wise rule."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
-            whole, _ = self._once(rule, (8,), 1.0)
-            parts = [self._once(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
+            whole, _ = self._update(rule, (8,), 1.0)
+            parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
             np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
 
     def test_the_engine_computes_the_formula(self) -> None:
-        """Its steps, fused or not, equal those in float64 that are fed with the engine's own gradients."""
+        """The engine's steps, fused or not, equal float64 steps with the engine's own gradients."""
         for plan in self.plans():
             weights = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.trainable}
             state = {t.name: {s: np.zeros(shape) for s, shape in plan.slots(t).items()} for t in plan.trainable}
-            with built(self.engine, plan) as session:
+            with build_session(self.engine, plan) as session:
                 for step in range(self.steps):
                     batch, numbers = op_batch(seed=step), plan.numbers(step, LR)
                     gradients = session.gradients(batch)
@@ -96,24 +96,24 @@ class OptimiserSuite(PluginSuite):
                     np.testing.assert_allclose(session.download(name), wanted, atol=1e-5, rtol=1e-5, err_msg=name)
 
     def test_a_snapshot_holds_its_state_and_brings_it_back(self) -> None:
-        """To the last bit: steps from a snapshot are the steps that were taken."""
+        """Steps from a restored snapshot are bit-identical."""
         for plan in self.plans():
-            with built(self.engine, plan) as session:
+            with build_session(self.engine, plan) as session:
                 self._steps(session, 0, 4)
                 middle = session.snapshot()
                 self._steps(session, 4, 4)
                 end = session.snapshot()
             assert {name: array.shape for name, array in middle.items()} == state_shapes(plan)
-            with built(self.engine, dataclasses.replace(plan, seed=9)) as session:
+            with build_session(self.engine, dataclasses.replace(plan, seed=9)) as session:
                 session.restore(middle)
                 self._steps(session, 4, 4)
-                same(session.snapshot(), end)
+                assert_same(session.snapshot(), end)
 
     def test_it_learns(self) -> None:
         """Steps on one batch lower its loss."""
         batch = op_batch()
         for plan in self.plans():
-            with built(self.engine, plan) as session:
+            with build_session(self.engine, plan) as session:
                 before = session.evaluate([batch])
                 for step in range(self.steps):
                     session.step(batch, plan.numbers(step, LR))
@@ -124,10 +124,10 @@ class OptimiserSuite(PluginSuite):
             session.step(op_batch(seed=step), session.plan.numbers(step, LR))
 
     @staticmethod
-    def _once(
+    def _update(
         rule: Rule, shape: tuple[int, ...], size: float, part: slice = slice(None)
     ) -> tuple[Array, Mapping[str, Array]]:
-        """A step in float64 of a random tensor, or a part of it, by a gradient of that size."""
+        """Apply a float64 step to a random tensor, or a part of it, with gradients of scale `size`."""
         draw = np.random.default_rng(1)
         w, g = draw.standard_normal(shape)[part], size * draw.standard_normal(shape)[part]
         group = Group(rule, ("w",), 0.1)

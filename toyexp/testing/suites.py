@@ -1,9 +1,9 @@
-"""The conformance kit: inherit a suite, name what it should test, and pytest does the rest.
+"""Conformance suites: inherit one, set the object to test, and run pytest.
 
 from toyexp.testing import EngineSuite
 
 class TestMyEngine(EngineSuite):
-engine = MyEngine()
+    engine = MyEngine()
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from toyexp.training.loop import Training
 
 
 class PluginSuite:
-    """What holds for every plugin class."""
+    """Tests for all plugin classes."""
 
     kind: ClassVar[str]
-    part: ClassVar[str]  # the name under which a suite is given what it tests
+    part: ClassVar[str]  # name of the attribute that holds the tested object
 
     def subject(self) -> type:
-        """The class under test."""
+        """Return the class under test."""
         return type(getattr(self, self.part))
 
-    if not TYPE_CHECKING:  # to which it would say that a suite has whatever is asked of it
+    if not TYPE_CHECKING:  # mypy would accept any attribute of a suite
 
         def __getattr__(self, name: str) -> Any:
-            """Says which attribute was forgotten, where it is used: it may be given late, by a fixture."""
+            """Fail with the name of an attribute that the test class did not set; a fixture may set it later."""
             cls = type(self)
             hint = next((h for c in cls.__mro__ if (h := inspect.get_annotations(c).get(name))), None)
             if hint and inspect.getattr_static(cls, name, None) is None:
                 pytest.fail(f"{cls.__name__}: set `{name}` ({hint}) in the class", pytrace=False)
-            return object.__getattribute__(self, name)  # raises, of a property what went wrong in it
+            return object.__getattribute__(self, name)  # raise the original error of a property
 
     def test_the_registry_takes_the_class(self) -> None:
-        """It is a dataclass with a name, a help line and defaults."""
+        """The class is a dataclass with a name, a help line and defaults."""
         check_class(self.subject(), KINDS[self.kind][0])
 
     def test_every_setting_is_explained(self) -> None:
-        """Each field has a comment, which help shows."""
+        """Each field has a comment, which is its help text."""
         assert [s.name for s in list_settings(self.subject()) if not s.comment] == []
 
 
 class RecipeSuite(PluginSuite):
-    """What a recipe must do: set `recipe` and a `model` it can train."""
+    """Conformance suite of a recipe: set `recipe` and a `model` that it can train."""
 
     kind, part = "recipe", "recipe"
     recipe: Recipe
@@ -80,18 +80,18 @@ class RecipeSuite(PluginSuite):
     engine: Engine = NullEngine()
 
     def dataset(self) -> Dataset:
-        """Tiny data for the model; for a kind of data of your own, say which."""
+        """Return tiny data for the model; override it for a kind of data of your own."""
         return tiny_data(self.model.reads, self.vocab)
 
-    def planned(self) -> Plan:
-        """A plan for tiny batches."""
+    def make_plan(self) -> Plan:
+        """Return a plan for tiny batches."""
         dataset = self.dataset()
         model = self.model.fit(dataset)
         return self.recipe.plan(model, Setup(model.batches(dataset, 2, 0).inputs, rows=2, seed=1))
 
     def test_plan_is_the_same_every_time(self) -> None:
-        """Same tensors, same initial values."""
-        one, two = self.planned(), self.planned()
+        """Two plans have the same tensors with the same initial values."""
+        one, two = self.make_plan(), self.make_plan()
         assert [(t.name, t.shape, t.trainable) for t in one.tensors] == [
             (t.name, t.shape, t.trainable) for t in two.tensors
         ]
@@ -99,46 +99,46 @@ class RecipeSuite(PluginSuite):
             np.testing.assert_array_equal(one.initial_values(a), two.initial_values(b))
 
     def test_plan_trains_something_and_holds_the_whole_model(self) -> None:
-        """Every tensor of the model is there, and what is exported has the model's own shapes."""
-        plan = self.planned()
+        """Every tensor of the model is in the plan, and exported tensors have the model's shapes."""
+        plan = self.make_plan()
         assert plan.trainable
         exported = export_tensors(plan, {t.name: plan.initial_values(t) for t in plan.tensors})
         assert {n: a.shape for n, a in exported.items()} == {t.name: t.shape for t in plan.model.tensors()}
 
     def test_life_of_the_recipe(self) -> None:
-        """realize, the warm window, build: after it the session can step."""
-        with start_session(self.recipe, self.engine, self.planned()) as session:
+        """After start() the session is built and can step."""
+        with start_session(self.recipe, self.engine, self.make_plan()) as session:
             assert session.state is State.BUILT
 
 
 class CallbackSuite(PluginSuite):
-    """What a callback must do: set `callback`, a function that makes a fresh one."""
+    """Conformance suite of a callback: set `callback`, a function that returns a fresh one."""
 
     kind = "callbacks"
     steps: int = 4
-    rule: Rule = AdamW.for_from_scratch()  # changes the weights; one that scales another's numbers sets that here
-    last: Callback  # of the last run
+    rule: Rule = AdamW.for_from_scratch()  # must change the weights; set another one if the callback scales its numbers
+    last: Callback  # the callback of the last run
 
     def callback(self) -> Callback:
-        """A fresh callback."""
+        """Return a fresh callback."""
         pytest.fail(f"{type(self).__name__}: set `callback`, such as its class, in the class", pytrace=False)
 
     def subject(self) -> type:
-        """The callback's class."""
+        """Return the callback's class."""
         return type(self.callback())
 
     def test_it_listens_and_the_run_completes(self, tmp_path: Path) -> None:
-        """A whole run with it ends by itself, and its on_end is called."""
+        """A run with the callback completes or is stopped by it, and on_end is called."""
         outcome = self.run(tmp_path, NullEngine())
         assert outcome.reason in ("completed", "aborted")
 
     def test_it_survives_a_run_that_fails(self, tmp_path: Path) -> None:
-        """on_end copes with a run whose loss became NaN."""
+        """on_end works after a run whose loss became NaN."""
         with pytest.raises(Exception, match="the loss is nan"):
             self.run(tmp_path, NullEngine(nan_at=1))
 
     def test_its_state_survives_json_and_a_fresh_one_takes_it(self, tmp_path: Path) -> None:
-        """What a checkpoint keeps of it is plain and finite, and comes back the same."""
+        """state() is finite JSON, and a fresh callback that resumes from it has the same state."""
         self.run(tmp_path, NullEngine())
         state = json.loads(json.dumps(self.last.state(), allow_nan=False))
         fresh = self.callback()
@@ -146,12 +146,12 @@ class CallbackSuite(PluginSuite):
         assert fresh.state() in ({}, state)
 
     def test_it_copes_without_evals(self, tmp_path: Path) -> None:
-        """With `eval_every=0` it hears of none, unless it refuses that."""
+        """The callback works with `eval_every=0`, or rejects it with UserError."""
         with contextlib.suppress(UserError):
             assert self.run(tmp_path, NullEngine(), eval_every=0).reason in ("completed", "aborted")
 
     def run(self, directory: Path, engine: Engine, eval_every: int = 2) -> Any:
-        """A short run on the null engine with this callback alone; raises what on_end raised."""
+        """Run a few steps on the null engine with this callback alone; raise what on_end raised."""
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))
@@ -176,8 +176,8 @@ class CallbackSuite(PluginSuite):
         return outcome
 
 
-def built(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
-    """A session ready to step, with these values in place of the plan's; skips where the engine is not here."""
+def build_session(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
+    """Return a session that is ready to step, with `values` instead of the plan's; skip without the device."""
     try:
         session = engine.realize(plan)
     except Unavailable as reason:
@@ -189,18 +189,18 @@ def built(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = 
 
 
 def tiny_data(kind: Kind, vocab: int) -> Dataset:
-    """Data of a kind that ships."""
+    """Return data of a built-in kind."""
     return {TOKENS: token_dataset(vocab), IMAGES: image_dataset()}[kind]
 
 
 def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:
-    """Random ids below `vocab`, for tests."""
+    """Return random token ids below `vocab`."""
     ids = np.random.default_rng(seed).integers(0, vocab, count, dtype=np.int32)
     return TokenDataset(ids[: count * 3 // 4], ids[count * 3 // 4 :], Bytes(), vocab, 2, {})
 
 
 def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: int = 3, seed: int = 0) -> ImageDataset:
-    """Random images of `size` x `size` pixels, each brighter than chance where its class says, for tests."""
+    """Return random images of `size` x `size` pixels; rows of pixels that depend on the class are brighter."""
     draw = np.random.default_rng(seed)
     labels = np.arange(count) % classes
     images = draw.integers(0, 156, (count, size, size, channels), dtype=np.uint8)
@@ -211,10 +211,10 @@ def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: in
 
 @dataclasses.dataclass
 class Bare(Recipe):
-    """Every tensor of a model as it begins."""
+    """A recipe that trains every tensor of a model from its initial values."""
 
     name: ClassVar[str] = "bare"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """All of them train."""
+        """Return a plan in which all tensors are trainable."""
         return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])

@@ -1,1 +1,1 @@
-"""How the jobs of a sweep are run: a class for each value of sweep.launcher."""
+"""Launchers: a class for each value of sweep.launcher, which runs the jobs of a sweep."""

@@ -1,7 +1,7 @@
-"""Jobs that start at once: each is forked from a process that has loaded what they need, and opened no device.
+"""Start jobs fast: each is forked from a server that has imported their modules and has opened no device.
 
-The fork server is our own. That of `multiprocessing` replaces sys.path, imports the caller's script again, is one for a
-process and so keeps plugins that were edited since, and cannot say whether a thread runs or a device is open.
+This replaces the fork server of `multiprocessing`. That one replaces sys.path, runs the caller's script again, exists
+once per process (so it keeps old versions of edited plugins), and cannot tell whether it is safe to fork.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from typing import Any, TypeAlias, cast
 
 from toyexp.base.ranks import FORK_SERVER_FILE
 
-POLL = 0.1  # seconds between looks at whether the sweep is to stop
-PLATFORMS = ("linux",)  # elsewhere libraries of the system are not fork-safe: jobs are spawned
+POLL = 0.1  # seconds between checks whether the sweep should stop
+PLATFORMS = ("linux",)  # other platforms' libraries are not fork-safe; jobs are spawned there
 
-Process: TypeAlias = "subprocess.Popen[bytes] | Forked"
-Start = Callable[[Sequence[str], Mapping[str, str], bool], Process]  # of words, environment, whether on a terminal
+Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+Start = Callable[[Sequence[str], Mapping[str, str], bool], Process]  # arguments, environment, on a terminal
 
 
-def spawned(words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
-    """Start the process of a job, which loads everything by itself."""
+def spawn(words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
+    """Start the process of a job, which imports everything itself."""
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *words],
         stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment, process_group=0,  # a Ctrl-C reaches it through us, once
+        env=environment, process_group=0,  # a Ctrl-C reaches it through the sweep, once
     )  # fmt: skip
 
 
-class Forks:
-    """Starts a sweep's jobs. Where that cannot be by forking, each is spawned.
+class ForkServer:
+    """Client of the fork server. It spawns jobs if forking is not possible.
 
-    What a job does is what `spawned` has it do: only what is loaded is there already, as it was when the sweep began.
+    A forked job behaves like a spawned one. Only its imports are done, as of the start of the sweep.
     """
 
     def __init__(
         self, environment: Mapping[str, str], words: Sequence[str], stopped: Callable[[], bool], stacks: bool = False
     ):
-        """Start the fork server, which imports what jobs of these `words` need; with `stacks` also what trains those.
+        """Start the fork server, which imports what jobs with these arguments (with `stacks`, also stacks) need.
 
-        Raises OSError if no process can be started.
+        Raise OSError if no process can be started.
         """
         self._stopped, self._lock = stopped, threading.Lock()
         self._ready: bool | None = None
@@ -63,26 +63,26 @@ class Forks:
             except BaseException:
                 self._control.close()
                 raise
-        with contextlib.suppress(OSError):  # it has been killed; jobs are spawned then
+        with contextlib.suppress(OSError):  # it was killed; jobs are spawned then
             self._control.send({"words": list(words), "stacks": stacks})
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
-        """Start the process of a job; raises OSError if there can be none."""
+        """Start the process of a job. Raise OSError if that fails."""
         with self._lock:
             if self._is_ready():
                 try:
-                    return Forked(self._control, words, environment, terminal)
-                except (ConnectionError, EOFError):  # it has been killed
+                    return ForkedProcess(self._control, words, environment, terminal)
+                except (ConnectionError, EOFError):  # it was killed
                     self._ready = False
-        return spawned(words, environment, terminal)
+        return spawn(words, environment, terminal)
 
     def wait(self) -> None:
-        """Wait until the fork server has loaded what jobs need."""
+        """Wait until the fork server has imported what jobs need."""
         with self._lock:
             self._is_ready()
 
     def close(self) -> None:
-        """End the fork server; jobs that run go on."""
+        """Stop the fork server; running jobs continue."""
         self._control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0 if self._ready is None else 1)
@@ -94,18 +94,18 @@ class Forks:
             try:
                 if self._control.poll(POLL):
                     self._ready = self._control.recv()
-                elif self._stopped():  # whoever stops a sweep does not wait until all is loaded
+                elif self._stopped():  # do not let a Ctrl-C wait for imports
                     return False
-            except (EOFError, OSError):  # it is gone
+            except (EOFError, OSError):  # the server has exited
                 self._ready = False
         return self._ready
 
 
-class Forked:
-    """A process that is no child of this one, with Popen's methods: its parent sends its exit code."""
+class ForkedProcess:
+    """Popen-like handle of a forked job. It is no child of this process, so its parent sends the exit code."""
 
     def __init__(self, control: Connection, words: Sequence[str], environment: Mapping[str, str], terminal: bool):
-        """Have the fork server begin it; raises OSError if it cannot, EOFError if that is gone."""
+        """Ask the fork server for a job. Raise OSError if it cannot fork, EOFError if it has exited."""
         self._lock = threading.RLock()
         self.pid, self.returncode = 0, cast("int | None", None)
         self.stdout: FileIO | None = None
@@ -116,9 +116,9 @@ class Forked:
                 self.stdout, its_output = _pipe()
                 stack.enter_context(its_output)
             order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
-            with contextlib.suppress(ConnectionError):  # nobody answers then
+            with contextlib.suppress(ConnectionError):  # the server has exited; recv() raises EOFError below
                 control.send(order)
-                for file in (its_input, its_output, its_errors, end):  # STREAMS of the fork server
+                for file in (its_input, its_output, its_errors, end):  # STREAMS files, as the server expects
                     send_handle(control, file.fileno(), None)
         try:
             self.pid = self._channel.recv()
@@ -129,17 +129,17 @@ class Forked:
             raise
 
     def poll(self) -> int | None:
-        """Return how it ended; None while it runs."""
-        with self._lock:  # a signal to the sweep may come meanwhile, and be handed on
+        """Return the exit code; None while the job runs."""
+        with self._lock:  # a signal handler may call this meanwhile
             if self.returncode is None and self._channel.poll():
                 try:
                     self.returncode = self._channel.recv()
-                except EOFError:  # its parent was killed; then it ends as its standard input does
+                except EOFError:  # its parent was killed; the job then ends because its standard input is closed
                     self.returncode = -signal.SIGKILL
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended, once it has; raises subprocess.TimeoutExpired."""
+        """Return the exit code once the job has ended. Raise subprocess.TimeoutExpired after `timeout` seconds."""
         if self.returncode is None:
             self._channel.poll(timeout)
         if (code := self.poll()) is None:
@@ -147,12 +147,12 @@ class Forked:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the job has ended."""
         with self._lock:
             if self.poll() is None:
                 os.kill(self.pid, sig)
 
-    def __enter__(self) -> Forked:
+    def __enter__(self) -> ForkedProcess:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -161,13 +161,13 @@ class Forked:
     def _close(self) -> None:
         for file in (self.stdin, self.stdout, self.stderr):
             if file:
-                file.close()  # it ends, if it has not
+                file.close()  # a running job ends when its standard input is closed
         if self.pid > 0:
             self.wait()
-        self._channel.close()  # from now on its number may be another process's
+        self._channel.close()  # from now on the system may reuse the process id
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """Return the ends of a new pipe that are read from and written to."""
+    """Return the reading and the writing end of a new pipe."""
     reading, writing = os.pipe()
     return FileIO(reading), FileIO(writing, "w")

@@ -1,4 +1,4 @@
-"""The fork server of a sweep: it has loaded what jobs need, opened no device, and runs no thread."""
+"""The fork server of a sweep: it has imported what jobs need, opened no device, and runs no thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import numpy as np
-import numpy.ma  # which numpy imports where it is first used, as the next one
+import numpy.ma  # numpy imports these two only when they are used
 import numpy.random
 
 import toyexp.batching.tokens
@@ -32,30 +32,30 @@ from toyexp.config.request import Request
 from toyexp.config.schema import AUTO, Source
 from toyexp.interfaces.engine import Engine
 from toyexp.plugins.discovery import cache_registry
-from toyexp.sweeps.begin import FLAGS
+from toyexp.sweeps.begin import JOB_FLAGS
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-STREAMS = 4  # files of a job: the standard ones, and the channel that hears how it ended
-DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # what drivers open once they are in use
+STREAMS = 4  # files that are passed for a job: standard streams, and the channel for its exit code
+DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # device files of GPU drivers
 
 
 def serve() -> bool:
-    """Fork a process for each job that the sweep asks for; return True there, and False here once the sweep is gone."""
+    """Fork a process for each job of the sweep. Return True in a job, and False here when the sweep has ended."""
     control = Connection(int(os.environ.pop(FORK_SERVER_FILE)))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # what is sent to all processes is for the jobs
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # signals to the process group are for the jobs
     with control, contextlib.suppress(ConnectionError, EOFError):
         asked = control.recv()
         with contextlib.suppress(Exception):  # each job reports errors in its settings itself
             _load(**asked)
-        fit = _is_fit()
+        fit = _is_safe_to_fork()
         control.send(fit)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those ended that wait for the jobs
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait for jobs need no parent
         while fit:
             order, files = control.recv(), [recv_handle(control) for _ in range(STREAMS)]
             with contextlib.suppress(Exception):
-                _composed(order["words"])
-            if _forked(control, files):
-                _become(order, files)
+                _compose_request(order["words"])
+            if _fork_job(control, files):
+                _become_job(order, files)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 return True
             for file in files:
@@ -64,49 +64,50 @@ def serve() -> bool:
 
 
 def _load(words: Sequence[str], stacks: bool) -> None:
-    """Import what the jobs will: plugins by their names, and what the engine, or its stacks, compute with."""
+    """Import modules of the jobs: plugins, and the framework of the engine or of its stacks."""
     import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
 
     if stacks:
         import toyexp.sweeps.launchers.stack_process  # noqa: F401 - and where nothing trains together
-    request = _composed(words)
+    request = _compose_request(words)
     cache_registry(request.registry)
     composed = request.compose()
     for offer in request.registry.engines():
         if composed.cfg.engine.name in (AUTO, offer.name):
-            with contextlib.suppress(Exception):  # it is not installed
+            with contextlib.suppress(Exception):  # not installed
                 engine = cast("type[Engine]", offer.cls)()
                 engine.preload_stack() if stacks else engine.preload()
     with contextlib.suppress(Exception):
-        composed.check_parts()  # the settings of parts that jobs share are merged once
+        composed.check_parts()  # merges the settings of shared parts once, for all jobs
 
 
-def _composed(words: Sequence[str]) -> Request:
-    """Return the request of some words, and compose what other jobs may ask for too."""
+def _compose_request(words: Sequence[str]) -> Request:
+    """Return the request for these arguments, and cache the composition that other jobs need too."""
     flags, settings = split_flags(words)
-    request = Request.parse(settings, Source.from_flags(*map(flags.get, FLAGS)))
+    request = Request.parse(settings, Source.from_flags(*map(flags.get, JOB_FLAGS)))
     store_composition(Keys.from_registry(request.registry).hydra_overrides(request.settings), request.source)
     return request
 
 
-def _is_fit() -> bool:
-    """Return whether it is safe to fork: no other thread runs, and no device is open."""
-    gc.freeze()  # the jobs share this memory: a collection that looks through it would copy it, and takes a while
+def _is_safe_to_fork() -> bool:
+    """Return True if forking is safe: no other thread runs, and no device is open."""
+    gc.freeze()  # jobs share this memory; a garbage collection would copy it
     gc.enable()
     if not (trial := os.fork()):
         os._exit(0)
     os.waitpid(trial, 0)
     with contextlib.suppress(OSError):
         opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        threads = list(Path("/proc/self/task").iterdir())  # OpenBLAS has ended its own before the fork
+        threads = list(Path("/proc/self/task").iterdir())  # OpenBLAS has stopped its threads for the fork
         return len(threads) == 1 and not any(name.startswith(DEVICES) for name in opened)
     return False
 
 
-def _forked(control: Connection, files: Sequence[int]) -> bool:
-    """Fork a process that waits for the job, and from that one the job; return True in the job, and False here.
+def _fork_job(control: Connection, files: Sequence[int]) -> bool:
+    """Fork a process that waits for the job, and from it the job. Return True in the job, and False here.
 
-    One of the files receives the job's process id and exit code; until it is closed, the id is not given again.
+    The last file is a channel that receives the job's process id and its exit code. The id is not reused until the
+    channel is closed.
     """
     try:
         if os.fork():
@@ -127,15 +128,15 @@ def _forked(control: Connection, files: Sequence[int]) -> bool:
     if job > 0:
         ended = os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
         code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else 0
-        with contextlib.suppress(OSError):  # the sweep is gone
+        with contextlib.suppress(OSError):  # the sweep has exited
             channel.send(code)
             os.read(channel.fileno(), 1)
         os.waitpid(job, 0)
     os._exit(0)
 
 
-def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Make this process what a job's is that was started by its words."""
+def _become_job(order: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Set up this process like a job that was started with its own command line."""
     os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
     for number, file in enumerate(files[:-1]):
         os.dup2(file, number)
@@ -147,19 +148,19 @@ def _become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     sys.argv[1:] = order["words"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before = getattr(sys, name)
-        buffering = 1 if number == 2 or before.write_through else -1  # that is set by PYTHONUNBUFFERED
+        buffering = 1 if number == 2 or before.write_through else -1  # write_through is set by PYTHONUNBUFFERED
         mode = "w" if number else "r"
         stream = os.fdopen(number, mode, buffering, before.encoding, before.errors, closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    np.random.seed()  # as Python has done with its own random numbers
+    np.random.seed()  # Python reseeds its own generator after a fork, numpy does not
 
 
 def end(code: int) -> NoReturn:
-    """End the process of a job. To take apart all that is loaded takes a tenth of a second, and copies its memory."""
+    """Flush files and end a job's process. The interpreter's normal exit would take 0.1 s and copy shared memory."""
     threading._shutdown()  # type: ignore[attr-defined] # waits for the threads that a process waits for
-    for file in gc.get_objects():  # those since the fork
+    for file in gc.get_objects():  # only objects created since the fork
         if isinstance(file, io.IOBase):
             with contextlib.suppress(Exception):
-                file.flush()  # as happens to files that are left open
+                file.flush()  # as at a normal exit
     exit_now(code)

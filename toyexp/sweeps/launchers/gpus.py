@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs a job has: jobs side by side each have their own, as far as there are enough."""
+"""Assign NVIDIA GPUs to parallel jobs: each gets its own as long as there are enough."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # CUDA's own word for those that a process sees
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's variable for the GPUs that a process may use
 
 
-def visible() -> list[str]:
-    """The names by which CUDA knows the GPUs that this process may use; none where nobody can tell."""
-    if (told := os.environ.get(VISIBLE)) is not None:
+def visible_gpus() -> list[str]:
+    """Return CUDA's names of the GPUs that this process may use; empty if there are none."""
+    if (told := os.environ.get(VISIBLE_DEVICES)) is not None:
         return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 class Gpus:
-    """Hands them out: first those that the fewest jobs have."""
+    """Pool of GPUs; it hands out the least used ones first."""
 
     def __init__(self, names: Sequence[str]):
-        self._taken = dict.fromkeys(names, 0)
+        self._use_counts = dict.fromkeys(names, 0)
         self._lock = threading.Lock()
 
-    def at_once(self, most: int, each: int = 1) -> int:
-        """How many jobs of `most` GPUs can run side by side, `each` on a GPU; 0: as many as one likes."""
-        return max(len(self._taken) // most, 1) * each if most and self._taken else 0
+    def capacity(self, most: int, each: int = 1) -> int:
+        """Return how many jobs of `most` GPUs run at once, with `each` jobs on a GPU; 0: no limit."""
+        return max(len(self._use_counts) // most, 1) * each if most and self._use_counts else 0
 
     @contextlib.contextmanager
-    def some(self, count: int) -> Iterator[list[str]]:
-        """So many for a while; none where there are not so many, which is for the job to say."""
+    def reserve(self, count: int) -> Iterator[list[str]]:
+        """Reserve `count` GPUs and yield their names; yield none if there are not enough (the job reports that)."""
         with self._lock:
-            found = sorted(self._taken, key=lambda name: self._taken[name])[:count]
+            found = sorted(self._use_counts, key=lambda name: self._use_counts[name])[:count]
             found = found if len(found) == count else []
             for name in found:
-                self._taken[name] += 1
+                self._use_counts[name] += 1
         try:
             yield found
         finally:
             with self._lock:
                 for name in found:
-                    self._taken[name] -= 1
+                    self._use_counts[name] -= 1

@@ -1,4 +1,4 @@
-"""The process of a job: it is started, listened to and stopped."""
+"""Start a job's process, read its output, and stop it."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from toyexp.base.signals import Handler, ending_signals, handle_signals
 from toyexp.base.threads import core_variables
 from toyexp.base.writing import make_directory, open_for_writing
 from toyexp.sweeps.combinations import LIFELINE
-from toyexp.sweeps.directory import Ended, Order
-from toyexp.sweeps.launchers.forking import Process, Start, spawned
-from toyexp.sweeps.launchers.gpus import VISIBLE
+from toyexp.sweeps.directory import JobExit, LaunchSpec
+from toyexp.sweeps.launchers.forking import Process, Start, spawn
+from toyexp.sweeps.launchers.gpus import VISIBLE_DEVICES
 
-POLL = 0.2  # seconds between looks at a job's process and output
-LINGER = 0.5  # seconds that a dead job's own children may hold its output open
-ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # how a last word begins
-LINES, LONG = 1000, 1 << 16  # of a job's last words, and bytes of a line, that are waited for
-NOT_STARTED = 126  # the exit code that shells have for it
-PATIENCE = 2  # signals to the sweep that are handed on; the next one kills
+POLL = 0.2  # seconds between checks of a job's process and output
+PIPE_TIMEOUT = 0.5  # seconds that children of an ended job may keep its output open
+ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # starts of error messages
+LINES, LONG = 1000, 1 << 16  # lines of an error message that are kept; bytes of a line without an end
+NOT_STARTED = 126  # exit code of shells for a command that cannot be run
+PATIENCE = 2  # signals that are forwarded to jobs; the next one kills them
 
 
 class Stop:
-    """The first signal that ends goes on to the jobs that run, and no other is started; the third one kills them."""
+    """Stop requests of a sweep: the first two signals ask jobs to save and exit, the third kills them."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal
-        self.ends = 0  # how often the jobs were to end
+        self.number = 0  # the first signal
+        self.ends = 0  # number of stop requests
         self._count = 0
         self._processes: set[Process] = set()
 
     @property
     def requested(self) -> bool:
-        """Whether the jobs are to end."""
+        """Whether the sweep should stop."""
         return self.ends > 0
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """What the interpreter calls."""
+        """Handle a signal; this is installed as signal handler."""
         self._count += 1
         self.number = self.number or number
         self.end(number if self._count <= PATIENCE else signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Has the jobs that run save and end."""
+        """Ask running jobs to save a checkpoint and exit."""
         self.ends += 1
         for process in list(self._processes):
             process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
-        """Until those that were told to end have ended, which they have to in this time."""
+        """Wait until the jobs have ended; kill them after `seconds`."""
         until = time.monotonic() + seconds
         for process in list(self._processes):
             try:
@@ -68,8 +68,8 @@ class Stop:
                 process.send_signal(signal.SIGKILL)
 
     @contextlib.contextmanager
-    def watching(self, process: Process) -> Iterator[None]:
-        """From now on a signal reaches `process`, and one that came already does."""
+    def forward_signals(self, process: Process) -> Iterator[None]:
+        """Forward signals to `process`, also one that came before."""
         self._processes.add(process)
         if self.requested:
             process.send_signal(self.number or signal.SIGTERM)
@@ -79,8 +79,8 @@ class Stop:
             self._processes.discard(process)
 
     @contextlib.contextmanager
-    def handling(self) -> Iterator[None]:
-        """The signals that end are ours; SIGUSR1, if it is none of them, is for jobs alone."""
+    def handle_signals(self) -> Iterator[None]:
+        """Handle stop signals in this process; ignore SIGUSR1, which is for jobs, unless it is one of them."""
         handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), self.handle)
         handlers.setdefault(signal.SIGUSR1, lambda number, frame: None)
         with handle_signals(handlers):
@@ -88,80 +88,81 @@ class Stop:
 
 
 def run_process(
-    order: Order,
+    order: LaunchSpec,
     stop: Stop,
     show: Callable[[str, IO[str]], None],
     poll: Callable[[], None] = lambda: None,
     terminal: bool = False,
-    start: Start = spawned,
-) -> Ended:
-    """Runs a job in a process of its own and waits for it; `show` gets its lines, and the log has them too.
+    start: Start = spawn,
+) -> JobExit:
+    """Run a job in its own process and wait for it. `show` receives its lines, which are also logged.
 
-    With `terminal` it writes to our own standard output, where it draws its bar. `poll` is called now and then.
+    With `terminal` the job writes to the sweep's standard output, so that it can draw a progress bar. `poll` is called
+    regularly.
     """
     last = _LastWords()
     try:
-        words = order.words()
+        words = order.args()
         environment = {**os.environ, **core_variables(order.cores), **order.environment, LIFELINE: "1"}
         if order.gpus:
-            environment[VISIBLE] = ",".join(order.gpus)
+            environment[VISIBLE_DEVICES] = ",".join(order.gpus)
         make_directory(order.log.parent)
         with (
             open(open_for_writing(order.log, os.O_APPEND), "ab", buffering=0) as log,
             start(words, environment, terminal) as process,
-            stop.watching(process),
+            stop.forward_signals(process),
         ):
             for line, to_stderr in _lines(process, log, poll):
-                if not (to_stderr and last.hears(line)):
+                if not (to_stderr and last.holds_back(line)):
                     show(line, sys.stderr if to_stderr else sys.stdout)
             code = process.wait()
-        if code == 0:  # it said something of an error, and came through
+        if code == 0:  # it printed an error and still succeeded
             for line in last.held:
                 show(line, sys.stderr)
     except UserError as error:
-        return Ended(2, str(error))
-    except OSError as error:  # no memory for a process, no room for its log
-        return Ended(NOT_STARTED, f"could not be run here ({error.strerror})")
-    return Ended(code, last.text() if code else "")
+        return JobExit(2, str(error))
+    except OSError as error:  # no memory for a process, or no space for its log
+        return JobExit(NOT_STARTED, f"could not be run here ({error.strerror})")
+    return JobExit(code, last.text() if code else "")
 
 
 class _LastWords:
-    """Keeps back what a job says of the error that ends it, which the sweep reports in a line of its own."""
+    """Filter that holds back a job's error message, which the sweep reports in a line of its own."""
 
     def __init__(self) -> None:
         self.held: deque[str] = deque(maxlen=LINES)
         self._line = ""
 
-    def hears(self, line: str) -> bool:
-        """Whether this line of its stderr belongs to an error."""
+    def holds_back(self, line: str) -> bool:
+        """Return True if this line of stderr belongs to an error message, which is then held back."""
         self._line = line.strip() or self._line
         if self.held or line.startswith(ENDINGS):
             self.held.append(line)
         return bool(self.held)
 
     def text(self) -> str:
-        """The error, or else the last line."""
+        """Return the error message, or the last line if there is none."""
         told = list(itertools.dropwhile(lambda line: not line.startswith("toyexp: error: "), self.held))
         return "\n".join(told).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
 
 
 def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
-    """What a process prints, line by line, and whether to stderr; until it ended, even if its own children live on."""
+    """Yield each line of a process, and whether it is from stderr, until the process ends (children may live on)."""
     left: dict[Any, bytes] = {pipe: b"" for pipe in (process.stdout, process.stderr) if pipe is not None}
     ended = None
     with selectors.DefaultSelector() as selector:
         for pipe in left:
             selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map() and not (ended and time.monotonic() - ended > LINGER):
+        while selector.get_map() and not (ended and time.monotonic() - ended > PIPE_TIMEOUT):
             for key, _ in selector.select(POLL):
                 pipe = key.fileobj
                 chunk = os.read(key.fd, 1 << 16)
                 if not chunk:
                     selector.unregister(pipe)
-                with contextlib.suppress(OSError):  # a full disk costs the log, not the job
+                with contextlib.suppress(OSError):  # on a full disk only the log is lost
                     log.write(chunk)
                 *whole, left[pipe] = (left[pipe] + chunk).split(b"\n")
-                if len(left[pipe]) > LONG:  # a bar that never ends its line
+                if len(left[pipe]) > LONG:  # such as a progress bar that never ends its line
                     whole, left[pipe] = [*whole, left[pipe]], b""
                 yield from ((line.decode(errors="replace"), pipe is process.stderr) for line in whole)
             poll()

@@ -1,4 +1,4 @@
-"""What runs the jobs of a sweep: the interface of a launcher, and the share of a machine that each job has."""
+"""The interface of launchers, which run the jobs of a sweep, and the division of a machine among jobs."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from toyexp.base.formatting import pluralise
 from toyexp.base.packages import prefix_unavailable, require_package
 from toyexp.base.threads import available_cores, core_variables
 from toyexp.config.top_level import Sweep
-from toyexp.sweeps.directory import Ended, Job
+from toyexp.sweeps.directory import Job, JobExit
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.forking import PLATFORMS, Forks, Start, spawned
-from toyexp.sweeps.launchers.gpus import Gpus, visible
+from toyexp.sweeps.launchers.forking import PLATFORMS, ForkServer, Start, spawn
+from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.watch import Watch
 
-AUTO = -1  # GPUs of a job whose engine is chosen when it begins
+AUTO = -1  # stands for the GPUs of a job with engine=auto
 
 
 class Resources(NamedTuple):
-    """How many run at once, jobs or processes that train several, and what each of them has."""
+    """Number of jobs (or stack processes) at once, and the resources of each."""
 
     jobs: int
-    cores: int  # 0: all there are
-    gpus: int  # of the one that takes the most
-    processes: int = 1  # of the one that is the most of them
-    stacks: int = 1  # that share the memory of a device
-    counts: Sequence[int | None] = ()  # GPUs of a job of each engine; None: all there are
+    cores: int  # 0: all
+    gpus: int  # of the job with the most GPUs
+    processes: int = 1  # of the job with the most processes
+    stacks: int = 1  # number of stacks that share a device's memory
+    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine; None: all
 
-    def gpus_of(self, there: int) -> int:
-        """Return the GPUs of the job that takes the most, of so many; 0: as many as one asks for."""
+    def max_gpus(self, there: int) -> int:
+        """Return the largest number of GPUs of a job, given the GPUs of the machine; 0 if all jobs use the CPU."""
         auto = min(there, 1)
         return max((there if n is None else auto if n == AUTO else n for n in self.counts), default=0)
 
 
 class Launcher(ABC):
-    """Runs jobs. Each class is one value of sweep.launcher."""
+    """Base class of launchers. Each class is one value of sweep.launcher."""
 
     name: ClassVar[str]
-    package: ClassVar[str] = ""  # that has to be installed
-    has_several: ClassVar[bool] = True  # sweep.jobs applies
-    takes_all: ClassVar[str] = ""  # without sweep.jobs all jobs run at once: what they do then
-    shares_gpus: ClassVar[bool] = False  # sweep.per_gpu applies
-    shares_gpus_by: ClassVar[str] = ""  # what to type in place of it
-    is_forked: ClassVar[bool] = False  # jobs start from the fork server, where there is one
-    is_stacked: ClassVar[bool] = False  # one process trains several jobs together
-    _forks: Forks | None = None
+    package: ClassVar[str] = ""  # Python package that it needs
+    has_several: ClassVar[bool] = True  # whether sweep.jobs applies
+    takes_all: ClassVar[str] = ""  # how all jobs run at once by default, in words
+    shares_gpus: ClassVar[bool] = False  # whether sweep.per_gpu applies
+    shares_gpus_by: ClassVar[str] = ""  # what to type instead
+    uses_fork_server: ClassVar[bool] = False  # whether jobs are forked where that is possible
+    trains_stacks: ClassVar[bool] = False  # whether one process trains several jobs together
+    _forks: ForkServer | None = None
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
-        """Divide the machine among `total` jobs, of which `jobs` show every setting."""
+        """Divide the machine among `total` jobs; `jobs` are samples with every setting."""
         self.settings, self.total, self.configs = settings, total, configs
-        self.gpus = Gpus(visible())
+        self.gpus = Gpus(visible_gpus())
         self.share = self.resources(jobs)
 
     @classmethod
     def check(cls, settings: Sweep) -> None:
-        """Raise UserError for settings that cannot work with this launcher, Unavailable without its package."""
+        """Raise UserError for settings that this launcher does not support, Unavailable without its package."""
         if settings.jobs > 1 and not cls.has_several:
             raise UserError(f"sweep.jobs={settings.jobs}: runs jobs side by side with sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
@@ -74,7 +74,7 @@ class Launcher(ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Raise Unavailable when the package that the launcher needs is missing or broken."""
+        """Raise Unavailable if the launcher's package is missing or broken."""
         if cls.package:
             with (
                 prefix_unavailable(f"sweep.launcher={cls.name}"),
@@ -83,11 +83,11 @@ class Launcher(ABC):
                 importlib.import_module(cls.package)
 
     @abstractmethod
-    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
-        """Run jobs; yield each as it ends. The next one may depend on how those before ended."""
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
+        """Run jobs and yield each as it ends. The next job may depend on how earlier ones ended."""
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        """Return how many jobs run at once, and the share of the machine that each has; UserError if none fits."""
+        """Return how many jobs run at once and the share of each. Raise UserError if no job fits."""
         return Resources(1, 0, 0)
 
     def limit(self) -> int:
@@ -95,40 +95,40 @@ class Launcher(ABC):
         return self.share.jobs
 
     @property
-    def alone(self) -> bool:
-        """Whether jobs print as if there were no other."""
-        return self.limit() == 1 and not self.is_stacked
+    def runs_singly(self) -> bool:
+        """Whether jobs run one at a time, so that their output needs no job number."""
+        return self.limit() == 1 and not self.trains_stacks
 
     @property
     def start(self) -> Start:
-        """Return the function that starts the process of a job."""
-        return self._forks.start if self._forks else spawned
+        """The function that starts a job's process."""
+        return self._forks.start if self._forks else spawn
 
     def preload(self, words: Sequence[str], stop: Stop) -> None:
-        """Start the fork server, which imports what jobs of these words need."""
-        if self.is_forked and sys.platform in PLATFORMS:
+        """Start the fork server, which imports what jobs with these arguments need."""
+        if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
-            self._forks = Forks(environment, words, lambda: stop.requested, self.is_stacked)
+            self._forks = ForkServer(environment, words, lambda: stop.requested, self.trains_stacks)
 
     def wait(self) -> None:
-        """Wait until the fork server has loaded what jobs need."""
+        """Wait until the fork server has imported what jobs need."""
         if self._forks:
             self._forks.wait()
 
     def connect(self) -> None:  # noqa: B027 - most have no cluster
-        """Join the cluster that jobs are handed to; UserError without one."""
+        """Join the cluster. Raise UserError if there is none."""
 
     def close(self) -> None:
-        """Release what the launcher holds."""
+        """Release resources of the launcher."""
         if self._forks:
             self._forks.close()
 
     def describe(self, at_once: int) -> str:
-        """Return how so many jobs run at once, for a dry run."""
+        """Return how `at_once` jobs run, for a dry run."""
         return "one after another" if at_once == 1 else f"{at_once} at once"
 
     def caveat(self, at_once: int) -> str:
-        """Return what a dry run's estimate of the time leaves out."""
+        """Return a caveat of the time estimate of a dry run."""
         if at_once > 1 and not self.share.cores:
             return "where the cluster starts so many at once, on machines like this one"
         cores = pluralise(self.share.cores, "core")
@@ -136,18 +136,18 @@ class Launcher(ABC):
 
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
-    def demand(self, jobs: Sequence[Job], gpus: int) -> Resources:
-        """Return what the largest job takes of so many `gpus`, for all jobs at once."""
-        kinds = list(of_each_engine(jobs))
+    def requested_resources(self, jobs: Sequence[Job], gpus: int) -> Resources:
+        """Return the resources of the largest job on a machine with `gpus` GPUs, for all jobs at once."""
+        kinds = list(one_job_per_engine(jobs))
         processes = max((self.configs.processes(job) for job in kinds), default=1)
         counts = [self.configs.gpus(job, AUTO) for job in kinds]
         share = Resources(self.settings.jobs or self.total, 0, 0, processes, counts=counts)
-        return share._replace(gpus=share.gpus_of(gpus))
+        return share._replace(gpus=share.max_gpus(gpus))
 
-    def on_this_machine(self, share: Resources) -> Resources:
-        """Return the share of each job here: jobs of several GPUs have them for themselves, others unless told."""
+    def limit_to_machine(self, share: Resources) -> Resources:
+        """Limit jobs to this machine. Jobs of several GPUs do not share them; other jobs may with sweep.per_gpu."""
         settings, cores = self.settings, available_cores()
-        at_once = self.gpus.at_once(share.gpus, self.per_gpu(share))
+        at_once = self.gpus.capacity(share.gpus, self.per_gpu(share))
         limit = settings.jobs or max(cores // share.processes, 1)
         if settings.jobs:
             limit = min(limit, max(self.total, 1))
@@ -156,7 +156,7 @@ class Launcher(ABC):
         return share._replace(jobs=limit, cores=max(cores // limit, min(share.processes, cores)))
 
     def per_gpu(self, share: Resources) -> int:
-        """Return how many share a GPU if told; UserError for jobs of several GPUs."""
+        """Return how many jobs share a GPU. Raise UserError if jobs of several GPUs should share them."""
         if self.settings.per_gpu > 1 and share.gpus > 1:
             raise UserError(
                 f"sweep.per_gpu={self.settings.per_gpu}: jobs of {share.gpus} GPUs have them for themselves"
@@ -164,8 +164,8 @@ class Launcher(ABC):
         return max(self.settings.per_gpu, 1)
 
 
-def of_each_engine(jobs: Sequence[Job]) -> Iterable[Job]:
-    """Return a job of each engine, and of each setting of one."""
+def one_job_per_engine(jobs: Sequence[Job]) -> Iterable[Job]:
+    """Return one job for each combination of engine settings."""
     kinds: dict[tuple[str, ...], Job] = {}
     for job in jobs:
         kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)

@@ -1,4 +1,4 @@
-"""Jobs on a cluster of Ray's, one that is there or one that Ray starts on this machine, with their cores and GPUs."""
+"""Run jobs on a Ray cluster: a running one, or one that Ray starts on this machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from toyexp.base.signals import ending_signals, handle_signals
 from toyexp.base.terminal import print_line
 from toyexp.base.threads import CORES_VARIABLE, available_cores
 from toyexp.config.top_level import RAY_ADDRESS
-from toyexp.sweeps.directory import Ended, Job, Order
-from toyexp.sweeps.launchers.cluster import POLL, Cluster, Lost, OnNode, last_line
-from toyexp.sweeps.launchers.gpus import visible
+from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
+from toyexp.sweeps.launchers.cluster import POLL, Cluster, LostJob, NodeJob, last_line
+from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import NOT_STARTED
 from toyexp.sweeps.launchers.launcher import Resources
 
-ANSWERS = 5.0  # seconds that the head of a cluster has for taking a connection; Ray alone would try for two minutes
-# Of the environment, what a job has wherever it runs; all else is its node's own.
-TRAVELS = ("PYTHONPATH", "TOYEXP_")
-# For Ray and what it starts: no usage is reported to its makers, unless somebody asked for that, and jobs save when the
-# sweep is killed, where Ray would kill them with their worker.
+CONNECT_TIMEOUT = 5.0  # seconds to connect to the head node; Ray itself would try for two minutes
+# Environment variables that are passed on to jobs. Other variables are those of the node.
+FORWARDED_VARIABLES = ("PYTHONPATH", "TOYEXP_")
+# Defaults for Ray: send no usage statistics, and do not kill a job's process when its worker is killed: the job saves
+# a checkpoint first.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_kill_child_processes_on_worker_exit": "false"}
 
 
@@ -40,17 +40,18 @@ class Node:
     gpus: float
 
     def fits(self, cores: float, gpus: float) -> int:
-        """How many jobs of so many there is room for."""
+        """Return how many jobs with these resources run on the node at once."""
         of_gpus = self.gpus // gpus if gpus else math.inf
-        if 0 < gpus < 1:  # a part is of one GPU
+        if 0 < gpus < 1:  # a fraction refers to one GPU
             of_gpus = int(self.gpus) * int(1 / gpus + 1e-9)
         return int(min(self.cores // cores, of_gpus))
 
 
-def share(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int | None) -> tuple[int, int]:
-    """Jobs at once, and cores for each: all the cores there are where so many jobs, 0: as many as fit, run at once.
+def divide_cores(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int | None) -> tuple[int, int]:
+    """Return how many jobs run at once, and the cores of each.
 
-    A job has at least `least` cores, or `cpus` where that is said, and so many GPUs, which may be a part of one.
+    `jobs` is the wanted number; 0 means all that fit. Each job gets `gpus` GPUs (or a fraction of one) and at least
+    `least` cores, and more if all jobs then still fit; `cpus` sets the cores instead.
     """
 
     def fits(cores: int) -> int:
@@ -64,24 +65,24 @@ def share(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int |
 
 
 class OnRay(Cluster):
-    """Jobs as tasks, which ask for their cores and GPUs; in each there waits a worker for the process of a job."""
+    """Launcher that submits jobs as Ray tasks. In each task a worker starts and watches the job's process."""
 
     name = package = "ray"
     shares_gpus_by = "; a job of ray takes a part of one with sweep.ray.gpus=0.25"
     _cores: int
     _gpus: float
-    _nodes: Sequence[Node] = ()  # of the cluster, once it was joined
+    _nodes: Sequence[Node] = ()  # of the cluster, once joined
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
         self.retries = self.settings.ray.retries
         if self.settings.ray.cluster():
-            return self.demand(jobs, 0)
-        return self.on_this_machine(self.demand(jobs, len(visible())))
+            return self.requested_resources(jobs, 0)
+        return self.limit_to_machine(self.requested_resources(jobs, len(visible_gpus())))
 
     def connect(self) -> None:
-        """Connect to a cluster, or have Ray start one here.
+        """Join a cluster, or let Ray start one here.
 
-        Raises UserError for a cluster that is not there, or cannot take any job.
+        Raise UserError if there is no cluster, or if none of its nodes can run a job.
         """
         import ray
 
@@ -89,9 +90,9 @@ class OnRay(Cluster):
         os.environ.update({**SETTINGS, **os.environ})
         address = settings.cluster()
         _join(address, max(available_cores(), own.jobs * own.cores))
-        self._nodes = _look()
-        self._gpus = gpus = settings.gpus or own.gpus_of(int(max((node.gpus for node in self._nodes), default=0)))
-        limit, self._cores = share(self._nodes, self.settings.jobs, own.processes, gpus, settings.cpus)
+        self._nodes = _read_nodes()
+        self._gpus = gpus = settings.gpus or own.max_gpus(int(max((node.gpus for node in self._nodes), default=0)))
+        limit, self._cores = divide_cores(self._nodes, self.settings.jobs, own.processes, gpus, settings.cpus)
         each = pluralise(self._cores, "core") + (
             f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""
         )
@@ -110,42 +111,42 @@ class OnRay(Cluster):
             f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a cluster of its own on this machine"
         )
         print_line(f"ray     {where}: {pluralise(limit, 'job')} at once, {each} each")
-        self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_at_node)
+        self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_run_on_node)
 
     def limit(self) -> int:
         if self.settings.jobs or not self._nodes:
             return self.share.jobs
-        return sum(node.fits(self._cores, self._gpus) for node in _look())
+        return sum(node.fits(self._cores, self._gpus) for node in _read_nodes())
 
-    def work(self, order: Order) -> OnNode:
-        ours = {k: v for k, v in os.environ.items() if k.startswith(TRAVELS) and k != CORES_VARIABLE}
-        return OnNode(replace(order, cores=self._cores, environment={**ours, **order.environment}))
+    def make_work(self, order: LaunchSpec) -> NodeJob:
+        ours = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_VARIABLES) and k != CORES_VARIABLE}
+        return NodeJob(replace(order, cores=self._cores, environment={**ours, **order.environment}))
 
-    def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
+    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]
 
-    def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
         import ray
 
         over: Sequence[Any] = ray.wait(list(handles), num_returns=1, timeout=POLL)[0] if handles else []
         return over
 
-    def result(self, handle: Any) -> Ended | Lost:
+    def result(self, handle: Any) -> JobExit | LostJob:
         import ray
         from ray import exceptions
 
         try:
-            ended: Ended = ray.get(handle)
+            ended: JobExit = ray.get(handle)
         except exceptions.TaskCancelledError:
-            return Ended(128 + signal.SIGTERM, "interrupted")
-        except exceptions.RayTaskError as error:  # what keeps a task from its start: no toyexp there, another disk
-            return Ended(NOT_STARTED, f"ray: {printable(last_line(error), 300)}")
+            return JobExit(128 + signal.SIGTERM, "interrupted")
+        except exceptions.RayTaskError as error:  # the task could not start: no toyexp on the node, another file system
+            return JobExit(NOT_STARTED, f"ray: {printable(last_line(error), 300)}")
         except exceptions.RayError as error:
-            return Lost(GONE.get(type(error).__name__, "its node is gone"))
+            return LostJob(LOSS_REASONS.get(type(error).__name__, "its node is gone"))
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Tasks that wait leave; workers hear of it as of Ctrl-C, and hand it on to the process of their job."""
+        """Cancel waiting tasks; in running ones, Ray sends the worker SIGINT, which it forwards to the job."""
         import ray
 
         for handle in handles:
@@ -158,24 +159,26 @@ class OnRay(Cluster):
             ray.shutdown()
 
 
-GONE = {"WorkerCrashedError": "its worker was killed", "OutOfMemoryError": "its node ran out of memory"}
+LOSS_REASONS = {"WorkerCrashedError": "its worker was killed", "OutOfMemoryError": "its node ran out of memory"}
 
 
-def _at_node(work: OnNode, cwd: str) -> Ended:
-    """What a task runs: signals that end go on to the job, those of ray.cancel too."""
+def _run_on_node(work: NodeJob, cwd: str) -> JobExit:
+    """Run a job in a Ray task; forward stop signals to it, also those of ray.cancel."""
     try:
         os.chdir(cwd)
     except OSError as error:
-        return Ended(NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes have to see this disk")
+        return JobExit(
+            NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes have to see this disk"
+        )
     signal.pthread_sigmask(
         signal.SIG_UNBLOCK, ending_signals()
-    )  # a worker blocks SIGINT, which the job would take over
-    with work.stop.handling():
+    )  # a worker blocks SIGINT, and the job would inherit that
+    with work.stop.handle_signals():
         return work()
 
 
-def _look() -> Sequence[Node]:
-    """Return the nodes as they are."""
+def _read_nodes() -> Sequence[Node]:
+    """Return the nodes that are alive."""
     import ray
 
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -183,7 +186,7 @@ def _look() -> Sequence[Node]:
 
 
 def _join(address: str | None, cores: int) -> None:
-    """Join a cluster, or have Ray start one here with so many `cores`; UserError for one that is not there."""
+    """Join a cluster, or let Ray start one here with `cores`. Raise UserError if that fails."""
     import ray
 
     given = "sweep.launcher=ray" if address is None else f"sweep.ray.address={address}"
@@ -192,11 +195,11 @@ def _join(address: str | None, cores: int) -> None:
     if address and address != "auto":
         _require_answer(address, given)
     logging.getLogger("ray").setLevel(logging.CRITICAL)
-    ray._private.worker._worker_logs_enabled = False  # it would print what becomes of a worker, which we tell
+    ray._private.worker._worker_logs_enabled = False  # the sweep reports workers itself
     own: dict[str, Any] = {} if address else {"num_cpus": cores, "include_dashboard": False}
     ours: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with handle_signals(ours):  # Ray would take them over
+        with handle_signals(ours):  # Ray would replace these handlers
             ray.init(address or "local", **own, log_to_driver=False, configure_logging=False)
     except (Exception, SystemExit) as error:
         if address == "auto" and isinstance(error, ConnectionError):
@@ -206,13 +209,13 @@ def _join(address: str | None, cores: int) -> None:
 
 
 def _require_answer(address: str, given: str) -> None:
-    """Raise UserError unless something answers at an address."""
+    """Raise UserError unless a server answers at an address."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         where = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; a port is from 1 to 65535"
         raise UserError(f"{printable(given)}: takes auto, or {where}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWERS).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except OSError as error:
         why = printable(str(error), 100)
         raise UserError(f"{given}: nothing answers there ({why}); start one: ray start --head") from None

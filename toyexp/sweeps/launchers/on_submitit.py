@@ -1,4 +1,4 @@
-"""Jobs on Slurm, or as if, by submitit: as an array, and those whose time is up saved and queued again."""
+"""Run jobs on Slurm (or locally) with submitit, as a job array. At the time limit jobs save and are queued again."""
 
 from __future__ import annotations
 
@@ -12,82 +12,82 @@ from typing import Any
 from toyexp.base.errors import UserError
 from toyexp.base.writing import make_directory
 from toyexp.config.top_level import Submitit
-from toyexp.sweeps.directory import Ended, Job, Order
-from toyexp.sweeps.launchers.cluster import MOST, POLL, Cluster, Lost, OnNode, last_line
+from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
+from toyexp.sweeps.launchers.cluster import MAX_BATCH, POLL, Cluster, LostJob, NodeJob, last_line
 from toyexp.sweeps.launchers.job_process import PATIENCE
 from toyexp.sweeps.launchers.launcher import Resources
 
-SAVING = 60.0  # seconds that a run has for saving when its time is up; Slurm is asked for 90
+SAVE_TIMEOUT = 60.0  # seconds to save at the time limit; Slurm signals 90 s before it
 
 
 class OnSubmitit(Cluster):
-    """Jobs that submitit hands over."""
+    """Launcher that submits jobs with submitit."""
 
     name = package = "submitit"
     takes_all = "are in the queue"
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        cluster, share = self.settings.submitit.cluster, self.demand(jobs, 0)
+        cluster, share = self.settings.submitit.cluster, self.requested_resources(jobs, 0)
         if cluster == "slurm" or (cluster is None and shutil.which("srun")):
             return share
-        return self.on_this_machine(share)
+        return self.limit_to_machine(share)
 
     def connect(self) -> None:
-        executor(Path(tempfile.gettempdir()), self.settings.submitit, self.share.gpus)
+        make_executor(Path(tempfile.gettempdir()), self.settings.submitit, self.share.gpus)
 
     def begin(self, folder: Path) -> None:
-        """Its files go to a new folder below the sweep's: submitit unpickles results, and a stranger's is not one."""
+        """Use a new directory for submitit's files: it unpickles results, so no file of another origin may be there."""
         own = Path(
             tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
         )
-        self._executor = executor(own, self.settings.submitit, self.share.gpus)
+        self._executor = make_executor(own, self.settings.submitit, self.share.gpus)
         self._stop_file = own / "stop"
 
-    def work(self, order: Order) -> OnNode:
+    def make_work(self, order: LaunchSpec) -> NodeJob:
         return _Requeued(order, self._stop_file)
 
-    def submit(self, works: Sequence[OnNode]) -> Sequence[tuple[str, Any]]:
+    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
         with self._executor.batch():
             jobs = [self._executor.submit(work) for work in works]
         return [(f" as {job.job_id}", job) for job in jobs]
 
-    def ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
         over = [handle for handle in handles if handle.done()]
         time.sleep(0 if over else POLL)
         return over
 
-    def result(self, handle: Any) -> Ended | Lost:
-        """What the work returned; a job that was cancelled, or whose node went away for good, returned nothing."""
+    def result(self, handle: Any) -> JobExit | LostJob:
+        """Return the job's exit; without one the job was cancelled or its node was lost."""
         try:
-            ended: Ended = handle.result()
-        except Exception as error:  # submitit's own, with the end of the job's log
-            return Lost(last_line(error))
+            ended: JobExit = handle.result()
+        except Exception as error:  # submitit's own error, with the end of the job's log
+            return LostJob(last_line(error))
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Those that run see a file; those that wait are cancelled, and at last all."""
+        """Create the stop file for running jobs and cancel waiting ones; later calls cancel all."""
         self._stop_file.touch()
         for handle in handles:
             if times >= PATIENCE or handle.state == "PENDING":
                 handle.cancel()
 
 
-class _Requeued(OnNode):
+class _Requeued(NodeJob):
     def checkpoint(self) -> Any:
-        """What submitit calls when the time is up: the run saves, and goes on when there is a node again."""
+        """Save and resubmit; submitit calls this at the time limit."""
         from submitit.helpers import DelayedSubmission
 
         self.stop.end()
-        self.stop.wait(SAVING)
+        self.stop.wait(SAVE_TIMEOUT)
         return DelayedSubmission(_Requeued(self.order, self._stop_file))
 
-    __submitit_checkpoint__ = checkpoint  # its name from the next submitit on
+    __submitit_checkpoint__ = checkpoint  # the name in later versions of submitit
 
 
-def executor(folder: Path, settings: Submitit, gpus: int) -> Any:
-    """What jobs are submitted by; UserError for a cluster that is not there.
+def make_executor(folder: Path, settings: Submitit, gpus: int) -> Any:
+    """Return submitit's executor. Raise UserError if the cluster does not exist.
 
-    Each asks for so many `gpus` where the settings leave that open.
+    Each job requests `gpus` GPUs unless the settings say otherwise.
     """
     import submitit
 
@@ -98,6 +98,6 @@ def executor(folder: Path, settings: Submitit, gpus: int) -> Any:
     made.update_parameters(
         name="toyexp", timeout_min=settings.timeout_min, gpus_per_node=settings.gpus or gpus or None,
         cpus_per_task=settings.cpus, mem_gb=settings.mem_gb, slurm_partition=settings.partition,
-        slurm_array_parallelism=MOST,
+        slurm_array_parallelism=MAX_BATCH,
     )  # fmt: skip
     return made

@@ -1,4 +1,4 @@
-"""Jobs on this machine, side by side or one after another: each in a process of its own, or all in this one."""
+"""Run jobs on this machine, in parallel or one after another, in their own processes or in this one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from toyexp.base.attribution import attribute_part_errors
 from toyexp.base.process_state import restore_process_state
 from toyexp.base.terminal import is_terminal, print_line, silence
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
-from toyexp.sweeps.directory import Ended, Job, Order
-from toyexp.sweeps.launchers.gpus import visible
+from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
+from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import run_process
 from toyexp.sweeps.launchers.launcher import Launcher, Resources
-from toyexp.sweeps.search.pruning import taken
+from toyexp.sweeps.search.pruning import pop_pruning_callback
 from toyexp.sweeps.watch import Watch
 from toyexp.training.verdict import print_result
 
@@ -29,36 +29,38 @@ log = logging.getLogger("toyexp")
 T = TypeVar("T")
 R = TypeVar("R")
 
-AT_ONCE = 1000  # processes of jobs on one machine: each has a thread and four open files here
+MAX_PROCESSES = 1000  # job processes on one machine; each needs a thread and four open files here
 
 
 class Processes(Launcher):
-    """Jobs side by side on this machine, each with its share of the cores and, if it takes any, GPUs of its own."""
+    """Launcher of parallel jobs. Each has its share of the cores and, if it needs any, its own GPUs."""
 
     name = "processes"
-    is_forked = True
+    uses_fork_server = True
     shares_gpus = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        share = self.on_this_machine(self.demand(jobs, len(visible())))
-        if share.jobs > AT_ONCE:
-            print_line(f"sweep.jobs={self.settings.jobs}: {AT_ONCE} run at once, more are not started on one machine")
-        return share._replace(jobs=min(share.jobs, AT_ONCE))
+        share = self.limit_to_machine(self.requested_resources(jobs, len(visible_gpus())))
+        if share.jobs > MAX_PROCESSES:
+            print_line(
+                f"sweep.jobs={self.settings.jobs}: {MAX_PROCESSES} run at once, more are not started on one machine"
+            )
+        return share._replace(jobs=min(share.jobs, MAX_PROCESSES))
 
-    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
-        def work(job: Job, hand_on: Callable[[tuple[Job, Ended]], None]) -> None:
-            with self.gpus.some(self.share.gpus) as gpus:
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
+        def work(job: Job, hand_on: Callable[[tuple[Job, JobExit]], None]) -> None:
+            with self.gpus.reserve(self.share.gpus) as gpus:
                 watch.begin([job])
-                order = replace(watch.order(job), gpus=gpus, cores=self.share.cores)
-                terminal = self.alone and is_terminal()
+                order = replace(watch.launch_spec(job), gpus=gpus, cores=self.share.cores)
+                terminal = self.runs_singly and is_terminal()
                 ended = run_process(order, watch.stop, partial(watch.hear, job), terminal=terminal, start=self.start)
             hand_on((job, ended))
 
-        return side_by_side(jobs, work, self.limit())
+        return run_in_threads(jobs, work, self.limit())
 
 
 class Serial(Processes):
-    """Jobs one after another, each in a process of its own."""
+    """Launcher that runs one job after another, each in its own process."""
 
     name = "serial"
     has_several = False
@@ -69,7 +71,7 @@ class Serial(Processes):
 
 
 class InProcess(Launcher):
-    """Jobs in this process, which is afterwards as it was before."""
+    """Launcher that runs jobs in this process and restores the process's state after each."""
 
     name = "serial"
     has_several = False
@@ -77,38 +79,40 @@ class InProcess(Launcher):
     def describe(self, at_once: int) -> str:
         return f"{super().describe(at_once)} in one process"
 
-    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         for job in jobs:
             watch.begin([job])
             yield job, self._run(job, watch)
 
-    def _run(self, job: Job, watch: Watch) -> Ended:
+    def _run(self, job: Job, watch: Watch) -> JobExit:
         try:
             with restore_process_state(), silence(watch.board is not None):
-                order = watch.order(job)
+                order = watch.launch_spec(job)
                 os.environ.update(order.environment)
                 with attribute_part_errors():
-                    print_result(self._prepared(job, order).run())
+                    print_result(self._prepare(job, order).run())
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
             watch.stop.number = code - 128
             watch.stop.end()
-            return Ended(code, str(error))
+            return JobExit(code, str(error))
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
-            return Ended.of(error)
-        return Ended(0)
+            return JobExit.from_error(error)
+        return JobExit(0)
 
-    def _prepared(self, job: Job, order: Order) -> PreparedRun:
-        if order.words() is order.again:
-            return prepare_request(replace(self.configs.request, settings=[]), str(order.directory), taken())
-        return prepare_run(self.configs.of_a_run(job), order.directory, callbacks=taken())
+    def _prepare(self, job: Job, order: LaunchSpec) -> PreparedRun:
+        if order.args() is order.resume_args:
+            return prepare_request(
+                replace(self.configs.request, settings=[]), str(order.directory), pop_pruning_callback()
+            )
+        return prepare_run(self.configs.run_config(job), order.directory, callbacks=pop_pruning_callback())
 
 
-def side_by_side(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
-    """Work on at most `limit` items at once, each in a thread; yield what `work` hands on, and raise its errors.
+def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
+    """Process at most `limit` items at once, each in a thread; yield what `work` passes on, and raise its errors.
 
-    The next item is taken once what came of the one before was looked at: it may depend on that.
+    The next item is taken after the last result was consumed, since it may depend on it.
     """
     results: queue.SimpleQueue[tuple[R] | BaseException | None] = queue.SimpleQueue()
 

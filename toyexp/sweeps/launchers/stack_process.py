@@ -1,4 +1,4 @@
-"""In the process of a stack: jobs that a sweep hands over, trained together as far as they are one program."""
+"""The process that trains stacks: it receives jobs from the sweep and trains those with equal programs together."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from toyexp.interfaces.stack import Stack, program_difference
 from toyexp.interfaces.values import Constant
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
-from toyexp.sweeps.directory import Ended, Job, is_begun
+from toyexp.sweeps.directory import Job, JobExit, prepare_resume
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.search.pruning import taken
+from toyexp.sweeps.search.pruning import pop_pruning_callback
 from toyexp.training.driver import Realize, Requests, bind_sessions, drive, forward_interrupts
 from toyexp.training.experiment import run_requests
 from toyexp.training.memory import stack_bytes
@@ -43,20 +43,21 @@ from toyexp.training.verdict import print_result
 
 log = logging.getLogger("toyexp")
 
-POOL = 256  # jobs that are made ready before the first of them trains, and so the most in a stack
-SHARE = 0.8  # of the memory that is free
-SHORT = 5.0  # seconds of all steps one after another, for which nothing is tried
-SIZES = (4, 16, 64)  # that are tried, and the most that fit
-WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # steps not measured; steps and seconds that are at least; at most
-GAIN, LOSS = 0.95, 1.3  # of a job's share of a step beside the best one's: what is better; what ends the trying
-MUCH = 0.5  # of the share alone: a GPU on which the most have less is seldom faster with fewer, and they are not tried
+POOL = 256  # jobs that are prepared before the first stack trains; also the largest stack
+MEMORY_SHARE = 0.8  # of the free memory may be used
+MIN_SECONDS = 5.0  # seconds; if all steps take less one after another, no size is tried
+SIZES = (4, 16, 64)  # stack sizes to try, besides all jobs that fit
+WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # warm-up steps; minimum steps and seconds to time; maximum seconds
+# Time per job relative to the best: better below GAIN; stop above.
+GAIN, MAX_SLOWDOWN = 0.95, 1.3
+FAST_ENOUGH = 0.5  # ratio to a single job: if all jobs at once are below it, a GPU tries no smaller stack
 
-_tag: ContextVar[str] = ContextVar("tag", default="")  # what a line begins with of the job that is at work
+_tag: ContextVar[str] = ContextVar("tag", default="")  # prefix of the current job's output lines
 
 
 @dataclass(eq=False)
 class Member:
-    """A job that is ready to begin, and what is its own in this process."""
+    """A job that is ready to train."""
 
     number: int
     prepared: Prepared
@@ -66,11 +67,11 @@ class Member:
 
     @property
     def steps(self) -> int:
-        """Those that are left."""
+        """Steps that are left to train."""
         return self.prepared.config.settings.steps - (self.resumed.checkpoint.step if self.resumed else 0)
 
-    def joins(self, other: Member) -> str:
-        """Why its steps and another's are not of one program, or nothing."""
+    def why_apart(self, other: Member) -> str:
+        """Return why this job and another cannot train in one program, or ""."""
         ours, theirs = self.prepared, other.prepared
         if ours.config.engine != theirs.config.engine:
             return "their engines differ"
@@ -78,9 +79,9 @@ class Member:
 
 
 def train_stack(request: Request) -> int:
-    """Train the jobs that ORDERS of this process's folder lists, and write what becomes of each into REPORTS there.
+    """Train the jobs in the file ORDERS of this process's directory; write events of each to the pipe REPORTS there.
 
-    Returns the exit code, which is 0 also where jobs failed.
+    Return the exit code, which is 0 even if jobs failed.
     """
     folder = Path(os.environ.pop(STACK))
     asked = json.loads((folder / ORDERS).read_text(encoding="utf-8"))
@@ -89,13 +90,13 @@ def train_stack(request: Request) -> int:
         open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,
         catch_signals(signals),
         share_open_data(),
-        contextlib.redirect_stdout(cast("TextIO", Tagged(sys.stdout))),
-        contextlib.redirect_stderr(cast("TextIO", Tagged(sys.stderr))),
+        contextlib.redirect_stdout(cast("TextIO", TaggedStream(sys.stdout))),
+        contextlib.redirect_stderr(cast("TextIO", TaggedStream(sys.stderr))),
     ):
-        log.setLevel(logging.INFO)  # each run would put it back as it was when it began, and others go on
+        log.setLevel(logging.INFO)  # a run resets it at its end, while others still train
 
         def tell(**fields: Any) -> None:
-            with contextlib.suppress(OSError):  # the sweep is gone, and a signal on its way
+            with contextlib.suppress(OSError):  # the sweep has exited, and will signal this process
                 pipe.write(json.dumps(fields) + "\n")
 
         return StackProcess(request, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
@@ -103,23 +104,23 @@ def train_stack(request: Request) -> int:
 
 @dataclass
 class StackProcess:
-    """The jobs of this process, stack by stack."""
+    """Trainer of the jobs that were given to this process, one stack after another."""
 
     request: Request
     signals: CommonSignals
-    tell: Callable[..., None]  # the sweep
-    limit: int  # jobs in a stack; 0: as many as fit, and as pay
-    shared_by: int  # stacks that the device's memory is for
-    _sizes: list[tuple[Member, int]] = field(default_factory=list)  # what was found, by a member of each program
-    _told: set[str] = field(default_factory=set)  # reasons
+    tell: Callable[..., None]  # report an event to the sweep
+    limit: int  # jobs in a stack; 0: automatic
+    shared_by: int  # number of stacks that share the device's memory
+    _sizes: list[tuple[Member, int]] = field(default_factory=list)  # sizes, by a member of each program
+    _told: set[str] = field(default_factory=set)  # lines that were printed
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
-        """Trains them all, or until a signal comes; returns the exit code."""
+        """Train all jobs, or stop at a signal; return the exit code."""
         ahead, left, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
         try:
             while (left or pool) and not self.signals.is_ending():
                 while left and len(pool) < (self.limit or POOL) and not self.signals.is_ending():
-                    pool += self._made_ready(left.popleft(), ahead)
+                    pool += self._prepare(left.popleft(), ahead)
                 if pool and not self.signals.is_ending():
                     stack = self._next_stack(pool)
                     pool = [member for member in pool if member not in stack]
@@ -131,8 +132,8 @@ class StackProcess:
 
     # -- which jobs --
 
-    def _made_ready(self, order: Mapping[str, Any], ahead: JobConfigs) -> Iterator[Member]:
-        """The job's run, checked, with nothing written yet; none where it cannot be, which is told."""
+    def _prepare(self, order: Mapping[str, Any], ahead: JobConfigs) -> Iterator[Member]:
+        """Yield the job's prepared run before anything is written; report an error in place of it."""
         job = Job(order["number"], order["overrides"])
         context, directory = copy_context(), Path(order["directory"])
         context.run(_tag.set, f"[{job.number}] ")
@@ -140,42 +141,44 @@ class StackProcess:
 
         def make() -> PreparedRun:
             os.environ.update(order["environment"])
-            begun = order["goes_on"] and is_begun(directory)
-            return prepare_run(ahead.of_a_run(job), directory, directory if begun else None, taken())
+            begun = order["goes_on"] and prepare_resume(directory)
+            return prepare_run(ahead.run_config(job), directory, directory if begun else None, pop_pruning_callback())
 
         try:
             with restore_process_state(), attribute_part_errors():
                 yield Member(job.number, *context.run(make), context)
         except (Exception, SystemExit) as error:
-            self._ended(job.number, Ended.of(error))
+            self._report_end(job.number, JobExit.from_error(error))
 
     def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
-        """The first job, and those that train with it."""
+        """Return the first job of the pool and the jobs that train with it."""
         first = pool[0]
-        alike = [member for member in pool if member is first or not first.joins(member)]
+        alike = [member for member in pool if member is first or not first.why_apart(member)]
         if len(alike) == 1:
             if len(pool) > 1:
-                self._once(f"job {first.number} trains alone, the next one is another program: {first.joins(pool[1])}")
+                self._say_once(
+                    f"job {first.number} trains alone, the next one is another program: {first.why_apart(pool[1])}"
+                )
             return alike
-        size = next((size for known, size in self._sizes if not first.joins(known)), 0)
+        size = next((size for known, size in self._sizes if not first.why_apart(known)), 0)
         if not size:
             size, words = self._size(alike)
-            self._once(words)
+            self._say_once(words)
             self._sizes.append((first, size))
         parts = -(-len(alike) // size)
         return alike[: -(-len(alike) // parts)]
 
     def _size(self, alike: Sequence[Member]) -> tuple[int, str]:
-        """Return how many of these jobs of one program train together, and why, in words."""
+        """Return how many of these jobs of one program train together, and a line that explains it."""
         prepared = [member.prepared for member in alike]
         if why := prepared[0].config.engine.stack_conflict([one.plan for one in prepared]):
             return 1, f"jobs train one after another: {why}"
         try:
-            return size_of(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
-        except Exception as error:  # whose fault that is shows when they train
+            return choose_size(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
+        except Exception as error:  # training will show which part caused it
             return 1, f"jobs train one after another: their steps could not be tried ({error})"
 
-    def _once(self, line: str) -> None:
+    def _say_once(self, line: str) -> None:
         if line not in self._told:
             print_line(f"stack   {line}")
         self._told.add(line)
@@ -188,16 +191,16 @@ class StackProcess:
             print_line(
                 f"stack   {pluralise(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}"
             )
-        lives = [Life(self._life(member), member.context) for member in stack]
+        lives = [ContextLoop(self._run_member(member), member.context) for member in stack]
         begun = {}
         with forward_interrupts(lives):
             for life in lives:
-                with contextlib.suppress(StopIteration):  # it has ended already
+                with contextlib.suppress(StopIteration):  # the run has ended already
                     begun[life] = cast("Realize", next(life))
             self._drive(begun)
 
-    def _drive(self, begun: Mapping[Life, Realize]) -> None:
-        """Answer runs that stand at their beginning; where memory is too short for all, by halves."""
+    def _drive(self, begun: Mapping[ContextLoop, Realize]) -> None:
+        """Train runs that wait for their sessions; if memory runs out, train them in halves."""
         lives = [*begun]
         if not lives:
             return
@@ -213,58 +216,58 @@ class StackProcess:
         if len(lives) > 1 and isinstance(found, RunFailed):
             half = (len(lives) + 1) // 2
             print_line(f"stack   {found}: {half} and {len(lives) - half} jobs train together")
-            del found  # its traceback holds the memory that was taken
+            del found  # its traceback keeps the device memory alive
             for part in (lives[:half], lives[half:]):
                 self._drive({life: begun[life] for life in part})
             return
         drive(lives, *bind_sessions(lives, found))
 
-    def _life(self, member: Member) -> Requests[None]:
-        """A job's run; whatever becomes of it is told, and touches no other."""
+    def _run_member(self, member: Member) -> Requests[None]:
+        """Run one job and report how it ends, so that its errors do not reach the other jobs."""
         try:
             with attribute_part_errors():
                 signals = self.signals.add_run()
                 result = yield from run_requests(member.prepared, member.directory, signals, print_line, member.resumed)
                 print_result(result)
         except KeyboardInterrupt as error:
-            self._ended(member.number, Ended(getattr(error, "exit_code", 130), str(error)))
-            if self.signals.count() > 1:  # in the midst of this run; it is meant for all
+            self._report_end(member.number, JobExit(getattr(error, "exit_code", 130), str(error)))
+            if self.signals.count() > 1:  # a second signal stops all runs, not only this one
                 raise
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
-            self._ended(member.number, Ended.of(error))
+            self._report_end(member.number, JobExit.from_error(error))
         else:
-            self._ended(member.number, Ended(0))
+            self._report_end(member.number, JobExit(0))
 
-    def _ended(self, number: int, ended: Ended) -> None:
+    def _report_end(self, number: int, ended: JobExit) -> None:
         sys.stdout.flush()
         self.tell(ended=number, code=ended.code, error=ended.error)
 
 
-class Life(Generator[Any, Any, None]):
-    """A run that goes on in a context of its own, wherever it is driven from."""
+class ContextLoop(Generator[Any, Any, None]):
+    """A run's generator that always continues in the run's own context."""
 
     def __init__(self, loop: Requests[None], context: Context):
         self._loop, self._context = loop, context
 
     def send(self, answer: Any) -> Any:
-        """See Generator."""
+        """Send a value to the generator; see Generator."""
         return self._context.run(self._loop.send, answer)
 
     def throw(self, *error: Any) -> Any:
-        """See Generator; of a signal each run has its own exception, to which it adds words."""
+        """Raise an error in the generator; each run gets its own exception for a signal, since it adds text to it."""
         own = [Interrupted(e.exit_code - 128) if isinstance(e, Interrupted) else e for e in error]
         return self._context.run(partial(self._loop.throw, *own))
 
 
-class Tagged:
-    """A stream whose lines begin with which job they are of."""
+class TaggedStream:
+    """A stream that prefixes each line with the number of its job."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._begins = stream, True
 
     def write(self, text: str) -> int:
-        """Writes lines, each with its tag."""
+        """Write lines, each with its prefix."""
         tag = _tag.get()
         for line in text.splitlines(keepends=True):
             self._stream.write(tag + line if self._begins else line)
@@ -272,7 +275,7 @@ class Tagged:
         return len(text)
 
     def isatty(self) -> bool:
-        """Return False: no bar is drawn."""
+        """Return False: no progress bar is drawn."""
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -282,12 +285,11 @@ class Tagged:
 # -- how many train together ------------------------------------------------------------------------------------------
 
 
-def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
-    """Return how many jobs of one program, with so many steps in all, train together, and why, in words.
+def choose_size(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
+    """Return how many of these jobs of one program train together, and a line that explains it.
 
-    With a `limit` nothing is tried but whether it fits.
-
-    Several stacks share the memory; on one GPU they would measure one another: there nothing is tried either.
+    `steps` is the number of steps of all jobs. With a `limit`, only the memory is checked and no size is timed. Stacks
+    that share a GPU are not timed either: they would disturb each other's measurements.
     """
     plan, engine = alike[0].plan, alike[0].config.engine
     each, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
@@ -296,41 +298,42 @@ def size_of(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 
     jobs = f"{pluralise(len(alike), 'job')} of one program"
     words = f"{jobs}, {trained:,} parameters that train, about {format_bytes(each)} each"
     if free is not None:
-        frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # held once in each stack
+        frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # stored once for each stack
         free = max(free // shared_by - frozen, 0)
         words += f" of {format_bytes(free)} that are free"
-        if each * most > SHARE * free:
-            most = max(int(SHARE * free / each), 1)
+        if each * most > MEMORY_SHARE * free:
+            most = max(int(MEMORY_SHARE * free / each), 1)
             words += f": at most {most} at once"
     if limit or most == 1 or (shared_by > 1 and engine.on_gpu):
         return most, words
-    return _paying(alike, steps, most, words)
+    return _fastest_size(alike, steps, most, words)
 
 
-def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
-    """Return the size whose jobs have the least share of a step each.
+def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
+    """Time several stack sizes and return the one with the shortest step per job, and a line that explains it.
 
-    On a GPU the largest comes first, and is taken at once if its jobs have less than `MUCH` of the share of one alone.
+    On a GPU the largest size is tried first. It is taken at once if its time per job is below `FAST_ENOUGH` times the
+    time of a single job.
     """
-    blank, on_gpu = [_blank(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
-    alone = _seconds(blank[:1])
-    if alone * steps < SHORT:
+    blank, on_gpu = [_zero_weights(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
+    alone = _time_step(blank[:1])
+    if alone * steps < MIN_SECONDS:
         return most, words
     best, share = 1, alone
     sizes = [*(size for size in SIZES if size < most), most]
     for size in sizes[::-1] if on_gpu else sizes:
         try:
             with convert_memory_errors():
-                now = _seconds(blank[:size]) / size
-        except RunFailed:  # that many do not fit
+                now = _time_step(blank[:size]) / size
+        except RunFailed:  # out of memory
             if on_gpu:
                 continue
             break
         if now < GAIN * share:
             best, share = size, now
-        elif now > LOSS * share and (on_gpu or size > SIZES[0]):
+        elif now > MAX_SLOWDOWN * share and (on_gpu or size > SIZES[0]):
             break
-        if on_gpu and best == most and share < MUCH * alone:
+        if on_gpu and best == most and share < FAST_ENOUGH * alone:
             break
     if best == 1:
         return 1, f"{words}; together they are no faster here than alone: they train one after another"
@@ -338,14 +341,14 @@ def _paying(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tup
     return best, f"{words}; {took}: {alone / share:.1f} times as fast"
 
 
-def _blank(prepared: Prepared) -> Prepared:
-    """The same run with zeros in place of its weights: to draw or read those takes longer than a few steps."""
+def _zero_weights(prepared: Prepared) -> Prepared:
+    """Return the same run with all weights 0: drawing or reading the weights takes longer than a few steps."""
     plan = prepared.plan
     return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 
 
-def _seconds(some: Sequence[Prepared]) -> float:
-    """Seconds of a step of these jobs, on weights that are dropped afterwards."""
+def _time_step(some: Sequence[Prepared]) -> float:
+    """Return the median seconds of a step of these jobs, measured on weights that are dropped afterwards."""
     engine, plans = some[0].config.engine, [prepared.plan for prepared in some]
     stack = Stack([])
     try:

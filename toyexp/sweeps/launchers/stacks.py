@@ -1,4 +1,4 @@
-"""Jobs that train together: a process for each GPU or core, which makes stacks of the jobs that it is given."""
+"""Launcher that trains jobs in stacks: each process trains several jobs as one program."""
 
 from __future__ import annotations
 
@@ -15,52 +15,53 @@ from typing import IO, Any
 from toyexp.base.threads import available_cores
 from toyexp.config.top_level import PARTS
 from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
-from toyexp.sweeps.directory import Ended, Job, shared_words
+from toyexp.sweeps.directory import Job, JobExit, shared_args
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers.gpus import visible
+from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import run_process
-from toyexp.sweeps.launchers.launcher import Resources, of_each_engine
-from toyexp.sweeps.launchers.processes import Processes, side_by_side
+from toyexp.sweeps.launchers.launcher import Resources, one_job_per_engine
+from toyexp.sweeps.launchers.processes import Processes, run_in_threads
 from toyexp.sweeps.watch import Watch
 
-SAME = ("optim", "recipe", "callbacks", "data")  # parts whose settings, other than their names, are often numbers alone
-FULL = 32  # jobs whose steps together keep a GPU as busy as their process keeps a core, for small models
-STACKS = 4  # that share a GPU at most, unless told
-WORTH_IT = 4  # jobs of one program that are worth training together
-OF_A_STEP = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
-Ends = Callable[[tuple[Job, Ended]], None]  # hears how a job ended
+# Parts whose settings rarely change the program, unlike their names.
+NUMERIC_PARTS = "optim", "recipe", "callbacks", "data"
+FULL_STACK = 32  # jobs in a stack that keep a GPU as busy as their process keeps a core, for small models
+MAX_STACKS_PER_GPU = 4  # default limit of stacks that share a GPU
+MIN_STACK = 4  # jobs of one program for which stacking is suggested
+STEP_KEYS = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
+Ends = Callable[[tuple[Job, JobExit]], None]  # receives how a job ended
 
 
 @dataclass(eq=False)
-class _Given:
-    """Jobs that a process was given, and what it has said of them."""
+class _ProcessJobs:
+    """Jobs that a process was given, and its progress with them."""
 
-    jobs: dict[int, Job]  # that have not ended, by their numbers
+    jobs: dict[int, Job]  # jobs that have not ended, by number
     begun: set[int] = field(default_factory=set)
-    prepares: int | None = None  # the one that it looks at
+    prepares: int | None = None  # number of the job that it is preparing
 
 
 class Stacks(Processes):
-    """Hands jobs to processes that train them together."""
+    """Launcher that gives several jobs to each process, which trains them together."""
 
     name = "stacked"
     takes_all = "train"
-    is_stacked = True
+    trains_stacks = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """Return the share of each process.
 
-        A stack of small models waits for its process, which sees to one job after another, longer than for the GPU:
-        where there are cores for it, several stacks share one.
+        With small models, a GPU waits for its process, which handles one job after another. If there are enough cores,
+        several processes share a GPU.
         """
-        share, cores = self.demand(jobs, len(visible())), available_cores()
+        share, cores = self.requested_resources(jobs, len(visible_gpus())), available_cores()
         stacks = self.per_gpu(share)
         if share.gpus == 1 and not (self.settings.per_gpu or self.settings.jobs):
-            there = self.gpus.at_once(1) or 1
-            stacks = max(min(STACKS, self.total // there // FULL, cores // there // 2), 1)
-        at_once = self.gpus.at_once(share.gpus, stacks)
-        if not at_once:  # a process for each core, or one for a GPU that is not counted
-            asked = [self.configs.cores(job) for job in of_each_engine(jobs)]
+            there = self.gpus.capacity(1) or 1
+            stacks = max(min(MAX_STACKS_PER_GPU, self.total // there // FULL_STACK, cores // there // 2), 1)
+        at_once = self.gpus.capacity(share.gpus, stacks)
+        if not at_once:  # CPU: a process for each core, or one process for a GPU that CUDA does not list
+            asked = [self.configs.cores(job) for job in one_job_per_engine(jobs)]
             stacks = at_once = max(min(cores // max(asked) if all(asked) else 1, self.total), 1)
         return share._replace(jobs=at_once, cores=max(cores // at_once, 1), stacks=stacks)
 
@@ -70,49 +71,49 @@ class Stacks(Processes):
     def caveat(self, at_once: int) -> str:
         return "counted one after another; what training together saves is measured when it begins"
 
-    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
-        """Train jobs together, those of a search a generation at a time."""
-        generation = (self.settings.search and self.settings.jobs) or None  # of points that learn of none: all
+    def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
+        """Train all jobs together; a search with sweep.jobs trains one generation of trials at a time."""
+        generation = (self.settings.search and self.settings.jobs) or None  # None: all jobs at once
         while batch := list(itertools.islice(jobs, generation)):
-            yield from self._trained(batch, watch)
+            yield from self._train_all(batch, watch)
 
-    def _trained(self, jobs: Sequence[Job], watch: Watch) -> Iterator[tuple[Job, Ended]]:
+    def _train_all(self, jobs: Sequence[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         def work(part: Sequence[Job], hand_on: Ends) -> None:
-            with self.gpus.some(self.share.gpus) as own:
-                self._until_ended(part, own, watch, hand_on)
+            with self.gpus.reserve(self.share.gpus) as own:
+                self._train_part(part, own, watch, hand_on)
 
-        parts = itertools.takewhile(lambda _: not watch.stop.requested, dealt(jobs, self.limit()))
-        return side_by_side(parts, work, self.limit())
+        parts = itertools.takewhile(lambda _: not watch.stop.requested, deal_jobs(jobs, self.limit()))
+        return run_in_threads(parts, work, self.limit())
 
-    def _until_ended(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
-        """Train jobs in a process, and if it dies those that it had not begun in another one."""
-        given = _Given({job.number: job for job in jobs})
+    def _train_part(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
+        """Train jobs in a process. If it dies, run the jobs that it had not started in a new one."""
+        given = _ProcessJobs({job.number: job for job in jobs})
         while given.jobs and not watch.stop.requested:
-            ended = self._process(given, gpus, watch, hand_on)
+            ended = self._run_process(given, gpus, watch, hand_on)
             if watch.stop.requested and not given.begun:
                 return
             looked_at = {number for number in given.jobs if number == given.prepares}
             for number in sorted(given.begun or looked_at or given.jobs):
-                said = ended if ended.code else Ended(1, "its process ended without a word of it")
+                said = ended if ended.code else JobExit(1, "its process ended without a word of it")
                 hand_on((given.jobs.pop(number), said))
             given.begun, given.prepares = set(), None
 
-    def _process(self, given: _Given, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> Ended:
+    def _run_process(self, given: _ProcessJobs, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> JobExit:
         """Run one process until it ends."""
-        orders = [(job, watch.order(job)) for job in given.jobs.values()]
+        orders = [(job, watch.launch_spec(job)) for job in given.jobs.values()]
         first = orders[0][1]
         entries = [
             {"number": job.number, "overrides": job.overrides, "directory": str(order.directory),
-             "goes_on": order.goes_on, "environment": dict(order.environment)}
+             "goes_on": order.resumes, "environment": dict(order.environment)}
             for job, order in orders
         ]  # fmt: skip
         asked = {"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}
         with tempfile.TemporaryDirectory(prefix="toyexp-") as folder, _pipe(Path(folder, REPORTS)) as reports:
             Path(folder, ORDERS).write_text(json.dumps(asked))
-            words = shared_words(watch.folder.asked)
+            words = shared_args(watch.folder.spec)
             log = first.log.with_name(f"stack-{min(given.jobs)}.log")
             order = replace(
-                first, log=log, first=words, again=words, goes_on=False, several=True, gpus=gpus,
+                first, log=log, start_args=words, resume_args=words, resumes=False, is_stack=True, gpus=gpus,
                 cores=self.share.cores, environment={STACK: folder},
             )  # fmt: skip
             rest = b""
@@ -133,8 +134,8 @@ class Stacks(Processes):
             poll()
         return ended
 
-    def _hear(self, report: dict[str, Any], given: _Given, watch: Watch, hand_on: Ends) -> None:
-        """Take note of what a process says of its jobs."""
+    def _hear(self, report: dict[str, Any], given: _ProcessJobs, watch: Watch, hand_on: Ends) -> None:
+        """Handle a report of a process about its jobs."""
         match report:
             case {"prepares": number}:
                 given.prepares = number
@@ -143,21 +144,21 @@ class Stacks(Processes):
                 watch.begin([given.jobs[number] for number in numbers])
             case {"ended": number, "code": code, "error": error}:
                 given.begun.discard(number)
-                hand_on((given.jobs.pop(number), Ended(code, error)))
+                hand_on((given.jobs.pop(number), JobExit(code, error)))
 
 
 def _pipe(place: Path) -> IO[bytes]:
-    """Make a pipe of this name, whose reader waits for nobody."""
+    """Create a named pipe and open it for reading without waiting for a writer."""
     os.mkfifo(place)
     return open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
 
 
-def dealt(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
-    """The jobs of each process, and where there are more such parts than processes of those that come later.
+def deal_jobs(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
+    """Split jobs into parts for the processes; further parts run when a process is free.
 
-    Those that are likely of one program stand together; which are, is seen once they are ready.
+    Jobs that probably have the same program stay together. The process decides once they are prepared.
     """
-    kinds = programs(jobs)
+    kinds = group_by_program(jobs)
     if processes == 1:
         return [[job for kind in kinds for job in kind]]
     parts = []
@@ -167,24 +168,24 @@ def dealt(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
     return parts
 
 
-def programs(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Return the jobs that are likely to be of one program, together."""
+def group_by_program(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Group jobs that probably have the same program."""
     kinds: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
-        kinds.setdefault(tuple(filter(_shapes, job.overrides)), []).append(job)
+        kinds.setdefault(tuple(filter(_changes_program, job.overrides)), []).append(job)
     return [*kinds.values()]
 
 
-def _shapes(word: str) -> bool:
-    """Return whether a setting is likely to change what a step computes, beyond its numbers."""
+def _changes_program(word: str) -> bool:
+    """Return True if an override probably changes the program of a step, not only its numbers."""
     key = word.partition("=")[0].lstrip("+~")
     part, _, own = key.partition(".")
-    return key in OF_A_STEP or (part in (*PARTS, "callbacks") and (not own or part not in SAME))
+    return key in STEP_KEYS or (part in (*PARTS, "callbacks") and (not own or part not in NUMERIC_PARTS))
 
 
 def advice(jobs: Sequence[Job], configs: JobConfigs) -> str:
-    """Return that jobs could train together, or nothing."""
-    kinds = [kind for kind in programs(jobs) if len(kind) >= WORTH_IT and configs.could_be_stacked(kind[0])]
+    """Return a hint that jobs could train together, or ""."""
+    kinds = [kind for kind in group_by_program(jobs) if len(kind) >= MIN_STACK and configs.can_stack(kind[0])]
     if not kinds:
         return ""
     count = sum(map(len, kinds))

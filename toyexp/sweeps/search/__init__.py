@@ -1,1 +1,1 @@
-"""Sweeps whose points are chosen one by one."""
+"""Searches: sweeps that choose their trials one by one with Optuna."""

@@ -1,4 +1,4 @@
-"""What stops a run of a search at an eval, in the process of that run."""
+"""The callback that stops runs of a search early, in the process of the run."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from toyexp.base.formatting import format_value
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.run import Run
-from toyexp.results.found import PRUNES
+from toyexp.results.run_dirs import PRUNED_PREFIX
 from toyexp.sweeps.combinations import TRIAL
 from toyexp.sweeps.search.study import Judge
 
 log = logging.getLogger("toyexp")
 
 
-def first_asked(steps: int, eval_every: int) -> int:
-    """The step from which on a run of so many may be stopped: its first eval in the second quarter.
+def first_pruning_step(steps: int, eval_every: int) -> int:
+    """Return the first step at which a run may be stopped: the first evaluation after a quarter of its steps.
 
-    Before it, a schedule has hardly begun to lower the learning rate, and what a run is worth does not show yet: runs
-    that come out best, of a high rate or a long warm-up, stand behind others.
+    Earlier, schedules have hardly lowered the learning rate and scores mislead: the runs that end best, with a high
+    learning rate or a long warmup, are still behind.
     """
     return -(-steps // (4 * eval_every)) * eval_every
 
 
-def ordered(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
-    """What the process of a run is told in its environment."""
+def pruning_environment(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
+    """Return the environment variable that configures pruning in the process of a run."""
     told = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
     return {TRIAL: json.dumps(told)}
 
 
-def taken() -> dict[str, Callback]:
-    """Return the callback by which the search that started this process may stop its run, if one did.
+def pop_pruning_callback() -> dict[str, Callback]:
+    """Return the pruning callback if a search started this process, otherwise no callback.
 
-    It is no setting of the run.
+    It is not among the run's settings.
     """
     if TRIAL not in os.environ:
         return {}
-    asked = json.loads(os.environ.pop(TRIAL))  # nor is it handed on to this process's children
+    asked = json.loads(os.environ.pop(TRIAL))  # removed, so that child processes do not inherit it
     return {Pruning.name: Pruning(**{**asked, "journal": Path(asked["journal"])})}
 
 
 @dataclass(eq=False)
 class Pruning(Callback):
-    """Ends a run whose held-out score is bad beside those of other points."""
+    """Stops a run whose held-out metric is worse than that of other trials."""
 
     name: ClassVar[str] = "sweep.prune"
 
@@ -58,37 +58,37 @@ class Pruning(Callback):
     trial: int
     prune: str  # asha | median
     metric: str
-    first: int  # the step from which on it is asked
+    first: int  # first step at which the run may be stopped
     _judge: Judge | None = field(default=None, init=False)
     _why: str | None = field(default=None, init=False)
 
     def should_wait(self, step: int) -> bool:
-        """Never: it ends a run after an eval, where nothing is under way."""
+        """Return False: it stops a run only after an evaluation, when no step is queued."""
         return False
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Opens the journal."""
+        """Open the journal of the search."""
         self._judge = Judge(self.journal, self.trial, self.prune, self.first)
 
-    @hookimpl(trylast=True)  # behind who logs
+    @hookimpl(trylast=True)  # after callbacks that log the evaluation
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Tells the score; before the first step no run is better than another, and after the last nothing is saved."""
+        """Report the metric and decide whether to stop; not at step 0, where all runs are equal."""
         if step == 0 or self._judge is None:
             return
         if self.metric not in metrics:
             raise UserError(f"sweep.metric={self.metric}: an eval has {', '.join(metrics)}")
         score = metrics[self.metric]
         try:
-            stops = self._judge.stops(step, score)
+            stops = self._judge.should_stop(step, score)
         except OSError as error:
             log.warning("%s: not written (%s); the run goes on", self.journal, error.strerror)
             return
         if stops and step < run.steps:
             told = f"the held-out {self.metric} {format_value(round(score, 4))} after step {step}"
-            self._why = f"{PRUNES}{self.prune}: {told} is bad beside that of other points"
+            self._why = f"{PRUNED_PREFIX}{self.prune}: {told} is bad beside that of other points"
 
     @hookimpl
     def stop_reason(self) -> str | None:
-        """After such an eval."""
+        """Return the reason to stop, if there is one."""
         return self._why

@@ -1,4 +1,4 @@
-"""A search: a sweep whose points are chosen one by one, each by what came of those before."""
+"""A search is a sweep that chooses each trial by the results of earlier trials."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, write_atomically
 from toyexp.config.top_level import MAX_JOBS
 from toyexp.interfaces.kind import perplexity
-from toyexp.results.ranking import sources_of
+from toyexp.results.ranking import job_sources
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
-from toyexp.sweeps.job_configs import JobConfigs, first_look, require_directories
-from toyexp.sweeps.search.pruning import first_asked, ordered
-from toyexp.sweeps.search.space import Key, probes, size
-from toyexp.sweeps.search.study import Study, require
+from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
+from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
+from toyexp.sweeps.search.space import Key, count_points, make_probes
+from toyexp.sweeps.search.study import Study, require_optuna
 from toyexp.sweeps.sources import JobSource
 
 if TYPE_CHECKING:
@@ -28,66 +28,66 @@ if TYPE_CHECKING:
 
 
 def _is_bad(job: Job) -> bool:
-    """Return True if a run ended so that its point has no score."""
-    return job.status in (Status.FAILED, Status.REFUSED, Status.PRUNED) and not job.hindered
+    """Return True if the run ended in such a way that its trial gets no score."""
+    return job.status in (Status.FAILED, Status.REFUSED, Status.PRUNED) and not job.is_machine_error
 
 
 class Search(JobSource):
-    """Points of Optuna's, chosen one by one, each of `sweep.repeats` jobs, made when their turn comes."""
+    """Trials that Optuna chooses one by one. Each has `sweep.repeats` jobs, which are created when they are due."""
 
     def __init__(self, settings: Sweep, keys: Sequence[Key], jobs: list[Job], shared: Sequence[str]):
-        """Search over keys; `jobs` are those that it has made, and `shared` are the words of all of them."""
-        require(str(settings.search))
+        """Search over `keys`. `jobs` are the jobs of earlier trials; `shared` are the arguments of all jobs."""
+        require_optuna(str(settings.search))
         self._settings, self._keys, self._shared = settings, keys, shared
         super().__init__(jobs)
-        self.samples = probes(keys)
+        self.samples = make_probes(keys)
         self.probe = self.samples[0]
-        self._study: Study | None = None  # in the sweep's directory, once there is one
-        there_are = size(keys)
+        self._study: Study | None = None  # set once the sweep's directory exists
+        there_are = count_points(keys)
         self._points = int(min(there_are, settings.trials or there_are))
         if self.total > MAX_JOBS:
             each = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
             raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MAX_JOBS} jobs")
-        self._first_asked = 0  # the step from which on a run may be stopped
-        self.description = f"{self._how_many()}, by {settings.search}: {' '.join(key.line for key in keys)}"
-        self._data: set[str] = set()  # digests of the data of the runs that ended
+        self._first_asked = 0  # the first step at which a run may be stopped
+        self.description = f"{self._describe_size()}, by {settings.search}: {' '.join(key.line for key in keys)}"
+        self._data: set[str] = set()  # data digests of the runs that ended
 
     @property
     def total(self) -> int:
-        """See JobSource."""
+        """Maximum number of jobs."""
         return self._points * self._settings.repeats
 
     # -- before the first job --
 
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
-        """See JobSource."""
+        """Check the values and the metric; see JobSource."""
         show_status("checking the values of the search")
-        for error in first_look(self.samples, configs).values():
+        for error in check_values(self.samples, configs).values():
             raise error
         self._check_metric(configs)
         self._seed = int(configs.config(self.samples[0]).cfg.seed)
         if is_new:
-            require_directories(self.samples, configs)
+            require_distinct_directories(self.samples, configs)
         return {}
 
     def open(self, folder: SweepDir, is_new: bool) -> None:
-        """See JobSource."""
+        """Open the study in the sweep's directory; see JobSource."""
         settings = self._settings
         study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
-        study.require(len(self._by_trial()))
+        study.require_trials(len(self._group_by_trial()))
         self._study = study
         for job in self.jobs:
-            self.told(job)
+            self.record_end(job)
         told = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
-        print_line(f"sweep   {short_path(folder.path)}, {self._how_many()}: {told}")
+        print_line(f"sweep   {short_path(folder.path)}, {self._describe_size()}: {told}")
 
-    def foreseen(self) -> list[Job]:
-        """Return jobs to go on with, and those that are yet to be chosen, as one of the probes each."""
-        more = self.in_sight()[len(self.jobs) :]
+    def remaining_jobs(self) -> list[Job]:
+        """Return the jobs to run; jobs that are not chosen yet have the settings of a probe."""
+        more = self.all_jobs()[len(self.jobs) :]
         pairs = zip(more, itertools.cycle(self.samples), strict=False)
-        return [*super().foreseen(), *(Job(job.number, probe.overrides) for job, probe in pairs)]
+        return [*super().remaining_jobs(), *(Job(job.number, probe.overrides) for job, probe in pairs)]
 
-    def _how_many(self) -> str:
+    def _describe_size(self) -> str:
         asked, repeats = self._settings.trials or 0, self._settings.repeats
         no_more = " (there are no more)" if self._points < asked else ""
         return pluralise(self._points, "point") + no_more + (f" of {pluralise(repeats, 'run')}" if repeats > 1 else "")
@@ -113,42 +113,48 @@ class Search(JobSource):
             raise UserError(f"{varied.line}: with {asked} runs are compared at the same steps: give it one value")
         if settings.prune and every >= steps:
             raise UserError(f"{asked}: no eval comes before the last step: eval_every={every}, steps={steps}")
-        self._first_asked = first_asked(steps, every)
+        self._first_asked = first_pruning_step(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
             raise UserError(f"sweep.repeats={settings.repeats}: gives each point seeds of its own; leave out seed=...")
 
     # -- which job is next --
 
     def next(self) -> Job | None:
-        """Return a job to go on with, another run of a point, or the first of a new one.
+        """Return a job to resume, another seed of a trial, or the first job of a new trial.
 
-        With pruning the first run of a point decides over the others, which wait for it while there are new points.
+        With pruning, the first job of a trial decides whether the others run. They wait for it as long as there are new
+        trials.
         """
-        return super().next() or self._again(bool(self._settings.prune)) or self._new() or self._again(False)
+        return (
+            super().next()
+            or self._next_repeat(bool(self._settings.prune))
+            or self._next_trial()
+            or self._next_repeat(False)
+        )
 
-    def _again(self, decided: bool) -> Job | None:
-        for trial, jobs in self._by_trial().items():
+    def _next_repeat(self, decided: bool) -> Job | None:
+        for trial, jobs in self._group_by_trial().items():
             bad = any(map(_is_bad, jobs)) or (decided and jobs[0].status != Status.COMPLETED)
-            stuck = jobs[0].status == Status.KILLED or jobs[0].hindered
+            stuck = jobs[0].status == Status.KILLED or jobs[0].is_machine_error
             if len(jobs) < self._settings.repeats and not bad and not stuck:
                 return self._add(trial, [word for word in jobs[0].overrides if not word.startswith("seed=")], len(jobs))
         return None
 
-    def _new(self) -> Job | None:
-        trial = len(self._by_trial())
+    def _next_trial(self) -> Job | None:
+        trial = len(self._group_by_trial())
         assert self._study is not None
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
 
     def may_retry(self, job: Job) -> bool:
-        """See JobSource."""
-        return job.hindered  # from what else failed the search has learned
+        """Return True if the machine caused the failure; see JobSource."""
+        return job.is_machine_error  # other failures are results that the search has used
 
     def _add(self, trial: int, words: list[str], repeat: int) -> Job:
         seed = [f"seed={self._seed + repeat}"] if self._settings.repeats > 1 else []
         self.jobs.append(Job(len(self.jobs), [*words, *seed], trial=trial))
         return self.jobs[-1]
 
-    def _by_trial(self) -> dict[int, list[Job]]:
+    def _group_by_trial(self) -> dict[int, list[Job]]:
         found: dict[int, list[Job]] = {}
         for job in self.jobs:
             assert job.trial is not None
@@ -158,24 +164,26 @@ class Search(JobSource):
     # -- one job --
 
     def environment(self, job: Job) -> Mapping[str, str]:
-        """Return what has the run that decides over its point be stopped."""
+        """Return the variables that allow the search to stop a job: the first one of a trial, if pruning is on."""
         assert self._study is not None and job.trial is not None
-        if not self._settings.prune or self._by_trial()[job.trial][0] is not job:
+        if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:
             return {}
-        return ordered(self._study.path, job.trial, self._settings.prune, self._settings.metric, self._first_asked)
+        return pruning_environment(
+            self._study.path, job.trial, self._settings.prune, self._settings.metric, self._first_asked
+        )
 
-    def told(self, job: Job) -> None:
-        """Tell the study what came of a point, if this job decides that."""
+    def record_end(self, job: Job) -> None:
+        """Report the score of a trial to the study once its last job has ended."""
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
             known = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
             told = ", ".join([*known, *(job.result.get("eval_scores") or {})]) or "no held-out score"
             job.status, job.error = Status.FAILED, f"sweep.metric={self._settings.metric}: the run ended with {told}"
-        jobs = self._by_trial()[job.trial]
-        before, self._data = len(self._data), self._data | {sources_of(job).get("data", "")} - {""}
+        jobs = self._group_by_trial()[job.trial]
+        before, self._data = len(self._data), self._data | {job_sources(job).get("data", "")} - {""}
         if len(self._data) > 1 >= before:
             print_line("note    the data differ between points: the search goes on, and their scores do not compare")
-        if self._is_done(jobs):
+        if self._is_finished_trial(jobs):
             self._study.tell(job.trial, None if any(map(_is_bad, jobs)) else statistics.fmean(self._scores(jobs)))
 
     def _score(self, job: Job) -> float | None:
@@ -190,37 +198,39 @@ class Search(JobSource):
 
     # -- what came out --
 
-    def in_sight(self) -> list[Job]:
-        """See JobSource."""
-        by_trial = self._by_trial()
-        more = sum(self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_done(jobs))
+    def all_jobs(self) -> list[Job]:
+        """Return existing and future jobs; see JobSource."""
+        by_trial = self._group_by_trial()
+        more = sum(
+            self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_finished_trial(jobs)
+        )
         more += (self._points - len(by_trial)) * self._settings.repeats
         return [*self.jobs, *(Job(len(self.jobs) + number, []) for number in range(more))]
 
-    def standing(self) -> tuple[str, bool]:
-        """See JobSource."""
-        ended = [jobs for jobs in self._by_trial().values() if self._is_done(jobs)]
+    def progress(self) -> tuple[str, bool]:
+        """Return how many trials are done, and whether any are left; see JobSource."""
+        ended = [jobs for jobs in self._group_by_trial().values() if self._is_finished_trial(jobs)]
         bad = sum(any(map(_is_bad, jobs)) for jobs in ended)
         without = f", {bad} of them without a score" if bad else ""
         left = len(ended) < self._points or any(job.status in UNFINISHED for job in self.jobs)
         return f"{len(ended)} of {self._points} points are done{without}", left
 
-    def _is_done(self, jobs: Sequence[Job]) -> bool:
+    def _is_finished_trial(self, jobs: Sequence[Job]) -> bool:
         whole = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)
         return whole or any(map(_is_bad, jobs))
 
     def summarise(self, folder: SweepDir) -> None:
-        """Print the best point, what matters and what to type, and keep it with all points in search.json."""
+        """Print the best trial, the importances and commands to type; write all trials to search.json."""
         assert self._study is not None
-        study, settings, ranking = self._study, self._settings, folder.ranking()
-        shares, why = ({}, "the scores do not compare") if ranking.other_data else study.importances()
+        study, settings, ranking = self._study, self._settings, folder.rank()
+        shares, why = ({}, "the scores do not compare") if ranking.differing_data else study.importances()
         best = None
-        if ranking.other_data:
+        if ranking.differing_data:
             print_line("best    none: the scores of these points do not compare")
         elif (trial := study.best()) is None:
             print_line(f"best    none: no point has a held-out {settings.metric}")
         else:
-            best = self._best(trial)
+            best = self._describe_best(trial)
             told = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
             print_line(f"keys    what matters: {told}" if shares else f"keys    what matters is unknown: {why}")
             print_line(f"again   {best['command']}")
@@ -236,12 +246,12 @@ class Search(JobSource):
         except OSError as error:
             print_line(f"search.json: not written ({error.strerror})")
 
-    def _best(self, trial: int) -> dict[str, Any]:
-        """The best point as it is kept, of which a line is printed."""
-        jobs = self._by_trial()[trial]
+    def _describe_best(self, trial: int) -> dict[str, Any]:
+        """Print the best trial and return its entry for search.json."""
+        jobs = self._group_by_trial()[trial]
         scores = self._scores(jobs)
         words = [word for word in jobs[0].overrides if self._settings.repeats == 1 or not word.startswith("seed=")]
-        own = {word.partition("=")[0] for word in jobs[0].overrides}  # as the seed of a repeat
+        own = {word.partition("=")[0] for word in jobs[0].overrides}  # for example the seed of a repeat
         shared = [word for word in self._shared if not word.startswith("hydra.sweep.")]
         shared = [word for word in shared if word.partition("=")[0] not in own]
         mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None

@@ -1,4 +1,4 @@
-"""What a search chooses from: the keys with several values of a command line, as intervals, ranges and lists."""
+"""The search space: keys with several values on the command line, as intervals, ranges and lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value
-from toyexp.sweeps.combinations import swept
+from toyexp.sweeps.combinations import sweep_values
 from toyexp.sweeps.directory import Job
 
 if TYPE_CHECKING:
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Key:
-    """A key with several values: those of an interval, of a range of numbers, or of a list."""
+    """A key with several values: an interval, a range of numbers, or a list."""
 
     key: str
-    line: str  # as it was typed
-    settings: Sequence[str]  # a setting for each value, numbers rise; of an interval one for both ends
-    numbers: Sequence[float]  # the same as numbers; none of a list
+    line: str  # the override as typed
+    settings: Sequence[str]  # an override for each value, in ascending order; for an interval, for its two ends
+    numbers: Sequence[float]  # the same as numbers; empty for a list
     is_interval: bool = False
-    log: bool = False  # orders of magnitude are alike, of an interval
+    log: bool = False  # sample an interval on a logarithmic scale
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has whole numbers alone."""
+        """Whether all numbers are integers."""
         return all(isinstance(number, int) for number in self.numbers)
 
     def count(self) -> float:
-        """Return how many values it has."""
+        """Return the number of values; infinite for an interval of floats."""
         if not self.is_interval:
             return len(self.settings)
         return self.numbers[1] - self.numbers[0] + 1 if self.is_whole else math.inf
 
-    def at(self, place: int) -> Any:
-        """Return one of its values that can be counted, from 0, as Optuna has it."""
+    def value(self, place: int) -> Any:
+        """Return value number `place`, from 0, as Optuna represents it."""
         if self.is_interval:
             return self.numbers[0] + place
         return self.numbers[place] if self.numbers else self.settings[place].partition("=")[2]
 
     def distribution(self, of: Any) -> Any:
-        """Return what Optuna draws from, made by its module of distributions."""
+        """Return Optuna's distribution of the values; `of` is the module optuna.distributions."""
         if not self.numbers:
-            return of.CategoricalDistribution([self.at(place) for place in range(len(self.settings))])
+            return of.CategoricalDistribution([self.value(place) for place in range(len(self.settings))])
         kind, low = of.IntDistribution if self.is_whole else of.FloatDistribution, self.numbers[0]
         if self.is_interval:
             return kind(low, self.numbers[1], log=self.log)
@@ -55,17 +55,20 @@ class Key:
         return kind(low, self.numbers[-1], step=step if self.is_whole else float(f"{step:.12g}"))
 
     def setting(self, value: Any) -> str:
-        """Return a value of Optuna's as it is typed."""
+        """Return the override for a value from Optuna."""
         if self.is_interval or not self.numbers:
             return f"{self.key}={format_value(value)}"
         return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - value))[1]
 
 
-Types = Callable[[str], set[Any]]  # what a key takes
+Types = Callable[[str], set[Any]]  # maps a key to its accepted types
 
 
-def space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
-    """The keys that a search has to find values for; UserError where it cannot. `types` are those that a key takes."""
+def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
+    """Return the keys to search over. Raise UserError if the algorithm does not support them.
+
+    `types` returns the types that a key accepts.
+    """
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
         raise UserError(
@@ -96,7 +99,7 @@ def space(search: str, parsed: Sequence[Override], types: Types = lambda key: se
 def _key(override: Override) -> Key:
     key, line = override.get_key_element(), str(override.input_line)
     value: Any = override.value()
-    tags: set[str] = getattr(value, "tags", set())  # a glob has none
+    tags: set[str] = getattr(value, "tags", set())  # a glob has no tags
     is_interval, log = override.is_interval_sweep(), "log" in tags
     if wrong := sorted(tags - {"log"} if is_interval else tags):
         raise UserError(
@@ -111,7 +114,7 @@ def _key(override: Override) -> Key:
         return Key(
             key, line, [f"{key}={format_value(low)}", f"{key}={format_value(high)}"], [low, high], is_interval, log
         )
-    found = list(swept(override))
+    found = list(sweep_values(override))
     is_range = override.is_range_sweep() and len(found) > 1
     if is_range:
         found.sort(key=lambda pair: pair[1])
@@ -119,23 +122,23 @@ def _key(override: Override) -> Key:
     return Key(key, line, [word for word, _ in found], numbers)
 
 
-def probes(keys: Sequence[Key]) -> list[Job]:
-    """Jobs that show each value once, and the ends of each interval: what is wrong with one is told before a run."""
+def make_probes(keys: Sequence[Key]) -> list[Job]:
+    """Return jobs that together have each value and both ends of each interval, to check them before a run."""
     lists = [key.settings for key in keys]
     first = [words[0] for words in lists]
     others = ([*first[:k], word, *first[k + 1 :]] for k, words in enumerate(lists) for word in words[1:])
     return [Job(number, words) for number, words in enumerate((first, *others))]
 
 
-def size(keys: Sequence[Key]) -> float:
-    """How many points there are; infinity where a number may be any of an interval."""
+def count_points(keys: Sequence[Key]) -> float:
+    """Return the number of combinations; infinite with an interval of floats."""
     return math.prod(key.count() for key in keys)
 
 
-def point(keys: Sequence[Key], number: int) -> dict[str, Any]:
-    """The values of one of so many points, by key, as Optuna has them; the last key varies fastest."""
+def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
+    """Return the values of combination `number` by key, as Optuna represents them; the last key varies fastest."""
     found: dict[str, Any] = {}
     for key in reversed(keys):
         number, place = divmod(number, int(key.count()))
-        found[key.key] = key.at(place)
+        found[key.key] = key.value(place)
     return found

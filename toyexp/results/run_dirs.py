@@ -1,4 +1,4 @@
-"""Which runs are below a directory, and what each is: little is read of one, so that thousands take a moment."""
+"""Find run directories and read a summary of each. Only the ends of files are read, so that thousands take a moment."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from toyexp.results.ranking import METRIC
 from toyexp.training.checkpoint import matches_type, read_json_or_empty, read_result
 from toyexp.training.rundir import read_settings
 
-HEAD = 4096  # bytes of config.yaml and events.jsonl that are read
-TAIL = 1 << 16  # bytes of the events of a run without a result
-DEPTH = 8  # of directories below the one that is searched
-MOST_UNZIPPED = 1 << 30  # bytes that are extracted from an archive
-RECORDS = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP_FILE}  # files of runs that are extracted
-INSIDE = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # hold no runs
-SIGNS = {"events.jsonl", "result.json", LOCK_FILE}  # one beside config.yaml makes a directory a run, or two of them
-NUMBERS = {  # what is read of a result.json
+HEAD_BYTES = 4096  # bytes that are read from the start of config.yaml and events.jsonl
+TAIL_BYTES = 1 << 16  # bytes that are read from the end of the events of a run without a result
+MAX_DEPTH = 8  # levels of directories that are searched
+MAX_UNZIPPED_BYTES = 1 << 30  # bytes that are extracted from an archive
+EXTRACTED_FILES = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP_FILE}
+SKIPPED_DIRS = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # never searched
+RUN_FILES = {"events.jsonl", "result.json", LOCK_FILE}  # config.yaml and one of these, or two of these, make a run
+RESULT_TYPES = {  # keys of result.json that are read, with their types
     "steps": int,
     "train_loss": float | None,
     "eval_loss": float | None,
@@ -42,8 +42,8 @@ NUMBERS = {  # what is read of a result.json
     "sources": Mapping[str, str],
     "diverged": bool,
 }
-PRUNES = "sweep.prune="  # how a run that a search has stopped says why
-DONE = ("completed", "diverged", "stopped")  # states of runs whose numbers count: they came to their own end
+PRUNED_PREFIX = "sweep.prune="  # start of the stop reason of a run that a search pruned
+FINAL_STATES = ("completed", "diverged", "stopped")  # states of runs whose numbers count in a comparison
 _CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
 _SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)
 _ENGINE = re.compile(r'"backend": \{"kind": "([^"]+)"')
@@ -52,11 +52,11 @@ _STARTED = re.compile(r'"started_at": "([^"]+)"')
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory in short."""
+    """Summary of a run directory."""
 
     path: Path
     name: str = ""
-    when: str = ""  # ISO 8601, UTC
+    when: str = ""  # start time, ISO 8601, UTC
     sweep: str = ""  # name of the sweep's directory
     recipe: str = ""
     model: str = ""
@@ -65,23 +65,23 @@ class Run:
     seed: int | None = None
     lr: float | None = None
     batch_size: int | None = None
-    steps: int | None = None  # that were taken
-    of: int | None = None  # that it was to take
-    loss: float | None = None  # of the held-out data
+    steps: int | None = None  # steps that were trained
+    of: int | None = None  # steps that were planned
+    loss: float | None = None  # held-out loss
     train_loss: float | None = None
-    scores: Mapping[str, float] = field(default_factory=dict)  # held out, beside the loss
+    scores: Mapping[str, float] = field(default_factory=dict)  # held-out metrics other than the loss
     seconds: float | None = None
-    speed: float | None = None  # tokens, or images, a second
+    speed: float | None = None  # tokens or images per second
     state: str = ""  # completed | diverged | stopped | pruned | interrupted | failed | killed | running | unreadable
-    why: str = ""  # of a state that is not completed
-    unread: str = ""  # which of its files exist and cannot be read, and why
+    why: str = ""  # reason of a state other than completed
+    unread: str = ""  # files that exist but cannot be read, and why
 
     def value(self, key: str) -> Any:
-        """What stands in a column; None where it has none."""
+        """Return the value of a column or metric; None if the run has none."""
         return getattr(self, key) if key in COLUMNS else self.scores.get(key)
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the summary as plain data."""
         return {
             "path": display_path(self.path),
             **{key: getattr(self, key) for key in COLUMNS},
@@ -92,10 +92,11 @@ class Run:
 COLUMNS = tuple(one.name for one in fields(Run) if one.name not in ("path", "scores"))
 
 
-def below(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
-    """Yield the runs in a directory and below it, by name; of directories that are links only the root is searched.
+def find_runs(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
+    """Yield the run directories in `root` and below it, by name. Symbolic links below `root` are not followed.
 
-    A directory that this user may not read is yielded too: `look` says so of it. `notes` gets a line about links.
+    A directory without read permission is yielded too: `read_run` reports it. A line about skipped links is added to
+    `notes`.
     """
     links: list[Path] = []
 
@@ -105,18 +106,22 @@ def below(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
         except PermissionError:
             yield directory
             return
-        except OSError:  # it was deleted meanwhile
+        except OSError:  # deleted meanwhile
             return
         names = {entry.name for entry in entries}
-        if len(names & {"config.yaml", *SIGNS}) > 1:
+        if len(names & {"config.yaml", *RUN_FILES}) > 1:
             yield directory
             return
         links.extend(Path(entry.path) for entry in entries if entry.is_symlink() and not entry.name.startswith("."))
         for entry in entries if depth else ():
-            if not entry.name.startswith(".") and entry.name not in INSIDE and entry.is_dir(follow_symlinks=False):
+            if (
+                not entry.name.startswith(".")
+                and entry.name not in SKIPPED_DIRS
+                and entry.is_dir(follow_symlinks=False)
+            ):
                 yield from walk(Path(entry.path), depth - 1)
 
-    yield from walk(root, DEPTH)
+    yield from walk(root, MAX_DEPTH)
     away = [link for link in links if link.is_dir() and not link.resolve().is_relative_to(root.resolve())]
     if away and notes is not None:
         notes.append(
@@ -124,10 +129,10 @@ def below(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
         )
 
 
-def named(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
-    """The runs that words name: runs, sweeps, directories that hold them, and patterns of these; each once.
+def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
+    """Return the runs that words name: runs, sweeps, directories that hold runs, and glob patterns; each run once.
 
-    Raises UserError for a word that names none. See `below` for `notes`.
+    Raise UserError for a word that names no run. See `find_runs` for `notes`.
     """
     found: dict[Path, None] = {}
     for word in words:
@@ -135,7 +140,7 @@ def named(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
             raise UserError(f"{command} '': is empty (a variable that is not set?); leave it out, or name a directory")
         exists = os.path.lexists(word)
         places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
-        runs = [run for place in places for run in _at(Path(place), notes)]
+        runs = [run for place in places for run in _list_runs(Path(place), notes)]
         if not runs:
             what = (
                 "holds no run" if exists else "matches no run" if glob.has_magic(word) else explain_missing(Path(word))
@@ -148,10 +153,10 @@ def named(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def unzipped(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield words in which a temporary directory stands for each zip archive, with the archive's records of runs.
+def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the words with each zip archive replaced by a temporary directory of its extracted run records.
 
-    Raises UserError for an archive that is damaged or too large, and for one that names a place outside itself.
+    Raise UserError for an archive that is damaged, too large, or holds a path outside itself.
     """
     with contextlib.ExitStack() as stack:
         places = list(words)
@@ -163,16 +168,16 @@ def unzipped(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _extract(archive: Path, folder: Path) -> Path:
-    """Extract what `runs` and `compare` read of runs; models and checkpoints stay in the archive."""
+    """Extract the files that `runs` and `compare` read; models and checkpoints stay in the archive."""
     try:
         with open_file(archive) as file, zipfile.ZipFile(file) as found:
-            wanted = [info for info in found.infolist() if re.split(r"[/\\]", info.filename)[-1] in RECORDS]
+            wanted = [info for info in found.infolist() if re.split(r"[/\\]", info.filename)[-1] in EXTRACTED_FILES]
             for info in wanted:
-                info.filename = name = info.filename.replace("\\", "/")  # as Windows' own archiver has written them
+                info.filename = name = info.filename.replace("\\", "/")  # the archiver of Windows writes backslashes
                 if name.startswith("/") or ".." in PurePosixPath(name).parts:
                     raise UserError(f"{archive}: holds {printable(name)}, which lies outside of it")
-            if sum(info.file_size for info in wanted) > MOST_UNZIPPED:
-                raise UserError(f"{archive}: its runs take more than {MOST_UNZIPPED >> 20} MiB; unzip it yourself")
+            if sum(info.file_size for info in wanted) > MAX_UNZIPPED_BYTES:
+                raise UserError(f"{archive}: its runs take more than {MAX_UNZIPPED_BYTES >> 20} MiB; unzip it yourself")
             found.extractall(folder, wanted)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{archive}: cannot be unzipped: {printable(str(error).rpartition('> ')[2])}") from None
@@ -181,71 +186,73 @@ def _extract(archive: Path, folder: Path) -> Path:
     return folder
 
 
-def _at(place: Path, notes: list[str]) -> Iterator[Path]:
-    """The runs at a place; of a file in a run, that run."""
+def _list_runs(place: Path, notes: list[str]) -> Iterator[Path]:
+    """Yield the runs in a directory; for a file of a run, yield that run."""
     if place.is_dir():
-        yield from below(place, notes)
+        yield from find_runs(place, notes)
     elif place.name in ("events.jsonl", "config.yaml", "result.json"):
-        yield from (run for run in below(place.parent) if run == place.parent)
+        yield from (run for run in find_runs(place.parent) if run == place.parent)
 
 
-def metric_of(places: Sequence[Path]) -> str:
-    """What the sweeps at these places went by, where that is one metric; the loss otherwise."""
-    every = [word for place in places for word in words_of(place, "sweep")]
+def sweep_metric(places: Sequence[Path]) -> str:
+    """Return the metric of the sweeps in these directories if they agree on one, otherwise "loss"."""
+    every = [word for place in places for word in sweep_overrides(place, "sweep")]
     found = {word.removeprefix(METRIC) for word in every if word.startswith(METRIC)}
     return found.pop() if len(found) == 1 else "loss"
 
 
-def words_of(sweep: Path, key: str) -> list[str]:
-    """Return what was typed of a sweep: its own settings (`sweep`), or the space of a search (`space`)."""
+def sweep_overrides(sweep: Path, key: str) -> list[str]:
+    """Return overrides of a sweep: its own settings (key `sweep`) or the ranges of a search (key `space`)."""
     words: Any = read_json_or_empty(sweep / SWEEP_FILE).get(key)
     return list(words) if matches_type(words, list[str]) else []
 
 
-def look(path: Path) -> Run:
-    """What a run directory says of itself; what it does not say, or what cannot be read, is left out."""
+def read_run(path: Path) -> Run:
+    """Read the summary of a run directory. Fields that are missing or unreadable stay empty."""
     unread: list[str] = []
-    head = _start(path / "config.yaml", unread)
+    head = _read_head(path / "config.yaml", unread)
     unread += [] if head or unread else ["config.yaml is missing or empty"]
     chosen = dict(_CHOICE.findall(head))
     settings, result = dict(_SETTING.findall(head)), read_result(path)
-    first = _start(path / "events.jsonl", unread)
+    first = _read_head(path / "events.jsonl", unread)
     started = _STARTED.search(first)
     if chosen.get("engine") == "auto" and (taken := _ENGINE.search(first)):
         chosen["engine"] = taken[1]
-    told: dict[str, Any] = {k: v for k, v in result.items() if k in NUMBERS and matches_type(v, NUMBERS[k])}
+    told: dict[str, Any] = {k: v for k, v in result.items() if k in RESULT_TYPES and matches_type(v, RESULT_TYPES[k])}
     if "steps" not in told:
-        told |= last_numbers(path)
-    state, why = ("unreadable", unread[0]) if not head and unread else _state(path, result)
-    wrong = [k for k, hint in NUMBERS.items() if k in result and not matches_type(result[k], hint)]
+        told |= read_last_numbers(path)
+    state, why = ("unreadable", unread[0]) if not head and unread else _read_state(path, result)
+    wrong = [k for k, hint in RESULT_TYPES.items() if k in result and not matches_type(result[k], hint)]
     unread += [f"result.json has {printable(repr(result[k]))} for {k}" for k in wrong]
     scores = {k: float(v) for k, v in (told.get("eval_scores") or {}).items() if v is not None}
     return Run(
-        path=path, name=_text(settings.get("name", "")) or path.name, when=started[1] if started else _when(path),
-        **{part: _text(chosen.get(part, "")) for part in ("recipe", "model", "data", "engine")},
-        seed=_whole(settings.get("seed")), lr=_number(settings.get("lr")), of=_whole(settings.get("steps")),
-        batch_size=_whole(settings.get("batch_size")), steps=told.get("steps"), loss=told.get("eval_loss"),
+        path=path, name=_unquote(settings.get("name", "")) or path.name,
+        when=started[1] if started else _config_time(path),
+        **{part: _unquote(chosen.get(part, "")) for part in ("recipe", "model", "data", "engine")},
+        seed=_parse_int(settings.get("seed")), lr=_parse_float(settings.get("lr")),
+        of=_parse_int(settings.get("steps")), batch_size=_parse_int(settings.get("batch_size")),
+        steps=told.get("steps"), loss=told.get("eval_loss"),
         train_loss=told.get("train_loss"), scores=scores, seconds=told.get("seconds"),
-        speed=_finite(result.get("tokens_per_second")), state=state, why=why, unread=", ".join(unread),
+        speed=_finite_float(result.get("tokens_per_second")), state=state, why=why, unread=", ".join(unread),
         sweep=next((p.name for p in path.parents[:3] if (p / SWEEP_FILE).exists()), ""),
     )  # fmt: skip
 
 
-OF_AN_EVAL = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # what is no score of the model's
+EVAL_KEYS = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # keys of an evaluation event that are no metrics
 
 
-def last_numbers(path: Path) -> dict[str, Any]:
-    """What the end of the events tells of a run that has left no result."""
+def read_last_numbers(path: Path) -> dict[str, Any]:
+    """Return the last numbers in the events of a run without a result."""
     found: dict[str, Any] = {}
     smoothed: float | None = None
     for event in _last_events(path / "events.jsonl"):
-        kind, loss = event.get("kind"), _finite(event.get("loss"))
+        kind, loss = event.get("kind"), _finite_float(event.get("loss"))
         step: Any = event.get("step")
         if kind == "step" and matches_type(step, int) and step > 0:
             smoothed = smooth_loss(smoothed, math.nan if loss is None else loss, step)
-            found |= {"steps": step, "train_loss": smoothed, "seconds": _finite(event.get("t"))}
+            found |= {"steps": step, "train_loss": smoothed, "seconds": _finite_float(event.get("t"))}
         elif kind == "eval":
-            scores = {k: v for k, v in event.items() if k not in OF_AN_EVAL and matches_type(v, float | int)}
+            scores = {k: v for k, v in event.items() if k not in EVAL_KEYS and matches_type(v, float | int)}
             found |= {"eval_loss": loss, "eval_scores": scores}
     return found
 
@@ -254,8 +261,8 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(max(size - TAIL, 0))
-            lines = file.read(TAIL).split(b"\n")[size > TAIL :]
+            file.seek(max(size - TAIL_BYTES, 0))
+            lines = file.read(TAIL_BYTES).split(b"\n")[size > TAIL_BYTES :]
     except (OSError, UserError):
         return
     for line in lines:
@@ -264,13 +271,13 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
-    """How a run stands, and why, where it did not simply come to its end."""
+def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the state of a run, and the reason if it did not complete."""
     try:
         require_unlocked(path)
     except DirectoryLocked:
         return "running", ""
-    except (OSError, UserError):  # a file system that knows no locks
+    except (OSError, UserError):  # the file system has no locks
         pass
     why = " ".join(str(result.get("error") or result.get("why") or "").split())
     match result.get("reason"):
@@ -279,31 +286,31 @@ def _state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
         case "completed" if not result.get("error"):
             return "diverged" if result.get("diverged") is True else "completed", ""
         case "aborted" if not result.get("error"):
-            return ("pruned" if why.startswith(PRUNES) else "stopped"), why
+            return ("pruned" if why.startswith(PRUNED_PREFIX) else "stopped"), why
         case None:
             return "killed", "result.json cannot be read" if (path / "result.json").exists() else ""
     return "failed", why
 
 
-def _start(path: Path, unread: list[str]) -> str:
-    """Return how a file begins; add to `unread` why one that exists cannot be read."""
+def _read_head(path: Path, unread: list[str]) -> str:
+    """Return the start of a file; if it exists but cannot be read, add the reason to `unread`."""
     try:
         with open_file(path) as file:
-            return file.read(HEAD).decode(errors="replace")
+            return file.read(HEAD_BYTES).decode(errors="replace")
     except (OSError, UserError) as error:
         if os.path.lexists(path) or not os.access(path.parent, os.X_OK):
             unread.append(f"{path.name} {system_message(error).removeprefix(f'{path}: ')}")
         return ""
 
 
-def _when(path: Path) -> str:
+def _config_time(path: Path) -> str:
     try:
         return datetime.fromtimestamp((path / "config.yaml").stat().st_mtime, UTC).isoformat(timespec="milliseconds")
     except OSError:
         return ""
 
 
-def _text(scalar: str) -> str:
+def _unquote(scalar: str) -> str:
     if scalar[:1] == "'":
         return scalar[1:-1].replace("''", "'")
     if scalar[:1] == '"':
@@ -312,47 +319,47 @@ def _text(scalar: str) -> str:
     return scalar
 
 
-def _whole(text: str | None) -> int | None:
+def _parse_int(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"-?\d{1,18}", text) else None
 
 
-def _number(text: str | None) -> float | None:
+def _parse_float(text: str | None) -> float | None:
     try:
         return None if text is None else float(text)
     except ValueError:
         return None
 
 
-def _finite(value: Any) -> float | None:
+def _finite_float(value: Any) -> float | None:
     known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known and abs(value) <= sys.float_info.max else None  # an int may be larger, which is none
+    return float(value) if known and abs(value) <= sys.float_info.max else None  # an int may be too large
 
 
 # -- the settings of runs under their whole names, as they are typed: optim.beta1 -------------------------------------
 
-# What says nothing of a run's numbers, and differs between any two: what Hydra composes, and where it went on from.
-LEFT_OUT = ("defaults", "resume", "hydra", "sweep")
+# Top-level keys of config.yaml that are no settings of the run: Hydra's, and the checkpoint it was resumed from.
+IGNORED_KEYS = ("defaults", "resume", "hydra", "sweep")
 
 
-def settings(run: Path) -> dict[str, str]:
-    """All settings of a run as they are typed; none where its config.yaml cannot be read."""
-    return {key: format_value(value) for key, value in values(run).items()}
+def setting_texts(run: Path) -> dict[str, str]:
+    """Return the settings of a run as they are typed; empty if its config.yaml cannot be read."""
+    return {key: format_value(value) for key, value in setting_values(run).items()}
 
 
-def values(run: Path) -> dict[str, Any]:
-    """The same as the numbers, texts and lists that they are."""
+def setting_values(run: Path) -> dict[str, Any]:
+    """Return the settings of a run as numbers, texts and lists; empty if its config.yaml cannot be read."""
     saved = read_settings(run / "config.yaml")
-    return dict(_flat({k: v for k, v in saved.items() if k not in LEFT_OUT}))
+    return dict(_flatten({k: v for k, v in saved.items() if k not in IGNORED_KEYS}))
 
 
-def _flat(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A part's name stands under the part alone, `recipe`; a callback's says nothing."""
+def _flatten(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield full keys and values. A part's name gets the part's key (`recipe`); callbacks become a list."""
     for key, value in saved.items():
         whole = f"{prefix}{key}"
         if whole == "callbacks" and isinstance(value, Mapping):
             yield whole, list(value)
         if isinstance(value, Mapping) and value and prefix.count(".") < 8:
-            yield from _flat(value, f"{whole}.")
+            yield from _flatten(value, f"{whole}.")
         elif whole.endswith(".name"):
             if not whole.startswith("callbacks."):
                 yield whole.removesuffix(".name"), value

@@ -1,4 +1,4 @@
-"""The pages of commands: one for each that the registry has, made of what it prints and takes."""
+"""Generate the reference pages of the commands, one for each registered command."""
 
 import contextlib
 import io
@@ -8,119 +8,121 @@ from toyexp.cli.main import main
 from toyexp.interfaces.command import Command
 from toyexp.plugins.discovery import load
 
-USUAL = {0: "done", 2: "bad input, told in a line or two; nothing was begun and nothing is written"}
-WIDE = "---\nhide: [toc]\n---\n\n"  # a page without the column on its right: help has up to 120 letters a line
-ENDED = "Ctrl-C, SIGTERM or SIGHUP"
+EXIT_CODES = {0: "success", 2: "bad input: one or two lines say what is wrong; nothing was started or written"}
+FULL_WIDTH = "---\nhide: [toc]\n---\n\n"  # no table of contents at the right: help has up to 120 characters a line
+SIGNALS = "Ctrl-C, SIGTERM or SIGHUP"
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a page has to say that no help says."""
+class CommandNotes:
+    """Information on a command that its help does not contain."""
 
     leaves: str = "nothing"
-    fails: str = ""  # what an exit code of 1 says
-    guide: str = ""  # the page that goes with it
+    fails: str = ""  # meaning of exit code 1
+    guide: str = ""  # path of the guide, with its anchor
 
 
-TOLD = {
-    "plugins": Told(
-        fails="with `--check`: a part failed its suite, or could not be held against it", guide="plugins/index.md"
+NOTES = {
+    "plugins": CommandNotes(
+        fails="with `--check`: a part failed its suite, or the suite could not run", guide="plugins/index.md"
     ),
-    "new": Told("the plugin's directory, whole or not at all", guide="plugins/index.md"),
-    "doctor": Told(
-        "nothing, but for the kernel of `ggml`, built at its first use and kept in the cache",
-        "with `--numerics`: an engine is off",
+    "new": CommandNotes("the plugin's directory, complete or not at all", guide="plugins/index.md"),
+    "doctor": CommandNotes(
+        "nothing except the kernel of `ggml`, which is compiled at its first use and cached",
+        "with `--numerics`: an engine is outside the tolerances",
         "guides/engines.md",
     ),
-    "parity": Told(fails="an engine is beyond the tolerances", guide="guides/agreement.md"),
-    "bench": Told(guide="guides/speed.md"),
-    "eval": Told(fails="its held-out loss is no number", guide="guides/after.md#evaluate-a-model-toyexp-eval"),
-    "describe": Told(guide="guides/after.md#inspect-a-file-toyexp-describe"),
-    "models": Told(guide="guides/after.md#list-the-models-on-this-machine-toyexp-models"),
-    "generate": Told(guide="guides/after.md#generate-text-and-chat-toyexp-generate"),
-    "predict": Told(
-        "nothing, or with `--csv` that file, whole or not at all",
+    "parity": CommandNotes(fails="an engine is outside the tolerances", guide="guides/agreement.md"),
+    "bench": CommandNotes(guide="guides/speed.md"),
+    "eval": CommandNotes(
+        fails="the held-out loss is NaN or infinite", guide="guides/after.md#evaluate-a-model-toyexp-eval"
+    ),
+    "describe": CommandNotes(guide="guides/after.md#inspect-a-file-toyexp-describe"),
+    "models": CommandNotes(guide="guides/after.md#list-the-models-on-this-machine-toyexp-models"),
+    "generate": CommandNotes(guide="guides/after.md#generate-text-and-chat-toyexp-generate"),
+    "predict": CommandNotes(
+        "nothing, or with `--csv` that file, complete or not at all",
         "an image could not be read",
         "guides/after.md#classify-images-toyexp-predict",
     ),
-    "export": Told(
-        "the model in its new type beside the old one, or at `--to`: whole or not at all",
+    "export": CommandNotes(
+        "the converted model beside the old one, or at `--to`: complete or not at all",
         "it could not be written",
         "guides/exports.md",
     ),
-    "merge": Told(
-        "the merged model, at `--out`: whole or not at all",
+    "merge": CommandNotes(
+        "the merged model, at `--out`: complete or not at all",
         "it could not be written",
         "guides/after.md#merge-an-adapter-into-its-base-toyexp-merge",
     ),
-    "runs": Told(guide="guides/compare.md"),
-    "compare": Told("nothing, or with `--html` that file", guide="guides/compare.md"),
-    "completion": Told(guide="guides/runs.md#what-there-is"),
-    "help": Told(guide="guides/runs.md#what-there-is"),
+    "runs": CommandNotes(guide="guides/compare.md"),
+    "compare": CommandNotes("nothing, or with `--html` that file", guide="guides/compare.md"),
+    "completion": CommandNotes(guide="guides/runs.md#what-there-is"),
+    "help": CommandNotes(guide="guides/runs.md#what-there-is"),
 }
 
 
-def printed(*words: str) -> str:
-    """What toyexp prints for these words."""
+def capture_output(*words: str) -> str:
+    """Return the output of a toyexp command."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         assert main([*words]) == 0, words
     return text.getvalue().rstrip()
 
 
-def fenced(text: str) -> str:
-    """As it stands, in letters of one width."""
+def code_block(text: str) -> str:
+    """Return the text as a fenced code block."""
     return f"```text\n{text}\n```\n"
 
 
 def overview() -> str:
-    """All commands, the exit codes of a run, and what `toyexp --help` prints."""
+    """Return the overview page: all commands, the exit codes of a run, and the output of `toyexp --help`."""
     rows = "".join(
         f"| [`toyexp {name}`](commands/{name}.md) | {offer.help.removesuffix('.')} |\n"
         for name, offer in load().offers["command"].items()
     )
-    return f"""{WIDE}# Commands
+    return f"""{FULL_WIDTH}# Commands
 
 `toyexp key=value ...` without a command's name [trains](../guides/runs.md), `toyexp -m` [sweeps](../guides/sweeps.md).
-What any of these reads as data may leave its token ids in the cache, `~/.cache/toyexp`.
+Commands that read text may cache its token ids in `~/.cache/toyexp`.
 
 | command | |
 |---|---|
 {rows}
 ## Exit codes
 
-| | of a run or a sweep |
+| code | meaning for a run or a sweep |
 |---|---|
-| 0 | {USUAL[0]}; of a sweep: all jobs are completed |
-| 1 | the run failed, its held-out loss is no number, or it missed its quality gate; of a sweep: a job failed |
-| 2 | {USUAL[2]} |
-| 130, 143, 129 | {ENDED} came: the step was finished, a checkpoint and the model saved |
+| 0 | {EXIT_CODES[0]}; sweep: all jobs completed |
+| 1 | the run failed, its held-out loss is NaN or infinite, or it missed its quality gate; sweep: a job failed |
+| 2 | {EXIT_CODES[2]} |
+| 130, 143, 129 | {SIGNALS}: toyexp finished the step and saved a checkpoint and the model |
 
 ## toyexp --help
 
-{fenced(printed("--help"))}"""
+{code_block(capture_output("--help"))}"""
 
 
 def page(name: str, command: type[Command]) -> str:
-    """One command: what it is for, its help, what it leaves, and its exit codes."""
+    """Return the page of one command: its purpose, its help, the files it writes and its exit codes."""
     about = (command.__doc__ or "").splitlines()[0]
-    parts = [f"{WIDE}# toyexp {name}\n\n{about}\n", fenced(printed(name, "--help"))]
-    told = TOLD.get(name, Told("", "", ""))
-    if told.leaves:
-        parts.append(f"## What it leaves\n\nOn the disk: {told.leaves}.\n")
-    codes = dict(sorted((USUAL | ({1: told.fails} if told.fails else {})).items()))
+    parts = [f"{FULL_WIDTH}# toyexp {name}\n\n{about}\n", code_block(capture_output(name, "--help"))]
+    notes = NOTES.get(name, CommandNotes("", "", ""))
+    if notes.leaves:
+        parts.append(f"## Files it writes\n\nOn the disk: {notes.leaves}.\n")
+    codes = dict(sorted((EXIT_CODES | ({1: notes.fails} if notes.fails else {})).items()))
     rows = [f"| {code} | {what} |" for code, what in codes.items()]
-    parts.append("\n".join(["## Exit codes\n", "| | |", "|---|---|", *rows, ""]))
-    parts.append(f"{ENDED} ends it with 130, 143 or 129.\n")
-    if told.guide:
-        parts.append(f"More: [the guide](../../{told.guide}).\n")
+    parts.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *rows, ""]))
+    parts.append(f"After {SIGNALS} the exit code is 130, 143 or 129.\n")
+    if notes.guide:
+        parts.append(f"More: [the guide](../../{notes.guide}).\n")
     return "\n".join(parts)
 
 
 def pages() -> dict[str, str]:
-    """All of them, by their places."""
-    made = {"reference/commands.md": overview()}
+    """Return all pages by their path in the site."""
+    pages_by_path = {"reference/commands.md": overview()}
     registry = load()
     for name in registry.offers["command"]:
-        made[f"reference/commands/{name}.md"] = page(name, registry.get("command", name))
-    return made
+        pages_by_path[f"reference/commands/{name}.md"] = page(name, registry.get("command", name))
+    return pages_by_path

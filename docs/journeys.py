@@ -1,4 +1,4 @@
-"""Diagrams of a journey as SVG: rooms one below another, and between them what is handed on, in the page's colours."""
+"""Draw ```journey blocks as SVG: modules from top to bottom, with arrows that name the data between them."""
 
 import html
 import textwrap
@@ -7,8 +7,8 @@ from typing import Any
 WIDTH, LINE, PADDING, GAP, LETTERS = 460, 18, 12, 40, 62
 
 
-def stations(source: str) -> list[tuple[str, str]]:
-    """The lines of a block: a room and what it does (`loop: asks`), or an arrow and what travels (`-> Step`)."""
+def parse_stations(source: str) -> list[tuple[str, str]]:
+    """Parse the lines of a block: `module: what it does`, or `-> Data`, which gives `("->", "Data")`."""
     found = []
     for line in source.strip().splitlines():
         if line.startswith("-> "):
@@ -19,10 +19,10 @@ def stations(source: str) -> list[tuple[str, str]]:
     return found
 
 
-def svg(source: str, label: str) -> str:
-    """One picture; `label` is what is read aloud in its place."""
+def draw_svg(source: str, label: str) -> str:
+    """Return the SVG of a block; screen readers read the `label`."""
     drawn, y = [], 1
-    for room, text in stations(source):
+    for room, text in parse_stations(source):
         if room == "->":
             drawn.append(f'<path class="arrow" d="M 24 {y + 4} v {GAP - 14} m -5 -6 l 5 7 l 5 -7"/>')
             drawn.append(f'<text class="travels" x="42" y="{y + GAP / 2 + 5}">{html.escape(text)}</text>')
@@ -40,7 +40,7 @@ def svg(source: str, label: str) -> str:
     return f'<svg class="journey" role="img" aria-label="{html.escape(label)}" {box}>{"".join(drawn)}</svg>'
 
 
-def fence(source: str, language: str, css_class: str, options: Any, md: Any, **kwargs: Any) -> str:
-    """What the fenced block ```journey becomes in a page."""
-    rooms = [room for room, _ in stations(source) if room != "->"]
-    return svg(source, f"From {rooms[0]} to {rooms[-1]}: {', '.join(rooms)}")
+def format_fence(source: str, language: str, css_class: str, options: Any, md: Any, **kwargs: Any) -> str:
+    """Return the SVG that replaces a fenced ```journey block; mkdocs calls this."""
+    rooms = [room for room, _ in parse_stations(source) if room != "->"]
+    return draw_svg(source, f"From {rooms[0]} to {rooms[-1]}: {', '.join(rooms)}")

@@ -1,18 +1,18 @@
-"""The notebooks as pages: their text and their code, to be read and taken over; what they show is seen in them."""
+"""Generate pages with the text and code of the notebooks; their output is only in the notebooks."""
 
 import json
 from pathlib import Path
 
-NOTEBOOKS = ("first_run", "compare_and_sweep")  # in the order in which they are read
+NOTEBOOKS = ("first_run", "compare_and_sweep")  # in reading order
 
 
 def pages() -> dict[str, str]:
-    """Each by its place in the site."""
+    """Return all pages by their path in the site."""
     return {f"notebooks/{name}.md": page(name) for name in NOTEBOOKS}
 
 
 def page(name: str) -> str:
-    """Its cells one after another, and below the title where it is."""
+    """Return a notebook's cells as Markdown, with its path below the title."""
     notebook = json.loads((Path(__file__).parent / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
     parts = []
     for cell in notebook["cells"]:

@@ -1,4 +1,4 @@
-"""mkdocs asks this for the pages that are made from the code, and from files beside it."""
+"""Add generated pages to the site: mkdocs calls these hooks."""
 
 import re
 from pathlib import Path
@@ -14,23 +14,23 @@ from toyexp.cli.pages import insert_templates
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "trust.md", "CHANGELOG.md": "changes.md"}
-BELOW = {"Commands": command_pages, "Settings": setting_pages}
+SECTIONS = {"Commands": command_pages, "Settings": setting_pages}
 
 
 def on_config(config: Any) -> Any:
-    """Has blocks of ```journey drawn; nothing is fetched for that, now or by a browser."""
-    drawn = {"name": "journey", "class": "journey", "format": journeys.fence}
+    """Register the renderer of ```journey blocks, which needs no network."""
+    drawn = {"name": "journey", "class": "journey", "format": journeys.format_fence}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [drawn]}
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages, and those that make a section to the table of contents."""
-    pages = {f"reference/{page}": beside(file) for file, page in PAGES.items()}
+    """Add the generated pages, and their sections to the table of contents."""
+    pages = {f"reference/{page}": read_root_file(file) for file, page in PAGES.items()}
     pages |= notebook_pages.pages()
     reference = next(section["Reference"] for section in config.nav if "Reference" in section)
-    for title, made in BELOW.items():
-        below = made.pages()
+    for title, generator in SECTIONS.items():
+        below = generator.pages()
         pages |= below
         reference[reference.index({title: f"reference/{title.lower()}.md"})] = {title: [*below]}
     for name, text in pages.items():
@@ -39,7 +39,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Return a page with the templates it links to; links to files of the checkout become links to pages."""
+    """Insert the templates that a page links to; point links to files of the repository's root at their pages."""
     return re.sub(
         rf"\]\((?:\.\./)+({'|'.join(PAGES)})\)",
         lambda link: f"](../reference/{PAGES[link[1]]})",
@@ -47,8 +47,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     )
 
 
-def beside(name: str) -> str:
-    """A file of the checkout as a page; links to files beside it lead to their pages."""
+def read_root_file(name: str) -> str:
+    """Return a file of the repository's root as a page, with its links pointing to pages."""
     text = (ROOT / name).read_text()
     for file, page in {**PAGES, "README.md": "../index.md"}.items():
         text = text.replace(f"]({file})", f"]({page})")

@@ -1,4 +1,4 @@
-"""The pages of settings: every key with its type, its default, what it does, and which parts read it."""
+"""Generate the reference pages of the settings: key, type, default, meaning and the parts that read it."""
 
 import html
 from collections.abc import Iterable, Iterator
@@ -23,14 +23,14 @@ GUIDES = {
 }  # fmt: skip
 TYPES = {"int": "whole number", "float": "number", "bool": "true, false", "str": "text"}
 HYDRA = (
-    ("hydra.run.dir", "outputs/NAME/DATE_TIME", "where a run goes: a directory that is missing or empty"),
-    ("hydra.sweep.dir", "outputs/sweeps/DATE_TIME", "where a sweep goes, likewise"),
-    ("hydra.sweep.subdir", "NUMBER-NAME", "of a job in it"),
+    ("hydra.run.dir", "outputs/NAME/DATE_TIME", "directory of a run; it must not exist or must be empty"),
+    ("hydra.sweep.dir", "outputs/sweeps/DATE_TIME", "directory of a sweep, likewise"),
+    ("hydra.sweep.subdir", "NUMBER-NAME", "directory of a job inside the sweep"),
 )
 
 
-def kind_of_value(text: str) -> str:
-    """A type's annotation in words: `float | None` is a number or null."""
+def describe_type(text: str) -> str:
+    """Return a type annotation in words: `float | None` is `number, or null`."""
     inner, optional = text.removesuffix(" | None"), text.endswith(" | None")
     if inner.startswith("list["):
         words = {"str": "list of texts", "float": "list of numbers", "int": "list of whole numbers"}[inner[5:-1]]
@@ -39,26 +39,26 @@ def kind_of_value(text: str) -> str:
     return f"{words}, or null" if optional else words
 
 
-def cell(text: str) -> str:
-    """Text in a table of Markdown."""
+def escape_cell(text: str) -> str:
+    """Escape text for a Markdown table."""
     return html.escape(text, quote=False).replace("|", "&#124;").replace("*", "\\*")
 
 
-def default(value: object) -> str:
-    """A value as it is typed; nothing for an empty text."""
+def format_default(value: object) -> str:
+    """Return a value as typed on the command line, or `empty` for an empty text."""
     return f"`{format_value(value)}`" if format_value(value) else "empty"
 
 
 @dataclass
 class Row:
-    """A key, and the parts that read it with this default."""
+    """A key with the parts that read it with the same type, default and help."""
 
     setting: Setting
     parts: list[str] = field(default_factory=list)
 
 
-def grouped(classes: Iterable[tuple[str, type]]) -> list[Row]:
-    """The settings of some parts, each once: those that are alike in every word are one."""
+def group_settings(classes: Iterable[tuple[str, type]]) -> list[Row]:
+    """Return the settings of the parts, merging equal ones into one row."""
     rows: dict[tuple[str, str, str, str], Row] = {}
     for name, cls in classes:
         for setting in list_settings(cls):
@@ -69,23 +69,25 @@ def grouped(classes: Iterable[tuple[str, type]]) -> list[Row]:
 
 
 def table(prefix: str, rows: Iterable[Row], every: int = 0) -> Iterator[str]:
-    """Rows in Markdown; of more than one part with who reads each, `every` being how many parts there are."""
+    """Yield the lines of a Markdown table; with `every`, the number of parts, add a column of readers."""
     yield "| key | type | default | what it does |" + (" read by |" if every else "")
     yield "|---|---|---|---|" + ("---|" if every else "")
     for row in rows:
         s = row.setting
-        line = f"| `{prefix}{s.name}` | {kind_of_value(s.type)} | {default(s.default)} | {cell(s.comment)} |"
+        line = (
+            f"| `{prefix}{s.name}` | {describe_type(s.type)} | {format_default(s.default)} | {escape_cell(s.comment)} |"
+        )
         readers = "all" if len(row.parts) == every else ", ".join(f"`{part}`" for part in row.parts)
         yield line + (f" {readers} |" if every else "")
     yield ""
 
 
 def presets(kind: str, parts: Iterable[str]) -> Iterator[str]:
-    """What the files of conf/ set that are offered beside the parts."""
+    """Yield the presets of a kind: each file of conf/ with the keys it sets."""
     registry = load()
     names = [path.stem for path in sorted((CONF / kind).glob("*.yaml")) if path.stem not in set(parts)]
     if names:
-        yield "## Presets\n\nFiles of conf/, which set some of these keys:\n"
+        yield "## Presets\n\nFiles of conf/ that set some of these keys:\n"
     for name in names:
         head, *rest = (line for line in lines_about(name, registry) if line.strip())
         about = head.partition("  ")[2].rpartition("  [")[0]
@@ -94,7 +96,7 @@ def presets(kind: str, parts: Iterable[str]) -> Iterator[str]:
 
 
 def page(kind: str) -> str:
-    """Every part of a kind, and their settings."""
+    """Return the page of a kind: its parts and their settings."""
     registry = load()
     classes = [(name, registry.get(kind, name)) for name in registry.offers[kind]]
     if kind == "engine":
@@ -102,41 +104,54 @@ def page(kind: str) -> str:
     helps = {name: offer.help for name, offer in registry.offers[kind].items()}
     helps[AUTO] = (AutoEngine.__doc__ or "").splitlines()[0]
     chosen = {"callbacks": "callbacks=[default,NAME]", "format": "toyexp export --type NAME"}.get(kind, f"{kind}=NAME")
-    parts = [f"# {TITLES[kind]}: settings\n", f"Chosen with `{chosen}`; [the guide](../../guides/{GUIDES[kind]}.md).\n"]
-    parts += ["| name | |", "|---|---|", *(f"| `{name}` | {cell(helps[name])} |" for name, _ in classes), ""]
+    parts = [
+        f"# {TITLES[kind]}: settings\n",
+        f"Choose one with `{chosen}`. See also [the guide](../../guides/{GUIDES[kind]}.md).\n",
+    ]
+    parts += [
+        "| name | what it is |",
+        "|---|---|",
+        *(f"| `{name}` | {escape_cell(helps[name])} |" for name, _ in classes),
+        "",
+    ]
     if kind in ("callbacks", "format"):
         for name, cls in classes:
             prefix = f"callbacks.{name}." if kind == "callbacks" else ""
-            rows = grouped([(name, cls)])
+            rows = group_settings([(name, cls)])
             parts += [f"## {name}\n", f"{helps[name]}\n", *(table(prefix, rows) if rows else ["No settings.\n"])]
     else:
-        parts += ["## Keys\n", *table(f"{kind}.", grouped(classes), len(classes))]
+        parts += ["## Keys\n", *table(f"{kind}.", group_settings(classes), len(classes))]
     parts += presets(kind, dict(classes)) if kind in GROUPS else []
     return "\n".join(parts)
 
 
 def overview() -> str:
-    """The keys that belong to no part."""
+    """Return the overview page, with the keys that belong to no part."""
     free, aside = keys_with(FREE, Settings), keys_with(ASIDE, Settings)
     own = [(key, setting) for key, setting in top_level_settings() if not key.startswith("sweep.")]
-    parts = ["# Settings\n", "Every key is typed `key=value`, or stands in a file of `--config-dir`. Of a part:\n"]
+    parts = [
+        "# Settings\n",
+        "Type a setting as `key=value`, or write it into a file of `--config-dir`. Settings of parts:\n",
+    ]
     parts += [f"* [{title}](settings/{kind}.md)" for kind, title in TITLES.items()]
-    columns = "key | type | default | what it does | may change on resume | decides numbers"
-    parts += ["\n## Of a run\n", f"| {columns} |"]
+    columns = "key | type | default | what it does | may change on resume | changes numbers"
+    parts += ["\n## Settings of a run\n", f"| {columns} |"]
     parts.append("|---|---|---|---|---|---|")
     for key, s in own:
-        told = f"| `{key}` | {kind_of_value(s.type)} | {default(s.default)} | {cell(s.comment)} |"
-        parts.append(f"{told} {'yes' if key in free else 'no'} | {'no' if key in aside else 'yes'} |")
-    parts += ["\n## Of a sweep\n", "No number of a run depends on them; they go with `-m`.\n"]
+        row = f"| `{key}` | {describe_type(s.type)} | {format_default(s.default)} | {escape_cell(s.comment)} |"
+        parts.append(f"{row} {'yes' if key in free else 'no'} | {'no' if key in aside else 'yes'} |")
+    parts += ["\n## Settings of a sweep\n", "Use them with `-m`. They do not change a run's numbers.\n"]
     parts += ["| key | type | default | what it does |", "|---|---|---|---|"]
     for key, s in top_level_settings():
         if key.startswith("sweep."):
-            parts.append(f"| `{key}` | {kind_of_value(s.type)} | {default(s.default)} | {cell(s.comment)} |")
-    parts += ["\n## Of Hydra\n", "| key | default | what it does |", "|---|---|---|"]
+            parts.append(
+                f"| `{key}` | {describe_type(s.type)} | {format_default(s.default)} | {escape_cell(s.comment)} |"
+            )
+    parts += ["\n## Settings of Hydra\n", "| key | default | what it does |", "|---|---|---|"]
     parts += [f"| `{key}` | `{value}` | {about} |" for key, value, about in HYDRA]
     return "\n".join([*parts, ""])
 
 
 def pages() -> dict[str, str]:
-    """All of them, by their places."""
+    """Return all pages by their path in the site."""
     return {"reference/settings.md": overview()} | {f"reference/settings/{kind}.md": page(kind) for kind in TITLES}

@@ -5,7 +5,7 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_engines(register: Register) -> None:
-    """ggml, metal, ggml_cuda and vulkan."""
+    """Register the engines `ggml`, `metal`, `ggml_cuda` and `vulkan`."""
     from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 
     for engine in (GGMLCPU, GGMLMetal, GGMLCUDA, GGMLVulkan):

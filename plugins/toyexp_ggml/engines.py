@@ -1,4 +1,4 @@
-"""The ggml engines: their settings, and whether they work here. ggml itself is imported only when used."""
+"""Engines `ggml`, `metal`, `ggml_cuda` and `vulkan`: settings and availability checks. ggml is imported on use."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ if TYPE_CHECKING:
     from toyexp import Session
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-# What ggml's Vulkan reads, once in a process: no products in float16, none on matrix cores, which it feeds with float16
-# whatever the first says, and none in 8 bits with what is quantised.
+# Variables that ggml's Vulkan reads once per process: no float16 products, no matrix cores (which use float16 too), and
+# no 8-bit products with quantised matrices.
 NO_HALF = "GGML_VK_DISABLE_F16"
-EXACT = (NO_HALF, "GGML_VK_DISABLE_COOPMAT", "GGML_VK_DISABLE_COOPMAT2", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT")
+EXACT_VARIABLES = (
+    NO_HALF,
+    "GGML_VK_DISABLE_COOPMAT",
+    "GGML_VK_DISABLE_COOPMAT2",
+    "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT",
+)
 HEADERS, OPENBLAS = Path("/usr/include"), "*/openblas-openmp/cblas.h"
-# What can be typed where a library takes one of two ways in a process.
-ONE_OF_TWO = "a command has one of the two: engine={0}, or engine={0}:{1} beside engines like cpu or ggml"
+# Advice if a library can be configured only once per process.
+ONE_VALUE_HINT = "use one value per command: engine={0}, or engine={0}:{1} beside other engines such as cpu or ggml"
 VISIBLE = "GGML_VK_VISIBLE_DEVICES"
-SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # how drivers name a Vulkan device that is the CPU
+SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # names of Vulkan devices that are emulated on the CPU
 
 
 def require_ggml() -> None:
-    """Raises Unavailable unless ggml-python can be imported."""
+    """Raise Unavailable unless ggml-python can be imported."""
     reduce_spinning()
     with require_package("ggml", "pip install 'toyexp[ggml]' (needs a C compiler)", "ggml-python"):
-        import toyexp_ggml.binding.graph  # noqa: F401 - which also looks up what it uses of ggml
+        import toyexp_ggml.binding.graph  # noqa: F401 - fails if ggml lacks a function it uses
 
 
 def rebuild(flags: str) -> str:
-    """The command that builds ggml-python again with these flags of CMake."""
+    """Return the command that builds ggml-python again with these CMake flags."""
     return (
         f"CMAKE_ARGS='-DGGML_LLAMAFILE=ON {flags}' pip install --force-reinstall --no-deps --no-cache-dir "
         "--no-binary ggml-python ggml-python"
@@ -47,14 +52,14 @@ def rebuild(flags: str) -> str:
 
 @dataclass
 class GGMLEngine(Engine):
-    """What the ggml devices share."""
+    """Base class of the ggml engines."""
 
-    threads: int = 0  # cores to use; 0: all that this process may use, fewer while other processes run there
-    recompute: bool = False  # hold the activations of one block at a time and compute them twice
+    threads: int = 0  # CPU threads; 0: one for each core this process may use, fewer while other processes are busy
+    recompute: bool = False  # activation checkpointing: keep one block's activations at a time, compute them twice
 
     @property
     def profile(self) -> profiles.Profile:
-        """What the graph may use."""
+        """Ops that the graph may use."""
         raise NotImplementedError
 
     @property
@@ -63,13 +68,13 @@ class GGMLEngine(Engine):
         return self.profile.device
 
     def thread_count(self) -> int:
-        """Threads of the CPU."""
+        """Return the number of CPU threads."""
         return self.threads or min(available_cores(), MAX_THREADS)
 
     def check_plan(self, plan: Plan) -> None:
-        from toyexp_ggml.limits import beyond
+        from toyexp_ggml.limits import check_limits
 
-        if reason := beyond(plan):
+        if reason := check_limits(plan):
             raise UserError(f"engine={self.name}: {reason}")
 
     def preload(self) -> None:
@@ -80,8 +85,8 @@ class GGMLEngine(Engine):
         self.check()
         from toyexp_ggml.session import GGMLSession
 
-        threads, fewer = self.thread_count(), not self.threads
-        return GGMLSession(plan, self.device, self.profile, threads, self.recompute, fewer).open()
+        threads, adaptive = self.thread_count(), not self.threads
+        return GGMLSession(plan, self.device, self.profile, threads, self.recompute, adaptive).open()
 
 
 @dataclass
@@ -91,7 +96,7 @@ class GGMLCPU(GGMLEngine):
     name: ClassVar[str] = "ggml"
     priority: ClassVar[int] = 10
 
-    blas: bool = True  # give the large matrix products to BLAS, where ggml-python was built with it
+    blas: bool = True  # use BLAS for large matrix products, if ggml-python was built with it
 
     @property
     def profile(self) -> profiles.Profile:
@@ -104,7 +109,7 @@ class GGMLCPU(GGMLEngine):
 
         yield from super().warnings(preview)
         if not self.blas and "BLAS" not in devices():
-            yield "engine.blas=false: this ggml-python is built without BLAS, so it changes nothing"
+            yield "engine.blas=false: has no effect; this ggml-python is built without BLAS"
 
     def check(self) -> str:
         check_threads(self.threads)
@@ -113,29 +118,33 @@ class GGMLCPU(GGMLEngine):
         return f"ggml on the CPU {with_blas} BLAS, {pluralise(self.thread_count())}"
 
     def advice(self) -> list[str]:
-        from toyexp_ggml.native import missing
+        from toyexp_ggml.native import unavailable_reason
 
-        slow = "" if has_all(with_blas=can_build_blas()) else "this build of ggml-python is slow; see `toyexp doctor`"
-        copies = f"transposed copies are slower than they could be: {why}" if (why := missing()) else ""
+        slow = (
+            ""
+            if has_fast_products(with_blas=can_build_blas())
+            else "this build of ggml-python is slow; see `toyexp doctor`"
+        )
+        copies = f"the faster kernel for transposes is not used: {why}" if (why := unavailable_reason()) else ""
         return [line for line in (self.threads and crowding_note(self.threads), slow, copies) if line]
 
     def remedies(self) -> list[str]:
         linux = platform.system() == "Linux"
-        if has_all(with_blas=linux):
+        if has_fast_products(with_blas=linux):
             return self.advice()
         first = "install Debian's libopenblas-openmp-dev and " if linux and not can_build_blas() else ""
         command = rebuild("-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" if linux else "")
-        mended = f"slower than it could be, {first}build ggml-python again: {command}"
-        return [*(line for line in self.advice() if "ggml-python" not in line), mended]
+        remedy = f"this build of ggml-python is slow: {first}build it again: {command}"
+        return [*(line for line in self.advice() if "ggml-python" not in line), remedy]
 
 
 def can_build_blas() -> bool:
-    """Whether OpenBLAS is there to be built in."""
+    """Return True if OpenBLAS is installed, so that ggml-python can be built with it."""
     return platform.system() == "Linux" and any(HEADERS.glob(OPENBLAS))
 
 
-def has_all(with_blas: bool) -> bool:
-    """Whether this build of ggml-python lacks none of its fast products."""
+def has_fast_products(with_blas: bool) -> bool:
+    """Return True if this build of ggml-python has llamafile's products, and BLAS if asked for."""
     from toyexp_ggml.binding import devices, has_llamafile
 
     return has_llamafile() and not (with_blas and "BLAS" not in devices())
@@ -143,29 +152,31 @@ def has_all(with_blas: bool) -> bool:
 
 @dataclass
 class GGMLGPU(GGMLEngine):
-    """What the GPUs share."""
+    """Base class of the ggml engines on GPUs."""
 
     on_gpu: ClassVar[bool] = True
-    needs: ClassVar[tuple[str, str]]  # operating system ("" for any), and CMake's flag that builds it in
-    products: ClassVar[str] = "float16"  # what ggml's own kernels for matrix products round to
-    rounding: ClassVar[str] = ""  # the setting that lets them round more
+    needs: ClassVar[tuple[str, str]]  # required operating system ("" for any), and CMake flag of the device
+    products: ClassVar[str] = "float16"  # dtype to which ggml's kernels round the inputs of matrix products
+    rounding: ClassVar[str] = ""  # setting that permits coarser rounding
 
-    threads: int = 0  # cores of the CPU, which computes what the GPU refuses, or all if emulated; 0: all there are
-    emulate: bool = False  # run the very graph the GPU would get on the CPU, for tests
+    threads: int = (
+        0  # CPU threads for ops that the GPU does not support, or for all ops if emulated; 0: one for each core
+    )
+    emulate: bool = False  # compute the GPU's graph on the CPU, for tests
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         yield from super().warnings(preview)
         if self.emulate and getattr(self, key := self.rounding, False):
-            yield f"engine.{key}=true: is of products on the GPU; engine.emulate=true computes them on the CPU"
+            yield f"engine.{key}=true: has no effect with engine.emulate=true; it applies to products on the GPU"
         if self.threads and not self.emulate:
-            yield f"engine.threads={self.threads}: are the CPU's, which computes only what {self.name}'s GPU refuses"
+            yield f"engine.threads={self.threads}: applies only to ops that {self.name}'s GPU does not support"
 
     def rounds_to(self) -> str:
         return "float32" if self.emulate else self.products
 
     @property
     def device(self) -> str:
-        """The GPU, or the CPU that stands in for it."""
+        """ggml's name of the GPU, or "CPU" if it is emulated."""
         return "CPU" if self.emulate else self.profile.device
 
     def check(self) -> str:
@@ -180,17 +191,17 @@ class GGMLGPU(GGMLEngine):
                 f"{name} needs macOS; this is {platform.system()}. Use engine=ggml, or engine.emulate=true for a test"
             )
         require_ggml()
-        from toyexp_ggml.binding import built_with, devices
+        from toyexp_ggml.binding import devices, is_built_with
 
-        for found, description in devices().items():
-            if found.startswith(self.profile.device):
+        for device, description in devices().items():
+            if device.startswith(self.profile.device):
                 return f"ggml on {name}: {description}"
-        if built_with(self.profile.device):
-            raise Unavailable(f"ggml-python has {name}, but finds no such device here{self.hint()}")
+        if is_built_with(self.profile.device):
+            raise Unavailable(f"ggml-python supports {name}, but finds no such device here{self.hint()}")
         raise Unavailable(f"this ggml-python is built without {name}; build it again: {rebuild(flag)}")
 
     def hint(self) -> str:
-        """What else may be told where no device is found."""
+        """Return what to add to the error if no device is found."""
         return ""
 
 
@@ -204,14 +215,14 @@ class GGMLMetal(GGMLGPU):
     needs: ClassVar[tuple[str, str]] = ("Darwin", "-DGGML_METAL=ON")
 
     def check(self) -> str:
-        """The device; that of a virtual machine is there, and lacks what ggml's kernels need."""
+        """Return the device. Raise Unavailable for that of a virtual machine, which lacks ops that ggml needs."""
         note = super().check()
         if self.emulate:
             return note
-        from toyexp_ggml.probe import refused
+        from toyexp_ggml.probe import unsupported_ops
 
-        if ops := sorted(refused(self.profile.device)):
-            raise Unavailable(f"{note}, which does not compute {', '.join(ops)}; use engine=ggml")
+        if ops := sorted(unsupported_ops(self.profile.device)):
+            raise Unavailable(f"{note}, which does not support {', '.join(ops)}; use engine=ggml")
         return note
 
 
@@ -226,31 +237,31 @@ class GGMLCUDA(GGMLGPU):
     profile: ClassVar[profiles.Profile] = profiles.CUDA
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON")
     rounding: ClassVar[str] = "tf32"
-    products: ClassVar[str] = "tf32"  # of a few rows, whatever cuBLAS does with the others
+    products: ClassVar[str] = "tf32"  # for products of few rows, even if cuBLAS does not round the others
 
     tf32: bool = False  # let matrix products round their inputs to TF32 (10-bit mantissa)
 
-    _was_allowed: ClassVar[bool] = False
+    _tf32_was_allowed: ClassVar[bool] = False
 
     def gpus(self) -> int | None:
         return 0 if self.emulate else 1
 
     def check(self) -> str:
-        """The device. ggml asks cuBLAS for TF32; only a variable that is read once in a process says no."""
+        """Return the device. ggml always asks cuBLAS for TF32; only a variable read once per process forbids it."""
         note = super().check()
         if self.emulate:
             return note
         forbidden = os.environ.get(OVERRIDE) == "0"
-        torch: Any = sys.modules.get("torch")  # which may have computed on the GPU already, in this process
+        torch: Any = sys.modules.get("torch")  # may have initialised cuBLAS in this process
         computed = torch is not None and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0
-        too_late = not forbidden and (GGMLCUDA._was_allowed or computed)
+        too_late = not forbidden and (GGMLCUDA._tf32_was_allowed or computed)
         if forbidden if self.tf32 else too_late:
             raise UserError(
-                f"engine.tf32={str(self.tf32).lower()}: cuBLAS is told once in a process, and was told otherwise "
-                f"({OVERRIDE}); {ONE_OF_TWO.format('ggml_cuda', 'tf32=true')}"
+                f"engine.tf32={str(self.tf32).lower()}: cuBLAS reads {OVERRIDE} once per process, and it was set "
+                f"otherwise; {ONE_VALUE_HINT.format('ggml_cuda', 'tf32=true')}"
             )
         if self.tf32:
-            GGMLCUDA._was_allowed = True
+            GGMLCUDA._tf32_was_allowed = True
         else:
             os.environ[OVERRIDE] = "0"
         return note
@@ -267,14 +278,14 @@ class GGMLVulkan(GGMLGPU):
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_VULKAN=ON")
     rounding: ClassVar[str] = "half"
 
-    half: bool = False  # let matrix products round their inputs to float16, which many GPUs multiply faster
+    half: bool = False  # let matrix products round their inputs to float16, which is faster on many GPUs
 
-    _claimed: ClassVar[bool | None] = None  # which of the two this process has ggml open the device for
-    _is_exact: ClassVar[bool] = False  # whether that was seen to hold
+    _opened_half: ClassVar[bool | None] = None  # value of `half` for which this process opened the device
+    _is_exact: ClassVar[bool] = False  # whether a trial has confirmed that half=false is in effect
 
     @property
     def profile(self) -> profiles.Profile:
-        """Float32's, or the one whose gradients are scaled on the way."""
+        """Profile for float32, or the one that scales gradients for float16."""
         return profiles.VULKAN_HALF if self.half else profiles.VULKAN
 
     def rounds_to(self) -> str:
@@ -285,47 +296,49 @@ class GGMLVulkan(GGMLGPU):
         if self.emulate:
             return note
         if self.half and NO_HALF in os.environ:
-            raise UserError(f"engine.half=true: {NO_HALF} is set in the environment and forbids it; unset it")
-        if GGMLVulkan._claimed not in (None, self.half):
+            raise UserError(f"engine.half=true: {NO_HALF} is set in the environment, which forbids float16; unset it")
+        if GGMLVulkan._opened_half not in (None, self.half):
             raise UserError(
-                f"engine.half={str(self.half).lower()}: ggml opens a Vulkan device with float16 or without, once in a "
-                f"process; {ONE_OF_TWO.format('vulkan', 'half=true')}"
+                f"engine.half={str(self.half).lower()}: ggml opens a Vulkan device once per process, with or without "
+                f"float16; {ONE_VALUE_HINT.format('vulkan', 'half=true')}"
             )
-        GGMLVulkan._claimed = self.half
+        GGMLVulkan._opened_half = self.half
         software = ", software on the CPU" if any(name in note for name in SOFTWARE) else ""
         return f"{note}{software}, products in {self.rounds_to()}"
 
     def hint(self) -> str:
-        """How ggml takes a device in software, and what narrows its search."""
+        """Return how to select a software device, or that the selection may be wrong."""
         if visible := os.environ.get(VISIBLE):
-            return f"; {VISIBLE}={printable(visible)} has to be numbers of devices that are here, such as 0 or 0,1"
-        return f"; a device in software is taken where {VISIBLE} names it, as {VISIBLE}=0 does"
+            return f"; {VISIBLE}={printable(visible)} must be numbers of existing devices, such as 0 or 0,1"
+        return f"; to use a software device, select it with {VISIBLE}=0"
 
     def realize(self, plan: Plan) -> Session:
-        """A session on this device; UserError where ggml had opened it for float16 before, in this process."""
+        """Return a session on this device. Raise UserError if this process has already opened it for float16."""
         if self.half or self.emulate:
             return super().realize(plan)
         self.check()
-        with _set(*EXACT):  # while ggml opens the device, and not for what else this process may start
+        with _set_variables(
+            *EXACT_VARIABLES
+        ):  # only while ggml opens the device: processes started later must not inherit them
             if not GGMLVulkan._is_exact:
                 from toyexp_ggml.probe import rounds_products
 
                 if rounds_products(self.device):
                     raise UserError(
-                        "engine.half=false: this process has opened the device for float16 already, without toyexp; "
-                        "run this in a process of its own"
+                        "engine.half=false: other code in this process has opened the Vulkan device with float16; run "
+                        "toyexp in a separate process"
                     )
                 GGMLVulkan._is_exact = True
             return super().realize(plan)
 
 
 @contextmanager
-def _set(*variables: str) -> Iterator[None]:
-    """With variables of the environment set that may be set already."""
-    missing = [name for name in variables if name not in os.environ]
-    os.environ.update(dict.fromkeys(missing, "1"))
+def _set_variables(*variables: str) -> Iterator[None]:
+    """Set environment variables to 1 inside the context, unless they are set already."""
+    unavailable_reason = [name for name in variables if name not in os.environ]
+    os.environ.update(dict.fromkeys(unavailable_reason, "1"))
     try:
         yield
     finally:
-        for name in missing:
+        for name in unavailable_reason:
             os.environ.pop(name, None)

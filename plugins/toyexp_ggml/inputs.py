@@ -1,6 +1,6 @@
-"""What a graph reads beside the weights: the batch, what is worked out from it on the host, and constants.
+"""Input tensors of a session's graphs: the batch, arrays computed from it on the host, and constants.
 
-Ops ask for what they need while a graph is built; each is made once and shared by all graphs of the session.
+Ops request inputs while a graph is built. Each input is made once and shared by all graphs of the session.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from toyexp_ggml.binding.backend import Backend
 from toyexp_ggml.binding.tensors import Memory, Node, put
 from toyexp_ggml.limits import too_many_logits
 
-LONG = 256  # numbers of a row that is repeated: more gain nothing
-CHUNK = 256  # ids whose gradients are summed at a time where the device has no op for it: work and memory grow with it
+LONG = 256  # most columns of repeated weights: more are not faster
+CHUNK = 256  # ids per membership matrix, whose size and work grow with the square of this
 
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """Integers of a batch, [..], as a model sees them: `rows` looks them up, and no other op can take them."""
+    """Integer array of a batch, [..], as a model sees it. Only `rows` accepts it."""
 
     name: str
     flat: Node  # ggml's row lookups take one flat list
@@ -32,33 +32,35 @@ class Ids:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ids."""
         return self.flat.size
 
     packed: ClassVar[bool] = False
 
     @property
     def ptr(self) -> Any:
-        """Where an op would read numbers; raises GraphError."""
-        raise GraphError(f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only rows and embed take those")
+        """Raise GraphError: this is where an op would read numbers."""
+        raise GraphError(
+            f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only the ops rows and embed accept ids"
+        )
 
 
 class Inputs:
-    """The input tensors of a session; `load` fills those that depend on the batch."""
+    """Input tensors of a session; `load` fills those that depend on the batch."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
         self._memories: list[Memory] = []
-        self._known: dict[Any, Node] = {}
+        self._nodes: dict[Any, Node] = {}
         self._from_batch: list[tuple[Node, Callable[[Batch], np.ndarray]]] = []
-        self._held: dict[str, int] = {}  # what every session holds the batch's ids below
-        self._below: dict[str, int] = {}  # where that is not enough for a table
-        self.batch: dict[str, Any] = {}  # a Node, or Ids
+        self._checked: dict[str, int] = {}  # upper bounds of ids that every session checks
+        self._tighter_bounds: dict[str, int] = {}  # upper bounds of ids for smaller tables, checked in `load`
+        self.batch: dict[str, Any] = {}  # by name: a Node, or Ids
 
     def add(self, name: str, spec: InputSpec, rows: int) -> None:
-        """Makes the tensor of one array of the batch."""
+        """Make the tensor for one array of the batch."""
         shape = (rows, *spec.shape)
-        self._held[name] = spec.below or 2**31
+        self._checked[name] = spec.below or 2**31
         if spec.dtype == "int32":
             node = self._make((math.prod(shape),), np.int32)
             self.batch[name] = Ids(name, node, shape)
@@ -74,15 +76,15 @@ class Inputs:
         return node
 
     def _constant(self, key: Any, make: Callable[[], np.ndarray]) -> Node:
-        if key not in self._known:
+        if key not in self._nodes:
             array = make()
-            self._known[key] = self._make(array.shape, array.dtype)
-            put(self._known[key], array)
-        return self._known[key]
+            self._nodes[key] = self._make(array.shape, array.dtype)
+            put(self._nodes[key], array)
+        return self._nodes[key]
 
     def load(self, batch: Batch) -> None:
-        """Uploads a batch; raises SessionError for ids outside the tables they are looked up in."""
-        for name, below in self._below.items():
+        """Upload a batch. Raise SessionError for ids outside the tables in which they are looked up."""
+        for name, below in self._tighter_bounds.items():
             low, high = batch[name].min(), batch[name].max()
             if low < 0 or high >= below:
                 raise SessionError(f"batch[{name!r}] holds ids from {low} to {high}, expected 0 to {below - 1}")
@@ -92,68 +94,73 @@ class Inputs:
     # -- constants ----------------------------------------------------------------------------------------------
 
     def zeros(self, *shape: int) -> Node:
-        """A tensor of zeros."""
+        """Return a tensor of zeros."""
         return self._constant(("zeros", shape), lambda: np.zeros(shape, np.float32))
 
     def ones(self, count: int) -> Node:
-        """[count] ones."""
+        """Return a tensor of ones, [count]."""
         return self._constant(("ones", count), lambda: np.ones(count, np.float32))
 
     def span(self, start: int, stop: int) -> Node:
-        """start, start + 1, .. stop - 1."""
+        """Return start, start + 1, .. stop - 1."""
         return self._constant(("span", start, stop), lambda: np.arange(start, stop, dtype=np.int32))
 
     def vector(self, numbers: tuple[float, ...]) -> Node:
-        """The numbers themselves, [n]."""
+        """Return the given numbers as a tensor, [n]."""
         return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
 
     def causal_mask(self, queries: int, seen: int) -> Node:
-        """[queries, seen] for the last `queries` of `seen` positions: 0 where one may look, else minus infinity."""
+        """Return [queries, seen] for the last `queries` of `seen` positions: 0 for visible ones, else -infinity."""
         hidden = lambda: np.triu(np.full((queries, seen), -np.inf, np.float32), 1 + seen - queries)  # noqa: E731
         return self._constant(("mask", queries, seen), hidden)
 
-    # -- worked out from the batch ------------------------------------------------------------------------------
+    # -- computed from the batch ------------------------------------------------------------------------------
 
-    def _derived(self, key: Any, shape: tuple[int, ...], dtype: Any, make: Callable[[Batch], np.ndarray]) -> Node:
-        if key not in self._known:
-            self._known[key] = self._make(shape, dtype)
-            self._from_batch.append((self._known[key], make))
-        return self._known[key]
+    def _make_from_batch(
+        self, key: Any, shape: tuple[int, ...], dtype: Any, make: Callable[[Batch], np.ndarray]
+    ) -> Node:
+        if key not in self._nodes:
+            self._nodes[key] = self._make(shape, dtype)
+            self._from_batch.append((self._nodes[key], make))
+        return self._nodes[key]
 
     def flat_ids(self, ids: Ids, below: int) -> Node:
-        """Ids [..] as one list, of which every batch must keep to 0..below-1."""
+        """Return ids [..] as one list, and check them in every batch: they must be 0..below-1."""
         if not isinstance(ids, Ids):
             raise GraphError("rows: the ids must be an int32 array of the batch")
-        self._keep_below(ids.name, below)
+        self._require_below(ids.name, below)
         return ids.flat
 
-    def _keep_below(self, name: str, below: int) -> None:
-        # ggml ends the process at an id that is out of range.
-        if below < self._held[name]:
-            self._below[name] = min(below, self._below.get(name, below))
+    def _require_below(self, name: str, below: int) -> None:
+        # ggml ends the process if an id is out of range.
+        if below < self._checked[name]:
+            self._tighter_bounds[name] = min(below, self._tighter_bounds.get(name, below))
 
-    def places(self, n: int, classes: int) -> Node:
-        """Where each target's entry lies in logits [n, classes] laid out flat."""
+    def target_indices(self, n: int, classes: int) -> Node:
+        """Return the index of each target's logit in flattened logits [n, classes]."""
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
         targets = self.batch["targets"]
         if not isinstance(targets, Ids) or targets.size != n:
-            raise GraphError(f"logits of {n} positions for targets {list(targets.shape)}")
-        self._keep_below("targets", classes)
+            raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
+        self._require_below("targets", classes)
         base = np.arange(n, dtype=np.int32) * classes
-        return self._derived(("places", n, classes), (n,), np.int32, lambda batch: base + batch["targets"].reshape(-1))
+        return self._make_from_batch(
+            ("places", n, classes), (n,), np.int32, lambda batch: base + batch["targets"].reshape(-1)
+        )
 
     def weights(self, n: int, classes: int) -> Node:
-        """The batch's weights [n], each several times over, [n, k], so that long rows repeat along `classes`."""
+        """Return the batch's weights [n], each repeated k times, [n, k]: `classes` columns repeat faster from those."""
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
-        return self._derived(
+        return self._make_from_batch(
             ("weights", n, k), (n, k), np.float32, lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)
         )
 
     def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:
-        """For each chunk start..stop of ids [n]: its distinct ids [c], and which positions hold each of them, [c, c].
+        """Return for each chunk start..stop of ids [n]: its distinct ids [c], and which positions have each, [c, c].
 
-        Unused slots point at the spare row `rows`, so that every list has the length of its chunk.
+        Unused entries of the distinct ids are `rows`, the index of a spare row, so that each list is as long as its
+        chunk.
         """
         name = next(name for name, node in self.batch.items() if isinstance(node, Ids) and node.flat is ids)
         chunks = [(start, min(start + CHUNK, ids.size)) for start in range(0, ids.size, CHUNK)]
@@ -163,8 +170,8 @@ class Inputs:
         key, count = (name, start, rows), stop - start
 
         def distinct(batch: Batch) -> np.ndarray:
-            found = np.unique(batch[name].reshape(-1)[start:stop])
-            return np.concatenate([found, np.full(count - len(found), rows, np.int32)]).astype(np.int32)
+            ids = np.unique(batch[name].reshape(-1)[start:stop])
+            return np.concatenate([ids, np.full(count - len(ids), rows, np.int32)]).astype(np.int32)
 
         def member(batch: Batch) -> np.ndarray:
             _, slots = np.unique(batch[name].reshape(-1)[start:stop], return_inverse=True)
@@ -173,13 +180,13 @@ class Inputs:
             return matrix
 
         return (
-            self._derived(("member", *key), (count, count), np.float32, member),
-            self._derived(("distinct", *key), (count,), np.int32, distinct),
+            self._make_from_batch(("member", *key), (count, count), np.float32, member),
+            self._make_from_batch(("distinct", *key), (count,), np.int32, distinct),
         )
 
     def close(self) -> None:
-        """Frees everything."""
+        """Free all inputs."""
         for memory in self._memories:
             memory.close()
         self._memories.clear()
-        self._known.clear()
+        self._nodes.clear()

@@ -1,4 +1,4 @@
-/* What ggml's own ops do slowly on the CPU, as kernels of its custom ops: each of its threads calls one, for its share. */
+/* Kernels of ggml custom ops on the CPU, for work that ggml's own ops do slowly. Each thread calls one for its share. */
 
 #include <stdint.h>
 #include <string.h>
@@ -11,12 +11,12 @@ typedef int32_t places __attribute__((vector_size(16)));
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
 #endif
 
-enum { TILE = 16 }; /* floats of a line of the cache: a tile of so many lines stays there while it is turned */
+enum { TILE = 16 }; /* floats in a cache line; a tile of so many lines stays in the cache while it is transposed */
 
 struct transpose {
-    const float *from[2]; /* the matrices, or the first and the second half of them */
+    const float *from[2]; /* all matrices, or the first and the second half of them */
     float *to;
-    int64_t matrices, rows, columns; /* of all that is read */
+    int64_t matrices, rows, columns; /* of the input */
 };
 
 static four load(const float *from)
@@ -31,7 +31,7 @@ static void store(float *to, four x)
     memcpy(to, &x, sizeof x);
 }
 
-/* Four numbers of four rows, in registers. */
+/* Transpose 4 x 4 numbers in registers. */
 static void turn(const float *from, int64_t columns, float *to, int64_t rows)
 {
     four a = load(from), b = load(from + columns), c = load(from + 2 * columns), d = load(from + 3 * columns);
@@ -43,7 +43,7 @@ static void turn(const float *from, int64_t columns, float *to, int64_t rows)
     store(to + 3 * rows, PICK(ab, cd, 2, 3, 6, 7));
 }
 
-/* to[m][c][r] = from[m][r][c]; a thread takes strips of TILE columns. */
+/* to[m][c][r] = from[m][r][c]; each thread transposes strips of TILE columns. */
 void transpose(void *result, int thread, int threads, const struct transpose *t)
 {
     (void)result;

@@ -1,4 +1,4 @@
-"""What a device computes and how, found out before it is used."""
+"""Trials of what a device supports and how it rounds, before it is used."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from toyexp_ggml.binding.backend import Backend
 from toyexp_ggml.binding.graph import Graph
 from toyexp_ggml.binding.tensors import Memory, Node, get, put
 
-SIDE = 64  # beyond the few columns that have a kernel of their own, which rounds nothing
-MORE = 2.0**-12  # what float16, bfloat16 and TF32 round away beside 1
+SIDE = 64  # large enough not to use the kernel for few columns, which does not round
+MORE = 2.0**-12  # 1 + MORE rounds to 1 in float16, bfloat16 and TF32
 
 
 def rounds_products(device: str) -> bool:
-    """Whether the device rounds what its large products read."""
+    """Return True if the device rounds the inputs of large float32 products."""
     backend = Backend(device, threads=1)
     memory, graph = Memory(backend, 1), Graph(backend, capacity=64)
     try:
@@ -31,15 +31,15 @@ def rounds_products(device: str) -> bool:
         backend.close()
 
 
-def refused(device: str) -> set[str]:
-    """Which of the ops that every layer needs the device refuses, without opening it."""
+def unsupported_ops(device: str) -> set[str]:
+    """Return which of the ops that every layer needs the device does not support, without opening it."""
     backend = Backend("CPU", threads=1)
     memory, graph = Memory(backend, 1), Graph(backend, capacity=64)
     try:
         x: Node = memory.tensor((SIDE, SIDE))
         for node in (graph.rms_norm(x, 1e-5), graph.softmax(x), graph.sum_last(x), graph.mul_mat(x, x)):
             graph.want(node)
-        return graph.refused_by(device)
+        return graph.unsupported_ops(device)
     finally:
         graph.close()
         memory.close()

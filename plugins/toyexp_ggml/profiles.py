@@ -1,45 +1,45 @@
-"""What each device can compute, as far as training needs it (ggml 0.15.3).
+"""Ops that each device supports, as far as training needs them (ggml 0.15.3).
 
-A gradient rule asks the profile for its fused op and otherwise takes the plain form; so one set of rules yields a
-graph that stays whole on the device. The tables were read from the devices' own `supports_op`.
+A gradient rule uses a fused op if the profile has it, and plain ops otherwise, so that one set of rules gives a graph
+without ops that the device does not support. The tables come from the devices' own `supports_op`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# What every device has: enough for a whole training step in plain form.
+# Ops that every device has: enough for a whole training step without fused ops.
 COMMON = frozenset({
     "CONT", "CPY", "ADD", "SUB", "MUL", "DIV", "SCALE",
     "SQR", "SQRT", "LOG", "CLAMP", "ACC", "SUM", "SUM_ROWS", "CONCAT", "GET_ROWS", "SET_ROWS", "MUL_MAT",
     "SOFT_MAX", "RMS_NORM", "ROPE", "ROPE_BACK", "UNARY", "GLU", "OPT_STEP_ADAMW",
 })  # fmt: skip
-# Gradients in one op, where a device has them.
+# Fused gradient ops, which only some devices have.
 FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "SOFT_MAX_BACK", "GET_ROWS_BACK", "REPEAT_BACK"})
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A device and the ops it has."""
+    """A device, the ops that it supports, and which of them are slow."""
 
-    device: str  # what ggml's name of the device begins with
-    label: str  # what people call it
+    device: str  # prefix of ggml's device names
+    label: str  # name in messages
     ops: frozenset[str]
-    query_block: int = 256  # causal attention takes so many queries at a time
+    query_block: int = 256  # queries that causal attention computes at a time
     half_products: bool = False  # matrix products round their inputs to float16
     slow_cont: bool = False  # CONT of a transposed view copies number by number, slowly
     slow_sum: bool = False  # SUM runs on one thread
-    narrow_sum: bool = False  # SUM runs on one group of threads, while SUM_ROWS takes a group for each row
-    side_by_side: bool = False  # nodes that follow one another run at once, unless one reads what another writes
-    slow_concat: bool = False  # CONCAT copies number by number, SET row by row
+    narrow_sum: bool = False  # SUM runs on one group of threads, SUM_ROWS on a group for each row
+    side_by_side: bool = False  # consecutive nodes run at the same time unless one reads what another writes
+    slow_concat: bool = False  # CONCAT copies number by number, while SET copies row by row
     slow_column: bool = False  # a column [n, 1] is repeated along rows number by number
-    shares: bool = False  # of a step's rows may be computed side by side
-    slow_sigmoid: bool = False  # SILU takes several numbers at once, SIGMOID one
-    slow_repeat_back: bool = False  # REPEAT_BACK sums a column on one thread: right for many columns of few numbers
-    wide_tiles: bool = False  # MUL_MAT of more than 64 rows and columns goes to few groups of threads; see products
+    shares: bool = False  # a step's rows may be computed in concurrent shares
+    slow_sigmoid: bool = False  # SILU is vectorised, SIGMOID is not
+    slow_repeat_back: bool = False  # REPEAT_BACK sums each column on one thread, which is slow for long columns
+    wide_tiles: bool = False  # MUL_MAT uses few groups of threads; see products.py
 
     def has(self, op: str) -> bool:
-        """Whether the device computes this op."""
+        """Return True if the device supports this op."""
         return op in self.ops
 
 
@@ -50,11 +50,11 @@ CPU = Profile(
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
 CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"}, shares=False)
 METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True, side_by_side=True)
-# Its SUM has one group of 32 threads for all numbers.
+# Vulkan's SUM has one group of 32 threads for all numbers.
 VULKAN = Profile(
     "Vulkan", "Vulkan", COMMON | FUSED, narrow_sum=True, side_by_side=True, slow_repeat_back=True, wide_tiles=True,
 )  # fmt: skip
 VULKAN_HALF = replace(VULKAN, half_products=True)
-# CUDA's launches cost more than its arithmetic at these sizes: few large nodes. Its REPEAT_BACK sums a column in one
-# thread and its RMS_NORM_BACK is not much better: together they took half of a step.
+# On CUDA launches cost more than arithmetic at these sizes, so few large nodes are best. REPEAT_BACK sums a column on
+# one thread and RMS_NORM_BACK is not much better: together they took half of a step.
 CUDA = Profile("CUDA", "CUDA", (COMMON | FUSED | {"OUT_PROD"}) - {"REPEAT_BACK", "RMS_NORM_BACK"}, query_block=1024)

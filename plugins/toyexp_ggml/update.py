@@ -1,4 +1,4 @@
-"""The optimiser's step as graph nodes: fused ops where the device has them, the rules' own formulas elsewhere."""
+"""Optimiser step as graph nodes: fused ops if the device has them, else the rules' own formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Mapping[str, Node]
 
 
 class GGMLArithmetic(Arithmetic):
-    """On nodes of one graph; a number is a node [1]."""
+    """Operations of an optimiser's rule on nodes of one graph; a scalar is a node [1]."""
 
     def __init__(self, graph: Graph, profile: Profile):
         self._g, self._profile = graph, profile
@@ -64,7 +64,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class Update:
-    """The optimiser's state and numbers in a session's memory, and the nodes that take a step."""
+    """Optimiser state and numbers in a session's memory, and the nodes that take a step."""
 
     def __init__(self, plan: Plan, memory: Memory, profile: Profile):
         self._profile = profile
@@ -75,43 +75,44 @@ class Update:
         self._numbers = [memory.tensor((len(group.rule.names()),)) for group in self._groups]
 
     def reset(self) -> None:
-        """Sets the state to zeros."""
+        """Set the state to zeros."""
         for state in self.state.values():
             for node in state.values():
                 clear(node)
 
     def load(self, numbers: Sequence[np.ndarray]) -> None:
-        """Puts each group's numbers where the graph reads them."""
+        """Upload each group's numbers for the next step."""
         for group, node, vector in zip(self._groups, self._numbers, numbers, strict=True):
-            put(node, float32_hp(vector) if self._is_fused(group) else vector.astype(np.float32))
+            put(node, float32_hp(vector) if self._has_fused_op(group) else vector.astype(np.float32))
 
-    def _is_fused(self, group: Group) -> bool:
+    def _has_fused_op(self, group: Group) -> bool:
         return group.rule.fused_kernel == "adamw" and self._profile.has("OPT_STEP_ADAMW")
 
     def build(self, graph: Graph, weights: Mapping[str, Node], gradients: Mapping[str, Node]) -> None:
-        """Makes the graph change the weights and the state."""
+        """Add nodes that update the weights and the state."""
         ops = GGMLArithmetic(graph, self._profile)
         for group, numbers in zip(self._groups, self._numbers, strict=True):
-            fused = self._is_fused(group)
-            n = {} if fused else {name: graph.number(numbers, i) for i, name in enumerate(group.rule.names())}
+            has_fused_op = self._has_fused_op(group)
+            n = {} if has_fused_op else {name: graph.number(numbers, i) for i, name in enumerate(group.rule.names())}
             for name in group.tensors:
                 w, g, state = weights[name], gradients[name], self.state[name]
-                if fused:
+                if has_fused_op:
                     graph.want(graph.adamw(w, g, state["m"], state["v"], numbers))
                     continue
                 results = group.rule.results(ops, w, g, state, n)
-                for node in results:  # all are worked out before the first of them replaces what others read
+                for node in results:  # compute all results before the first replaces a tensor that others read
                     graph.want(node)
                 for node, target in zip(results, (w, *state.values()), strict=True):
                     graph.want(graph.copy_into(node, target))
 
 
 def float32_hp(hp: np.ndarray) -> np.ndarray:
-    """The seven numbers as the kernel takes them.
+    """Return AdamW's seven numbers for ggml's kernel.
 
-    It works out 1 - beta in float32, which for 0.999 is 1.3e-5 off; the slots that multiply the moments make up for it.
+    The kernel computes 1 - beta in float32, which is off by 1.3e-5 for 0.999. The slots that multiply the moments
+    correct this.
     """
     rounded = hp.astype(np.float32)
-    left = (1 - rounded[1:3]).astype(np.float64)
-    rounded[5:] = hp[5:] * np.divide(1 - hp[1:3], left, out=np.ones(2), where=left > 0)
+    complement = (1 - rounded[1:3]).astype(np.float64)
+    rounded[5:] = hp[5:] * np.divide(1 - hp[1:3], complement, out=np.ones(2), where=complement > 0)
     return rounded

@@ -1065,12 +1065,12 @@ def test_a_gpu_that_is_asked_for_by_a_word_or_a_number_is_told_how(refused, word
 @pytest.mark.parametrize(("name", "own"), [("vulkan", "half=true"), ("ggml_cuda", "tf32=true")])
 def test_what_ggml_is_told_once_in_a_process_is_refused_with_what_can_be_typed(refused, monkeypatch, name, own):
     monkeypatch.setattr(GGMLGPU, "check", lambda self: "ggml on a GPU")
-    monkeypatch.setattr(GGMLVulkan, "_claimed", None)
-    monkeypatch.setattr(GGMLCUDA, "_was_allowed", False)
+    monkeypatch.setattr(GGMLVulkan, "_opened_half", None)
+    monkeypatch.setattr(GGMLCUDA, "_tf32_was_allowed", False)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.delenv("GGML_VK_DISABLE_F16", raising=False)
     words = ["parity", f"engine={name},{name}:{own}", "data=random", "model.d_model=16", "model.context=16"]
-    refused(words, "once in a process", f"engine={name}:{own} beside engines like cpu")
+    refused(words, "once per process", f"engine={name}:{own} beside other engines")
 
 
 def test_parity_tells_which_settings_of_a_run_it_refuses(refused, capsys):

@@ -22,12 +22,12 @@ def _mac(monkeypatch):
 def test_metal_without_the_kernels_of_a_layer_is_not_here(monkeypatch):
     """The CPU stands for its device; of what it computes, some is refused."""
     monkeypatch.setattr(binding, "devices", lambda: {"MTL0": "Apple Paravirtual device"})
-    monkeypatch.setattr("toyexp_ggml.binding.static_graph.found", lambda name: ggml.ggml_backend_dev_get(0))
-    assert probe.refused("MTL") == set()
+    monkeypatch.setattr("toyexp_ggml.binding.static_graph.find_device", lambda name: ggml.ggml_backend_dev_get(0))
+    assert probe.unsupported_ops("MTL") == set()
     assert GGMLMetal().check() == "ggml on Metal: Apple Paravirtual device"
     lacks = {"RMS_NORM", "SUM_ROWS"}
     monkeypatch.setattr(ggml, "ggml_backend_dev_supports_op", lambda device, node: op_name(node) not in lacks)
-    with pytest.raises(Unavailable, match="Apple Paravirtual device, which does not compute RMS_NORM, SUM_ROWS"):
+    with pytest.raises(Unavailable, match="Apple Paravirtual device, which does not support RMS_NORM, SUM_ROWS"):
         GGMLMetal().check()
 
 

@@ -143,14 +143,14 @@ def test_the_wish_for_float32_is_told_to_ggml_alone(here):
         (
             "GGMLVulkan().realize(p).close()",
             True,
-            "engine.half=true: ggml opens a Vulkan device with float16",
-            "a command has one of the two",
+            "engine.half=true: ggml opens a Vulkan device once per process",
+            "use one value per command",
         ),
         (
             "rounds_products('Vulkan')",
             False,
-            "engine.half=false: this process has opened the device for float16",
-            "run this in a process of its own",
+            "engine.half=false: other code in this process has opened the Vulkan device with float16",
+            "in a separate process",
         ),
     ],
 )
@@ -181,8 +181,8 @@ def found(monkeypatch):
     """What ggml is said to find; a process that has not asked yet."""
     devices = {}
     monkeypatch.setattr("toyexp_ggml.binding.devices", lambda: devices)
-    monkeypatch.setattr("toyexp_ggml.binding.built_with", lambda name: True)
-    monkeypatch.setattr(GGMLVulkan, "_claimed", None)
+    monkeypatch.setattr("toyexp_ggml.binding.is_built_with", lambda name: True)
+    monkeypatch.setattr(GGMLVulkan, "_opened_half", None)
     for name in ("GGML_VK_VISIBLE_DEVICES", "GGML_VK_DISABLE_F16"):
         monkeypatch.delenv(name, raising=False)
     return devices
@@ -197,19 +197,17 @@ def test_a_device_in_software_is_called_so_and_a_gpu_is_not(found):
 
 
 def test_where_none_is_found_it_is_told_how_one_in_software_is(found, monkeypatch):
-    with pytest.raises(Unavailable, match=r"no such device here; a device in software .* GGML_VK_VISIBLE_DEVICES=0"):
+    with pytest.raises(Unavailable, match=r"no such device here; .* software device.* GGML_VK_VISIBLE_DEVICES=0"):
         GGMLVulkan().check()
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "3")
-    with pytest.raises(Unavailable, match="no such device here; GGML_VK_VISIBLE_DEVICES=3 has to be numbers"):
+    with pytest.raises(Unavailable, match="no such device here; GGML_VK_VISIBLE_DEVICES=3 must be numbers"):
         GGMLVulkan().check()
 
 
 def test_one_process_has_it_one_way_and_what_is_emulated_is_free(found):
     found["Vulkan0"] = "NVIDIA H200"
     assert GGMLVulkan(half=True).check().endswith("products in float16")
-    with pytest.raises(
-        UserError, match=r"^engine\.half=false: .* once in a process; .* engine=vulkan:half=true beside"
-    ):
+    with pytest.raises(UserError, match=r"^engine\.half=false: .* once per process, .* engine=vulkan:half=true beside"):
         GGMLVulkan().check()
     assert "emulated" in GGMLVulkan(emulate=True).check()
     assert GGMLVulkan(half=True).rounds_to() == "float16"
@@ -222,7 +220,7 @@ def test_ggml_opens_a_device_for_float32_without_float16_8_bits_and_matrix_cores
     seen, before = {}, dict(os.environ)
     monkeypatch.setattr(GGMLVulkan, "_is_exact", False)
     monkeypatch.setattr("toyexp_ggml.probe.rounds_products", lambda device: seen.update(os.environ) or True)
-    with pytest.raises(UserError, match="opened the device for float16"):
+    with pytest.raises(UserError, match="opened the Vulkan device with float16"):
         GGMLVulkan().realize(plan("llama"))
     told = {name.removeprefix("GGML_VK_DISABLE_") for name in seen.keys() - before.keys()}
     assert told == {"F16", "COOPMAT", "COOPMAT2", "INTEGER_DOT_PRODUCT"}

@@ -12,7 +12,7 @@ from toyexp import Setup
 from toyexp.testing import token_dataset
 from toyexp_ggml.binding import ggml
 from toyexp_ggml.engines import GGMLVulkan
-from toyexp_ggml.products import slices_of, stack_of
+from toyexp_ggml.products import slice_count, stack_count
 from toyexp_ggml.profiles import VULKAN
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
@@ -77,4 +77,4 @@ def test_a_steps_products_keep_no_group_waiting_long_while_the_rest_of_the_gpu_i
     ],
 )
 def test_how_a_product_is_cut(n, m, k, stack, slices):
-    assert (stack_of(n, m), slices_of(n, m, k)) == (stack, slices)
+    assert (stack_count(n, m), slice_count(n, m, k)) == (stack, slices)

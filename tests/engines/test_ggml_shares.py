@@ -93,24 +93,24 @@ def test_a_session_that_is_closed_waits_for_a_share_at_work(short, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "accumulate", "count"), [(4, 1, 2), (4, 3, 2), (3, 1, 1), (1, 4, 1)])
 def test_rows_are_shared_where_they_are_an_even_number(rows, accumulate, count, short):
-    assert session_module.shares_of(plan("llama", rows=rows, accumulate=accumulate)) == count
+    assert session_module.choose_share_count(plan("llama", rows=rows, accumulate=accumulate)) == count
 
 
 def test_what_is_small_or_large_or_frozen_stays_whole(monkeypatch):
     the_plan = plan("llama", rows=ROWS)
-    assert session_module.shares_of(the_plan) == 1
+    assert session_module.choose_share_count(the_plan) == 1
     monkeypatch.setattr(session_module, "LONG", 0)
     first, *rest = the_plan.tensors
     partly = dataclasses.replace(the_plan, tensors=(dataclasses.replace(first, trainable=False), *rest))
-    assert session_module.shares_of(partly) == 1
+    assert session_module.choose_share_count(partly) == 1
     monkeypatch.setattr(session_module, "MOST", 100)
-    assert session_module.shares_of(the_plan) == 1
+    assert session_module.choose_share_count(the_plan) == 1
 
 
 def test_a_step_is_long_by_its_numbers_times_all_positions_of_its_rows(monkeypatch):
     trained = sum(t.size for t in plan("llama").trainable)
     monkeypatch.setattr(session_module, "LONG", trained * 4 * CONTEXT)
-    assert [session_module.shares_of(plan("llama", rows=rows)) for rows in (2, 4, 6)] == [1, 2, 2]
+    assert [session_module.choose_share_count(plan("llama", rows=rows)) for rows in (2, 4, 6)] == [1, 2, 2]
 
 
 @pytest.mark.parametrize(("threads", "each"), [(2, [2, 1, 1]), (4, [4, 2, 2]), (1, [1, 1, 1])])

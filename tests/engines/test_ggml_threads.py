@@ -5,7 +5,7 @@ import pytest
 from tiny import batches, plan
 
 from toyexp import AdamW
-from toyexp_ggml.binding.backend import GAIN, REST, Crew
+from toyexp_ggml.binding.backend import GAIN, PAUSE, ThreadTuner
 from toyexp_ggml.engines import GGMLCPU
 
 
@@ -19,7 +19,7 @@ class Machine:
         self.cores, self.busy, self.look_in, self.now, self.lost = cores, busy, look_in, 0.0, 0
 
     def compute(self, crew):
-        with crew.watched():
+        with crew.measure():
             waiting = crew.threads + self.busy > self.cores
             seconds = 0.2 if waiting else 0.04 / crew.threads
             self.now += seconds
@@ -27,7 +27,9 @@ class Machine:
         return crew.threads
 
     def crew(self, **fixed):
-        return Crew(self.cores, **fixed, clock=lambda: self.now, lost=lambda: self.lost, others=lambda: self.busy)
+        return ThreadTuner(
+            self.cores, **fixed, clock=lambda: self.now, lost=lambda: self.lost, others=lambda: self.busy
+        )
 
     def computed(self, crew, times):
         return [self.compute(crew) for _ in range(times)]
@@ -51,7 +53,7 @@ def test_trials_cost_little_where_fewer_threads_are_no_faster():
     machine = Machine(cores=2, look_in=10)
     used = machine.computed(machine.crew(), 1000)
     assert 1 in used, "there were trials"
-    assert machine.now < 1000 * 0.02 * (1 + 2 / REST)
+    assert machine.now < 1000 * 0.02 * (1 + 2 / PAUSE)
 
 
 def test_trials_in_vain_become_rarer_but_never_rarer_than_at_an_eighth():
@@ -83,7 +85,7 @@ def test_a_gain_that_is_none_changes_nothing():
     crew, used = machine.crew(), []
     for _ in range(500):
         used.append(crew.threads)
-        with crew.watched():
+        with crew.measure():
             machine.now += 0.1 if crew.threads == 2 else 0.1 * (GAIN + 1) / 2
             machine.lost += 5
     assert used.count(2) > 0.9 * len(used)

@@ -1,7 +1,7 @@
-"""All that touches ggml: its library, devices, memory, and static graphs with one method per op.
+"""Binding to ggml: library, devices, memory, and static graphs with one method per op.
 
-A failed GGML_ASSERT ends the whole process, so everything that ggml asserts is checked here and raises GraphError.
-Shapes are written as numpy orders them, [B, T, d]; ggml's own `ne` is the reverse.
+A failed GGML_ASSERT ends the whole process. Everything that ggml asserts is therefore checked here first and raises
+GraphError. Shapes are in numpy's order, [B, T, d]; ggml's own `ne` is reversed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from toyexp import ToyexpError
 
-ABSENT = "ggml_backend_cuda_allreduce_tensor"
+ABSENT = "ggml_backend_cuda_allreduce_tensor"  # declared by ggml-python, missing in its CUDA library
 
 
 def _load() -> Any:
-    """ggml-python, with two habits of its version 0.0.45 held back while it loads.
+    """Import ggml-python, with workarounds for two faults of version 0.0.45.
 
-    It looks up a function that ggml's CUDA library declares and does not have, and its import fails. And it shows
-    ggml's C++ symbols to every library that is loaded later, which broke PyTorch's compiler on a GPU.
+    It looks up a function that ggml's CUDA library lacks, so its import would fail. It also loads ggml with
+    RTLD_GLOBAL, whose C++ symbols then reach every library loaded later, which broke PyTorch's compiler on a GPU.
     """
-    lookup, visible = ctypes.CDLL.__getattr__, ctypes.RTLD_GLOBAL
+    lookup, global_mode = ctypes.CDLL.__getattr__, ctypes.RTLD_GLOBAL
 
     def lenient(library: ctypes.CDLL, name: str) -> Any:
         return ctypes.CFUNCTYPE(None)() if name == ABSENT else lookup(library, name)
@@ -34,7 +34,7 @@ def _load() -> Any:
         return importlib.import_module("ggml")
     finally:
         ctypes.CDLL.__getattr__ = lookup  # type: ignore[method-assign]
-        ctypes.RTLD_GLOBAL = visible  # type: ignore[misc]
+        ctypes.RTLD_GLOBAL = global_mode  # type: ignore[misc]
 
 
 ggml = _load()
@@ -42,13 +42,13 @@ ggml = _load()
 
 @ggml.ggml_log_callback
 def _log(level: int, text: bytes, user_data: Any) -> None:
-    """ggml's warnings and errors go to toyexp's log, not to the terminal; its chatter nowhere."""
+    """Send ggml's warnings and errors to toyexp's log instead of the terminal; drop its other output."""
     if level in (ggml.GGML_LOG_LEVEL_WARN, ggml.GGML_LOG_LEVEL_ERROR) and text.strip():
         logging.getLogger("toyexp").warning("ggml: %s", text.decode(errors="replace").strip())
 
 
 ggml.ggml_log_set(_log, None)
-# ggml-python 0.0.45 leaves these pointers to be read as an int of 32 bits.
+# ggml-python 0.0.45 does not declare these return types, so ctypes would truncate the pointers to 32 bits.
 ggml.ggml_backend_sched_get_tensor_backend.restype = ctypes.c_void_p
 ggml.ggml_backend_cpu_buffer_from_ptr.restype = ctypes.c_void_p
 
@@ -56,11 +56,11 @@ F32, I32 = ggml.GGML_TYPE_F32, ggml.GGML_TYPE_I32
 
 
 class GraphError(ToyexpError):
-    """A graph that cannot be built: which op, and which shapes it was given."""
+    """Error for a graph that cannot be built; it names the op and the shapes."""
 
 
-def found(name: str) -> Any:
-    """ggml's first device whose name begins so; None where there is none."""
+def find_device(name: str) -> Any:
+    """Return ggml's first device whose name begins with `name`, or None."""
     for i in range(ggml.ggml_backend_dev_count()):
         device = ggml.ggml_backend_dev_get(i)
         if ggml.ggml_backend_dev_name(device).decode().startswith(name):
@@ -69,13 +69,15 @@ def found(name: str) -> Any:
 
 
 def devices() -> dict[str, str]:
-    """The devices this build of ggml finds here, by name, with a description."""
-    here = (ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count()))
-    return {ggml.ggml_backend_dev_name(d).decode(): ggml.ggml_backend_dev_description(d).decode().strip() for d in here}
+    """Return name and description of each device that this build of ggml finds."""
+    found = (ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count()))
+    return {
+        ggml.ggml_backend_dev_name(d).decode(): ggml.ggml_backend_dev_description(d).decode().strip() for d in found
+    }
 
 
-def built_with(name: str) -> bool:
-    """Whether this build of ggml knows that kind of device at all; its library may be there and find none."""
+def is_built_with(name: str) -> bool:
+    """Return True if this build of ggml supports that kind of device, whether or not there is one."""
     kinds = (ggml.ggml_backend_reg_get(i) for i in range(ggml.ggml_backend_reg_count()))
     if any(ggml.ggml_backend_reg_name(kind).decode().startswith(name) for kind in kinds):
         return True
@@ -83,10 +85,10 @@ def built_with(name: str) -> bool:
 
 
 def has_llamafile() -> bool:
-    """Whether ggml's CPU code has llamafile's matrix products."""
+    """Return True if ggml's CPU code contains llamafile's matrix products."""
     return bool(ggml.ggml_cpu_has_llamafile())
 
 
 def version() -> str:
-    """ggml's version."""
+    """Return ggml's version."""
     return ggml.ggml_version().decode()

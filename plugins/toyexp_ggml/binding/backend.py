@@ -1,7 +1,7 @@
-"""A device of ggml that computes, and how many threads compute a graph.
+"""Backends of ggml, and the number of threads that compute a graph.
 
-ggml's threads wait for each other after every op. One that lost its core holds up all until it has it back: with one
-other busy process on two cores, two threads take longer than one. The numbers are the same for any number of threads.
+ggml's threads wait for each other after every op. If one loses its core, all wait until it gets it back: beside one
+other busy process on two cores, two threads take longer than one. Results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from functools import partial
 from typing import Any
 
 from toyexp.base import count_busy
-from toyexp_ggml.binding import GraphError, found, ggml
+from toyexp_ggml.binding import GraphError, find_device, ggml
 
 try:
     import resource
-except ImportError:  # Windows has no such thing
+except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-WINDOW, LEAST = 0.05, 3  # seconds, and computations, that are looked at together
-CROWDED = 10.0  # cores lost a second: from here on fewer threads are tried
-GAIN = 0.95  # of the time before, for a trial that counts as faster
-REST = 20  # times as long as it took, until the next trial: each costs a few per cent; twice that after one in vain ..
-MOST_IN_VAIN = 3  # .. and again, so many times
+WINDOW, MIN_COUNT = 0.05, 3  # least seconds, and least computations, of one measurement
+SWITCHES = 10.0  # involuntary context switches per second from which fewer threads are tried
+GAIN = 0.95  # a trial counts as faster if it takes less than this share of the time before
+PAUSE = 20  # pause between trials, in multiples of a trial's time; it doubles with each failed trial
+MAX_DOUBLINGS = 3  # most doublings of the pause
 
 
 class Backend:
-    """A device that computes; beside the CPU BLAS for the matrix products, if `blas`; beside another one the CPU.
+    """A ggml device with the CPU beside it; on the CPU, `blas` adds BLAS for matrix products.
 
-    With `fewer` the CPU may take fewer threads than that while others need its cores.
+    With `fewer` the CPU may use fewer than `threads` threads while other processes need its cores.
     """
 
-    def __init__(self, device: str, threads: int, blas: bool = False, fewer: bool = False):
+    def __init__(self, device: str, threads: int, blas: bool = False, adaptive: bool = False):
         self.device = device
         self._cpu = cpu = ggml.ggml_backend_cpu_init()
-        self.use(threads)
-        self._crew = partial(Crew, threads, fixed=not fewer or device != "CPU")
-        self.all = [cpu]  # what a scheduler may use; the first that can computes a node
+        self.set_threads(threads)
+        self._make_tuner = partial(ThreadTuner, threads, fixed=not adaptive or device != "CPU")
+        self.all = [cpu]  # backends for ggml's scheduler, which gives a node to the first that supports it
         if device != "CPU":
             self.all.insert(0, _device(device))
         elif blas:
@@ -49,36 +49,36 @@ class Backend:
             self.close()
             raise GraphError(f"ggml could not open the device {device}")
         self.blas = blas
-        self.buffer_bytes = 0  # of the tensors that outlive a graph
-        self.ptr = self.all[-1 if device == "CPU" else 0]  # the device that holds the tensors
+        self.buffer_bytes = 0  # bytes of the tensors that outlive a graph
+        self.ptr = self.all[-1 if device == "CPU" else 0]  # the backend that holds the tensors
         self.memory = _memory(self.ptr)
 
-    def crew(self) -> Crew:
-        """The threads of one more graph."""
-        return self._crew()
+    def make_tuner(self) -> ThreadTuner:
+        """Return a thread tuner for one more graph."""
+        return self._make_tuner()
 
-    def use(self, threads: int) -> None:
-        """Makes the CPU compute with so many threads from now on."""
+    def set_threads(self, threads: int) -> None:
+        """Set the number of CPU threads."""
         ggml.ggml_backend_cpu_set_n_threads(self._cpu, threads)
 
-    def refused(self, nodes: Iterable[Any]) -> list[Any]:
-        """Return those of the nodes that the device itself does not compute."""
+    def unsupported(self, nodes: Iterable[Any]) -> list[Any]:
+        """Return the nodes that the device itself does not support."""
         return [node for node in nodes if not ggml.ggml_backend_supports_op(self.ptr, node)]
 
     def close(self) -> None:
-        """Frees the devices."""
+        """Free the backends."""
         for ptr in filter(None, self.all):
             ggml.ggml_backend_free(ptr)
         self.all = []
 
 
 def _device(name: str) -> Any:
-    device = found(name)
+    device = find_device(name)
     return device and ggml.ggml_backend_dev_init(device, None)
 
 
 def _memory(backend: Any) -> int:
-    """Bytes of memory that the device has; 0 if it does not say."""
+    """Return the bytes of memory of the device; 0 if it does not tell."""
     free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
     device = ggml.ggml_backend_get_device(backend)
     if device:
@@ -86,8 +86,8 @@ def _memory(backend: Any) -> int:
     return total.value
 
 
-class Crew:
-    """The threads of a graph that is computed again and again, up to `most`, by how long it takes; or just as many."""
+class ThreadTuner:
+    """Number of threads of a graph that is computed repeatedly: the fastest up to `most`, or `most` if `fixed`."""
 
     def __init__(
         self,
@@ -98,41 +98,43 @@ class Crew:
         others: Callable[[], int] = count_busy,
     ):
         self._most, self._fixed, self.threads = most, fixed or most == 1, most
-        self._clock, self._lost, self._others = clock, lost or cores_lost, others
-        self._count, self._seconds, self._losses = 0, 0.0, 0  # of the window so far
-        self._before: tuple[int, float] | None = None  # threads, and seconds a computation, while others are tried
-        self._resting, self._in_vain = 0.0, 0  # until when; trials one after another
+        self._clock, self._cores_lost, self._others = clock, lost or cores_lost, others
+        self._count, self._seconds, self._losses = 0, 0.0, 0  # of the current measurement
+        self._before: tuple[int, float] | None = (
+            None  # during a trial: the previous threads, and their seconds per computation
+        )
+        self._next_trial, self._failed_trials = 0.0, 0  # time of the next trial; failed trials in a row
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Around one computation with `threads`; afterwards there may be another number of them."""
-        began, lost = self._clock(), self._lost()
+    def measure(self) -> Iterator[None]:
+        """Measure one computation with `threads` threads; afterwards `threads` may differ."""
+        start, lost = self._clock(), self._cores_lost()
         yield
         now = self._clock()
-        self._count, self._seconds = self._count + 1, self._seconds + now - began
-        self._losses += self._lost() - lost
-        if not self._fixed and self._count >= LEAST and self._seconds >= WINDOW:
-            self._judge(now, self._seconds / self._count, self._losses / self._seconds)
+        self._count, self._seconds = self._count + 1, self._seconds + now - start
+        self._losses += self._cores_lost() - lost
+        if not self._fixed and self._count >= MIN_COUNT and self._seconds >= WINDOW:
+            self._evaluate(now, self._seconds / self._count, self._losses / self._seconds)
             self._count, self._seconds, self._losses = 0, 0.0, 0
 
-    def _judge(self, now: float, seconds: float, lost: float) -> None:
-        """What a window says: seconds a computation, and cores lost a second."""
+    def _evaluate(self, now: float, seconds: float, lost: float) -> None:
+        """Evaluate a measurement: seconds per computation, and cores lost per second."""
         if self._before is not None:
             threads, before = self._before
             faster = seconds < GAIN * before
             self.threads = self.threads if faster else threads
-            self._in_vain = 0 if faster else min(self._in_vain + 1, MOST_IN_VAIN)
-            self._resting, self._before = now + REST * self._seconds * 2**self._in_vain, None
-        elif now >= self._resting and (other := self._other(lost)) != self.threads:
+            self._failed_trials = 0 if faster else min(self._failed_trials + 1, MAX_DOUBLINGS)
+            self._next_trial, self._before = now + PAUSE * self._seconds * 2**self._failed_trials, None
+        elif now >= self._next_trial and (other := self._choose_threads(lost)) != self.threads:
             self._before, self.threads = (self.threads, seconds), other
 
-    def _other(self, lost: float) -> int:
-        """How many threads may be faster now."""
-        if lost >= CROWDED and self.threads > 1:
+    def _choose_threads(self, lost: float) -> int:
+        """Return the number of threads to try next."""
+        if lost >= SWITCHES and self.threads > 1:
             return max(1, min(self.threads - 1, self._most - self._others()))
         return self._most
 
 
 def cores_lost() -> int:
-    """How often a thread of this process had to leave its core to another process; 0 where the system does not tell."""
+    """Return how often a thread of this process had to leave its core to another; 0 if the system does not tell."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0

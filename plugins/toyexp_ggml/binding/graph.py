@@ -1,4 +1,4 @@
-"""One method per op of ggml, with its shape rules checked first: those that compute, views, and copies."""
+"""One method for each op of ggml, which checks shapes first: ops that compute, views, and copies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from toyexp_ggml.binding.static_graph import StaticGraph
 from toyexp_ggml.binding.tensors import Node
 
 SET_LIMIT = 2**30  # bytes that SET can count to
-# The kernel of an op that only has memory: ggml_time_init does nothing but where a clock has to be prepared.
+# Kernel of an op that only allocates memory. ggml_time_init does nothing except prepare a clock on some systems.
 NOTHING = ggml.ggml_custom_op_t(ctypes.cast(ggml.lib.ggml_time_init, ctypes.c_void_p).value)
 
 
 def _unary(name: str) -> Callable[[Graph, Node], Node]:
     def make(graph: Graph, x: Node) -> Node:
-        graph._numbers(name, x)
+        graph._check_float32(name, x)
         return graph._node(getattr(ggml, f"ggml_{name}")(graph._context, x.ptr), x.shape)
 
     return make
@@ -28,51 +28,51 @@ def _unary(name: str) -> Callable[[Graph, Node], Node]:
 
 def _binary(name: str) -> Callable[[Graph, Node, Node], Node]:
     def make(graph: Graph, a: Node, b: Node) -> Node:
-        graph._numbers(name, a, b)
-        graph._repeats(name, a, b)
+        graph._check_float32(name, a, b)
+        graph._check_repeats(name, a, b)
         return graph._node(getattr(ggml, f"ggml_{name}")(graph._context, a.ptr, b.ptr), a.shape)
 
     return make
 
 
 class Graph(StaticGraph):
-    """A static graph of what is added, multiplied, summed and normed; see StaticGraph for its life."""
+    """Static graph with one method per op; each raises GraphError for shapes that do not fit. See StaticGraph."""
 
-    add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # of a and b, which is repeated over a
+    add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # a op b, with b repeated over a
     sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
 
     def scale(self, x: Node, factor: float, shift: float = 0.0) -> Node:
-        """x * factor + shift."""
-        self._numbers("scale", x)
+        """Return x * factor + shift."""
+        self._check_float32("scale", x)
         return self._node(ggml.ggml_scale_bias(self._context, x.ptr, factor, shift), x.shape)
 
     def clamp(self, x: Node, low: float, high: float) -> Node:
-        """x held between two numbers, in place: x is used up."""
+        """Return x limited to low..high, computed in place: x must not be used again."""
         return self._node(ggml.ggml_clamp(self._context, x.ptr, low, high), x.shape)
 
     def total(self, x: Node, by_rows: bool = False) -> Node:
-        """The sum of everything, [1]; `by_rows` cuts it into rows and sums those first."""
+        """Return the sum of all numbers, [1]; with `by_rows` sum rows first, which some devices do faster."""
         x = self.row_sums(x) if by_rows else x
         return self._node(ggml.ggml_sum(self._context, x.ptr), (1,))
 
     def row_sums(self, x: Node) -> Node:
-        """x cut into rows, about as many as they are long, and each of them summed, [n, 1]."""
+        """Reshape x to a nearly square matrix and return the sum of each row, [n, 1]."""
         count = next(n for n in range(math.isqrt(x.size), 0, -1) if x.size % n == 0)
         return self.sum_last(self.reshape(x, count, x.size // count))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
-        """The sum of x^2, [1]; `by_dot` takes it as the dot product of each row with itself."""
+        """Return the sum of x^2, [1]; with `by_dot` as the dot product of each row with itself."""
         if not by_dot or len(x.shape) != 2:
             return self.total(self.sqr(x))
         rows = self.reshape(x, x.shape[0], 1, x.shape[1])
         return self.total(self.mul_mat(rows, rows))
 
     def sum_last(self, x: Node) -> Node:
-        """The sum over the last axis, [.., 1]."""
+        """Return the sum over the last axis, [.., 1]."""
         return self._node(ggml.ggml_sum_rows(self._context, x.ptr), (*x.shape[:-1], 1))
 
     def add_to_rows(self, x: Node, rows: Node) -> Node:
-        """x [a, n, d], used up, with `rows` [a, m, d] added to the first m of n."""
+        """Return x [a, n, d] with `rows` [a, m, d] added to the first m of n, in place: x must not be used again."""
         if x.shape[::2] != rows.shape[::2] or rows.shape[1] > x.shape[1]:
             raise GraphError(f"add_to_rows: {list(rows.shape)} to {list(x.shape)}")
         _, n, d = x.shape
@@ -80,158 +80,161 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_acc_inplace(self._context, x.ptr, rows.ptr, d * 4, n * d * 4, size, 0), x.shape)
 
     def mul_mat(self, w: Node, x: Node) -> Node:
-        """x [.., n, in] times w [.., out, in] transposed, [.., n, out]; w's leading axes are x's, none, or end in 1."""
+        """Return x [.., n, in] times w [.., out, in] transposed, [.., n, out].
+
+        The leading axes of w are those of x, none, or those of x with 1 as the last.
+        """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
             raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
         return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
 
-    def out_prod(self, a: Node, b: Node, turned: bool = False) -> Node:
-        """b^T a: a [.., k, m], b [.., k, n] -> [.., n, m]; `turned` takes b as [.., n, k] without copying it."""
-        k, n = reversed(b.shape[-2:]) if turned else b.shape[-2:]
+    def out_prod(self, a: Node, b: Node, transposed: bool = False) -> Node:
+        """Return b^T a: a [.., k, m], b [.., k, n] -> [.., n, m]; with `transposed`, b is [.., n, k], not copied."""
+        k, n = reversed(b.shape[-2:]) if transposed else b.shape[-2:]
         if a.shape[:-1] != (*b.shape[:-2], k):
             raise GraphError(f"out_prod: {list(a.shape)} by {list(b.shape)}")
-        other = self._turned(b) if turned else b.ptr
-        return self._node(ggml.ggml_out_prod(self._context, a.ptr, other), (*b.shape[:-2], n, a.shape[-1]))
+        b_ptr = self._transpose_view(b) if transposed else b.ptr
+        return self._node(ggml.ggml_out_prod(self._context, a.ptr, b_ptr), (*b.shape[:-2], n, a.shape[-1]))
 
     def get_rows_back(self, dy: Node, ids: Node, table: Node) -> Node:
-        """The gradient of get_rows: rows dy [m, d] summed into [n, d] at their ids."""
+        """Return the gradient of get_rows: rows dy [m, d] added up at their ids in [n, d]."""
         return self._node(ggml.ggml_get_rows_back(self._context, dy.ptr, ids.ptr, table.ptr), table.shape)
 
     def repeat_back(self, x: Node, like: Node) -> Node:
-        """x summed over what `like` would be repeated along."""
-        self._repeats("repeat_back", x, like)
+        """Return x summed over the axes along which `like` would be repeated."""
+        self._check_repeats("repeat_back", x, like)
         return self._node(ggml.ggml_repeat_back(self._context, x.ptr, like.ptr), like.shape)
 
     def sum_first(self, x: Node) -> Node:
-        """x [c, ..] summed over its first axis -> [..]."""
+        """Return x [c, ..] summed over its first axis -> [..]."""
         rest = math.prod(x.shape[1:])
         first = self._view(x, (rest,), 0)
         return self.reshape(self.repeat_back(self.reshape(x, x.shape[0], rest), first), *x.shape[1:])
 
     def rms_norm(self, x: Node, eps: float) -> Node:
-        """x / sqrt(mean(x^2) + eps) over the last axis."""
-        return self._normed("rms_norm", x, eps)
+        """Return x / sqrt(mean(x^2) + eps) over the last axis."""
+        return self._apply_norm("rms_norm", x, eps)
 
     def norm(self, x: Node, eps: float) -> Node:
-        """(x - mean) / sqrt(variance + eps) over the last axis."""
-        return self._normed("norm", x, eps)
+        """Return (x - mean) / sqrt(variance + eps) over the last axis."""
+        return self._apply_norm("norm", x, eps)
 
-    def _normed(self, op: str, x: Node, eps: float) -> Node:
-        self._numbers(op, x)
+    def _apply_norm(self, op: str, x: Node, eps: float) -> Node:
+        self._check_float32(op, x)
         if not 0 <= eps < math.inf:
             raise GraphError(f"{op}: eps={eps} must be 0 or above")
         return self._node(getattr(ggml, f"ggml_{op}")(self._context, x.ptr, eps), x.shape)
 
     def rms_norm_back(self, dy: Node, x: Node, eps: float) -> Node:
-        """The gradient of rms_norm."""
-        self._same("rms_norm_back", dy, x)
+        """Return the gradient of rms_norm."""
+        self._check_same("rms_norm_back", dy, x)
         return self._node(ggml.ggml_rms_norm_back(self._context, dy.ptr, x.ptr, eps), x.shape)
 
     def silu_back(self, dy: Node, x: Node) -> Node:
-        """The gradient of silu."""
-        self._same("silu_back", dy, x)
+        """Return the gradient of silu."""
+        self._check_same("silu_back", dy, x)
         return self._node(ggml.ggml_silu_back(self._context, dy.ptr, x.ptr), x.shape)
 
     def swiglu(self, gate: Node, up: Node) -> Node:
-        """silu(gate) * up."""
-        self._numbers("swiglu", gate, up)
-        self._same("swiglu", gate, up)
+        """Return silu(gate) * up."""
+        self._check_float32("swiglu", gate, up)
+        self._check_same("swiglu", gate, up)
         return self._node(ggml.ggml_swiglu_split(self._context, gate.ptr, up.ptr), gate.shape)
 
     def softmax(self, x: Node, mask: Node | None = None, scale: float = 1.0) -> Node:
-        """The softmax of x * scale + mask over the last axis; mask [T, T] repeats over the leading axes."""
+        """Return the softmax of x * scale + mask over the last axis; mask [T, T] repeats over the leading axes."""
         ptr = ggml.ggml_soft_max_ext(self._context, x.ptr, mask.ptr if mask else None, scale, 0.0)
         return self._node(ptr, x.shape)
 
     def softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
-        """scale p (dp - sum(p dp)): the gradient of softmax(x * scale), p being its result.
+        """Return scale p (dp - sum(p dp)): the gradient of softmax(x * scale), where p is its result.
 
-        The allocator may put a result over a source that nothing reads later, and ggml's kernel reads p after it began
-        to write: so p is read once more, afterwards.
+        ggml may put a result into the memory of a source that nothing reads later, but its kernel reads p after it
+        begins to write. The graph therefore reads p once more afterwards, which keeps its memory reserved.
         """
-        self._same("softmax_back", dp, p)
+        self._check_same("softmax_back", dp, p)
         result = self._node(ggml.ggml_soft_max_ext_back(self._context, dp.ptr, p.ptr, scale, 0.0), p.shape)
         self.want(result)
         self.want(self.total(self._view(p, (1,), 0)))
         return result
 
     def rope(self, x: Node, positions: Node, factors: Node | None, rotary: Rotary, back: bool) -> Node:
-        """Rotates pairs of x [B, T, H, D] by their position; `factors` [D/2] are rotary's; `back` turns the other way.
+        """Rotate pairs of x [B, T, H, D] by their position; `factors` [D/2] are those of `rotary`; `back` inverts it.
 
-        ggml raises the base to its powers, and divides by the factors and the scale, in float32 on the device.
+        The device computes the powers of the base, and divides by the factors and the scale, in float32.
         """
-        self._numbers("rope", x)
+        self._check_float32("rope", x)
         size = x.shape[-1]
         if len(x.shape) != 4 or size % 2 or positions.shape != (x.shape[1],):
             raise GraphError(f"rope: {list(x.shape)} at positions {list(positions.shape)}; D must be even")
         if factors and factors.shape != (size // 2,):
-            raise GraphError(f"rope: {factors.shape[0]} factors for heads of {size}: it takes one for each pair")
+            raise GraphError(f"rope: {factors.shape[0]} factors for heads of {size}: expected one for each pair")
         make = ggml.ggml_rope_ext_back if back else ggml.ggml_rope_ext
         mode = ggml.GGML_ROPE_TYPE_NEOX if rotary.halves else ggml.GGML_ROPE_TYPE_NORMAL
         rest = (size, mode, 0, rotary.base, 1 / rotary.scale, 0.0, 1.0, 32.0, 1.0)  # no YaRN
         return self._node(make(self._context, x.ptr, positions.ptr, factors and factors.ptr, *rest), x.shape)
 
     def adamw(self, w: Node, g: Node, m: Node, v: Node, hp: Node) -> Node:
-        """Updates w, m and v in place by the seven numbers of hp."""
-        for other in (g, m, v):
-            self._same("adamw", w, other)
+        """Update w, m and v in place, by the seven numbers of hp."""
+        for operand in (g, m, v):
+            self._check_same("adamw", w, operand)
         return self._node(ggml.ggml_opt_step_adamw(self._context, w.ptr, g.ptr, m.ptr, v.ptr, hp.ptr), w.shape)
 
-    # -- other shapes, orders and places: free views, and copies --
+    # -- shapes, order and copies --
 
     def _node(self, ptr: Any, shape: tuple[int, ...]) -> Node:
-        self._made += 1
-        if self._made > self.capacity - 8:
+        self._node_count += 1
+        if self._node_count > self.capacity - 8:
             raise GraphError(f"the graph has more than {self.capacity} nodes")
         return Node(ptr, shape, math.prod(shape), ptr.contents.type != F32)
 
-    def _numbers(self, op: str, *nodes: Node) -> None:
-        # Of other types ggml ends the process, or takes their bytes for float32.
+    def _check_float32(self, op: str, *nodes: Node) -> None:
+        # For other types ggml ends the process, or reads their bytes as float32.
         if any(node.packed for node in nodes):
-            raise GraphError(f"{op}: takes float32 tensors")
+            raise GraphError(f"{op}: expected float32 tensors")
 
-    def _same(self, op: str, a: Node, b: Node) -> None:
+    def _check_same(self, op: str, a: Node, b: Node) -> None:
         if a.shape != b.shape:
             raise GraphError(f"{op}: {list(a.shape)} and {list(b.shape)} differ")
 
-    def _repeats(self, op: str, a: Node, b: Node) -> None:
-        """b is repeated over a: each of its axes, counted from the last, divides a's."""
+    def _check_repeats(self, op: str, a: Node, b: Node) -> None:
+        """Raise GraphError unless each axis of b, counted from the last, divides that of a."""
         padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
         if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
             raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
 
     def reshape(self, x: Node, *shape: int) -> Node:
-        """The same numbers in another shape; costs nothing."""
-        self._numbers("reshape", x)
+        """Return a view of x in another shape."""
+        self._check_float32("reshape", x)
         if math.prod(shape) != x.size or not 1 <= len(shape) <= 4 or min(shape) < 1:
             raise GraphError(f"reshape: {list(x.shape)} to {list(shape)}")
         make = getattr(ggml, f"ggml_reshape_{len(shape)}d")
         return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
 
     def flat(self, x: Node) -> Node:
-        """[.., d] as [n, d]."""
+        """Return x [.., d] as [n, d]."""
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:
-        """The last two axes exchanged, contiguous; on the CPU, whose CONT is slow, by our kernel if it can be built."""
+        """Return x with the last two axes exchanged, contiguous; with `slow_cont` by kernels.c, if it can be built."""
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
         if slow_cont and (kernel := native.kernel("transpose")):
-            return self.reshape(self._transposed(kernel, x), *shape)
-        return self._node(ggml.ggml_cont(self._context, self._turned(x)), shape)
+            return self.reshape(self._call_transpose(kernel, x), *shape)
+        return self._node(ggml.ggml_cont(self._context, self._transpose_view(x)), shape)
 
     def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
-        """Part of x from a number on, in another shape; `strides` of its axes but the last, in numbers."""
+        """Return a view of x from number `start` on; `strides` of all axes but the last, in numbers."""
         make = getattr(ggml, f"ggml_view_{len(shape)}d")
         return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
 
-    def _turned(self, x: Node) -> Any:
-        self._made += 1
+    def _transpose_view(self, x: Node) -> Any:
+        self._node_count += 1
         return ggml.ggml_transpose(self._context, x.ptr)
 
-    def _transposed(self, kernel: int, *sources: Node) -> Node:
-        """The transposes of one or two sources [.., n, d] of one shape, behind each other: [m, d, n]."""
-        self._numbers("transpose", *sources)
+    def _call_transpose(self, kernel: int, *sources: Node) -> Node:
+        """Return the transposes of one or two sources [.., n, d] of one shape, in one tensor [m, d, n]."""
+        self._check_float32("transpose", *sources)
         n, d = sources[0].shape[-2:]
         shape = (sum(source.size for source in sources) // (n * d), d, n)
         task = native.Transpose(matrices=shape[0], rows=n, columns=d)
@@ -247,83 +250,83 @@ class Graph(StaticGraph):
         return node
 
     def transpose_both(self, a: Node, b: Node, slow_cont: bool = False) -> Node:
-        """The transposes of a and b, both [.., n, d], behind each other as [2 .., d, n], in one copy."""
-        self._same("transpose_both", a, b)
+        """Return the transposes of a and b, both [.., n, d], in one tensor [2 .., d, n], with one copy."""
+        self._check_same("transpose_both", a, b)
         if slow_cont and (kernel := native.kernel("transpose")):
-            return self._transposed(kernel, a, b)
+            return self._call_transpose(kernel, a, b)
         n, d = a.shape[-2:]
         flat = (self.reshape(x, x.size // (n * d), n, d) for x in (a, b))
-        joined = ggml.ggml_concat(self._context, *(self._turned(x) for x in flat), 2)
+        joined = ggml.ggml_concat(self._context, *(self._transpose_view(x) for x in flat), 2)
         return self._node(joined, (2 * a.size // (n * d), d, n))
 
     def halves(self, x: Node, shape: tuple[int, ...]) -> tuple[Node, Node]:
-        """x cut in two along its first axis; views of the given shape."""
+        """Return the first and the second half of x as views of the given shape."""
         if x.size != 2 * math.prod(shape):
             raise GraphError(f"halves: {list(x.shape)} into {list(shape)}")
         first, second = (self._view(x, (x.size // 2,), start) for start in (0, x.size // 2))
         return self.reshape(first, *shape), self.reshape(second, *shape)
 
     def swap_middle(self, x: Node) -> Node:
-        """[a, b, c, d] as [a, c, b, d], contiguous."""
-        self._numbers("swap_middle", x)
+        """Return [a, b, c, d] as [a, c, b, d], contiguous."""
+        self._check_float32("swap_middle", x)
         a, b, c, d = x.shape
-        self._made += 1
-        turned = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
-        return self._node(ggml.ggml_cont(self._context, turned), (a, c, b, d))
+        self._node_count += 1
+        permuted = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
+        return self._node(ggml.ggml_cont(self._context, permuted), (a, c, b, d))
 
     def join_heads(self, blocks: Sequence[Node], by_set: bool = False) -> Node:
-        """Blocks [B, H, n, D] joined along n, with the middle axes exchanged: [B, T, H, D], contiguous."""
+        """Join blocks [B, H, n, D] along n and exchange the middle axes: [B, T, H, D], contiguous."""
         rows, heads, _, size = blocks[0].shape
         length = sum(block.shape[2] for block in blocks)
         if not by_set or len(blocks) == 1 or 4 * rows * length * heads * size >= SET_LIMIT:
             return self.swap_middle(self.concat(blocks, 2, by_set))
-        out, start = self._blank((rows, length, heads, size)), 0
+        out, start = self._allocate((rows, length, heads, size)), 0
         for block in blocks:
-            self._numbers("join_heads", block)
-            self._made += 1
-            turned = ggml.ggml_permute(self._context, block.ptr, 0, 2, 1, 3)
-            out = self._set(out, turned, start * heads * size, (length * heads * size, heads * size, size))
+            self._check_float32("join_heads", block)
+            self._node_count += 1
+            permuted = ggml.ggml_permute(self._context, block.ptr, 0, 2, 1, 3)
+            out = self._set(out, permuted, start * heads * size, (length * heads * size, heads * size, size))
             start += block.shape[2]
         return out
 
     def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
-        """Places start to stop - 1 of one axis, contiguous; x itself when that is all of it."""
-        self._numbers("part", x)
+        """Return indices start to stop - 1 of one axis, contiguous; x itself if that is all of it."""
+        self._check_float32("part", x)
         if not 0 <= start < stop <= x.shape[axis]:
             raise GraphError(f"part {start}..{stop} of axis {axis} of {list(x.shape)}")
         if (start, stop) == (0, x.shape[axis]):
             return x
         inner = math.prod(x.shape[axis + 1 :])
         width, outer = x.shape[axis] * inner, x.size // (x.shape[axis] * inner)
-        taken = (stop - start) * inner
-        view = self._view(x, (outer, taken), start * inner, width)
-        copy = self._node(ggml.ggml_cont(self._context, view.ptr), (outer, taken))
+        count = (stop - start) * inner
+        view = self._view(x, (outer, count), start * inner, width)
+        copy = self._node(ggml.ggml_cont(self._context, view.ptr), (outer, count))
         return self.reshape(copy, *x.shape[:axis], stop - start, *x.shape[axis + 1 :])
 
     def number(self, x: Node, i: int) -> Node:
-        """Number `i` of x [n], as [1]; a view."""
+        """Return number `i` of x [n] as a view [1]."""
         if len(x.shape) != 1 or not 0 <= i < x.shape[0]:
             raise GraphError(f"number {i} of {list(x.shape)}")
         return self._view(x, (1,), i)
 
     def first_rows(self, x: Node, count: int) -> Node:
-        """The first rows of x [n, d]; a view."""
+        """Return the first rows of x [n, d] as a view."""
         if len(x.shape) != 2 or not 1 <= count <= x.shape[0]:
             raise GraphError(f"the first {count} rows of {list(x.shape)}")
         return self._view(x, (count, x.shape[1]), 0, x.shape[1])
 
     def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
-        """Parts joined along one axis; the others agree. `by_set` copies each to its place in memory made for all."""
+        """Join tensors along one axis; their other axes agree. With `by_set` copy each into one preallocated tensor."""
         if not parts:
-            raise GraphError("concat: of nothing")
-        self._numbers("concat", *parts)
+            raise GraphError("concat: expected at least one tensor")
+        self._check_float32("concat", *parts)
         first = parts[0].shape
-        for shape in (part.shape for part in parts[1:]):
-            if len(shape) != len(first) or first[:axis] + first[axis + 1 :] != shape[:axis] + shape[axis + 1 :]:
-                raise GraphError(f"concat: {list(first)} and {list(shape)} along axis {axis}")
-        whole = (*first[:axis], sum(part.shape[axis] for part in parts), *first[axis + 1 :])
-        if by_set and len(parts) > 1 and 4 * math.prod(whole) < SET_LIMIT:
-            return self._set_side_by_side(parts, axis, whole)
+        for other in (part.shape for part in parts[1:]):
+            if len(other) != len(first) or first[:axis] + first[axis + 1 :] != other[:axis] + other[axis + 1 :]:
+                raise GraphError(f"concat: {list(first)} and {list(other)} along axis {axis}")
+        shape = (*first[:axis], sum(part.shape[axis] for part in parts), *first[axis + 1 :])
+        if by_set and len(parts) > 1 and 4 * math.prod(shape) < SET_LIMIT:
+            return self._set_side_by_side(parts, axis, shape)
         out = parts[0]
         for part in parts[1:]:
             shape = (*first[:axis], out.shape[axis] + part.shape[axis], *first[axis + 1 :])
@@ -331,41 +334,41 @@ class Graph(StaticGraph):
             out = self._node(joined, shape)
         return out
 
-    def _set_side_by_side(self, parts: Sequence[Node], axis: int, whole: tuple[int, ...]) -> Node:
-        outer, inner = math.prod(whole[:axis]), math.prod(whole[axis + 1 :])
-        by_row = outer == 1 and inner > 1  # SET copies row by row, some on each thread: one row is none to share
-        out, start = self._blank(whole), 0
+    def _set_side_by_side(self, parts: Sequence[Node], axis: int, shape: tuple[int, ...]) -> Node:
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        by_row = outer == 1 and inner > 1  # SET divides rows among threads, so one long row would be copied by one
+        out, start = self._allocate(shape), 0
         for part in parts:
             n = part.shape[axis]
             rows = self.reshape(part, n, inner) if by_row else self.reshape(part, outer, n * inner)
-            out = self._set(out, rows.ptr, start, (inner if by_row else whole[axis] * inner,))
+            out = self._set(out, rows.ptr, start, (inner if by_row else shape[axis] * inner,))
             start += n * inner
         return out
 
-    def _blank(self, shape: tuple[int, ...]) -> Node:
-        """Memory for numbers that `_set` will put there; on the CPU."""
+    def _allocate(self, shape: tuple[int, ...]) -> Node:
+        """Allocate a tensor, on the CPU, that `_set` will fill."""
         sizes = (*(1,) * (4 - len(shape)), *shape)[::-1]
-        made = ggml.ggml_custom_4d(self._context, F32, *sizes, None, 0, NOTHING, 1, None)
-        return self._node(made, shape)
+        tensor = ggml.ggml_custom_4d(self._context, F32, *sizes, None, 0, NOTHING, 1, None)
+        return self._node(tensor, shape)
 
     def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
-        """x, used up, with values copied into it from a number on; `strides` of their axes but the last, in numbers."""
+        """Return x with values copied in from number `start` on, in place; `strides` of all axes but the last."""
         sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
         return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
 
     def get_rows(self, table: Node, ids: Node) -> Node:
-        """Rows of table [n, d] at ids [m] -> [m, d]; the caller answers for the ids' range."""
+        """Return rows of table [n, d] at ids [m] -> [m, d]; the caller guarantees that ids are in range."""
         if len(table.shape) != 2 or len(ids.shape) != 1:
             raise GraphError(f"get_rows: {list(table.shape)} at {list(ids.shape)}")
         return self._node(ggml.ggml_get_rows(self._context, table.ptr, ids.ptr), (ids.shape[0], table.shape[1]))
 
     def set_rows(self, table: Node, rows: Node, ids: Node) -> Node:
-        """`table` [n, d], used up, with `rows` [m, d] put at ids [m]."""
+        """Return `table` [n, d] with `rows` [m, d] written at ids [m], in place: `table` must not be used again."""
         if table.shape[1] != rows.shape[1] or rows.shape[0] != ids.shape[0]:
             raise GraphError(f"set_rows: {list(rows.shape)} into {list(table.shape)} at {list(ids.shape)}")
         return self._node(ggml.ggml_set_rows(self._context, table.ptr, rows.ptr, ids.ptr), table.shape)
 
     def copy_into(self, x: Node, target: Node) -> Node:
-        """x written over `target`."""
-        self._same("copy_into", x, target)
+        """Copy x over `target`."""
+        self._check_same("copy_into", x, target)
         return self._node(ggml.ggml_cpy(self._context, x.ptr, target.ptr), target.shape)

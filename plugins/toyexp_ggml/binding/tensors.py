@@ -1,4 +1,4 @@
-"""Tensors of ggml: their memory on a device or in a file, and the way of numbers in and out."""
+"""ggml tensors: their memory on a device or in a mapped file, and copies to and from numpy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Node:
     ptr: Any
     shape: tuple[int, ...]
     size: int  # how many numbers it holds
-    packed: bool  # whether its numbers stand in another type than float32; only products and row lookups read those
+    packed: bool  # stored in a type other than float32, which only products and row lookups can read
 
 
 def context(size: int) -> Any:
-    """Room for so many bytes of what ggml notes of tensors and graphs, their numbers apart."""
+    """Allocate `size` bytes for ggml's descriptions of tensors and graphs, without their data."""
     return ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
 
 
@@ -46,7 +46,7 @@ class _Tensors:
         return ggml.ggml_new_tensor(self._context, type_id, len(shape), (ctypes.c_int64 * len(shape))(*shape[::-1]))
 
     def close(self) -> None:
-        """Frees the tensors."""
+        """Free the tensors."""
         if self._buffer:
             ggml.ggml_backend_buffer_free(self._buffer)
         if self._context:
@@ -55,12 +55,12 @@ class _Tensors:
 
 
 class Memory(_Tensors):
-    """Weights, moments, inputs."""
+    """Tensors in device memory: weights, moments, inputs."""
 
     _bytes = 0
 
     def tensor(self, shape: tuple[int, ...], dtype: type = np.float32, trainable: bool = False) -> Node:
-        """A new tensor; it has no memory until `allocate`."""
+        """Return a new tensor, whose memory `allocate` provides. Raise GraphError for an impossible shape or dtype."""
         if not 1 <= len(shape) <= 4 or min(shape) < 1 or max(shape) > LIMIT or math.prod(shape) > 2**40:
             raise GraphError(f"ggml holds tensors of 1 to 4 dimensions, each from 1 to 2^31 - 1, not {list(shape)}")
         if np.dtype(dtype) not in TYPES:
@@ -72,10 +72,10 @@ class Memory(_Tensors):
         return Node(ptr, shape, math.prod(shape), TYPES[np.dtype(dtype)] != F32)
 
     def allocate(self) -> None:
-        """Gives every tensor its memory on the device, zeroed."""
-        if not self._bytes:  # all weights are read where they lie in a file
+        """Allocate every tensor on the device, filled with zeros. Raise GraphError if the memory is too small."""
+        if not self._bytes:  # all weights are mapped from a file
             return
-        # The system may promise more than there is, and end the process when it is used; so this asks first.
+        # The system may overcommit memory and kill the process at first use, so compare with the device's memory first.
         if not self._backend.memory or self._bytes <= self._backend.memory:
             self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
         if not self._buffer:
@@ -85,60 +85,60 @@ class Memory(_Tensors):
 
 
 class MappedFile(_Tensors):
-    """Tensors that lie in a file, in the types they have there: mapped on the CPU, elsewhere copied byte by byte."""
+    """Tensors of a file in their stored types: memory-mapped on the CPU, copied to other devices."""
 
     def __init__(self, backend: Backend, path: str, count: int):
         super().__init__(backend, count)
         self._bytes = np.memmap(path, mode="r")
-        self._places: list[tuple[Any, int, int]] = []
+        self._copies: list[tuple[Any, int, int]] = []
         if backend.device == "CPU":
             self._buffer = ggml.ggml_backend_cpu_buffer_from_ptr(self._bytes.ctypes.data, self._bytes.size)
 
     def tensor(self, shape: tuple[int, ...], type_id: int, offset: int, nbytes: int) -> Node:
-        """The tensor of a ggml type at a place of the file; the caller answers for both."""
+        """Return the tensor of a ggml type at an offset of the file; the caller guarantees that both are right."""
         ptr = self._new(shape, type_id)
         if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:
             raise GraphError(f"{nbytes} bytes at {offset} for a tensor of {list(shape)}")
         if self._buffer:
             ggml.ggml_backend_tensor_alloc(self._buffer, ptr, self._bytes.ctypes.data + offset)
         else:
-            self._places.append((ptr, offset, nbytes))
+            self._copies.append((ptr, offset, nbytes))
         return Node(ptr, shape, math.prod(shape), type_id != F32)
 
     def allocate(self) -> None:
-        """Copies what was not mapped."""
-        if not self._places:
+        """Copy the tensors that are not mapped."""
+        if not self._copies:
             return
         self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
         if not self._buffer:
             raise GraphError("the device has too little memory for the frozen weights")
         self._backend.buffer_bytes += ggml.ggml_backend_buffer_get_size(self._buffer)
-        for ptr, offset, nbytes in self._places:
+        for ptr, offset, nbytes in self._copies:
             ggml.ggml_backend_tensor_set(ptr, self._bytes.ctypes.data + offset, 0, nbytes)
 
     def close(self) -> None:
-        """Frees the tensors and lets go of the file."""
+        """Free the tensors and unmap the file."""
         super().close()
         del self._bytes
 
 
 def put(node: Node, array: np.ndarray) -> None:
-    """Copies a contiguous array of the node's size into it."""
+    """Copy a contiguous array of the node's size into the node."""
     if array.size != node.size or TYPES.get(array.dtype) != node.ptr.contents.type:
         raise GraphError(f"{array.size} numbers of type {array.dtype} for a tensor of {list(node.shape)}")
     ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data, 0, array.nbytes)
 
 
 def get(node: Node) -> np.ndarray:
-    """A float32 copy of a node's values."""
+    """Return a float32 copy of a node's values."""
     out = np.empty(node.shape, np.float32)
     ggml.ggml_backend_tensor_get(node.ptr, out.ctypes.data, 0, out.nbytes)
     return out
 
 
-def get_all(backend: Backend, wanted: Iterable[tuple[Node, np.ndarray]]) -> None:
-    """Copies each node's values into the contiguous float32 array beside it, with one wait for all of them."""
-    for node, out in wanted:
+def get_all(backend: Backend, pairs: Iterable[tuple[Node, np.ndarray]]) -> None:
+    """Copy each node's values into the contiguous float32 array beside it, waiting once for all copies."""
+    for node, out in pairs:
         if out.dtype != np.float32 or out.shape != node.shape or not out.flags.c_contiguous or not out.flags.writeable:
             raise GraphError(f"{list(out.shape)} of {out.dtype} for a tensor of {list(node.shape)}")
         ggml.ggml_backend_tensor_get_async(backend.ptr, node.ptr, out.ctypes.data, 0, out.nbytes)
@@ -146,27 +146,27 @@ def get_all(backend: Backend, wanted: Iterable[tuple[Node, np.ndarray]]) -> None
 
 
 def host_arrays(backend: Backend, nodes: Mapping[str, Node]) -> dict[str, np.ndarray]:
-    """An array of each node's shape. A GPU gets them locked in the host's memory, where it copies at its full speed."""
+    """Allocate an array for each node. For a GPU the arrays are in pinned memory, which makes copies fast."""
     kind = ggml.ggml_backend_dev_host_buffer_type(ggml.ggml_backend_get_device(backend.ptr))
     size = 4 * sum(node.size for node in nodes.values())
     buffer = ggml.ggml_backend_buft_alloc_buffer(kind, size) if kind and size else None
     if not buffer:
         return {name: np.empty(node.shape, np.float32) for name, node in nodes.items()}
     ends = list(itertools.accumulate(node.size for node in nodes.values()))
-    parts = np.split(np.asarray(_Locked(buffer, size)), ends[:-1])
+    parts = np.split(np.asarray(_PinnedBuffer(buffer, size)), ends[:-1])
     return {name: part.reshape(node.shape) for (name, node), part in zip(nodes.items(), parts, strict=True)}
 
 
-class _Locked:
-    """Float32 numbers in a buffer of ggml's, which is freed with the last array that shows them."""
+class _PinnedBuffer:
+    """Pinned float32 buffer of ggml, which is freed with the last array that views it."""
 
     def __init__(self, buffer: Any, size: int):
         start = ggml.ggml_backend_buffer_get_base(buffer)
         self.__array_interface__ = {"version": 3, "typestr": "<f4", "shape": (size // 4,), "data": (start, False)}
         free = weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer)
-        free.atexit = False  # the process gives it back
+        free.atexit = False  # the system frees it when the process ends
 
 
 def clear(node: Node) -> None:
-    """Sets a node's values to zero."""
+    """Set a node's values to zero."""
     ggml.ggml_backend_tensor_memset(node.ptr, 0, 0, node.size * 4)

@@ -260,7 +260,7 @@ def test_the_deepest_model_that_is_allowed_steps(engine):
     with ENGINES[engine].realize(Scratch().plan(model, setup)) as session:
         session.build()
         session.step(batches().batch(0), MODES["lora"].hp_for_step(0))
-    with pytest.raises(ToyexpError, match="606 of them to train"):
+    with pytest.raises(ToyexpError, match="606 of them trainable"):
         ENGINES[engine].realize(Scratch().plan(dataclasses.replace(model, n_layers=67), setup))
 
 

@@ -8,7 +8,7 @@ WIDTH, LINE, PADDING, GAP, LETTERS = 460, 18, 12, 40, 62
 
 
 def parse_stations(source: str) -> list[tuple[str, str]]:
-    """Parse the lines of a block: `module: what it does`, or `-> Data`, which gives `("->", "Data")`."""
+    """Parse a block into pairs: `loop: trains` gives ("loop", "trains"), `-> Step` gives ("->", "Step")."""
     found = []
     for line in source.strip().splitlines():
         if line.startswith("-> "):

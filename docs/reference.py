@@ -52,4 +52,4 @@ def read_root_file(name: str) -> str:
     text = (ROOT / name).read_text()
     for file, page in {**PAGES, "README.md": "../index.md"}.items():
         text = text.replace(f"]({file})", f"]({page})")
-    return text
+    return text.replace("](docs/pages/", "](../")

@@ -22,12 +22,7 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 # Variables that ggml's Vulkan reads once per process: no float16 products, no matrix cores (which use float16 too), and
 # no 8-bit products with quantised matrices.
 NO_HALF = "GGML_VK_DISABLE_F16"
-EXACT_VARIABLES = (
-    NO_HALF,
-    "GGML_VK_DISABLE_COOPMAT",
-    "GGML_VK_DISABLE_COOPMAT2",
-    "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT",
-)
+NO_ROUNDING = (NO_HALF, "GGML_VK_DISABLE_COOPMAT", "GGML_VK_DISABLE_COOPMAT2", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT")
 HEADERS, OPENBLAS = Path("/usr/include"), "*/openblas-openmp/cblas.h"
 # Advice if a library can be configured only once per process.
 ONE_VALUE_HINT = "use one value per command: engine={0}, or engine={0}:{1} beside other engines such as cpu or ggml"
@@ -72,9 +67,9 @@ class GGMLEngine(Engine):
         return self.threads or min(available_cores(), MAX_THREADS)
 
     def check_plan(self, plan: Plan) -> None:
-        from toyexp_ggml.limits import check_limits
+        from toyexp_ggml.limits import exceeded_limit
 
-        if reason := check_limits(plan):
+        if reason := exceeded_limit(plan):
             raise UserError(f"engine={self.name}: {reason}")
 
     def preload(self) -> None:
@@ -120,11 +115,8 @@ class GGMLCPU(GGMLEngine):
     def advice(self) -> list[str]:
         from toyexp_ggml.native import unavailable_reason
 
-        slow = (
-            ""
-            if has_fast_products(with_blas=can_build_blas())
-            else "this build of ggml-python is slow; see `toyexp doctor`"
-        )
+        is_fast = has_fast_products(with_blas=can_build_blas())
+        slow = "" if is_fast else "this build of ggml-python is slow; see `toyexp doctor`"
         copies = f"the faster kernel for transposes is not used: {why}" if (why := unavailable_reason()) else ""
         return [line for line in (self.threads and crowding_note(self.threads), slow, copies) if line]
 
@@ -144,7 +136,7 @@ def can_build_blas() -> bool:
 
 
 def has_fast_products(with_blas: bool) -> bool:
-    """Return True if this build of ggml-python has llamafile's products, and BLAS if asked for."""
+    """Return True if ggml-python is built with llamafile's products, and with BLAS if `with_blas`."""
     from toyexp_ggml.binding import devices, has_llamafile
 
     return has_llamafile() and not (with_blas and "BLAS" not in devices())
@@ -155,13 +147,11 @@ class GGMLGPU(GGMLEngine):
     """Base class of the ggml engines on GPUs."""
 
     on_gpu: ClassVar[bool] = True
-    needs: ClassVar[tuple[str, str]]  # required operating system ("" for any), and CMake flag of the device
+    needs: ClassVar[tuple[str, str]]  # operating system ("" for any), and the CMake flag that adds the device
     products: ClassVar[str] = "float16"  # dtype to which ggml's kernels round the inputs of matrix products
     rounding: ClassVar[str] = ""  # setting that permits coarser rounding
 
-    threads: int = (
-        0  # CPU threads for ops that the GPU does not support, or for all ops if emulated; 0: one for each core
-    )
+    threads: int = 0  # CPU threads for ops that the GPU does not support (all if emulated); 0: one for each core
     emulate: bool = False  # compute the GPU's graph on the CPU, for tests
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -215,7 +205,7 @@ class GGMLMetal(GGMLGPU):
     needs: ClassVar[tuple[str, str]] = ("Darwin", "-DGGML_METAL=ON")
 
     def check(self) -> str:
-        """Return the device. Raise Unavailable for that of a virtual machine, which lacks ops that ggml needs."""
+        """Return a line about the device. Raise Unavailable in a virtual machine: its GPU lacks ops that ggml needs."""
         note = super().check()
         if self.emulate:
             return note
@@ -247,7 +237,7 @@ class GGMLCUDA(GGMLGPU):
         return 0 if self.emulate else 1
 
     def check(self) -> str:
-        """Return the device. ggml always asks cuBLAS for TF32; only a variable read once per process forbids it."""
+        """Return a line about the device. ggml asks cuBLAS for TF32; a variable read once per process can forbid it."""
         note = super().check()
         if self.emulate:
             return note
@@ -307,7 +297,7 @@ class GGMLVulkan(GGMLGPU):
         return f"{note}{software}, products in {self.rounds_to()}"
 
     def hint(self) -> str:
-        """Return how to select a software device, or that the selection may be wrong."""
+        """Return advice on the variable that selects devices, which may hide them."""
         if visible := os.environ.get(VISIBLE):
             return f"; {VISIBLE}={printable(visible)} must be numbers of existing devices, such as 0 or 0,1"
         return f"; to use a software device, select it with {VISIBLE}=0"
@@ -317,9 +307,7 @@ class GGMLVulkan(GGMLGPU):
         if self.half or self.emulate:
             return super().realize(plan)
         self.check()
-        with _set_variables(
-            *EXACT_VARIABLES
-        ):  # only while ggml opens the device: processes started later must not inherit them
+        with _set_variables(*NO_ROUNDING):  # not longer: processes started later must not inherit them
             if not GGMLVulkan._is_exact:
                 from toyexp_ggml.probe import rounds_products
 

@@ -40,13 +40,11 @@ class Ids:
     @property
     def ptr(self) -> Any:
         """Raise GraphError: this is where an op would read numbers."""
-        raise GraphError(
-            f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only the ops rows and embed accept ids"
-        )
+        raise GraphError(f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only rows and embed accept ids")
 
 
 class Inputs:
-    """Input tensors of a session; `load` fills those that depend on the batch."""
+    """Input tensors of a session; `load` fills the tensors that depend on the batch."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
@@ -83,7 +81,7 @@ class Inputs:
         return self._nodes[key]
 
     def load(self, batch: Batch) -> None:
-        """Upload a batch. Raise SessionError for ids outside the tables in which they are looked up."""
+        """Upload a batch. Raise SessionError if ids exceed the size of a table they index."""
         for name, below in self._tighter_bounds.items():
             low, high = batch[name].min(), batch[name].max()
             if low < 0 or high >= below:
@@ -116,9 +114,7 @@ class Inputs:
 
     # -- computed from the batch ------------------------------------------------------------------------------
 
-    def _make_from_batch(
-        self, key: Any, shape: tuple[int, ...], dtype: Any, make: Callable[[Batch], np.ndarray]
-    ) -> Node:
+    def _derive(self, key: Any, shape: tuple[int, ...], dtype: Any, make: Callable[[Batch], np.ndarray]) -> Node:
         if key not in self._nodes:
             self._nodes[key] = self._make(shape, dtype)
             self._from_batch.append((self._nodes[key], make))
@@ -145,14 +141,12 @@ class Inputs:
             raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
         self._require_below("targets", classes)
         base = np.arange(n, dtype=np.int32) * classes
-        return self._make_from_batch(
-            ("places", n, classes), (n,), np.int32, lambda batch: base + batch["targets"].reshape(-1)
-        )
+        return self._derive(("places", n, classes), (n,), np.int32, lambda batch: base + batch["targets"].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
-        """Return the batch's weights [n], each repeated k times, [n, k]: `classes` columns repeat faster from those."""
+        """Return the batch's weights [n] as [n, k], each repeated k times, because ggml repeats longer rows faster."""
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
-        return self._make_from_batch(
+        return self._derive(
             ("weights", n, k), (n, k), np.float32, lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)
         )
 
@@ -180,8 +174,8 @@ class Inputs:
             return matrix
 
         return (
-            self._make_from_batch(("member", *key), (count, count), np.float32, member),
-            self._make_from_batch(("distinct", *key), (count,), np.int32, distinct),
+            self._derive(("member", *key), (count, count), np.float32, member),
+            self._derive(("distinct", *key), (count,), np.int32, distinct),
         )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ LIMIT = 2**31 - 1  # largest index and row count for ggml's int32 ids and kernel
 MOST_TRAINABLE, MOST_TENSORS = 600, 2000
 
 
-def check_limits(plan: Plan) -> str | None:
+def exceeded_limit(plan: Plan) -> str | None:
     """Return which of ggml's limits a plan exceeds and what to change; None if it exceeds none."""
     if len(plan.trainable) > MOST_TRAINABLE or len(plan.tensors) > MOST_TENSORS:
         return (

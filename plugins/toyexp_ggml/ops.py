@@ -20,14 +20,14 @@ from toyexp_ggml.binding.tensors import Node
 from toyexp_ggml.inputs import Ids
 from toyexp_ggml.products import Products
 
-Block = tuple[int, int, Node, Node]  # first and last query (exclusive), queries, and attention weights [B, H, n, seen]
+Block = tuple[int, int, Node, Node]  # start and stop of the queries, queries, attention weights [B, H, n, seen]
 
-SHRINK = 2.0**32  # NORM divides by this when used for centring only; its square exceeds any variance
+SHRINK = 2.0**32  # divisor of NORM when it only has to centre; its square, used as eps, exceeds any variance
 TINY = 1e-30  # added to divisors that may be 0
 
 
 class Heads(NamedTuple):
-    """Attention heads, of which several query heads share a key/value head."""
+    """Shape of multi-head attention in which several query heads share one key/value head."""
 
     g: Graph
     rows: int
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
 
 
 class GGMLOps(Products):
-    """All ops of the vocabulary, on nodes of one graph."""
+    """The op vocabulary on nodes of one graph."""
 
     # -- tables -------------------------------------------------------------------------------------------------
 
@@ -189,10 +189,7 @@ class GGMLOps(Products):
         n = g.rms_norm(x, eps)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
-            return (
-                lambda: self._rms_norm_back(g.mul(dy, w), x, n, eps),
-                lambda: self._sum_rows(g.flat(g.mul(dy, n))),
-            )
+            return (lambda: self._rms_norm_back(g.mul(dy, w), x, n, eps), lambda: self._sum_rows(g.flat(g.mul(dy, n))))
 
         return self._record(g.mul(n, w), (x, w), rule)
 
@@ -214,7 +211,7 @@ class GGMLOps(Products):
         return self.g.sub(x, self.g.scale(self.g.sum_last(x), 1 / x.shape[-1]))
 
     def _centre_shrunk(self, x: Node) -> Node:
-        """Return exactly (x - mean) / SHRINK: the variance vanishes beside eps, whose root is a power of two."""
+        """Return exactly (x - mean) / SHRINK, by ggml's NORM with an eps so large that the variance rounds away."""
         return self.g.norm(x, SHRINK**2)
 
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:

@@ -1,4 +1,4 @@
-"""Trials of what a device supports and how it rounds, before it is used."""
+"""Trials of a device's supported ops and rounding, before the device is used."""
 
 from __future__ import annotations
 

@@ -118,9 +118,7 @@ class TapedOps(Ops):
         """Run the block again; return its tape. The gradient of its result moves to the new result."""
         gradient = gradients.pop(block.out, None)
         if any(out in gradients for outs, _, _ in block.tape for out in outs):
-            raise GraphError(
-                "engine.recompute=true: a block's inner tensor is used outside the block; only its result may be"
-            )
+            raise GraphError("engine.recompute=true: an inner tensor of a block is used outside the block")
         if gradient is None:
             return []
         gradients[block.run()] = gradient
@@ -191,11 +189,8 @@ class Products(TapedOps):
             return self._multiply_packed(x, w)
         if self._has_out_prod(x):
             return self.g.out_prod(w, x, transposed=True)
-        return (
-            self._multiply_rows(self._transpose_once(w), x)
-            if len(x.shape) == 2
-            else self.g.mul_mat(self._transpose_once(w), x)
-        )
+        transpose = self._transpose_once(w)
+        return self._multiply_rows(transpose, x) if len(x.shape) == 2 else self.g.mul_mat(transpose, x)
 
     def _multiply_packed(self, x: Node, w: Node) -> Node:
         """Return x [n, k] times packed w [k, m], dequantising some rows of w at a time."""

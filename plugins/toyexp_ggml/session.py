@@ -20,7 +20,7 @@ from toyexp_ggml.binding.backend import Backend
 from toyexp_ggml.binding.graph import Graph
 from toyexp_ggml.binding.tensors import MappedFile, Memory, Node, clear, get, get_all, host_arrays, put
 from toyexp_ggml.inputs import Inputs
-from toyexp_ggml.limits import check_limits
+from toyexp_ggml.limits import exceeded_limit
 from toyexp_ggml.ops import GGMLOps
 from toyexp_ggml.profiles import CPU_BLAS, Profile
 from toyexp_ggml.update import Update
@@ -63,7 +63,7 @@ class GGMLSession(Session):
         self, plan: Plan, device: str, profile: Profile, threads: int, recompute: bool, adaptive: bool = False
     ):
         super().__init__(plan)
-        self._device, self._threads = device, threads  # "CPU" if a GPU is emulated
+        self._device, self._threads = device, threads  # device is "CPU" if a GPU is emulated
         self._adaptive = adaptive  # use fewer threads while other processes need the cores
         self._profile, self._recompute = profile, recompute
         self._pool = ThreadPoolExecutor(min(SHARES, threads))  # computes the shares
@@ -72,7 +72,7 @@ class GGMLSession(Session):
 
     def do_open(self) -> None:
         plan = self.plan
-        if reason := check_limits(plan):
+        if reason := exceeded_limit(plan):
             raise GraphError(reason)
         blas = self._profile is CPU_BLAS
         self._backend = self._register(Backend(self._device, self._threads, blas, self._adaptive))
@@ -164,9 +164,7 @@ class GGMLSession(Session):
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if tensor.name in self._frozen:
-            raise SessionError(
-                f"upload of {tensor.name}: this tensor is frozen and mapped from its file, so it cannot be replaced"
-            )
+            raise SessionError(f"upload of {tensor.name}: frozen and mapped from its file, so it cannot be replaced")
         put(self._weights[tensor.name], array)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:

@@ -65,10 +65,8 @@ class LossOps(TorchOps):
         """Return the cross-entropy of deferred logits; targets and weights [...]."""
         if bool(weights.all()) or logits.x.shape[:-1] != weights.shape:
             return super().cross_entropy(logits.compute(), targets, weights)
-        x, selected = logits.x.flatten(0, -2), weights.flatten().nonzero()[:, 0]
-        return super().cross_entropy(
-            self.linear(x[selected], logits.w), targets.flatten()[selected], weights.flatten()[selected]
-        )
+        x, rows = logits.x.flatten(0, -2), weights.flatten().nonzero()[:, 0]
+        return super().cross_entropy(self.linear(x[rows], logits.w), targets.flatten()[rows], weights.flatten()[rows])
 
     def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | DeferredLogits:
         """Return the logits, or deferred logits; see Ops."""
@@ -95,12 +93,12 @@ class ProjectedLossOps(LossOps):
         self._projected_loss = projected_loss
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
-        """Return True if there are many logits and no adapter, whose product would have to be added."""
+        """Return True if there are many logits, and no adapter, which the kernel does not support."""
         return not isinstance(w, AdaptedWeight) and x.numel() // x.shape[-1] * len(w) >= LARGE
 
     @staticmethod
     def selects_positions(count: int) -> bool:
-        """Return True if so many logits justify listing the positions that have a weight."""
+        """Return True if there are so many logits that it pays to compute only those of positions with a weight."""
         return count >= LARGE
 
     def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:

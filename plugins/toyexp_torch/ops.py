@@ -21,7 +21,7 @@ CHUNK = 256  # prompt ids per forward pass: each id's logits are computed, which
 
 
 class TorchOps(Ops):
-    """All ops of the vocabulary, on torch tensors of one device."""
+    """The op vocabulary on torch tensors of one device."""
 
     start = 0  # position of the first row, for rope
     table_length = 0  # least number of positions in rope's tables; a decoder sets it, since its positions grow
@@ -152,9 +152,7 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
             with torch.enable_grad(), rounding(), saved_tensors_hooks(note, saved.__getitem__):
                 function(x.detach().requires_grad_(x.requires_grad))
             if [tensor.shape for tensor in saved.values()] != shapes:
-                raise RuntimeError(
-                    "a block of the model saves other tensors when it is computed again; use engine.recompute=false"
-                )
+                raise RuntimeError("engine.recompute=true: a block saves other tensors when it is computed again")
         return saved.pop(index)
 
     with saved_tensors_hooks(forget, find):

@@ -29,30 +29,23 @@ class Resident:
     """Step and held-out loss of one session, whose inputs are in GPU memory.
 
     `compute_metrics` computes the gradients of micro-batches and returns [loss, norm]; `evaluate_loss` returns the loss
-    of one. With `selects_positions` a micro-batch lists all positions whose targets have a weight, and a few others,
-    under `SELECTED`.
+    of one. With `selects` a micro-batch lists all positions whose targets have a weight, and a few others, under
+    `SELECTED`.
     """
 
     def __init__(
         self, plan: Plan, update: Update, compute_metrics: Callable[[Sequence[Micro]], Tensor],
-        evaluate_loss: Callable[[Micro], Tensor], capture: bool, selects_positions: bool = False,
+        evaluate_loss: Callable[[Micro], Tensor], capture: bool, selects: bool = False,
     ):  # fmt: skip
-        self._plan, self._update, self._compute_metrics, self._evaluate_loss = (
-            plan,
-            update,
-            compute_metrics,
-            evaluate_loss,
-        )
-        self._positions, self._selects_positions = (
-            plan.rows * math.prod(plan.inputs["targets"].shape),
-            selects_positions,
-        )
+        self._plan, self._update, self._selects = plan, update, selects
+        self._compute_metrics, self._evaluate_loss = compute_metrics, evaluate_loss
+        self._positions = plan.rows * math.prod(plan.inputs["targets"].shape)
         off = "" if capture else "engine.capture=false"
         pool = torch.cuda.graph_pool_handle()  # graphs that never run at the same time can share memory
         specs: dict[str, ArraySpec] = {
             name: ((plan.rows, *spec.shape), np.dtype(spec.dtype)) for name, spec in plan.inputs.items()
         }
-        if selects_positions:
+        if selects:
             specs[SELECTED] = (self._positions,), np.dtype(np.int64)
         self._loss_inputs = Inputs({(0, name): spec for name, spec in specs.items()})
         self._loss = GraphsByCount(
@@ -62,24 +55,20 @@ class Resident:
             numbers: dict[Hashable, ArraySpec] = {
                 i: ((size,), np.dtype(np.float64)) for i, size in enumerate(update.sizes())
             }
-            micros: dict[Hashable, ArraySpec] = {
-                (i, name): x for i in range(plan.accumulate) for name, x in specs.items()
-            }
+            micros: dict[Hashable, ArraySpec] = {(i, n): x for i in range(plan.accumulate) for n, x in specs.items()}
             self._inputs, self._results = Inputs(micros | numbers), Results(2)
             self._numbers = [self._inputs.tensors[i] for i in numbers]
+            run = self._run_step
             self._step = GraphsByCount(
                 self._positions,
-                lambda n: CapturedCall(
-                    "a step", partial(self._run_step, n), partial(self._run_step, n, idle=True), pool, off
-                ),
+                lambda n: CapturedCall("a step", partial(run, n), partial(run, n, idle=True), pool, off),
             )
-            self._step.all_positions.prepare()
+            self._step.complete.prepare()
 
     @property
     def uncaptured_reason(self) -> str:
         """Reason why the step is not captured as a graph; empty if it is."""
-        graphs = self._step if self._plan.trainable else self._loss
-        return graphs.all_positions.uncaptured_reason
+        return (self._step if self._plan.trainable else self._loss).complete.uncaptured_reason
 
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
         """Launch a step; return a function that waits for its loss and its gradient's norm."""
@@ -103,7 +92,7 @@ class Resident:
         """Return the graphs' input arrays, and the number of positions of each micro-batch to compute."""
         arrays: dict[Any, list[np.ndarray]]
         arrays = {(i, name): [micro[name]] for i, micro in enumerate(micros) for name in self._plan.inputs}
-        if not self._selects_positions:
+        if not self._selects:
             return arrays, self._positions
         weighted = [np.flatnonzero(micro["weights"]) for micro in micros]
         count = round_up_count(max(map(len, weighted)), self._positions)
@@ -140,22 +129,17 @@ class GraphsByCount:
     """Graphs of the same work on different numbers of selected positions, each captured when it is first needed."""
 
     def __init__(self, positions: int, make: Callable[[int], CapturedCall]):
-        self._make, self.all_positions = make, make(positions)
-        self._by_count = {positions: self.all_positions}
+        self._make, self.complete = make, make(positions)
+        self._by_count = {positions: self.complete}
 
     def get(self, count: int) -> CapturedCall:
-        """Return the graph for `count` positions.
-
-        Return the graph for all positions instead if only that one could be captured, for example for lack of memory.
-        """
+        """Return the graph for `count` positions, or the one for all if only that could be captured."""
         if count not in self._by_count:
             self._by_count[count] = self._make(count)
-            self._by_count[count].uncaptured_reason = self.all_positions.uncaptured_reason
+            self._by_count[count].uncaptured_reason = self.complete.uncaptured_reason
         captured = self._by_count[count]
         captured.prepare()
-        return (
-            self.all_positions if captured.uncaptured_reason and not self.all_positions.uncaptured_reason else captured
-        )
+        return self.complete if captured.uncaptured_reason and not self.complete.uncaptured_reason else captured
 
     def close(self) -> None:
         """Free all graphs."""

@@ -61,9 +61,7 @@ class TorchSession(Session):
         self._settings, self._make_update = settings, update
         self._device = torch.device(settings.device)
         self._dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-        self._gathers_gradients = (
-            settings.device == "cuda"
-        )  # few multi-tensor kernels cost less there than one for each gradient
+        self._gathers_gradients = settings.device == "cuda"  # by few multi-tensor kernels, not one for each gradient
         self._keeps_bfloat16 = settings.device == "cuda" and settings.dtype == "bfloat16"
         self._ops = TorchOps(settings.recompute, torch.bfloat16 if self._keeps_bfloat16 else None)
         self._loss_ops = make_loss_ops(self._ops, settings.device)
@@ -76,7 +74,7 @@ class TorchSession(Session):
         self._slices, length = flat_layout(self.plan)
         self._flat, self._grad = self._allocate_vectors(length)
         self._rounded = torch.zeros_like(self._flat, dtype=torch.bfloat16) if self._keeps_bfloat16 else None
-        self._leaves: list[Tensor] = []  # tensors that autograd differentiates by
+        self._leaves: list[Tensor] = []  # trainable tensors as seen by autograd
         self._grads: list[Tensor] = []  # view of the gradient vector for each leaf
         for name, part in self._slices.items():
             tensor = self.plan.tensor(name)
@@ -172,18 +170,12 @@ class TorchSession(Session):
                 self._resident = self._make_resident()
 
     def _make_resident(self) -> Resident | None:
-        return Resident(
-            self._local_plan,
-            self._update,
-            self._compute_metrics,
-            self._evaluate_loss,
-            self._settings.capture,
-            self.selects_positions,
-        )
+        functions = self._compute_metrics, self._evaluate_loss
+        return Resident(self._local_plan, self._update, *functions, self._settings.capture, self.selects_positions)
 
     @property
     def selects_positions(self) -> bool:
-        """True if the loss skips positions of weight 0, whose positions it then has to be given."""
+        """True if the loss must be given the positions that have a weight, and computes only their logits."""
         targets = self.plan.inputs["targets"]
         count = self.plan.rows * math.prod(targets.shape) * (targets.below or 0)
         return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects_positions(count)
@@ -344,9 +336,9 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 class Switches:
-    """Process-wide torch switches of a session, in force only while it computes.
+    """Process-wide torch switches of a session, set only while it computes.
 
-    Sessions with other settings may live in the same process (sweeps, parity), so each restores what it changes.
+    Several sessions with different settings may share a process (sweeps, parity), so each one restores the old values.
     """
 
     def __init__(self, settings: SessionSettings):
@@ -356,7 +348,7 @@ class Switches:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Set the switches that differ, and restore them at the end."""
+        """Set the switches that differ from the session's settings, and restore them at the end."""
         threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
         with contextlib.ExitStack() as undo:
             if self.threads is not None and threads != self.threads:

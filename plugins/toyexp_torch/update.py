@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class GroupSlice:
 
     group: Group
     kernel: Formula
-    names: Sequence[str]  # tensors of which this process changes at least a part
+    names: Sequence[str]  # the tensors that this process changes, wholly or in part
     start: int
     stop: int
     origin: int  # position in the flat vector where the state's vectors begin
@@ -96,9 +97,7 @@ class Update:
         self._shapes = {t.name: t.shape for t in plan.trainable}
         self._compute_results = torch.compile(_compute_results, dynamic=False) if compiled else _compute_results
         self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
-        self.state: dict[
-            str, State
-        ] = {}  # by tensor and slot; a vector if this process changes only a part of the tensor
+        self.state: dict[str, State] = {}  # by tensor and slot; flat if this rank has only a part of the tensor
         self.cuts: list[list[int]] = []  # for each rule: where the ranks' shares of its slice begin, and its end
         self._group_slices: list[GroupSlice] = []
         for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
@@ -168,13 +167,9 @@ class Update:
         if not group_slice.group.rule.elementwise:
             for name in group_slice.names:
                 part, shape = self._slices[name], self._shapes[name]
-                rounded = None if self._rounded is None else view_slice(self._rounded, part, shape)
-                yield (
-                    view_slice(self._flat, part, shape),
-                    view_slice(self._grad, part, shape),
-                    self.state[name],
-                    rounded,
-                )
+                view = partial(view_slice, place=part, shape=shape)
+                rounded = None if self._rounded is None else view(self._rounded)
+                yield view(self._flat), view(self._grad), self.state[name], rounded
             return
         size = max(group_slice.stop - group_slice.start, 1) if group_slice.kernel.is_single_pass else self._chunk
         for start in range(group_slice.start, group_slice.stop, size):
@@ -270,17 +265,8 @@ class TritonAdamW(Formula):
         from toyexp_torch.kernels.adamw import step  # imported here because it needs Triton
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
-            step(
-                w,
-                g,
-                state["m"],
-                state["v"],
-                numbers,
-                divisor,
-                self._no_skip if skip is None else skip,
-                rounded,
-                self.rows,
-            )
+            skip_now = self._no_skip if skip is None else skip
+            step(w, g, state["m"], state["v"], numbers, divisor, skip_now, rounded, self.rows)
 
         return change
 

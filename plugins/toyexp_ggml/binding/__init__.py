@@ -70,10 +70,8 @@ def find_device(name: str) -> Any:
 
 def devices() -> dict[str, str]:
     """Return name and description of each device that this build of ggml finds."""
-    found = (ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count()))
-    return {
-        ggml.ggml_backend_dev_name(d).decode(): ggml.ggml_backend_dev_description(d).decode().strip() for d in found
-    }
+    devs = (ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count()))
+    return {ggml.ggml_backend_dev_name(d).decode(): ggml.ggml_backend_dev_description(d).decode().strip() for d in devs}
 
 
 def is_built_with(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Backends of ggml, and the number of threads that compute a graph.
 
-ggml's threads wait for each other after every op. If one loses its core, all wait until it gets it back: beside one
-other busy process on two cores, two threads take longer than one. Results do not depend on the number of threads.
+ggml's threads wait for each other after every op. If one loses its core, all wait until it runs again: with one other
+busy process on two cores, two threads take longer than one. Results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_DOUBLINGS = 3  # most doublings of the pause
 class Backend:
     """A ggml device with the CPU beside it; on the CPU, `blas` adds BLAS for matrix products.
 
-    With `fewer` the CPU may use fewer than `threads` threads while other processes need its cores.
+    With `adaptive` the CPU may use fewer than `threads` threads while other processes need its cores.
     """
 
     def __init__(self, device: str, threads: int, blas: bool = False, adaptive: bool = False):
@@ -100,9 +100,7 @@ class ThreadTuner:
         self._most, self._fixed, self.threads = most, fixed or most == 1, most
         self._clock, self._cores_lost, self._others = clock, lost or cores_lost, others
         self._count, self._seconds, self._losses = 0, 0.0, 0  # of the current measurement
-        self._before: tuple[int, float] | None = (
-            None  # during a trial: the previous threads, and their seconds per computation
-        )
+        self._before: tuple[int, float] | None = None  # in a trial: previous threads, and seconds per computation
         self._next_trial, self._failed_trials = 0.0, 0  # time of the next trial; failed trials in a row
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One method for each op of ggml, which checks shapes first: ops that compute, views, and copies."""
+"""One method per ggml op, which checks shapes first: arithmetic, views and copies."""
 
 from __future__ import annotations
 

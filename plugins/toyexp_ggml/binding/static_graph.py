@@ -44,7 +44,7 @@ class StaticGraph:
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
 
     def want_all(self, nodes: Iterable[Node]) -> list[Node]:
-        """Add nodes one after the other, before nodes that read them, so that none has to wait for another."""
+        """Add independent nodes one after the other, so that a device can compute them at the same time."""
         listed = list(nodes)
         for node in listed:
             self.want(node)

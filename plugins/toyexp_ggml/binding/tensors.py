@@ -137,7 +137,7 @@ def get(node: Node) -> np.ndarray:
 
 
 def get_all(backend: Backend, pairs: Iterable[tuple[Node, np.ndarray]]) -> None:
-    """Copy each node's values into the contiguous float32 array beside it, waiting once for all copies."""
+    """Copy the values of several nodes into contiguous float32 arrays, with a single wait for all copies."""
     for node, out in pairs:
         if out.dtype != np.float32 or out.shape != node.shape or not out.flags.c_contiguous or not out.flags.writeable:
             raise GraphError(f"{list(out.shape)} of {out.dtype} for a tensor of {list(node.shape)}")

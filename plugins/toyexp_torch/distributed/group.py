@@ -18,9 +18,7 @@ from toyexp import RunFailed, UserError, printable
 from toyexp.base import run_interruptibly, started_ranks
 from toyexp_torch.distributed.supervisor import START_TIMEOUT
 
-COLLECTIVE_TIMEOUT = timedelta(
-    hours=1
-)  # timeout of a collective: a rank may have to compile; lost ranks are noticed sooner
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # a rank may have to compile; lost ranks are noticed sooner
 POLL_INTERVAL = timedelta(seconds=0.5)  # interval between checks that the other ranks are alive
 LOCALHOST = "127.0.0.1"
 
@@ -55,7 +53,7 @@ class Group:
         return self._make_wait(self._group.broadcast([tensor], options))
 
     def abort(self) -> None:
-        """Abort operations that wait for other ranks, from any thread. On the CPU, each wait checks the ranks."""
+        """Abort operations that wait for other ranks, from any thread. On the CPU they end by themselves."""
         if self._on_gpu:
             self._group.abort()
 
@@ -69,7 +67,7 @@ class Group:
                 work.wait(POLL_INTERVAL)
                 return
             except RuntimeError:
-                if work.is_completed():  # failed; otherwise only SLICE is over
+                if work.is_completed():  # failed; otherwise only POLL_INTERVAL is over
                     raise
             self._check()
 
@@ -78,9 +76,8 @@ def _gloo(store: dist.Store, config: RankConfig) -> Any:
     if not config.port:
         return dist.ProcessGroupGloo(store, config.rank, config.count, COLLECTIVE_TIMEOUT)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=LOCALHOST)
-    ]  # the machine's own name may not resolve
+    # Without this gloo resolves the machine's own name, which may fail.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCALHOST)]
     options._timeout = COLLECTIVE_TIMEOUT
     return dist.ProcessGroupGloo(store, config.rank, config.count, options)
 

@@ -1,7 +1,7 @@
 """Messages between the processes of a run: plain data, NumPy arrays, and dataclasses such as a plan.
 
-A message is a pickle in which a dataclass is stored as its class and its fields. The reader builds only dataclasses and
-arrays, and rejects every other name, so that a message cannot run code.
+A message is a pickle that stores a dataclass as its class and its fields. The reader builds only dataclasses and arrays
+and rejects every other name, so that a message cannot run code.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a dataclass or an allowed type. Raise UnpicklingError for any other name."""
         value = super().find_class(module, name)
-        if any(value is allowed for allowed in ALLOWED) or (
-            isinstance(value, type) and dataclasses.is_dataclass(value)
-        ):
+        is_dataclass = isinstance(value, type) and dataclasses.is_dataclass(value)
+        if is_dataclass or any(value is allowed for allowed in ALLOWED):
             return value
         raise pickle.UnpicklingError(f"{module}.{name} is not a dataclass")

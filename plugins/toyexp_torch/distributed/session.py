@@ -72,7 +72,7 @@ class GradientSums:
 
 
 class ShardedUpdate(Update):
-    """Update in which each rank keeps the optimiser state for its part of the weights, and sends the new weights."""
+    """Update in which each rank keeps the optimiser state of a part of the weights, and broadcasts its new weights."""
 
     group: Group
 
@@ -278,11 +278,9 @@ class LeadSession(RankSession):
     def do_build(self) -> None:
         # The other ranks receive the values from this one, so they do not need the files that the plan names.
         tensors = tuple(replace(t, values=Constant(0.0)) for t in self.plan.tensors)
-        plan, frozen_layout = replace(self._local_plan, tensors=tensors), self.frozen_layout()
+        plan, layout = replace(self._local_plan, tensors=tensors), self.frozen_layout()
         with self._others.watch_computation():
-            self._others.call(
-                "open", lambda rank: (replace(self._config, rank=rank), plan, self._settings, frozen_layout)
-            )
+            self._others.call("open", lambda rank: (replace(self._config, rank=rank), plan, self._settings, layout))
             self._others.wait_for_all()
             self._others.call("join_ranks")  # it waits in native code, so only once all ranks are ready
             group = Group(self._config, self._store, self._settings.device, self._others.check)
@@ -330,12 +328,8 @@ class LeadSession(RankSession):
         """Describe one device, with the threads of all ranks, and list the ranks."""
         facts, count = super().describe(), self._config.count
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._others.ranks)]
-        return facts | {
-            "threads": facts["threads"] * count,
-            "devices": count,
-            "shard": self._config.shard,
-            "ranks": ranks,
-        }
+        threads = facts["threads"] * count
+        return facts | {"threads": threads, "devices": count, "shard": self._config.shard, "ranks": ranks}
 
     def do_close(self) -> None:
         if others := self.__dict__.pop("_others", None):

@@ -108,7 +108,7 @@ class Supervisor:
 
     ranks: Sequence[Rank]
     is_persistent: bool = False  # the ranks outlive a session, because `torchrun` has started them
-    abort: Callable[[], None] = lambda: None  # ends operations in which this rank waits for others
+    abort: Callable[[], None] = lambda: None  # aborts operations in which this rank waits for other ranks
     failed: bool = False
     _failure: tuple[str, str] = ("", "")  # one line about the rank that has failed, and its traceback
     _patience: float = field(default_factory=silence_limit)
@@ -172,7 +172,7 @@ class Supervisor:
         self.check()
 
     def close(self) -> None:
-        """End the ranks, whatever they do. If `torchrun` has started them, end only their session."""
+        """End the other ranks, or only their session if `torchrun` has started them and nothing has failed."""
         self.abort = lambda: None
         broken = self.failed or self._is_broken
         if self.is_persistent and not broken:

@@ -26,9 +26,7 @@ from toyexp import RunFailed, ToyexpError, UserError
 from toyexp.base import error_location, run_interruptibly, started_ranks
 from toyexp_torch.distributed.group import torchrun_store
 from toyexp_torch.distributed.rpc import Link, encode
-from toyexp_torch.distributed.session import (
-    open_rank,  # imported here so that PyTorch is loaded before the first heartbeat
-)
+from toyexp_torch.distributed.session import open_rank  # loads PyTorch before the first heartbeat
 from toyexp_torch.distributed.supervisor import (
     HEARTBEAT,
     READY,
@@ -109,9 +107,8 @@ def follow() -> None:
     """Take part in the runs of rank 0, as a rank that `torchrun` has started, until this process ends."""
     rank = started_ranks().rank
     try:
-        with (
-            report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext()
-        ):  # one rank prints the line for all
+        # Only one rank prints the line about rank 0.
+        with report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext():
             address, port, token = run_interruptibly(lambda: torchrun_store().get(KEY)).decode().split()
             connection = socket.create_connection((address, int(port)), timeout=START_TIMEOUT)
             connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
@@ -167,10 +164,7 @@ class _Server:
             self._session = None
 
     def _beat(self) -> None:
-        """Send heartbeats until the connection or the parent is gone.
-
-        Another child of a dead parent may still hold the connection open.
-        """
+        """Send heartbeats until the connection or the parent is gone (its other children may hold the connection)."""
         parent = os.getppid()
         with suppress(OSError):
             while parent == os.getppid():

@@ -15,9 +15,9 @@ def step(
 ) -> None:  # fmt: skip
     """Apply the formula of toyexp.AdamW in place to float32 vectors, with its seven `numbers`, float64.
 
-    The gradient is divided by `divisor`; nothing changes if `skip` is 1; `rounded` receives the new weights. For
-    several runs w, m and v are matrices [K, n] of which `rows` (default: all) change; g is [k, n], numbers [k, 7],
-    divisor and skip [k] (or skip one number for all runs). The last axis of each matrix must be contiguous.
+    The gradient is divided by `divisor`. If `skip` is 1 nothing changes. `rounded` receives the new weights. For
+    several runs, w, m and v are matrices [K, n], of which `rows` (default: all) change; g is [k, n], numbers [k, 7],
+    divisor and skip [k], or skip a single number for all. The last axis of each matrix must be contiguous.
     """
     count, length = numbers.numel() // 7, w.shape[-1]
     _step[(triton.cdiv(length, BLOCK), count)](

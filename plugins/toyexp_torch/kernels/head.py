@@ -124,7 +124,7 @@ def _softmax(  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton's own typ
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute total += a b with sums in float32, whatever the dtype of a and b."""
+    """Compute total += a b, with sums in float32 for any dtype of a and b."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

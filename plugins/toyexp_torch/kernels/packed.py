@@ -84,10 +84,8 @@ def _choose_gpu_unpacker() -> Callable[[Tensor, str, torch.dtype], Tensor]:
 
         unpack_blocks(torch.zeros(4 * SIZES["Q8_0"][1], dtype=torch.uint8, device="cuda"), "Q8_0", torch.float32)
     except Exception as error:  # of any type: a missing C compiler, a driver that Triton does not support
-        log.info(
-            "Triton cannot dequantise GGUF types here, so torch ops do it, which is slower: %s",
-            str(error).strip().partition("\n")[0],
-        )
+        reason = str(error).strip().partition("\n")[0]
+        log.info("GGUF types are dequantised by torch ops, not by Triton, which is slower: %s", reason)
         return _unpack_blocks
     return unpack_blocks
 

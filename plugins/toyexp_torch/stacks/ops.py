@@ -16,7 +16,7 @@ from toyexp_torch.ops import TorchOps
 
 
 class StackedOps(TorchOps):
-    """Ops in which the rows of all runs form one longer batch, and a product has one matrix for each run."""
+    """Ops that treat the rows of all runs as one longer batch, and products as one matrix product per run."""
 
     def __init__(self, rounds: torch.dtype | None = None, activations: torch.dtype | None = None) -> None:
         super().__init__(activations=activations)
@@ -81,10 +81,9 @@ class _RowsFunction(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
         """Call the function on tensors [K, B, ...] as [K B, ...]; return [K, B, ...]."""
-        flat = [
-            _with_run_axis(x, axis, info.batch_size).flatten(0, 1) for x, axis in zip(tensors, in_dims[1:], strict=True)
-        ]
-        return function(*flat).unflatten(0, (info.batch_size, -1)), 0
+        count, axes = info.batch_size, in_dims[1:]
+        rows = [_with_run_axis(x, axis, count).flatten(0, 1) for x, axis in zip(tensors, axes, strict=True)]
+        return function(*rows).unflatten(0, (count, -1)), 0
 
 
 class _Product(torch.autograd.Function):
@@ -134,5 +133,5 @@ class _Products(torch.autograd.Function):
 
 
 def _with_run_axis(x: Tensor, axis: int | None, count: int) -> Tensor:
-    """Return x with the runs' axis first, [K, ...]; expand what the runs share."""
+    """Return x with the runs' axis first, [K, ...]; a tensor that all runs share is expanded."""
     return x.expand(count, *x.shape) if axis is None else x.movedim(axis, 0)

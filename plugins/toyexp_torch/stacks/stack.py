@@ -66,7 +66,7 @@ class TorchStack(Stack):
 
     @cached_property
     def depth(self) -> int:
-        """Most steps under way: on a GPU twice as many as are launched together, so that the host stays ahead."""
+        """Most steps under way: on a GPU twice as many as are launched together, to keep it busy."""
         plan = self._plans[0]
         row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
         room = BYTES // max(len(self._plans) * plan.accumulate * plan.rows * row, 1)
@@ -103,9 +103,7 @@ class TorchStack(Stack):
 
     def _step_eagerly(self, requests: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
         assert self._step is not None
-        micros = [
-            self._upload([request.micros[i] for request in requests.values()]) for i in range(self._plans[0].accumulate)
-        ]
+        micros = [self._upload([x.micros[i] for x in requests.values()]) for i in range(self._plans[0].accumulate)]
         dtype = torch.float64 if self._device.type == "cpu" else self._dtype
         vectors = zip(*(request.numbers for request in requests.values()), strict=True)
         numbers = [torch.from_numpy(np.stack(group)).to(self._device, dtype) for group in vectors]
@@ -155,12 +153,8 @@ class TorchStack(Stack):
         if on_gpu:
             training = [row for row, session in enumerate(self.sessions) if session.state is State.BUILT]
             rows = sorted({*training, *asking})
-            remaining = len({*rows} & self._indices.keys())
-            if (
-                self._step is not None
-                and self._indices.keys() >= {*asking}
-                and remaining > CROWDED * len(self._indices)
-            ):
+            remaining, contained = len({*rows} & self._indices.keys()), self._indices.keys()
+            if self._step is not None and contained >= {*asking} and remaining > CROWDED * len(contained):
                 return
         elif self._step is not None and rows == [*self._indices]:
             return
@@ -223,9 +217,7 @@ class StackedSession(TorchSession):
     def _view_state(self, *_: object) -> SimpleNamespace:
         """Return an object whose `state` is the optimiser state in this run's row."""
         state = self.stack.update.state
-        return SimpleNamespace(
-            state={name: {s: x[self.row] for s, x in slots.items()} for name, slots in state.items()}
-        )
+        return SimpleNamespace(state={n: {s: x[self.row] for s, x in slots.items()} for n, slots in state.items()})
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"stacked": len(self.stack.sessions)}

@@ -150,13 +150,11 @@ class StackedStep:
         losses: list[Tensor] = []
         for micro in micros:
             with self._autocast():
-                run_losses = self._losses(leaves, self._frozen, micro)
-            gradients = torch.autograd.grad(
-                run_losses.sum(), [*leaves.values()], allow_unused=True, materialize_grads=True
-            )
+                by_run = self._losses(leaves, self._frozen, micro)
+            gradients = torch.autograd.grad(by_run.sum(), [*leaves.values()], allow_unused=True, materialize_grads=True)
             add = torch._foreach_add_ if losses else torch._foreach_copy_
             add(self._grads, gradients)
-            losses.append(run_losses.detach())
+            losses.append(by_run.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 
     def _losses(self, *arguments: Any) -> Tensor:
@@ -196,9 +194,8 @@ class StackedResident:
         self._latest: list[StepRequest] = [([blank] * plan.accumulate, [np.zeros(size) for size in sizes])] * count
         self._numbers = [self._inputs.tensors[i].view(count, size) for i, size in enumerate(sizes)]
         self._inputs.put({"idle": [np.ones(count)]})
-        self._captured_step = CapturedCall(
-            "a step", self._run_step, self._run_step, pool, off
-        )  # the rehearsal changes nothing: all runs are idle
+        # All runs are idle, so a rehearsal changes nothing.
+        self._captured_step = CapturedCall("a step", self._run_step, self._run_step, pool, off)
         self._captured_step.prepare()
 
     @property

@@ -1,4 +1,4 @@
-"""The conformance suite, which takes it through whole runs, and when it ends one."""
+"""Run the conformance suite, and test when the callback ends a run."""
 
 from types import SimpleNamespace
 
@@ -14,10 +14,10 @@ class TestMyCallback(CallbackSuite):
 
 @pytest.mark.parametrize(("held_out", "ends"), [(2.9, False), (3.1, True)])
 def test_it_ends_a_run_whose_held_out_loss_is_above_the_gap(held_out, ends):
-    callback, said = MyCallback(gap=1.0), []
-    run = SimpleNamespace(emit=lambda kind, **fields: said.append(fields["gap"]))
+    callback, gaps = MyCallback(gap=1.0), []
+    run = SimpleNamespace(emit=lambda kind, **fields: gaps.append(fields["gap"]))
     for _ in range(3):
         callback.on_step({"loss": 2.0})
     callback.on_eval(run, 3, {"loss": held_out})
-    assert said == [pytest.approx(held_out - 2.0)]
+    assert gaps == [pytest.approx(held_out - 2.0)]
     assert (callback.stop_reason() is not None) is ends

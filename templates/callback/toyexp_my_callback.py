@@ -1,7 +1,7 @@
-"""A callback of your own; as it stands, it ends a run that has begun to learn its training data by heart.
+"""A callback that ends a run when it overfits. Change it into your own.
 
-A callback hears of a run (`on_...`) and answers (`lr`, `factors`, `stop_reason`): methods marked @hookimpl, of whose
-arguments each names those it uses. `toyexp.interfaces.hooks.RunHooks` has them all, with what they are told.
+toyexp calls the methods marked @hookimpl: `on_...` report events, `lr`, `factors` and `stop_reason` return an answer.
+A hook takes only the arguments it needs. `toyexp help plugins/callback` lists all hooks and arguments.
 """
 
 from dataclasses import dataclass
@@ -12,39 +12,39 @@ from toyexp import Callback, UserError, hookimpl
 
 @dataclass(eq=False)
 class MyCallback(Callback):
-    """Ends the run when the held-out loss is too far above the training loss."""
+    """End the run when the held-out loss is too far above the training loss."""
 
     name: ClassVar[str] = "my_callback"  # what `callbacks=[default,my_callback]` takes
 
-    # Fields are settings, `callbacks.my_callback.gap=0.5`; the comment behind one is its help.
-    gap: float = 1.0  # the held-out loss may be so much above the mean training loss
-    horizon: int = 50  # steps that the mean reaches back
+    # Fields are settings: `callbacks.my_callback.gap=0.5`. The comment behind a field is its help.
+    gap: float = 1.0  # end the run if held-out loss minus mean training loss exceeds this
+    horizon: int = 50  # steps of the running mean of the training loss
 
     def __post_init__(self):
-        """What it remembers; these are no settings."""
-        self.mean = None  # of the training loss
+        """Initialise the state, which is not part of the settings."""
+        self.mean = None  # running mean of the training loss
         self.reason = None
 
     def check(self):
-        """Raises UserError for what cannot work: what was asked, and what is true."""
+        """Raise UserError for bad settings. The message has the key, its value and the allowed values."""
         if not self.gap > 0:
             raise UserError(f"callbacks.my_callback.gap={self.gap}: must be above 0")
         if self.horizon < 1:
             raise UserError(f"callbacks.my_callback.horizon={self.horizon}: must be at least 1")
 
     def should_wait(self, step):
-        """Whether it has to see the weights after this step; one that only counts lets a GPU run ahead."""
+        """Return False: this callback never reads weights, so a GPU may already compute the next step."""
         return False
 
     @hookimpl
     def on_step(self, metrics):
-        """Keeps the running mean."""
+        """Update the running mean."""
         new = metrics["loss"]
         self.mean = new if self.mean is None else self.mean + (new - self.mean) / self.horizon
 
     @hookimpl
     def on_eval(self, run, step, metrics):
-        """Compares; what is emitted stands in events.jsonl, and other callbacks hear of it."""
+        """Compare the losses, and emit an event for events.jsonl and the other callbacks."""
         if self.mean is None:  # before the first step
             return
         gap = metrics["loss"] - self.mean
@@ -54,19 +54,19 @@ class MyCallback(Callback):
 
     @hookimpl
     def stop_reason(self):
-        """A sentence ends the run after this step, with everything saved; None lets it go on."""
+        """Return a sentence to end the run after this step (everything is saved), or None."""
         return self.reason
 
     def state(self):
-        """What a checkpoint keeps of it, as JSON takes it."""
+        """Return the state for a checkpoint, as JSON values."""
         return {"mean": self.mean}
 
     def resume(self, state):
-        """Takes that back when a run goes on."""
+        """Restore the state when a run is resumed."""
         self.mean = state["mean"]
 
 
 @hookimpl
 def register_callbacks(register):
-    """What toyexp calls to learn of it."""
+    """Register the class; toyexp calls this when it loads the module."""
     register(MyCallback)

@@ -1,4 +1,4 @@
-"""The conformance suite, and what it cannot know: that the sums are right, and none is both learned and held out."""
+"""Run the conformance suite, and test that sums are right and none is in both parts."""
 
 from toyexp_my_data import MyData
 

@@ -1,4 +1,4 @@
-"""The conformance suite: every op and its gradient against float64, AdamW, snapshots, and every misuse."""
+"""Run the conformance suite: ops and gradients against float64, AdamW, snapshots, and misuse."""
 
 from toyexp_my_engine import MyEngine
 
@@ -7,4 +7,4 @@ from toyexp.testing import EngineSuite
 
 class TestMyEngine(EngineSuite):
     engine = MyEngine()
-    rtol = 1e-6  # what the suite may see of float32, in which logits are handed over
+    rtol = 1e-6  # relative tolerance: logits are returned in float32

@@ -1,8 +1,8 @@
-"""An engine of your own; as it stands, PyTorch in float64 on the CPU: slow, and exact to a dozen digits.
+"""An engine that computes with PyTorch in float64 on the CPU. Change it into your own.
 
-An engine says whether it works here (`check`) and makes a session of a plan: tensors by name, a training step, logits.
-The session implements `do_...`; its base class has checked states, names and shapes before, and cuts batches into
-micro-batches. The ops are what models are written in: fourteen primitives, of which the base class makes the others.
+The engine checks whether it works here and opens sessions. A session stores the tensors of a plan, takes training steps
+and computes logits: it implements `do_...` methods, whose arguments the base class has checked. The ops implement 14
+primitives, from which the base class composes all other ops. `toyexp help plugins/ops` has shapes and formulas.
 """
 
 import math
@@ -17,33 +17,33 @@ class MyEngine(Engine):
     """PyTorch in float64 on the CPU."""
 
     name: ClassVar[str] = "my_engine"  # what `engine=` takes
-    # Fields would be settings, as those of the other parts are: `threads: int = 1  # its help`.
+    # Fields are settings, `threads: int = 1  # its help`; this engine has none.
 
     def check(self):
-        """A line about the device; `require_package` says what to install if a library is missing or broken."""
+        """Return a line about the device; raise Unavailable with the remedy if torch is missing or broken."""
         with require_package("torch", "pip install torch"):
-            import torch  # here and not above: to list plugins must not take as long as PyTorch does
+            import torch  # imported here, so that `toyexp plugins` stays fast
         return f"torch {torch.__version__}, float64"
 
     def rounds_to(self):
-        """The type of its matrix products."""
+        """Return the number type of matrix products."""
         return "float64"
 
     def realize(self, plan):
-        """An open session of a plan."""
+        """Return an open session of the plan."""
         self.check()
         return MyEngineSession(plan).open()
 
 
 class MyEngineSession(Session):
-    """A plan with its numbers; every step runs the model's own function, and PyTorch differentiates it."""
+    """Tensors and training step of a plan; PyTorch differentiates the model's forward function."""
 
-    # -- numbers in and out
+    # -- tensors
 
     def do_open(self):
         import torch
 
-        self.torch, self.ops, self.tensors, self.kept = torch, MyEngineOps(torch), {}, {}
+        self.torch, self.ops, self.tensors, self.states = torch, MyEngineOps(torch), {}, {}
 
     def do_upload(self, tensor, array):
         self.tensors[tensor.name] = self.torch.tensor(array, dtype=self.torch.float64)
@@ -52,28 +52,28 @@ class MyEngineSession(Session):
         return self.tensors[tensor.name].numpy().astype("float32")
 
     def do_snapshot(self, into):
-        return {name: array.copy() for name, array in self.name_arrays(self.arrays(), self.kept).items()}
+        return {name: array.copy() for name, array in self.name_arrays(self.arrays(), self.states).items()}
 
     def do_restore(self, tensor, values, state):
         self.do_upload(tensor, values)
-        self.kept[tensor.name] = dict(state)
+        self.states[tensor.name] = dict(state)
 
     def do_close(self):
-        self.tensors = self.kept = {}
+        self.tensors = self.states = {}
 
     def arrays(self):
-        """The tensors as numpy sees them."""
+        """Return views of the tensors as numpy arrays."""
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
-    # -- the model's function
+    # -- forward pass
 
     def forward(self, tensors, micro):
-        """Logits; `plan.params` puts around a weight what the recipe wants there, such as an adapter."""
+        """Return logits; `plan.params` joins each weight with its adapter, if the recipe has one."""
         inputs = {name: self.torch.from_numpy(array) for name, array in micro.items()}
         return self.plan.model.forward(self.ops, self.plan.params(tensors, inputs), inputs)
 
     def loss(self, tensors, micro):
-        """The weighted sum of the losses of a micro-batch; weights of all micro-batches together sum to 1."""
+        """Return the weighted sum of a micro-batch's losses; the weights of a whole batch sum to 1."""
         targets, weights = (self.torch.from_numpy(micro[name]) for name in ("targets", "weights"))
         return self.ops.cross_entropy(self.forward(tensors, micro), targets, weights)
 
@@ -88,45 +88,45 @@ class MyEngineSession(Session):
     # -- training
 
     def do_build(self):
-        """Where an engine compiles its step; this one has nothing to prepare."""
+        """Compile the step; this engine has nothing to compile."""
 
     def do_reset_state(self):
-        """The optimiser's state as it begins; here numpy arrays, for `updated` computes in them."""
+        """Set the optimiser's state to zeros: numpy arrays, as `updated` takes them."""
         import numpy
 
         shapes = {t.name: self.plan.slots(t) for t in self.plan.trainable}
-        self.kept = {n: {slot: numpy.zeros(shape) for slot, shape in of.items()} for n, of in shapes.items()}
+        self.states = {n: {slot: numpy.zeros(s) for slot, s in slots.items()} for n, slots in shapes.items()}
 
-    def total(self, micros):
-        """The loss of all micro-batches, and the gradients of what trains."""
-        learns = {t.name: self.tensors[t.name].clone().requires_grad_() for t in self.plan.trainable}
+    def loss_and_gradients(self, micros):
+        """Return the loss of all micro-batches and the gradient of each trained tensor."""
+        trained = {t.name: self.tensors[t.name].clone().requires_grad_() for t in self.plan.trainable}
         loss = 0.0
         for micro in micros:
-            part = self.loss({**self.tensors, **learns}, micro)
+            part = self.loss({**self.tensors, **trained}, micro)
             part.backward()
             loss += float(part.detach())
         zeros = self.torch.zeros_like
-        return loss, {n: (zeros(t) if t.grad is None else t.grad).numpy() for n, t in learns.items()}
+        return loss, {n: (zeros(t) if t.grad is None else t.grad).numpy() for n, t in trained.items()}
 
     def do_step(self, micros, numbers):
-        loss, gradients = self.total(micros)
+        loss, gradients = self.loss_and_gradients(micros)
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         if self.plan.skip_nonfinite and not math.isfinite(loss + norm):
             return StepMetrics(loss, norm)
         clip = min(1.0, self.plan.grad_clip / (norm + 1e-6)) if self.plan.grad_clip else 1.0
         arrays = self.arrays()
         for group, vector in zip(self.plan.updates, numbers, strict=True):
-            for name in group.tensors:  # any optimiser's formula, in float64; fused ones would be faster
-                new, self.kept[name] = updated(group, vector, arrays[name], clip * gradients[name], self.kept[name])
+            for name in group.tensors:  # the optimiser's formula in float64
+                new, self.states[name] = updated(group, vector, arrays[name], clip * gradients[name], self.states[name])
                 self.tensors[name] = self.torch.from_numpy(new)
         return StepMetrics(loss, norm)
 
     def do_gradients(self, micros):
-        return {name: g.astype("float32") for name, g in self.total(micros)[1].items()}
+        return {name: g.astype("float32") for name, g in self.loss_and_gradients(micros)[1].items()}
 
 
 class MyEngineOps(Ops):
-    """The primitives; toyexp/interfaces/ops.py has shapes and formulas."""
+    """The 14 primitive ops on torch tensors."""
 
     def __init__(self, torch):
         self.torch = torch
@@ -176,8 +176,8 @@ class MyEngineOps(Ops):
         q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)))
         scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])  # [B, H, T, T]
         if causal:
-            later = self.torch.ones(scores.shape[2:], dtype=self.torch.bool).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
+            future = self.torch.ones(scores.shape[2:], dtype=self.torch.bool).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
     def cross_entropy(self, logits, targets, weights):
@@ -187,5 +187,5 @@ class MyEngineOps(Ops):
 
 @hookimpl
 def register_engines(register):
-    """What toyexp calls to learn of it."""
+    """Register the class; toyexp calls this when it loads the module."""
     register(MyEngine)

@@ -1,4 +1,4 @@
-"""The conformance suite: every tensor used and with a gradient, no look ahead, the engines against float64."""
+"""Run the conformance suite: tensors and gradients, causality, engines against float64."""
 
 from toyexp_my_model import MyModel
 

@@ -1,4 +1,4 @@
-"""The conformance suite: names, shapes and state, and each engine's steps against the formula in float64."""
+"""Run the conformance suite: names, shapes, state, and steps of engines against the formula in float64."""
 
 from toyexp_my_optimiser import MyOptimiser
 

@@ -1,4 +1,4 @@
-"""The conformance suite, and what it cannot know: which tensors this recipe freezes."""
+"""Run the conformance suite, and test which blocks the recipe freezes."""
 
 from toyexp_my_recipe import MyRecipe
 

@@ -1,6 +1,6 @@
-"""A recipe of your own; as it stands, every so many blocks keep their random weights and never learn.
+"""A recipe that freezes every second block at its random initial values. Change it into your own.
 
-A recipe says which tensors there are, where their first values come from and which of them train. It knows no engine.
+A recipe decides which tensors a run has, where their initial values come from, and which of them are trained.
 """
 
 from dataclasses import dataclass
@@ -11,29 +11,29 @@ from toyexp import IMAGES, TOKENS, Kind, PlanTensor, Recipe, UserError, hookimpl
 
 @dataclass
 class MyRecipe(Recipe):
-    """Every second block stays random and frozen, the rest learns (Shen et al. 2021)."""
+    """Freeze every second block at random values and train the rest (Shen et al. 2021)."""
 
     name: ClassVar[str] = "my_recipe"  # what `recipe=` takes
-    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)  # whose models it can train
+    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)  # kinds of data whose models it can train
 
-    # Fields are settings, `recipe.every=3`; the comment behind one is its help.
-    every: int = 2  # the last of so many blocks stays as it began
+    # Fields are settings: `recipe.every=3`. The comment behind a field is its help.
+    every: int = 2  # freeze one block of this many
 
     def check(self):
-        """Raises UserError for what cannot work: what was asked, and what is true."""
+        """Raise UserError for bad settings. The message has the key, its value and the allowed values."""
         if self.every < 1:
             raise UserError(f"recipe.every={self.every}: must be at least 1")
 
-    def frozen(self, name):
-        """Whether a tensor stays as it began; blocks are named blk.0, blk.1, ..."""
+    def is_frozen(self, name):
+        """Return True for a tensor of a frozen block; blocks are named blk.0, blk.1, ..."""
         return name.startswith("blk.") and int(name.split(".")[1]) % self.every == self.every - 1
 
     def plan(self, model, setup):
-        """The plan of a model: each tensor with its first values, and whether it trains.
+        """Return the plan: each tensor with its initial values and whether it is trained.
 
-        `t.init` are the model's own; `FromGGUF` takes those of a file, and `warm` may upload others.
+        `t.init` are the model's own values; `FromGGUF` reads values from a file.
         """
-        tensors = [PlanTensor(t.name, t.shape, t.init, trainable=not self.frozen(t.name)) for t in model.tensors()]
+        tensors = [PlanTensor(t.name, t.shape, t.init, trainable=not self.is_frozen(t.name)) for t in model.tensors()]
         if not any(t.trainable for t in tensors):
             raise UserError(f"recipe.every={self.every}: leaves nothing of model={model.name} to train")
         return setup.plan(model, tensors)
@@ -41,5 +41,5 @@ class MyRecipe(Recipe):
 
 @hookimpl
 def register_recipes(register):
-    """What toyexp calls to learn of it."""
+    """Register the class; toyexp calls this when it loads the module."""
     register(MyRecipe)

@@ -342,7 +342,7 @@ def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
         assert not re.search(r"\]\((?!http)[^)]*\.(md|py)", text), topic
         assert {*re.findall(r"`toyexp help ([\w/-]+)`", text)} <= {*topics(), "TOPIC"}, topic
         assert "<!--" not in text and "](#" not in text, topic
-    assert "known[name](**sizes)" in read_page("plugins/format"), "code is no link"
+    assert "by_name[name](**sizes)" in read_page("plugins/format"), "code is no link"
     assert "A model (`toyexp help plugins/model`)" in read_page("plugin-author")
     assert main(["help", "plugins/engine"]) == 0
     assert "class MyEngineSession(Session):" in capsys.readouterr().out

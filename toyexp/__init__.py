@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,
         BadImage,
-        files_below,
-        images_below,
+        iter_files,
+        iter_images,
         read_image,
         require_pillow,
-        scaled,
+        scaling_note,
     )
     from toyexp.batching.tokens import TokenBatches, TokenDataset
     from toyexp.formats.gguf.open_model import FromGGUF
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from toyexp.interfaces.session import Session, State, StepInput, StepMetrics
     from toyexp.interfaces.stack import Stack, program_difference
     from toyexp.interfaces.values import ArrayValues, Constant, Normal, Values
-    from toyexp.reference.engine import NumpyArithmetic, updated
+    from toyexp.reference.engine import NumpyArithmetic, update_tensor
     from toyexp.reference.forward import reason_to_recompute
-    from toyexp.reference.forward_listing import Traced, listing
+    from toyexp.reference.forward_listing import WeightInfo, listing
     from toyexp.results.events import History
     from toyexp.tokenizers.tokenizer import Tokenizer
     from toyexp.training.bus import Bus

@@ -89,5 +89,5 @@ class Sample(Callback):
             return token not in last and not (run.stop_signals() and time.monotonic() - began > PATIENCE)
 
         ids = takewhile(goes_on, islice(drawn, self.tokens))
-        text = b"".join(map(tokenizer.bytes_of, ids)).decode("utf-8", errors="replace")
+        text = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
         run.emit("sample", step=self._step, prompt=prompt, text=text)

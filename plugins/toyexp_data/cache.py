@@ -23,41 +23,41 @@ if TYPE_CHECKING:
 
 HEADER = 512  # bytes in front of the ids
 BLOCK = 1 << 20  # bytes of ids that one checksum is of
-CHECKED = 64  # blocks that are checked when a file is opened: all of a small file, of a large one evenly spread
-ABANDONED = 24 * 3600  # seconds after which nobody goes on with a temporary file
+CHECK_BLOCKS = 64  # blocks that are checked when a file is opened: all of a small file, of a large one evenly spread
+MAX_AGE = 24 * 3600  # seconds after which nobody goes on with a temporary file
 
 
-def _place(kind: str, key: str, suffix: str) -> Path | None:
+def _cache_path(kind: str, key: str, suffix: str) -> Path | None:
     folder = cache_dir()
     return folder and folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.{suffix}"
 
 
-class _Full(Exception):
+class _WriteFailed(Exception):
     """What is kept cannot be written, which is another thing than a text that cannot be read."""
 
 
 @contextlib.contextmanager
-def _disk() -> Iterator[None]:
+def _disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _Full from error
+        raise _WriteFailed from error
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
+def _write_file(path: Path) -> Iterator[IO[bytes]]:
     """A file that is there under its name once all of it is written, and else not at all."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    with _disk():
+    with _disk_errors():
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(".*.tmp"):  # of a process that was killed
             with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > ABANDONED:
+                if time.time() - left.stat().st_mtime > MAX_AGE:
                     left.unlink()
         file = open(temporary, "xb+", BLOCK)  # noqa: SIM115
     try:
         yield file
-        with _disk():
+        with _disk_errors():
             file.close()
             temporary.replace(path)
     finally:
@@ -72,7 +72,7 @@ def _written(path: Path) -> Iterator[IO[bytes]]:
 
 def recall(kind: str, key: str) -> dict[str, Any] | None:
     """What was remembered under the key, if it is there and whole."""
-    path = _place(kind, key, "json")
+    path = _cache_path(kind, key, "json")
     with contextlib.suppress(OSError, ValueError, UserError):
         digest, _, text = read_file(path).decode().partition("\n") if path else ("", "", "")
         if digest and digest == hashlib.sha256(text.encode()).hexdigest():
@@ -83,10 +83,10 @@ def recall(kind: str, key: str) -> dict[str, Any] | None:
 
 def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
     """Keeps plain data under the key."""
-    path = _place(kind, key, "json")
+    path = _cache_path(kind, key, "json")
     text = json.dumps(facts)
     if path:
-        with contextlib.suppress(_Full), _written(path) as file, _disk():
+        with contextlib.suppress(_WriteFailed), _write_file(path) as file, _disk_errors():
             file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
 
 
@@ -94,32 +94,32 @@ def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedIds:
     """Parts of a text as arrays of ids that cannot be written to, and the SHA-256 of all of them as int32."""
 
     parts: list[np.ndarray]
     sha256: str
 
 
-def packed(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray]]]) -> Packed:
+def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray]]]) -> PackedIds:
     """Return mapped parts kept under the key, or what `make` gives, kept in a file or, without room, in memory."""
-    path = _place("tokens", key, "ids")
+    path = _cache_path("tokens", key, "ids")
     if path:
-        damaged = (OSError, ValueError, LookupError, TypeError, UserError, _Full)
+        damaged = (OSError, ValueError, LookupError, TypeError, UserError, _WriteFailed)
         with contextlib.suppress(*damaged), open_file(path) as file:
-            return _parts(_mapped(file))
+            return _parts(_map_file(file))
     dtype = "<u2" if vocab <= 1 << 16 else "<i4"
     if path:
-        with contextlib.suppress(_Full), _written(path) as file:
+        with contextlib.suppress(_WriteFailed), _write_file(path) as file:
             _pack(file, dtype, make())
-            return _parts(_mapped(file))
+            return _parts(_map_file(file))
     memory = BytesIO()
     _pack(memory, dtype, make())
     return _parts(memory.getbuffer())
 
 
-def _mapped(file: IO[bytes]) -> memoryview:
-    with _disk():
+def _map_file(file: IO[bytes]) -> memoryview:
+    with _disk_errors():
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
@@ -127,16 +127,16 @@ def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) ->
     import numpy as np
 
     digest, counts = hashlib.sha256(), []
-    with _disk():
+    with _disk_errors():
         file.write(bytes(HEADER))
     for part in parts:
         counts.append(0)
         for ids in part:
             counts[-1] += len(ids)
             digest.update(ids.astype("<i4").tobytes())
-            with _disk():
+            with _disk_errors():
                 file.write(ids.astype(dtype).tobytes())
-    with _disk():
+    with _disk_errors():
         file.seek(HEADER)
         sums = np.array([zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")], "<u4").tobytes()
         file.write(sums)
@@ -147,7 +147,7 @@ def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) ->
         file.flush()
 
 
-def _parts(view: memoryview) -> Packed:
+def _parts(view: memoryview) -> PackedIds:
     """The ids in a file of the cache; ValueError, LookupError or TypeError for one that is damaged."""
     import numpy as np
 
@@ -161,9 +161,9 @@ def _parts(view: memoryview) -> Packed:
     starts = range(HEADER, end, BLOCK)
     if len(sums) != len(starts) or zlib.crc32(view[end:]) != facts["sums"]:
         raise ValueError
-    for n in set(np.linspace(0, len(starts) - 1, min(CHECKED, len(starts)), dtype=np.int64).tolist()):
+    for n in set(np.linspace(0, len(starts) - 1, min(CHECK_BLOCKS, len(starts)), dtype=np.int64).tolist()):
         if zlib.crc32(view[starts[n] : min(starts[n] + BLOCK, end)]) != sums[n]:
             raise ValueError
     ids = np.ndarray(sum(counts), dtype, view, HEADER)
     ids.flags.writeable = False
-    return Packed(np.split(ids, np.cumsum(counts)[:-1]), facts["sha256"])
+    return PackedIds(np.split(ids, np.cumsum(counts)[:-1]), facts["sha256"])

@@ -68,7 +68,7 @@ class Example(NamedTuple):
     split: int
 
 
-def plain(messages: Sequence[Message], tools: Any = None) -> Rows:
+def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
     """A conversation in the plain format: a line with the role, then what was said, end-of-text after an answer."""
     if tools:
         raise BadExample("has tools, for which the plain format has no place")
@@ -87,16 +87,16 @@ def plain(messages: Sequence[Message], tools: Any = None) -> Rows:
     return Rows([[*parts, Part(given, False)] if messages[-1].role != "assistant" else parts])
 
 
-def strings(value: Any) -> Iterator[str]:
+def iter_strings(value: Any) -> Iterator[str]:
     """Every text in a value of JSON, the keys of its objects among them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from (key, *strings(item))
+            yield from (key, *iter_strings(item))
     elif isinstance(value, list):
         for item in value:
-            yield from strings(item)
+            yield from iter_strings(item)
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:

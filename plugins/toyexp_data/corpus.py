@@ -21,9 +21,9 @@ from toyexp_data.cache import recall, remember
 
 CHUNK = 1 << 20  # bytes that are read at once
 NO_LIMIT = 1 << 62
-EACH = 500  # folders after which a person is told how far the search is
+STATUS_EVERY = 500  # folders after which a person is told how far the search is
 ALL = "*"  # among the suffixes: files of every name
-SETTLED = 2.0  # seconds after which a change of a file shows in its times: file systems count in ticks of up to 2 s
+SETTLE_TIME = 2.0  # seconds after which a change of a file shows in its times: file systems count in ticks of up to 2 s
 
 
 def chunks(path: Path) -> Iterator[str]:
@@ -54,7 +54,7 @@ def chunks(path: Path) -> Iterator[str]:
                 return
 
 
-def between(texts: Iterator[str], start: int, stop: int) -> Iterator[str]:
+def slice_text(texts: Iterator[str], start: int, stop: int) -> Iterator[str]:
     """The characters from `start` to `stop` of a text that comes in chunks, in chunks."""
     for text in texts:
         if start < len(text) and stop > 0:
@@ -114,7 +114,7 @@ class Corpus:
             before = digest.copy()
             digest.update(b"\0" if documents else b"")
             try:
-                length, count = _digested(path, room, digest.update)
+                length, count = _digest_text(path, room, digest.update)
             except UserError as reason:
                 if not self._skip:
                     more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
@@ -127,21 +127,21 @@ class Corpus:
             if room <= 0:
                 break
         facts = Facts(digest.hexdigest(), len(documents), taken, size, skipped)
-        if all(found.is_changed < self._began - SETTLED for found in self._stats.values()):
+        if all(found.is_changed < self._began - SETTLE_TIME for found in self._stats.values()):
             remember("text", self._key, asdict(facts))
         return facts, documents
 
     def texts(self) -> Iterator[Iterator[str]]:
         """What is taken of each document, in chunks."""
-        return (between(chunks(path), 0, count) for path, count in self._survey[1])
+        return (slice_text(chunks(path), 0, count) for path, count in self._survey[1])
 
     def train(self) -> Iterator[Iterator[str]]:
         """The first part of each document, in chunks."""
-        return (between(chunks(path), 0, self._cut(count)) for path, count in self._survey[1])
+        return (slice_text(chunks(path), 0, self._cut(count)) for path, count in self._survey[1])
 
     def held_out(self) -> Iterator[Iterator[str]]:
         """The last part of each document, in chunks."""
-        return (between(chunks(path), self._cut(count), count) for path, count in self._survey[1])
+        return (slice_text(chunks(path), self._cut(count), count) for path, count in self._survey[1])
 
     def first_with(self, character: str) -> Path | None:
         """The first file whose text, as far as it is taken, holds the character."""
@@ -162,10 +162,10 @@ class Corpus:
                 raise UserError(f"{path}: changed while it was read; start again when nobody writes it any more")
 
 
-def _digested(path: Path, room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
+def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
     """How many characters and bytes of a file, at most `room` characters, went into the digest."""
     length = size = 0
-    for text in between(chunks(path), 0, room):
+    for text in slice_text(chunks(path), 0, room):
         raw = text.encode()
         update(raw)
         length, size = length + len(text), size + len(raw)
@@ -199,7 +199,7 @@ def characters(texts: Iterator[Iterator[str]]) -> list[str]:
     return [chr(code) for code in np.flatnonzero(seen)]
 
 
-def spread(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
+def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
     """Pieces of a text of `size` characters, evenly spread over it, that have about `limit` together."""
     seen = taken = 0
     for piece in pieces:
@@ -210,7 +210,7 @@ def spread(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
 
 
 @dataclass
-class Found:
+class FoundFiles:
     """Files in a fixed order, how many others there were, and what could not be looked at, with the reason."""
 
     files: list[Path] = field(default_factory=list)
@@ -228,10 +228,10 @@ class Found:
         return [f"{len(self.strange)} skipped, such as {self.strange[0]}"] if self.strange else []
 
 
-def find(path: str, suffixes: Collection[str]) -> Found:
+def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
     """The files of `path`, of folders those with one of the suffixes; UserError where there are none."""
-    found = Found()
-    matches = meant(path)
+    found = FoundFiles()
+    matches = match_paths(path)
     for match in matches:
         if match.is_dir():
             _add_folder(found, match, suffixes)
@@ -246,7 +246,7 @@ def find(path: str, suffixes: Collection[str]) -> Found:
     return found
 
 
-def meant(path: str) -> list[Path]:
+def match_paths(path: str) -> list[Path]:
     """The path, or what it matches as a pattern; UserError where there is neither a file nor a folder."""
     kinds = stat.S_IFREG, stat.S_IFDIR
     if os.path.lexists(path) or not glob.has_magic(path):
@@ -257,14 +257,14 @@ def meant(path: str) -> list[Path]:
     return [require_file(match, match, *kinds) for match in matches]
 
 
-def _add_folder(found: Found, folder: Path, suffixes: Collection[str]) -> None:
+def _add_folder(found: FoundFiles, folder: Path, suffixes: Collection[str]) -> None:
     def unreadable(error: OSError) -> None:
         found.strange.append(f"{error.filename}: {system_message(error)}")
 
     inside: list[Path] = []
     walked = os.walk(folder, onerror=unreadable)  # Path.rglob hides what it may not read
     for number, (place, folders, names) in enumerate(walked, 1):
-        if number % EACH == 0:
+        if number % STATUS_EVERY == 0:
             show_status(f"looking for text below {folder}: {len(inside)} files in {number} folders")
         links = [os.path.join(place, f) for f in folders if os.path.islink(os.path.join(place, f))]  # noqa: PTH114, PTH118
         found.strange += [f"{link}: is a link to a folder" for link in links]

@@ -10,7 +10,7 @@ from toyexp import IMAGES, Data, RunPreview, UserError, is_changed
 from toyexp.base import require_range
 
 ON_ERROR = ("refuse", "skip")  # what an example that cannot be used does
-NAMED = 20  # of those that are skipped the record of the run names so many
+MAX_NAMED = 20  # of those that are skipped the record of the run names so many
 
 
 @dataclass

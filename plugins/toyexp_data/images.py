@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import toyexp
 from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, is_changed, printable
 from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
-from toyexp_data.held_out import NAMED, ON_ERROR, SplitData
+from toyexp_data.held_out import MAX_NAMED, ON_ERROR, SplitData
 
 HELD_OUT = ("val", "valid", "validation", "test")  # folders beside one named train
 
@@ -69,7 +69,7 @@ class Images(SplitData):
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
-        listed, names = self._listed() if self.labels else self._folders()
+        listed, names = self._read_labels() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
             what = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels"
@@ -88,11 +88,11 @@ class Images(SplitData):
             except toyexp.BadImage as reason:
                 if self.on_error == "refuse":
                     raise UserError(f"{file}: {reason} (data.on_error=skip leaves such images out)") from None
-                skipped.append(f"{_below(file, self.path)}: {reason}")
+                skipped.append(f"{_relative_name(file, self.path)}: {reason}")
             else:
                 found.append((file, label))
         held = self._split()[1]
-        told = [*toyexp.scaled(sizes, self.image_size), *([f"held out: {held}"] if held else [])]
+        told = [*toyexp.scaling_note(sizes, self.image_size), *([f"held out: {held}"] if held else [])]
         apart = np.array([held in file.parents for file, _ in found], bool)
         trained = {label for (_, label), out in zip(found, apart, strict=True) if not out}
         missing = [name for number, name in enumerate(names) if number not in trained]
@@ -100,7 +100,7 @@ class Images(SplitData):
             empty = f"class {printable(missing[0])}" if missing else f"{held}, to be held out,"
             what = f"{empty} has no image" if missing or len(names) > 1 else "has fewer than two classes"
             raise UserError(f"data.path={self.path}: {what}{f' that can be used ({skipped[0]})' if skipped else ''}")
-        facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:NAMED]}
+        facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:MAX_NAMED]}
         return toyexp.ImageDataset(
             images[: len(found)], np.array([label for _, label in found], np.int32), names,
             self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
@@ -117,44 +117,50 @@ class Images(SplitData):
         told = (
             [f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {skipped[0]}"] if skipped else []
         )
-        others = sorted(f for f in toyexp.files_below(Path(self.path)) if f not in listed)
+        others = sorted(f for f in toyexp.iter_files(Path(self.path)) if f not in listed)
         if self.labels:
             others = [f for f in others if f.suffix.lower() in toyexp.IMAGE_SUFFIXES]
             told += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
         elif others:
-            told.append(f"{len(others)} other files, such as {_below(others[0], self.path)}")
+            told.append(f"{len(others)} other files, such as {_relative_name(others[0], self.path)}")
         return told
 
     def _folders(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
         train, held = self._split()
-        folders = _folders_in(train)
+        folders = _subdirectories(train)
         if not folders:
             raise UserError(f"data.path={self.path}: holds no folders; data=images wants one of images per class")
         names = [f.name for f in folders]
-        for folder in _folders_in(held) if held else []:
+        for folder in _subdirectories(held) if held else []:
             if folder.name not in names:
                 raise UserError(f"{folder}: is held out, and {train} has no class of that name")
             folders.append(folder)
         listed: list[tuple[Path, int | str]] = [
-            (file, names.index(folder.name)) for folder in folders for file in sorted(toyexp.images_below(folder))
+            (file, names.index(folder.name)) for folder in folders for file in sorted(toyexp.iter_images(folder))
         ]
         return listed, names
 
     def _split(self) -> tuple[Path, Path | None]:
         whole = Path(self.path)
-        names = {f.name.lower(): f for f in _folders_in(whole)}
+        names = {f.name.lower(): f for f in _subdirectories(whole)}
         train, held = names.get("train"), next((names[name] for name in HELD_OUT if name in names), None)
-        if self.labels or not train or not held or not names.keys() <= {"train", *HELD_OUT} or not _folders_in(train):
+        if (
+            self.labels
+            or not train
+            or not held
+            or not names.keys() <= {"train", *HELD_OUT}
+            or not _subdirectories(train)
+        ):
             return whole, None
         return train, held
 
-    def _listed(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
+    def _read_labels(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
         """The files that `labels` lists, each with its class or with what is wrong with it, and the classes' names."""
         try:
             lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
         except csv.Error as error:
             raise UserError(f"data.labels={self.labels}: cannot be read: {error}") from None
-        wanted = [(Path(self.path, line[0]), _whole_number(line[-1]), line) for line in lines]
+        wanted = [(Path(self.path, line[0]), _parse_int(line[-1]), line) for line in lines]
         numbers = [number for _, number, _ in wanted if number is not None]
         count = self.classes or max(numbers, default=-1) + 1
         listed: list[tuple[Path, int | str]] = []
@@ -181,18 +187,18 @@ class Images(SplitData):
             known[place] = number
 
 
-def _below(file: Path, folder: str) -> str:
+def _relative_name(file: Path, folder: str) -> str:
     return printable(str(file.relative_to(folder) if file.is_relative_to(folder) else file))
 
 
-def _whole_number(text: str) -> int | None:
+def _parse_int(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
         return None
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def _subdirectories(folder: Path) -> list[Path]:
     return sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
 
 

@@ -16,10 +16,20 @@ import toyexp.formats
 import toyexp.tokenizers
 from toyexp import RunPreview, UserError, is_changed, printable, suggest
 from toyexp.base import NOT_TEXT_HINTS, pluralise, read_file, require_choice, require_file, run_interruptibly
-from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Example, Message, Part, Rows, plain, strings, tokenize
-from toyexp_data.corpus import meant
-from toyexp_data.held_out import NAMED, ON_ERROR
-from toyexp_data.text import TokenizedData, named
+from toyexp_data.chat import (
+    PLAIN_TEMPLATE,
+    BadExample,
+    Example,
+    Message,
+    Part,
+    Rows,
+    iter_strings,
+    plain_rows,
+    tokenize,
+)
+from toyexp_data.corpus import match_paths
+from toyexp_data.held_out import MAX_NAMED, ON_ERROR
+from toyexp_data.text import TokenizedData, tokenizer_facts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,18 +98,18 @@ class Jsonl(TokenizedData):
         values = self._usable(self._lines(), parse, skipped)
         chats, now = sum("messages" in value for _, value in values), self._now()
         template = self._template(vocabulary, now) if chats else None
-        write = partial(template.rows, everything=self.train_on == "all") if template else plain
-        examples = self._usable(values, lambda value: rows_of(value, write), skipped)
+        write = partial(template.rows, everything=self.train_on == "all") if template else plain_rows
+        examples = self._usable(values, lambda value: example_rows(value, write), skipped)
         if len(examples) < 1 + (self.val_fraction < 1):
             first = f" ({skipped[0]})" if skipped else ""
             needed = "one to train on and one to hold out are needed"
             raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
-        held_out = spread(len(examples), self.val_fraction)
+        held_out = spread_held_out(len(examples), self.val_fraction)
         tokenizer = self._tokenizer([made for _, made in examples], held_out, vocabulary)
         if chats:
             tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
         # The rows of one conversation are all on one side.
-        train, held = (self._tokenized(compress(examples, side), tokenizer, skipped) for side in (~held_out, held_out))
+        train, held = (self._tokenize(compress(examples, side), tokenizer, skipped) for side in (~held_out, held_out))
         if not (train or self.val_fraction == 1) or not held:
             use = "to hold out" if train else "to train on"
             raise UserError(f"{self.path}: no example is left {use} ({skipped[0]})")
@@ -108,12 +118,12 @@ class Jsonl(TokenizedData):
             "examples": len(train) + len(held),
             "chats": chats,
             "chat_template": "gguf" if template else "plain" if chats else None,
-            **(self._written(template, [made for _, made in examples], now) if template else {}),
+            **(self._template_facts(template, [made for _, made in examples], now) if template else {}),
             "skipped": len(skipped),
-            "skipped_lines": skipped[:NAMED],
-            **named(tokenizer),
+            "skipped_lines": skipped[:MAX_NAMED],
+            **tokenizer_facts(tokenizer),
         }
-        few = self.few_learned(tokenizer)
+        few = self.bpe_notes(tokenizer)
         dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, few)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
@@ -121,14 +131,14 @@ class Jsonl(TokenizedData):
     def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
         texts = ["".join(part.text for row in made.rows for part in row) for made in examples]
         if self.tokenizer == "char":
-            return toyexp.tokenizers.Characters.of(texts)
+            return toyexp.tokenizers.Characters.from_texts(texts)
         if self.tokenizer == "bpe":
             return run_interruptibly(
                 lambda: toyexp.tokenizers.BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab)
             )
         return self.read_tokenizer(vocabulary)
 
-    def _tokenized(
+    def _tokenize(
         self, examples: Iterable[tuple[str, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str]
     ) -> list[Example]:
         def ids_of(made: Rows) -> list[Example]:
@@ -136,13 +146,13 @@ class Jsonl(TokenizedData):
 
         return [row for _, rows in self._usable(examples, ids_of, skipped) for row in rows]
 
-    def _written(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
+    def _template_facts(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
         """What the record of the run says of the template's work; the day it has written becomes the setting's."""
         several = [made.rows for made in examples if len(made.rows) > 1]
-        if template.dated:
+        if template.is_dated:
             self.date = self.date or now.date().isoformat()
         return {
-            "chat_date": self.date if template.dated else None,
+            "chat_date": self.date if template.is_dated else None,
             "chats_in_rows": len(several),
             "rows_of_these": sum(map(len, several)),
             "answers_not_as_asked": sum(made.not_as_asked for made in examples),
@@ -150,7 +160,7 @@ class Jsonl(TokenizedData):
         }
 
     def _files(self) -> list[Path]:
-        return [require_file(path, f"data.path={path}") for path in meant(self.path)]
+        return [require_file(path, f"data.path={path}") for path in match_paths(self.path)]
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         for path in self._files():
@@ -181,7 +191,7 @@ class Jsonl(TokenizedData):
             return None
         from toyexp_data.template import ChatTemplate
 
-        file = toyexp.formats.opened(str(source))
+        file = toyexp.formats.open_gguf(str(source))
         template = toyexp.formats.read_chat_template(file)
         return ChatTemplate(template, toyexp.formats.read_tokenizer(file), source, now) if template else None
 
@@ -236,8 +246,8 @@ def _message(entry: Any, number: int) -> Message:
         if "content" not in entry:
             raise BadExample(f"message {number} holds {', '.join(printable(k, 20) for k in entry)}; {_MESSAGE}")
         _text(content, f"message {number}'s content")
-    for text in strings(further):
-        _whole(text, f"message {number}")
+    for text in iter_strings(further):
+        _require_unicode(text, f"message {number}")
     return Message(role, content, further)
 
 
@@ -246,8 +256,8 @@ def _tools(value: Any) -> list[Any] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadExample(f"tools is {_kind(value)}; expected a list of JSON schemas")
-    for text in strings(value):
-        _whole(text, "tools")
+    for text in iter_strings(value):
+        _require_unicode(text, "tools")
     return value
 
 
@@ -256,10 +266,10 @@ def _text(value: Any, what: str) -> str:
         raise BadExample(f"{what} is {_kind(value)}, expected text")
     if not value:
         raise BadExample(f"{what} is empty")
-    return _whole(value, what)
+    return _require_unicode(value, what)
 
 
-def _whole(text: str, what: str) -> str:
+def _require_unicode(text: str, what: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -274,7 +284,7 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def rows_of(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
+def example_rows(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
     """A checked object as rows of parts; `write` is for conversations and the tools in them."""
     if "messages" in value:
         return write(value["messages"], value["tools"])
@@ -283,7 +293,7 @@ def rows_of(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], 
     return Rows([[Part(value["prompt"], False), Part(value["completion"], True, end=True)]])
 
 
-def spread(count: int, fraction: float) -> np.ndarray:
+def spread_held_out(count: int, fraction: float) -> np.ndarray:
     """Return which of `count` examples are held out: `fraction`, evenly spread, at least one, and all only for 1."""
     import numpy as np
 

@@ -16,8 +16,8 @@ import toyexp.formats
 import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
 from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
-from toyexp_data.cache import packed, recall, remember
-from toyexp_data.corpus import Corpus, Found, characters, find, meant, megabytes, spread
+from toyexp_data.cache import load_or_pack, recall, remember
+from toyexp_data.corpus import Corpus, FoundFiles, characters, find_files, match_paths, megabytes, sample_pieces
 from toyexp_data.held_out import ON_ERROR, SplitData
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class TokenizedData(SplitData):
         source = self.source(vocabulary)
         if source is None:
             return toyexp.tokenizers.Bytes()
-        return toyexp.formats.read_tokenizer(toyexp.formats.opened(str(source)))
+        return toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(str(source)))
 
-    def few_learned(self, tokenizer: toyexp.Tokenizer) -> list[str]:
+    def bpe_notes(self, tokenizer: toyexp.Tokenizer) -> list[str]:
         """That bpe learned fewer tokens than it was to."""
         if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
             return []
@@ -86,7 +86,7 @@ class TextData(TokenizedData):
     on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
 
     @abstractmethod
-    def files(self) -> Found:
+    def files(self) -> FoundFiles:
         """The documents, in a fixed order."""
 
     def check(self) -> None:
@@ -105,17 +105,17 @@ class TextData(TokenizedData):
             skipped = f" ({text.skipped[0]})" if text.skipped else ""
             raise UserError(f"data={self.name}: there is no text to learn from in {files}{skipped}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
-        facts = {"documents": text.documents, "text_sha256": text.digest, **named(tokenizer)}
+        facts = {"documents": text.documents, "text_sha256": text.digest, **tokenizer_facts(tokenizer)}
         key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}"
         try:
-            ids = packed(key, tokenizer.vocab, partial(_encoded, corpus, tokenizer))
+            ids = load_or_pack(key, tokenizer.vocab, partial(_encode_corpus, corpus, tokenizer))
         except UnknownCharacter as error:
             raise self._unknown(error.character, corpus, vocabulary) from None
         train, held_out = ids.parts
         train = train if self.val_fraction < 1 else train[:0]  # what tokenizers begin and end a document with
         return toyexp.TokenDataset(
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
-            [*text.omissions(), *limits, *found.omissions()], self.few_learned(tokenizer),
+            [*text.omissions(), *limits, *found.omissions()], self.bpe_notes(tokenizer),
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
@@ -134,34 +134,34 @@ class TextData(TokenizedData):
         key = f"{corpus.facts.digest}-{self.val_fraction!r}-{self.tokenizer}-{settings}"
         known = recall("tokenizer", key)
         if known is None:
-            known = self._learned_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
+            known = self._learn_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
             remember("tokenizer", key, known)
         if not settings:
             return toyexp.tokenizers.Characters(known["characters"]), []
         merges = [(a, b) for a, b in known["merges"]]
         return toyexp.tokenizers.BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
 
-    def _learned_bpe(self, corpus: Corpus) -> dict[str, Any]:
+    def _learn_bpe(self, corpus: Corpus) -> dict[str, Any]:
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
-        cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.cut_up
+        cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.split_text
         pieces: Iterator[str] = (part.text for document in corpus.train() for part in cut_up(document, cuts))
         partly = 0 < limit < size
-        learned = spread(pieces, size, limit) if partly else pieces
+        learned = sample_pieces(pieces, size, limit) if partly else pieces
         made = run_interruptibly(lambda: toyexp.tokenizers.BPE.train(learned, self.bpe_vocab))
         left_out = [f"bpe learned from {megabytes(limit, size)}: data.bpe_mb"] if partly else []
         return {"pieces": made.pieces, "merges": made.merges, "left_out": left_out}
 
 
-def named(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
+def tokenizer_facts(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
     """Which tokenizer it is, as a run's record says it."""
     return {"tokenizer": tokenizer.kind, "tokenizer_digest": tokenizer.fingerprint()}
 
 
-def _encoded(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
+def _encode_corpus(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
     if corpus.facts.taken > LONG:
         print_error(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
-    yield toyexp.tokenizers.encoded(tokenizer, corpus.train())
-    yield toyexp.tokenizers.encoded(tokenizer, corpus.held_out())
+    yield toyexp.tokenizers.encode_documents(tokenizer, corpus.train())
+    yield toyexp.tokenizers.encode_documents(tokenizer, corpus.held_out())
     corpus.check_unchanged()
 
 
@@ -183,14 +183,14 @@ class Stdlib(TextData):
             return None
         return "" if tokenizer else None
 
-    def files(self) -> Found:
+    def files(self) -> FoundFiles:
         """Every .py file of the library but its tests, in path order."""
         root = sysconfig.get_path("stdlib")
         found = []
         for folder, folders, names in os.walk(root):  # pruned: site-packages may hold a hundred times as many files
             folders[:] = [f for f in folders if f not in NOT_CODE]
             found += [os.path.join(folder, n) for n in names if n.endswith(".py")]  # noqa: PTH118 - Path is slow here
-        return Found([Path(f) for f in sorted(found, key=lambda f: f.replace(os.sep, "/"))])
+        return FoundFiles([Path(f) for f in sorted(found, key=lambda f: f.replace(os.sep, "/"))])
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Text(TextData):
         super().check()
         if not self.path:
             raise UserError("data=text needs a file or folder: data.path=...")
-        meant(self.path)
+        match_paths(self.path)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """That a file is read whatever its name ends in."""
@@ -228,6 +228,6 @@ class Text(TextData):
         if is_changed(self, "suffixes") and Path(self.path).is_file():
             yield f"data.suffixes={self.suffixes}: chooses files of a folder; data.path={self.path} is a file"
 
-    def files(self) -> Found:
+    def files(self) -> FoundFiles:
         """The file, or the folder's files in path order."""
-        return find(self.path, self.suffixes.split())
+        return find_files(self.path, self.suffixes.split())

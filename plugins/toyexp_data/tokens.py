@@ -12,16 +12,16 @@ import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
 from toyexp.base import MAX_INT, generator, open_file, read_file, require_choice, require_file, require_range
 from toyexp_data.held_out import SplitData
-from toyexp_data.text import named
+from toyexp_data.text import tokenizer_facts
 
 if TYPE_CHECKING:
     import numpy as np
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
-FEWER = 1000  # a vocabulary that is so many times smaller when the file is read as uint16 is one of uint16
+UINT16_RATIO = 1000  # a vocabulary that is so many times smaller when the file is read as uint16 is one of uint16
 RANDOM, HELD_OUT = 1_000_000, 50_000  # ids of data=random
-MOST_IDS = 1 << 24  # each is a row of the embedding
+MAX_IDS = 1 << 24  # each is a row of the embedding
 
 
 @dataclass
@@ -60,13 +60,13 @@ class Tokens(SplitData):
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Reads the whole file; it is not mapped, so that nobody can cut it short under a run."""
         ids, vocab = read_tokens(Path(self.path), self.dtype)
-        tokenizer = toyexp.formats.read_tokenizer(toyexp.formats.opened(self.tokenizer)) if self.tokenizer else None
+        tokenizer = toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(self.tokenizer)) if self.tokenizer else None
         if tokenizer is not None:
             if tokenizer.vocab < vocab:
                 has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
                 raise UserError(f"{self.path}: its ids go up to {vocab - 1}, {has}")
             vocab = tokenizer.vocab
-        facts = {"path": self.path, **(named(tokenizer) if tokenizer else {})}
+        facts = {"path": self.path, **(tokenizer_facts(tokenizer) if tokenizer else {})}
         cut = len(ids) - int(len(ids) * self.val_fraction)
         return toyexp.TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
 
@@ -78,11 +78,11 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     if ids.min() < 0:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
     top = int(ids.max()) + 1
-    if top > MOST_IDS:
+    if top > MAX_IDS:
         place = f"position {int(ids.argmax())}"
-        raise UserError(f"{path}: {place} holds the id {top - 1}; at most {MOST_IDS} make sense{hint}")
+        raise UserError(f"{path}: {place} holds the id {top - 1}; at most {MAX_IDS} make sense{hint}")
     halves = ids.astype("<i4").view("<u2")  # a pair of uint16 ids, read as one of int32, is 65536 times the second
-    if not typed and dtype == "auto" and top > FEWER * (int(halves.max()) + 1):
+    if not typed and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
         what = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
         raise UserError(f"{path}: {what}; type data.dtype=uint16, or data.dtype=int32")
     if declared and top > declared:
@@ -111,8 +111,8 @@ def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     if len(body) % kind.itemsize:
         guess = "it is cut off, or holds none" if typed or len(body) % 2 else "uint16 ids take data.dtype=uint16"
         raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; {guess}")
-    if declared > MOST_IDS:
-        raise UserError(f"{path}: its header says {declared} ids; at most {MOST_IDS} make sense")
+    if declared > MAX_IDS:
+        raise UserError(f"{path}: its header says {declared} ids; at most {MAX_IDS} make sense")
     return np.frombuffer(body, kind).astype(np.int32), declared, typed
 
 

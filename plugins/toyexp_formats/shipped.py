@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import toyexp.formats as formats
 from toyexp import Format, Model, ModelExport, ModelFile, Models, Plan, UserError, suggest
-from toyexp.formats import FILE_TYPES, HF_FILES, HF_TYPES, K_QUANTS, architecture_of, gguf_form, layout_of
+from toyexp.formats import FILE_TYPES, HF_FILES, HF_TYPES, K_QUANTS, gguf_architecture, gguf_form, hf_layout
 
 
 @dataclass
@@ -33,7 +33,7 @@ class GGUF(Format):
         """Raises UserError for a model that no GGUF holds, or llama.cpp does not write."""
         formats.check_keys(model)
         if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
-            what = f"{self.type} is written by llama.cpp, which has no {architecture_of(model)}"
+            what = f"{self.type} is written by llama.cpp, which has no {gguf_architecture(model)}"
             raise UserError(f"{what}; {suggest('', FILE_TYPES)}")
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
@@ -56,7 +56,7 @@ class GGUF(Format):
 
     def read(self, path: Path, models: Models) -> ModelExport:
         """The file's model and tokenizer; the file stays open as long as its tensors are held."""
-        return formats.exported_of(formats.GGUFFile(path), models)
+        return formats.read_exported(formats.GGUFFile(path), models)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Safetensors(Format):
     def write(self, export: ModelExport, path: Path) -> list[str]:
         """Writes the file; the keys are its metadata `gguf`, in JSON."""
         model = export.model
-        keys = {"general.architecture": architecture_of(model)}
+        keys = {"general.architecture": gguf_architecture(model)}
         keys |= formats.model_metadata(model, export.general, export.data)
         tensors = {**export.tensors, **gguf_form(model).constants(model)}
         metadata = {"gguf": json.dumps(keys, default=lambda array: array.tolist())}
@@ -78,7 +78,7 @@ class Safetensors(Format):
 
     def read(self, path: Path, models: Models) -> ModelExport:
         """The file's model; it has no tokenizer."""
-        return formats.exported_of(formats.SafetensorsFile(path), models)
+        return formats.read_exported(formats.SafetensorsFile(path), models)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class HuggingFace(Format):
 
     def check_model(self, model: Model) -> None:
         """Raises UserError for a model that transformers does not have."""
-        layout_of(model, {})
+        hf_layout(model, {})
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
         """Writes the directory."""

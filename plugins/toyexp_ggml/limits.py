@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from toyexp import Model, Plan, Traced, listing
+from toyexp import Model, Plan, WeightInfo, listing
 
 LIMIT = 2**31 - 1  # largest index and row count for ggml's int32 ids and kernels
 # ggml's allocator ends the process when its memory has 256 gaps. Gradients that wait for the norm leave gaps; this
@@ -42,7 +42,7 @@ def too_many_logits(positions: int, classes: int) -> str | None:
 def _count_classes(model: Model) -> int:
     """Return the number of logits per position; 0 if only building the graph can tell."""
     try:
-        lines = listing(model, [Traced(t.shape, t.name) for t in model.tensors()]).all()
+        lines = listing(model, [WeightInfo(t.shape, t.name) for t in model.tensors()]).all()
     except Exception:  # a plugin's model may do what traced shapes do not support
         return 0
     last = lines[-1].result[-1] if lines and lines[-1].result else 0

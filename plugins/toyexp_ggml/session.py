@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics
-from toyexp.formats import in_place
+from toyexp.formats import mappable_tensor
 from toyexp_ggml.binding import GraphError, version
 from toyexp_ggml.binding.backend import Backend
 from toyexp_ggml.binding.graph import Graph
@@ -110,7 +110,7 @@ class GGMLSession(Session):
         """
         files, nodes = defaultdict(list), {}
         for tensor in self.plan.tensors:
-            if info := in_place(tensor):
+            if info := mappable_tensor(tensor):
                 files[info.path].append((tensor, info))
         for path, tensors in files.items():
             file = self._register(MappedFile(self._backend, str(path), len(tensors)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toyexp import Rotary, UserError
-from toyexp.formats import Conversion, Layout, Numbers, Place, unchanged
+from toyexp.formats import ArrayFunction, Conversion, HFTensor, Layout, identity
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
 
@@ -94,7 +94,7 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         *block, name, kind = spec.name.split(".")
         at = f"transformer.h.{block[1]}." if block else ""
         is_linear = block and len(spec.shape) == 2
-        places[spec.name] = Place(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else unchanged)
+        places[spec.name] = HFTensor(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else identity)
     lost = "" if model.d_ff == 4 * model.d_model else f"it takes d_ff=4*d_model, and here it is {model.d_ff}"
     return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))
 
@@ -130,17 +130,17 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout
     for spec in model.tensors():
         *block, name, kind = spec.name.split(".")
         at = f"model.layers.{block[1]}." if block else ""
-        places[spec.name] = Place(f"{at}{ROTARY[name]}.{kind}", _row_order(model, name))
+        places[spec.name] = HFTensor(f"{at}{ROTARY[name]}.{kind}", _row_order(model, name))
         if kind == "weight" and name in biased and name not in biases:
             zeros[f"{at}{ROTARY[name]}.bias"] = spec.shape[:1]
     return Layout(config, places, zeros)
 
 
-def _row_order(model: RotaryModel, name: str) -> Numbers:
+def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
     """How the outputs of a linear stand where rope turns halves of a head."""
     heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
     if model.halves or heads is None:
-        return unchanged
+        return identity
     return lambda rows: rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -27,7 +27,7 @@ from toyexp import (
     UserError,
 )
 from toyexp.base import MAX_INT, require_choice, require_range
-from toyexp.formats import GGUFForm, Keys, Layout, Place
+from toyexp.formats import GGUFForm, HFTensor, Keys, Layout
 from toyexp_models.language import BLOCKS, EPS, linear_specs, norm_specs, require_shared_heads
 
 if TYPE_CHECKING:
@@ -96,18 +96,18 @@ def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
     return Layout(config, _places(model), files={"preprocessor_config.json": _preprocessor(model, data)})
 
 
-def _places(model: Any) -> dict[str, Place]:
+def _places(model: Any) -> dict[str, HFTensor]:
     kernel = (model.d_model, model.channels, model.patch, model.patch)
     places = {
-        "v.class_embd": Place("vit.embeddings.cls_token", form=lambda x: x[None, None]),
-        "v.position_embd.weight": Place("vit.embeddings.position_embeddings", form=lambda x: x[None]),
-        "v.patch_embd.weight": Place(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
+        "v.class_embd": HFTensor("vit.embeddings.cls_token", form=lambda x: x[None, None]),
+        "v.position_embd.weight": HFTensor("vit.embeddings.position_embeddings", form=lambda x: x[None]),
+        "v.patch_embd.weight": HFTensor(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
     }
     for spec in model.tensors():
         if spec.name not in places:
             _, *block, name, kind = spec.name.split(".")
             at = f"vit.encoder.layer.{block[1]}." if block else ""
-            places[spec.name] = Place(f"{at}{NAMES[name]}.{kind}")
+            places[spec.name] = HFTensor(f"{at}{NAMES[name]}.{kind}")
     return places
 
 

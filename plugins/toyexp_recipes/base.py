@@ -52,7 +52,7 @@ def other_tokens(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
     tokenizer = preview.dataset.tokenizer
     if tokenizer is None:
         return
-    file = toyexp.formats.opened(str(path))
+    file = toyexp.formats.open_gguf(str(path))
     tokens = file.metadata["tokenizer.ggml.tokens"] if toyexp.formats.has_text(file) else []
     if tokens and tokens[: tokenizer.vocab] != list(tokenizer.pieces):
         yield (

@@ -171,7 +171,7 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 
 def _open(path: Path) -> GGUFFile:
-    file = toyexp.formats.opened(str(path))
+    file = toyexp.formats.open_gguf(str(path))
     if TABLE not in file.tensors:  # what has the rows is a donor, whatever else it is
         toyexp.formats.require_model(file)
     return file

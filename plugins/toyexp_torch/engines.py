@@ -65,10 +65,10 @@ class TorchEngine(Engine):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         if self.packed:
             import_torch()
-            from toyexp.formats import in_place
+            from toyexp.formats import mappable_tensor
             from toyexp_torch.kernels.packed import KINDS
 
-            types = {info.type for tensor in preview.plan.tensors if (info := in_place(tensor))} - {"F32"}
+            types = {info.type for tensor in preview.plan.tensors if (info := mappable_tensor(tensor))} - {"F32"}
             if not types:
                 yield "engine.packed=true: has no effect; no frozen matrix of this run has a packed type in a GGUF file"
             elif others := sorted(types - {*KINDS}):

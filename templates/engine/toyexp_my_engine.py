@@ -91,7 +91,7 @@ class MyEngineSession(Session):
         """Compile the step; this engine has nothing to compile."""
 
     def do_reset_state(self):
-        """Set the optimiser's state to zeros: numpy arrays, as `updated` takes them."""
+        """Set the optimiser's state to zeros: numpy arrays, as `update_tensor` takes them."""
         import numpy
 
         shapes = {t.name: self.plan.slots(t) for t in self.plan.trainable}
@@ -117,7 +117,7 @@ class MyEngineSession(Session):
         arrays = self.arrays()
         for group, vector in zip(self.plan.updates, numbers, strict=True):
             for name in group.tensors:  # the optimiser's formula in float64
-                new, self.states[name] = updated(group, vector, arrays[name], clip * gradients[name], self.states[name])
+                new, self.states[name] = update_tensor(group, vector, arrays[name], clip * gradients[name], self.states[name])
                 self.tensors[name] = self.torch.from_numpy(new)
         return StepMetrics(loss, norm)
 

@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 
-from toyexp.formats.gguf.ggml_types import pieces_of
+from toyexp.formats.gguf.ggml_types import iter_pieces
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import Writer
 
@@ -62,7 +62,7 @@ def test_a_model_that_its_type_cannot_hold_is_written_all_the_same(train, tmp_pa
             values = file.read(t.name)
             if t.name == "token_embd.weight":
                 values[250] = 7e4  # a byte that the text does not have
-            writer.add_numbers(t.name, t.shape, "F32", pieces_of(values))
+            writer.add_numbers(t.name, t.shape, "F32", iter_pieces(values))
     writer.save(tmp_path / "base.gguf")
     words = ("recipe=full", f"recipe.base={tmp_path / 'base.gguf'}", "callbacks.gguf_export.type=f16", "lr=1e-4")
     run = train(*words, to="on")

@@ -25,12 +25,12 @@ from toyexp.config.request import Request
 from toyexp.interfaces.dataset import batch_digest
 from toyexp.plugins.discovery import load
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
-from toyexp.tokenizers.tokenizer import encoded
+from toyexp.tokenizers.tokenizer import encode_documents
 from toyexp.training.experiment import prepare
 from toyexp_data import cache as caching
 from toyexp_data import corpus as finding
 from toyexp_data import corpus as reading
-from toyexp_data.cache import packed, recall, remember
+from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.images import Images
 from toyexp_data.jsonl import Jsonl
 from toyexp_data.text import Stdlib, Text
@@ -272,14 +272,14 @@ def test_bpe_round_trips_any_text(bpe, text):
 
 @given(st.lists(st.sampled_from("abc é日🙂\n"), max_size=60).map("".join))
 def test_characters_round_trip_the_texts_they_were_made_of(text):
-    tokenizer = Characters.of(["abc é日🙂\n"])
+    tokenizer = Characters.from_texts(["abc é日🙂\n"])
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) == len(text)
 
 
 def test_a_character_the_corpus_did_not_have_is_named():
     with pytest.raises(UserError, match="the character 'z' is not in this character tokenizer"):
-        Characters.of(["abc"]).encode("abz")
+        Characters.from_texts(["abc"]).encode("abz")
 
 
 def test_bpe_learns_the_same_tokens_from_the_same_text(bpe):
@@ -296,8 +296,10 @@ def test_bpe_refuses_a_vocabulary_without_room_for_the_bytes():
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 def test_documents_are_joined_by_end_of_text_and_read_back_without_it(bpe, kind):
-    tokenizer = {"byte": Bytes(), "char": Characters.of(SENTENCES), "bpe": bpe}[kind]
-    ids = np.concatenate([*encoded(tokenizer, [[SENTENCES[0]], [""], [], [SENTENCES[1][:7], SENTENCES[1][7:]]])])
+    tokenizer = {"byte": Bytes(), "char": Characters.from_texts(SENTENCES), "bpe": bpe}[kind]
+    ids = np.concatenate(
+        [*encode_documents(tokenizer, [[SENTENCES[0]], [""], [], [SENTENCES[1][:7], SENTENCES[1][7:]]])]
+    )
     assert np.flatnonzero(ids == tokenizer.eos).tolist() == [len(tokenizer.encode(SENTENCES[0])), len(ids) - 1]
     assert tokenizer.decode(ids) == SENTENCES[0] + SENTENCES[1]
     assert ids.dtype == np.int32 and ids.max() < tokenizer.vocab
@@ -575,7 +577,7 @@ def test_files_that_a_system_makes_up_are_named_as_that_and_never_waited_for(tmp
 
 def test_a_long_search_through_folders_says_how_far_it_is(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(finding, "EACH", 2)
+    monkeypatch.setattr(finding, "STATUS_EVERY", 2)
     monkeypatch.setattr(finding, "show_status", told.append)
     for name in "abc":
         (tmp_path / "in" / name).mkdir(parents=True)
@@ -605,19 +607,19 @@ def test_tokens_are_made_once_and_then_mapped(cache):
         made.append(1)
         return split(range(5), [7, 70_000])()
 
-    first, again = (packed("key", 70_001, make) for _ in range(2))
+    first, again = (load_or_pack("key", 70_001, make) for _ in range(2))
     assert len(made) == 1
     assert [p.tolist() for p in first.parts] == [p.tolist() for p in again.parts] == [[*range(5)], [7, 70_000]]
     whole = np.array([*range(5), 7, 70_000], np.int32).tobytes()
     assert first.sha256 == again.sha256 == hashlib.sha256(whole).hexdigest()
-    packed("another key", 70_001, make)
+    load_or_pack("another key", 70_001, make)
     assert len(made) == 2
     assert sorted(p.suffix for p in cache.iterdir()) == [".ids", ".ids"], "no temporary file stays"
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(65_536, 2), (65_537, 4)])
 def test_ids_take_two_bytes_where_they_fit(cache, vocab, size):
-    (ids, none) = packed("key", vocab, split([vocab - 1, 0], [])).parts
+    (ids, none) = load_or_pack("key", vocab, split([vocab - 1, 0], [])).parts
     assert ids.tolist() == [vocab - 1, 0] and ids.itemsize == size and none.tolist() == []
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 1
@@ -626,7 +628,7 @@ def test_ids_take_two_bytes_where_they_fit(cache, vocab, size):
 def test_mapped_ids_make_the_same_batches_as_ids_in_memory():
     rng = np.random.default_rng(0)
     train, held_out = (rng.integers(0, 300, n, dtype=np.int32) for n in (900, 300))
-    kept = packed("key", 300, split(train, held_out))
+    kept = load_or_pack("key", 300, split(train, held_out))
     one, two = (
         TokenDataset(train, held_out, None, 300, 3, {}),
         TokenDataset(*kept.parts, None, 300, 3, {}, kept.sha256),
@@ -672,11 +674,11 @@ DAMAGE = [
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_cache_file_is_made_again(cache, kind):
     make = split(range(500), range(200))
-    packed("key", 500, make)
+    load_or_pack("key", 500, make)
     (path,) = cache.iterdir()
     whole = path.read_bytes()
     path.write_bytes(damaged(kind, whole))
-    again = packed("key", 500, make)
+    again = load_or_pack("key", 500, make)
     assert [p.tolist() for p in again.parts] == [[*range(500)], [*range(200)]]
     assert path.read_bytes() == whole, "and the next run finds a good one"
 
@@ -703,13 +705,13 @@ def test_a_cache_that_cannot_be_written_is_only_slower(tmp_path, monkeypatch, ho
 
 
 def test_a_pipe_in_the_place_of_what_is_kept_is_replaced_and_not_waited_for(cache):
-    packed("key", 10, lambda: [[np.arange(9)]])
+    load_or_pack("key", 10, lambda: [[np.arange(9)]])
     remember("facts", "key", {"a": 1})
     for path in cache.iterdir():
         path.unlink()
         os.mkfifo(path)
     assert recall("facts", "key") is None
-    assert packed("key", 10, lambda: [[np.arange(9)]]).parts[0].tolist() == list(range(9))
+    assert load_or_pack("key", 10, lambda: [[np.arange(9)]]).parts[0].tolist() == list(range(9))
     assert [p.is_file() for p in cache.glob("*.ids")] == [True]
 
 
@@ -720,7 +722,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     for name in ("TOYEXP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert [p.tolist() for p in packed("key", 9, split([1, 2], [3])).parts] == [[1, 2], [3]]
+    assert [p.tolist() for p in load_or_pack("key", 9, split([1, 2], [3])).parts] == [[1, 2], [3]]
     remember("text", "key", {})
     assert recall("text", "key") is None
 
@@ -732,7 +734,7 @@ def test_what_is_broken_off_leaves_no_half_cache_file(cache, error):
         raise error
 
     with pytest.raises(type(error) if isinstance(error, Exception) else error):
-        packed("key", 9, make)
+        load_or_pack("key", 9, make)
     assert list(cache.iterdir()) == []
 
 
@@ -742,7 +744,7 @@ def test_what_a_killed_process_left_is_tidied_away_a_day_later(cache):
     for path, age in ((old, 2 * 24 * 3600), (new, 60)):
         path.write_bytes(b"half")
         os.utime(path, (time.time() - age,) * 2)
-    packed("key", 9, split([1], [2]))
+    load_or_pack("key", 9, split([1], [2]))
     assert not old.exists() and new.exists()
 
 
@@ -768,17 +770,17 @@ def test_two_that_make_the_same_tokens_at_once_both_have_them(cache):
     def make():  # while the first writes, another process makes the same
         if not inner:
             inner.append(1)
-            inner.append(packed("key", 9, split([1, 2], [3])))
+            inner.append(load_or_pack("key", 9, split([1, 2], [3])))
         yield from split([1, 2], [3])()
 
-    outer = packed("key", 9, make)
-    for found in (outer, inner[1], packed("key", 9, make)):
+    outer = load_or_pack("key", 9, make)
+    for found in (outer, inner[1], load_or_pack("key", 9, make)):
         assert [p.tolist() for p in found.parts] == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])
 def test_the_second_run_does_not_read_the_text_again(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(reading, "SETTLED", -9.0)
+    monkeypatch.setattr(reading, "SETTLE_TIME", -9.0)
     (tmp_path / "t.txt").write_text("the cat sat on the mat. " * 500)
     settings = {"tokenizer": tokenizer, "bpe_vocab": 270, "max_mb": 0.01}
     first = opened(tmp_path / "t.txt", **settings)
@@ -792,7 +794,7 @@ def test_the_second_run_does_not_read_the_text_again(tmp_path, monkeypatch, toke
 
 
 def test_a_text_that_changed_is_read_again_even_when_its_time_was_set_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "SETTLED", -9.0)
+    monkeypatch.setattr(reading, "SETTLE_TIME", -9.0)
     path = tmp_path / "t.txt"
     path.write_text("abcd" * 100)
     times = path.stat()
@@ -846,7 +848,7 @@ def test_a_bpe_that_learns_fewer_tokens_than_it_was_to_says_how_many(tmp_path):
 def test_the_part_of_a_text_that_is_learned_from_is_spread_over_it(count, share):
     pieces = [f"{n:04}" for n in range(count)]
     limit = max(int(4 * count * share), 1)
-    taken = [int(p) for p in reading.spread(pieces, 4 * count, limit)]
+    taken = [int(p) for p in reading.sample_pieces(pieces, 4 * count, limit)]
     assert taken[0] == 0 and abs(4 * len(taken) - limit) <= 4
     assert max(np.diff([*taken, count]), default=0) <= 2 / share + 2
 

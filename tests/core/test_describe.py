@@ -27,7 +27,7 @@ from toyexp.interfaces.ops import Params, Rotary
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.reference.engine import ReferenceOps
-from toyexp.reference.forward_listing import Line, ListedOps, Listing, Traced, listing
+from toyexp.reference.forward_listing import Line, ListedOps, Listing, WeightInfo, listing
 from toyexp.tokenizers.byte_level import BPE, Bytes
 
 GPT2 = """\
@@ -118,7 +118,7 @@ ALL = {**MODELS, "vit": VIT, "vit_rmsnorm": replace(VIT, block="rmsnorm_silu"), 
 
 
 def traced(model):
-    return listing(model, [Traced(t.shape, t.name, "F32") for t in model.tensors()])
+    return listing(model, [WeightInfo(t.shape, t.name, "F32") for t in model.tensors()])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -170,7 +170,9 @@ def test_the_head_is_told_from_the_last_block(name, layers):
 
 def test_blocks_of_other_types_and_of_another_form_are_said_to_be():
     model = replace(MODELS["llama"], vocab=VOCAB, n_layers=4)
-    weights = [Traced(t.shape, t.name, "Q6_K" if t.name == "blk.2.attn_v.weight" else "Q4_K") for t in model.tensors()]
+    weights = [
+        WeightInfo(t.shape, t.name, "Q6_K" if t.name == "blk.2.attn_v.weight" else "Q4_K") for t in model.tensors()
+    ]
     assert "blocks 1..3 are alike, but for types: attn_v.weight Q4_K or Q6_K" in listing(model, weights).lines()
     parts = traced(model)
     odd = replace(parts, blocks={**parts.blocks, 2: [*parts.blocks[2], parts.blocks[2][-1]]}).lines()
@@ -420,7 +422,9 @@ def test_numbers_of_64_bits_are_shown_as_they_are(registry):
 
 
 def test_a_product_of_tensors_alone_is_counted_too():
-    listing = Listing([Line("matmul", (Traced((8, 4), "w"),), (2, 8), operations=128)], {}, [], frozenset({"B", "T"}))
+    listing = Listing(
+        [Line("matmul", (WeightInfo((8, 4), "w"),), (2, 8), operations=128)], {}, [], frozenset({"B", "T"})
+    )
     assert listing.operations() == {"": 128}
     assert "128" in listing.lines()[1]
 

@@ -23,7 +23,7 @@ from toyexp.base.random import stream
 from toyexp.cli.commands import COMMANDS
 from toyexp.cli.main import main
 from toyexp.formats.file_plan import read_adapter
-from toyexp.formats.gguf.open_model import model_in
+from toyexp.formats.gguf.open_model import load_open_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp.inference.generate import TextBuilder
@@ -489,7 +489,7 @@ def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsy
 def test_an_adapter_is_scaled_by_its_alpha_over_its_rank():
     write_lora(Path("adapter.gguf"), Path("base.gguf"))
     with GGUFFile("base.gguf") as file:
-        model = model_in(file, load())
+        model = load_open_model(file, load())
     pairs, adapters = read_adapter(Path("adapter.gguf"), model)
     assert {a.scale for a in adapters} == {6 / 4}
     assert [t.name for t in pairs] == [name for a in adapters for name in (f"{a.target}.lora_a", f"{a.target}.lora_b")]

@@ -25,7 +25,7 @@ from toyexp.base.errors import RunFailed
 from toyexp.formats.gguf.form import GGUFForm, gguf_form
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, encodes_finite
 from toyexp.formats.gguf.header import GGUFError
-from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.open_model import load_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.formats.gguf.write import FILE_TYPES, Writer, check_keys, size_label, write_model
@@ -495,7 +495,7 @@ def registry():
 
 
 def test_the_model_that_those_spoil_is_one(tmp_path, registry):
-    model = model_of(put_llama(tmp_path / "m.gguf", llama_keys()), registry, [TOKENS])
+    model = load_model(put_llama(tmp_path / "m.gguf", llama_keys()), registry, [TOKENS])
     assert (model.vocab, model.n_heads, model.n_kv_heads) == (257, 4, 2)
 
 
@@ -505,7 +505,7 @@ def test_a_file_that_is_no_model_is_an_error_with_its_path_and_one_cause(tmp_pat
     path = put_llama(tmp_path / "m.gguf", llama_keys(**keys), tensors)
     began = time.process_time()
     with pytest.raises(GGUFError) as caught:
-        model_of(path, registry, [TOKENS])
+        load_model(path, registry, [TOKENS])
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert cause in message
@@ -918,7 +918,7 @@ def test_an_export_replaces_the_file_in_one_piece(tmp_path):
 # -- tokenizers -------------------------------------------------------------------------------------------------------
 
 CORPUS = "The café sold 12 crêpes, didn't it?\n\tfor i in range(10): print(f'{i}')  # 中文 🙂 <unused300>\n" * 4
-TOKENIZERS = {"byte": Bytes(), "char": Characters.of([CORPUS]), "bpe": BPE.train([CORPUS], 320)}
+TOKENIZERS = {"byte": Bytes(), "char": Characters.from_texts([CORPUS]), "bpe": BPE.train([CORPUS], 320)}
 
 
 @pytest.mark.parametrize("spare", [0, 1, 50])

@@ -17,7 +17,7 @@ from tiny import MODELS, split, write_base
 from toyexp import ModelExport, Rotary, RunFailed, UserError
 from toyexp.base.formatting import format_bytes
 from toyexp.cli.main import main
-from toyexp.formats.gguf.open_model import exported_of
+from toyexp.formats.gguf.open_model import read_exported
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import hf_notes, model_card, write_folder
@@ -251,7 +251,7 @@ def test_a_directory_is_whole_or_not_there(monkeypatch):
     import toyexp.formats.huggingface as module
 
     with GGUFFile("m.gguf") as file:
-        whole = exported_of(file, [type(model)])
+        whole = read_exported(file, [type(model)])
         for count in range(len(FILES) - 1):
             left = iter(range(count))
 
@@ -286,7 +286,7 @@ def test_an_interrupt_between_the_two_names_brings_the_earlier_directory_back(mo
         return rename(self, target)
 
     with GGUFFile("m.gguf") as file:
-        whole = exported_of(file, [type(model)])
+        whole = read_exported(file, [type(model)])
         write_folder(Path("out"), whole)
         Path("out/config.json").write_text("first")
         monkeypatch.setattr(Path, "rename", interrupted)
@@ -369,7 +369,7 @@ def published(vocab=257, **keys):
     ("name", "sizes", "tokenizer", "said"),
     [
         ("llama", {}, Bytes(), "it has no byte tokenizer"),
-        ("qwen2", {}, Characters.of(["abc"]), "it has no char tokenizer"),
+        ("qwen2", {}, Characters.from_texts(["abc"]), "it has no char tokenizer"),
         ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "trained here"),
         ("llama", {}, None, "no tokenizer"),
         ("llama", {}, published(), ""),

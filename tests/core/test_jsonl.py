@@ -17,8 +17,8 @@ from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
-from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain, tokenize
-from toyexp_data.jsonl import Jsonl, parse, rows_of, spread
+from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain_rows, tokenize
+from toyexp_data.jsonl import Jsonl, example_rows, parse, spread_held_out
 from toyexp_data.template import ChatTemplate
 from toyexp_models.llama import Llama
 
@@ -93,7 +93,7 @@ def tokenizers():
 @settings(deadline=None, max_examples=80)
 def test_of_a_pair_exactly_the_completion_and_its_end_are_learned(tokenizers, kind, prompt, completion):
     tokenizer = tokenizers[kind]
-    parts = rows_of({"prompt": prompt, "completion": completion}, plain).rows[0]
+    parts = example_rows({"prompt": prompt, "completion": completion}, plain_rows).rows[0]
     example = tokenize(parts, tokenizer, everything=False)
     before, after = tokenizer.encode(prompt).tolist(), tokenizer.encode(completion).tolist()
     assert example.ids.tolist() == [*before, *after, tokenizer.eos]
@@ -104,9 +104,9 @@ def test_of_a_pair_exactly_the_completion_and_its_end_are_learned(tokenizers, ki
 
 def test_a_token_across_the_boundary_is_cut_there_and_counted():
     tokenizer = BPE([*SYMBOLS, "Ġx", END_OF_TEXT], [("Ġ", "x")], 257)
-    example = tokenize(rows_of({"prompt": "a ", "completion": "x"}, plain).rows[0], tokenizer, False)
+    example = tokenize(example_rows({"prompt": "a ", "completion": "x"}, plain_rows).rows[0], tokenizer, False)
     assert example.ids.tolist() == [ord("a"), ord(" "), ord("x"), 257] and example.split == 1
-    whole = tokenize(rows_of({"prompt": "a", "completion": " x"}, plain).rows[0], tokenizer, False)
+    whole = tokenize(example_rows({"prompt": "a", "completion": " x"}, plain_rows).rows[0], tokenizer, False)
     assert whole.ids.tolist() == [ord("a"), 256, 257] and whole.split == 0
 
 
@@ -115,7 +115,7 @@ def test_a_token_across_the_boundary_is_cut_there_and_counted():
 @settings(deadline=None, max_examples=80)
 def test_of_a_conversation_every_answer_is_learned_and_nothing_else(tokenizers, kind, messages):
     tokenizer = tokenizers[kind]
-    example = tokenize(plain(messages).rows[0], tokenizer, everything=False)
+    example = tokenize(plain_rows(messages).rows[0], tokenizer, everything=False)
     answers = [m.content for m in messages if m.role == "assistant"]
     assert learned_texts(example, tokenizer) == (answers, True)
     assert example.learned.sum() == sum(len(tokenizer.encode(a)) + 1 for a in answers)
@@ -126,10 +126,12 @@ def test_of_a_conversation_every_answer_is_learned_and_nothing_else(tokenizers, 
 
 def test_with_train_on_all_every_token_is_learned_after_a_start():
     for value in ({"prompt": "ab", "completion": "c"}, {"text": "abc"}):
-        example = tokenize(rows_of(value, plain).rows[0], Bytes(), everything=True)
+        example = tokenize(example_rows(value, plain_rows).rows[0], Bytes(), everything=True)
         assert example.ids.tolist() == [EOS, *b"abc", EOS]
         assert example.learned.tolist() == [False, True, True, True, True]
-    assert tokenize(rows_of({"text": "abc"}, plain).rows[0], Bytes(), False).learned.sum() == 4, "text is learned whole"
+    assert tokenize(example_rows({"text": "abc"}, plain_rows).rows[0], Bytes(), False).learned.sum() == 4, (
+        "text is learned whole"
+    )
 
 
 @given(messages=CHATS)
@@ -140,7 +142,7 @@ def test_the_plain_format_is_the_template_that_the_export_carries(messages):
     said = [m.fields() for m in messages]
     whole = template.render(messages=said, eos_token=END_OF_TEXT, add_generation_prompt=False)
     prompt = template.render(messages=said[:-1], eos_token=END_OF_TEXT, add_generation_prompt=True)
-    spelled = "".join(p.text + END_OF_TEXT * p.end for p in plain(messages).rows[0])
+    spelled = "".join(p.text + END_OF_TEXT * p.end for p in plain_rows(messages).rows[0])
     assert spelled + "\n" == whole
     assert spelled == prompt + messages[-1].content + END_OF_TEXT, "what is learned begins where a chat asks"
 
@@ -286,7 +288,7 @@ def of_lengths(lengths):
 def test_an_epoch_weighs_every_completion_token_that_fits_once(tmp_path_factory, pack, lengths, context, rows, seed):
     path = tmp_path_factory.getbasetemp() / "lengths.jsonl"
     dataset = opened(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
-    held = spread(len(lengths), 0.2)
+    held = spread_held_out(len(lengths), 0.2)
     fits = [min(c + 1, context + 1 - p) for p, c in lengths]
     wanted = {n: f for n, (f, h) in enumerate(zip(fits, held, strict=True)) if f > 0 and not h}
     if not wanted or not any(f > 0 for f, h in zip(fits, held, strict=True) if h):
@@ -345,8 +347,8 @@ def test_a_batch_depends_on_seed_and_number_alone_and_is_its_micro_batches(tmp_p
 
 
 def test_held_out_examples_are_spread_evenly_and_never_trained_on(tmp_path):
-    assert np.flatnonzero(spread(20, 0.2)).tolist() == [4, 9, 14, 19]
-    assert spread(3, 0.01).sum() == 1 and spread(2, 0.99).sum() == 1
+    assert np.flatnonzero(spread_held_out(20, 0.2)).tolist() == [4, 9, 14, 19]
+    assert spread_held_out(3, 0.01).sum() == 1 and spread_held_out(2, 0.99).sum() == 1
     dataset = opened(tmp_path / "x.jsonl", of_lengths([(1, 2)] * 20), tokenizer="char", val_fraction=0.2)
     one, two = (dataset.batches(6, 3, seed).held_out() for seed in (0, 1))
     assert [batch_digest(b) for b in one] == [batch_digest(b) for b in two]
@@ -465,7 +467,7 @@ def test_what_other_programs_write_is_read(tmp_path):
 def test_text_the_tokenizer_cannot_take_is_a_bad_line(tmp_path):
     model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=8, vocab=15)
     values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
-    write_model(tmp_path / "char.gguf", model, values, Characters.of(["0123456789+= "]))
+    write_model(tmp_path / "char.gguf", model, values, Characters.from_texts(["0123456789+= "]))
     lines = [*pairs(5), {"prompt": "z", "completion": "1"}]
     with pytest.raises(UserError, match=r"x\.jsonl:6: the character 'z' is not in this character tokenizer"):
         opened(tmp_path / "x.jsonl", lines, tokenizer=str(tmp_path / "char.gguf"))

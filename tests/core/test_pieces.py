@@ -11,7 +11,7 @@ from toyexp.tokenizers import tokenizer as pieces
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
-from toyexp.tokenizers.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, USER_DEFINED, cut_up, encoded
+from toyexp.tokenizers.tokenizer import BYTE, CONTROL, END_OF_TEXT, NORMAL, USER_DEFINED, encode_documents, split_text
 
 NAME_OF = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items())}
 RUNS = [
@@ -43,7 +43,7 @@ def in_chunks(text, seed):
 def test_every_pre_tokenizer_finds_the_same_words_in_pieces(name):
     pre = PRE_TOKENIZERS[name]
     text = nasty(f"words {name}", 7_000)
-    found = [part.text for part in cut_up(in_chunks(text, name), pre.cuts, size=600)]
+    found = [part.text for part in split_text(in_chunks(text, name), pre.cuts, size=600)]
     assert "".join(found) == text
     assert [word for piece in found for word in pre._words(piece)] == pre._words(text)
     if name != "superbpe":  # whose words are all that stands between two numbers
@@ -72,7 +72,7 @@ def sentencepiece(prefix=True):
 
 TOKENIZERS = {
     "byte": Bytes,
-    "char": lambda: Characters.of([*NASTY, *RUNS, PROSE, *scrambled(1, 100), "<b>"]),
+    "char": lambda: Characters.from_texts([*NASTY, *RUNS, PROSE, *scrambled(1, 100), "<b>"]),
     "qwen2": lambda: byte_level("qwen2"),
     "llama-bpe": lambda: byte_level("llama-bpe"),
     "deepseek-llm": lambda: byte_level("deepseek-llm"),
@@ -85,7 +85,7 @@ TOKENIZERS = {
 def test_every_tokenizer_gives_the_same_ids_in_pieces(name):
     tokenizer = TOKENIZERS[name]()
     text = nasty(1, 20_000).replace("12", "<b>")  # which is a token of its own, wherever it stands
-    found = [part.text for part in cut_up(in_chunks(text, 1), tokenizer.cuts, size=600)]
+    found = [part.text for part in split_text(in_chunks(text, 1), tokenizer.cuts, size=600)]
     assert len(found) > 8 and "".join(found) == text
     ids = np.concatenate(tokenizer.encode_pieces(found, [True, *[False] * (len(found) - 1)]))
     assert ids.tolist() == tokenizer.encode(text).tolist()
@@ -104,8 +104,8 @@ def test_documents_begin_and_end_once_however_many_pieces_they_have(monkeypatch)
     text = PROSE * 100
     whole = tokenizer.encode(text).tolist()
     monkeypatch.setattr(pieces, "BATCH", 3000)
-    monkeypatch.setattr(pieces.cut_up, "__defaults__", (500,))
-    found = [*encoded(tokenizer, [[text[:777], text[777:]], [], [""], [text]])]
+    monkeypatch.setattr(pieces.split_text, "__defaults__", (500,))
+    found = [*encode_documents(tokenizer, [[text[:777], text[777:]], [], [""], [text]])]
     assert len(found) > 10
     assert np.concatenate(found).tolist() == [tokenizer.bos, *whole, tokenizer.eos] * 2
 
@@ -113,14 +113,14 @@ def test_documents_begin_and_end_once_however_many_pieces_they_have(monkeypatch)
 def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch, capsys):
     monkeypatch.setattr(pieces, "LARGE", 1 << 12)
     text, superbpe = "no number in it. " * 3000, PRE_TOKENIZERS["superbpe"]
-    assert [part.text for part in cut_up(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
+    assert [part.text for part in split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
     assert capsys.readouterr().err.count("no place to cut") == 1
     monkeypatch.setattr(pieces, "available_bytes", lambda: 10_000)
     with pytest.raises(UserError, match=r"GB: give another data\.tokenizer"):
-        list(cut_up(in_chunks(text, 0), superbpe.cuts, size=1 << 10))
+        list(split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10))
 
 
 def test_behind_a_stretch_without_a_place_to_cut_pieces_are_small_again():
     text = "a" * 20_000 + " word" * 8000
-    first, *others = (part.text for part in cut_up(in_chunks(text, 0), PRE_TOKENIZERS["gpt-2"].cuts, size=2000))
+    first, *others = (part.text for part in split_text(in_chunks(text, 0), PRE_TOKENIZERS["gpt-2"].cuts, size=2000))
     assert len(first) > 20_000 and len(others) > 9 and max(map(len, others)) <= 4000

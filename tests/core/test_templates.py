@@ -274,7 +274,7 @@ def test_a_control_token_is_found_wherever_a_message_holds_it():
 def test_a_template_is_told_the_day():
     template = "{{ strftime_now('%d %b %Y') }}{% if strftime_now is defined %}!{% endif %}"
     made = Template(template, vocabulary(), "x", datetime(2024, 7, 26))
-    assert not made.dated and made.render([], False).text == "26 Jul 2024!" and made.dated
+    assert not made.is_dated and made.render([], False).text == "26 Jul 2024!" and made.is_dated
     assert Template(template, vocabulary(), "x").render([], False).text.endswith(f" {date.today().year}!")
 
 

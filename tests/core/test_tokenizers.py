@@ -32,7 +32,7 @@ from toyexp.tokenizers.tokenizer import (
     UNUSED,
     USER_DEFINED,
     Tokenizer,
-    encoded,
+    encode_documents,
 )
 from toyexp_models.llama import Llama
 
@@ -115,7 +115,7 @@ def test_control_tokens_come_from_text_only_when_they_are_meant(tmp_path, make):
     assert meant.tolist().count(tokenizer.eos) == 1
     user = tokenizer.pieces.index("<b>")
     assert tokenizer.encode("x<b>y").tolist().count(user) == 1  # found either way, and shown
-    assert tokenizer.bytes_of(user) == b"<b>" and tokenizer.bytes_of(tokenizer.eos) == b""
+    assert tokenizer.token_bytes(user) == b"<b>" and tokenizer.token_bytes(tokenizer.eos) == b""
 
 
 def test_the_longest_special_token_is_cut_out_first_wherever_it_stands(tmp_path):
@@ -147,7 +147,7 @@ def test_generation_ends_at_tokens_by_key_and_by_name(tmp_path, tokens, keys, en
     keys = {"tokens": [*SYMBOLS, *tokens, "<end>"], "token_type": None, "eos_token_id": count, **keys}
     tokenizer = read(tmp_path, byte_level(merges=["ÿ ÿ"], **keys))
     assert {tokenizer.pieces[i] for i in tokenizer.ends} == {*ends, "<end>"}
-    assert all(tokenizer.bytes_of(i) == b"" for i in tokenizer.ends if tokenizer.pieces[i] in ENDS)
+    assert all(tokenizer.token_bytes(i) == b"" for i in tokenizer.ends if tokenizer.pieces[i] in ENDS)
 
 
 def phi(path: Path, name: Any = "Phi-3 mini", **further: Any) -> Tokenizer:
@@ -220,7 +220,7 @@ def test_a_prompt_and_a_document_begin_as_the_file_says(tmp_path, keys, start, e
     tokenizer = read(tmp_path, keys)
     ids = tokenizer.encode("The café").tolist()
     assert tokenizer.prompt("The café").tolist() == [*start, *ids, *end]
-    documents = np.concatenate([*encoded(tokenizer, [["The ", "café"], [""], ["The café"]])])
+    documents = np.concatenate([*encode_documents(tokenizer, [["The ", "café"], [""], ["The café"]])])
     assert documents.tolist() == [*start, *ids, tokenizer.eos] * 2
     assert len(tokenizer.prompt("")) >= 1
 
@@ -228,7 +228,7 @@ def test_a_prompt_and_a_document_begin_as_the_file_says(tmp_path, keys, start, e
 def test_sentencepiece_thinks_a_blank_before_a_text_and_after_special_tokens(tmp_path):
     tokenizer = read(tmp_path, sentencepiece())
     whole, rest = tokenizer.encode("The"), tokenizer.encode("The", after=tokenizer.encode("x")[-1])
-    assert tokenizer.bytes_of(whole[0])[:1] == b" " and b"".join(map(tokenizer.bytes_of, rest)) == b"The"
+    assert tokenizer.token_bytes(whole[0])[:1] == b" " and b"".join(map(tokenizer.token_bytes, rest)) == b"The"
     assert tokenizer.encode("The", after=tokenizer.eos).tolist() == whole.tolist()
     assert tokenizer.encode("</s>The", special=True).tolist() == [tokenizer.eos, *whole]
     assert tokenizer.decode(tokenizer.prompt("The café ")) == "The café "
@@ -240,7 +240,7 @@ def test_sentencepiece_writes_bytes_for_what_is_no_token(tmp_path):
     tokenizer = read(tmp_path, sentencepiece())
     ids = tokenizer.encode("中🙃").tolist()
     assert ids[-4:] == [3 + b for b in "🙃".encode()]
-    assert [tokenizer.bytes_of(i) for i in ids[-4:]] == [bytes([b]) for b in "🙃".encode()]
+    assert [tokenizer.token_bytes(i) for i in ids[-4:]] == [bytes([b]) for b in "🙃".encode()]
     assert tokenizer.decode(ids) == "中🙃"
 
 
@@ -383,7 +383,7 @@ def test_the_fingerprint_of_sentencepiece_covers_what_changes_ids(tmp_path, chan
 
 def test_the_fingerprints_of_the_trained_kinds_stay():
     assert Bytes().fingerprint() == "ab74e5f0d4205c76"
-    assert Characters.of(["héllo"]).fingerprint() == "6c0c268f76e7aa2a"
+    assert Characters.from_texts(["héllo"]).fingerprint() == "6c0c268f76e7aa2a"
     assert BPE.train(["hello hello world world"] * 3, 270).fingerprint() == "d1acfd6f9cd05b66"
 
 
@@ -394,7 +394,7 @@ def test_the_fingerprints_of_the_trained_kinds_stay():
 def test_the_tokenizers_library_makes_the_same_ids_of_the_export(tmp_path, name):
     from tokenizers import Tokenizer as Library
 
-    trained = {"byte": Bytes, "char": lambda: Characters.of([PROSE]), "bpe": lambda: BPE.train([PROSE], 300)}
+    trained = {"byte": Bytes, "char": lambda: Characters.from_texts([PROSE]), "bpe": lambda: BPE.train([PROSE], 300)}
     tokenizer = trained[name]() if name in trained else None
     if tokenizer is None:
         tokenizer = read(tmp_path, sentencepiece() if name == "spm" else byte_level(pre=name), **FURTHER)
@@ -434,7 +434,7 @@ def test_runs_of_blanks_with_one_score_grow_from_the_left_in_the_library_too():
     for count in range(100):
         text = " " * count + "x" + " " * (count % 40)
         assert library.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist(), count
-    assert tokenizer.joined_otherwise() == 0
+    assert tokenizer.count_reordered() == 0
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_runs_of_blanks_with_one_score_grow_from_the_left_in_the_library_too():
     ],
 )
 def test_tokens_that_the_library_may_join_otherwise_are_counted(pieces, scores, count):
-    assert spaced(pieces, scores).joined_otherwise() == count
+    assert spaced(pieces, scores).count_reordered() == count
 
 
 def test_a_token_that_byte_level_decoding_would_take_for_a_byte_is_marked_for_the_converter(tmp_path):

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # the child is s
 from probe import Probe, float32, probe_plan
 
 from toyexp import AdamW, Constant, FromGGUF, InputSpec, LoraAdapter, PlanTensor, Rotary, ToyexpError
-from toyexp.formats.gguf.ggml_types import pieces_of
+from toyexp.formats.gguf.ggml_types import iter_pieces
 from toyexp.formats.gguf.write import Writer
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
@@ -266,7 +266,7 @@ def quantised(cases, folder):
     for kind in ("F16", "Q8_0"):
         path, writer = Path(folder, f"{kind}.gguf"), Writer()
         writer.add("general.architecture", "probe")
-        writer.add_numbers("w", weights.shape, kind, pieces_of(weights))
+        writer.add_numbers("w", weights.shape, kind, iter_pieces(weights))
         writer.save(path)
         for name, call in calls.items():
 

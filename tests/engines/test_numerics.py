@@ -14,7 +14,7 @@ from toyexp.cli import doctor
 from toyexp.cli.doctor import Op, Training, build_engines, build_references, check_engine, format_table, gradient
 from toyexp.cli.main import main
 from toyexp.plugins.discovery import load
-from toyexp.reference.opmodel import CASES, rows_for
+from toyexp.reference.opmodel import CASES, case_rows
 from toyexp.testing import EngineSuite, op_batch, op_plan
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_ggml.session import GGMLSession
@@ -232,7 +232,7 @@ class Pairs(GGMLCPU):
 
 def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_share(monkeypatch):
     monkeypatch.setattr(TorchCPU, "available_devices", lambda self: (5, "5 cores"))
-    assert [rows_for(TorchCPU(devices=n)) for n in ("1", "2", "5")] == [3, 4, 5]
+    assert [case_rows(TorchCPU(devices=n)) for n in ("1", "2", "5")] == [3, 4, 5]
     suite = EngineSuite()
     suite.engine = Pairs(threads=1)
     suite.test_op_computes_what_its_definition_says("rope", None)

@@ -15,7 +15,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.optimiser import Group
 from toyexp.interfaces.plan import apply_optimiser
 from toyexp.interfaces.snapshot import state_shapes
-from toyexp.reference.engine import updated
+from toyexp.reference.engine import update_tensor
 from toyexp.testing import OptimiserSuite
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_optimisers.adamw import AdamWOptimiser
@@ -97,7 +97,7 @@ def assert_steps_of_a_rule(rule, reference, w, lr):
     state = {slot: np.zeros(shape) for slot, shape in rule.slots(w.shape).items()}
     for step in range(6):
         g = 4.0**step * draw.standard_normal(w.shape)
-        w, state = updated(group, group.numbers(step, lr), w, g, state)
+        w, state = update_tensor(group, group.numbers(step, lr), w, g, state)
         np.testing.assert_allclose(w, reference.step(g, lr), rtol=1e-7, atol=1e-9)
 
 

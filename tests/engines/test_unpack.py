@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 IN_TRITON = [kind for kind in KINDS if kind not in unpack.UNBLOCKED]
 
 
-def bytes_of(kind, rows=40, below=256):
+def token_bytes(kind, rows=40, below=256):
     _, per_block, block_bytes = GGUF_TYPES[KINDS[kind]]
     width = 2 * per_block if per_block > 1 else 64
     return np.random.default_rng(KINDS[kind]).integers(0, below, (rows, width // per_block * block_bytes), np.uint8)
@@ -45,7 +45,7 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_is_what_gguf_py_makes_of_it_rounded_once(kind, monkeypatch):
     monkeypatch.setattr(unpack, "CHUNK", 16 * 256)  # several of them, and a rest
-    raw = np.concatenate([bytes_of(kind), bytes_of(kind, below=0x3C), np.zeros_like(bytes_of(kind, rows=1))])
+    raw = np.concatenate([token_bytes(kind), token_bytes(kind, below=0x3C), np.zeros_like(token_bytes(kind, rows=1))])
     expected = torch.from_numpy(dequantise(raw, KINDS[kind]))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         packed = Packed(torch.from_numpy(raw), kind, dtype)
@@ -93,7 +93,7 @@ def kernels(monkeypatch):
 def test_a_kernel_in_triton_makes_the_same_of_any_number_of_blocks(kind, kernels):
     _, per_block, block_bytes = GGUF_TYPES[KINDS[kind]]
     whole = kernels.NUMBERS // per_block  # to a program
-    blocks = bytes_of(kind, rows=3 * whole).reshape(-1, block_bytes)
+    blocks = token_bytes(kind, rows=3 * whole).reshape(-1, block_bytes)
     # The interpreter cuts off what bfloat16 does not hold, where a GPU rounds.
     for count, dtype in zip((0, 1, whole, 2 * whole + 3), ("float32", "float64", "float16", "float32"), strict=True):
         expected = torch.from_numpy(dequantise(blocks[:count], KINDS[kind]) if count else np.zeros(0, np.float32))
@@ -104,7 +104,7 @@ def test_a_kernel_in_triton_makes_the_same_of_any_number_of_blocks(kind, kernels
 
 
 def test_as_one_op_of_a_compiled_step_it_keeps_torchs_rules():
-    raw = torch.from_numpy(bytes_of("Q5_K", below=0x3C))
+    raw = torch.from_numpy(token_bytes("Q5_K", below=0x3C))
     torch.library.opcheck(unpack.unpack_op, (raw, "Q5_K", torch.bfloat16))
 
 

@@ -25,7 +25,7 @@ from faults import words
 from toyexp import ToyexpError, UserError
 from toyexp.cli.main import main
 from toyexp.config import request as requests
-from toyexp.formats.gguf.open_model import model_of
+from toyexp.formats.gguf.open_model import load_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
@@ -272,7 +272,7 @@ class Base(OfGGUF):
     def use(self):
         for cfg in self.kinds:
             recipe = replace(cfg.recipe, base=str(self.path))
-            base = model_of(self.path, REGISTRY, recipe.reads)
+            base = load_model(self.path, REGISTRY, recipe.reads)
             model = replace(base, context=min(16, base.context))
             one_step(experiment.prepare(fresh(cfg, recipe=recipe, base=model, model=model)))
 

@@ -227,7 +227,7 @@ def test_a_model_with_a_published_vocabulary_comes_back(capsys, name, published)
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 def test_what_it_does_not_take_was_said_at_export(capsys, kind):
-    made = {"byte": Bytes, "char": lambda: Characters.of(NASTY), "bpe": lambda: BPE.train(NASTY, 300)}[kind]()
+    made = {"byte": Bytes, "char": lambda: Characters.from_texts(NASTY), "bpe": lambda: BPE.train(NASTY, 300)}[kind]()
     exported("llama", made)
     assert "note: llama.cpp's convert_hf_to_gguf.py cannot" in capsys.readouterr().out
     assert converted().returncode != 0 and not Path("back.gguf").exists()

@@ -192,7 +192,13 @@ def cut_like(pre: str) -> BPE:
 def directories(tmp_path_factory, tokenizer):
     """What each family's directory is asked with each tokenizer, and what llama.cpp and we say to that."""
     root = tmp_path_factory.mktemp("directories")
-    made = {"bpe": tokenizer, "byte": Bytes(), "char": Characters.of(TEXTS), "spm": spm(), "spm_bare": spm(False)}
+    made = {
+        "bpe": tokenizer,
+        "byte": Bytes(),
+        "char": Characters.from_texts(TEXTS),
+        "spm": spm(),
+        "spm_bare": spm(False),
+    }
     made |= {pre: cut_like(pre) for pre in CUTS}
     found = {}
     for family, kind in FAMILIES:

@@ -30,7 +30,7 @@ from toyexp.training.loop import Training
 from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
 from toyexp_callbacks.schedules import Cosine
-from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain, tokenize
+from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain_rows, tokenize
 from toyexp_data.template import ChatTemplate
 from toyexp_data.text import Text
 from toyexp_formats.shipped import GGUF
@@ -409,7 +409,7 @@ def test_the_judge_notices_a_wrong(workshop, name, defect, tmp_path):
 TEXTS = [*NASTY, *scrambled(seed=1, count=1500)]
 TOKENIZERS = {
     "byte": Bytes,
-    "char": lambda: Characters.of([*TEXTS, "e"]),
+    "char": lambda: Characters.from_texts([*TEXTS, "e"]),
     # Trained on the texts themselves, so that merges reach right up to wherever a text is cut into words.
     "bpe": lambda: BPE.train([*TEXTS, PROSE], 4000),
 }
@@ -457,7 +457,7 @@ def test_llama_cpp_asks_with_the_ids_that_training_read(template, tmp_path):
     tokenizer.controls, tokenizer.chat_template = frozenset([tokenizer.vocab - 2, tokenizer.vocab - 1]), template
     path = write_untrained(tmp_path / "chat.gguf", tokenizer, tokenizer.vocab)
     (prompt,) = ask(path, tokenizer.vocab, None, chats=[TALK]).chats
-    write = plain if template == PLAIN_TEMPLATE else ChatTemplate(template, tokenizer, path).rows
+    write = plain_rows if template == PLAIN_TEMPLATE else ChatTemplate(template, tokenizer, path).rows
     example = tokenize(write([*TALK, ANSWER]).rows[0], tokenizer, everything=False)
     assert example.ids[: len(prompt)].tolist() == prompt
     end = tokenizer.eos if template == PLAIN_TEMPLATE else tokenizer.vocab - 1

@@ -349,7 +349,7 @@ def test_a_token_that_is_not_written_in_byte_symbols_is_in_no_text(tmp_path):
     (answer,) = ask([{"model": str(tmp_path / "model.gguf"), "texts": texts}])
     assert [tokenizer.encode(text).tolist() for text in texts] == answer["tokens"]
     assert {256, 257, 258}.isdisjoint(i for ids in answer["tokens"] for i in ids)
-    assert [tokenizer.bytes_of(i) for i in (256, 257, 258)] == ["\u2603".encode(), "a\u2603".encode(), b"a b"]
+    assert [tokenizer.token_bytes(i) for i in (256, 257, 258)] == ["\u2603".encode(), "a\u2603".encode(), b"a b"]
 
 
 def checkout(folder: str) -> Path:
@@ -434,7 +434,7 @@ def test_a_chat_is_asked_with_the_ids_that_training_read(kind, template, tmp_pat
     assert example.ids[: len(prompt)].tolist() == prompt
     assert prompt[:2].count(tokenizer.bos) <= 1
     answer = example.ids[len(prompt) :].tolist()
-    assert answer[-1] in tokenizer.ends and b"".join(map(tokenizer.bytes_of, answer)).strip() == b"No, 12!"
+    assert answer[-1] in tokenizer.ends and b"".join(map(tokenizer.token_bytes, answer)).strip() == b"No, 12!"
     assert example.learned[len(prompt) :].all() and not example.learned[len(prompt) - 3 : len(prompt)].any()
 
 

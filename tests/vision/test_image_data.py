@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from toyexp import ImageDataset, RunPreview, UserError
-from toyexp.batching.images import augmented, held_out_mask
+from toyexp.batching.images import augment_image, held_out_mask
 from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite, image_dataset
 from toyexp_data.images import Digits, Images
@@ -92,11 +92,11 @@ def test_augmenting_changes_pixels_and_neither_order_nor_held_out_images():
 def test_what_an_augmented_image_may_look_like():
     image = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16, 1)
     draw = np.random.default_rng(0).integers(0, 2**63, 400)
-    mirrored = {augmented(image, int(b), True, False).tobytes() for b in draw}
+    mirrored = {augment_image(image, int(b), True, False).tobytes() for b in draw}
     assert mirrored == {image.tobytes(), np.ascontiguousarray(image[:, ::-1]).tobytes()}
     wide = np.pad(image, ((2, 2), (2, 2), (0, 0)), mode="edge")
     expected = {wide[y : y + 16, x : x + 16].tobytes() for y in range(5) for x in range(5)}  # an eighth of 16 is 2
-    assert {np.ascontiguousarray(augmented(image, int(b), False, True)).tobytes() for b in draw} == expected
+    assert {np.ascontiguousarray(augment_image(image, int(b), False, True)).tobytes() for b in draw} == expected
 
 
 def test_training_pixels_are_normalised_by_channel_and_held_out_ones_by_the_same_numbers():

@@ -19,7 +19,7 @@ from toyexp.base.terminal import show_status
 from toyexp.config.build import apply_types, check_engine, check_parts, pick_engine
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, default_callbacks
-from toyexp.formats.gguf.open_model import model_in, opened
+from toyexp.formats.gguf.open_model import load_open_model, open_gguf
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.engine import Engine
@@ -173,7 +173,7 @@ def _load_base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
         return None
     if model is not None:
         raise UserError(f"train model: recipe={recipe.name} takes the model from {path}; leave model out")
-    return model_in(opened(str(path)), registry, recipe.reads)
+    return load_open_model(open_gguf(str(path)), registry, recipe.reads)
 
 
 def _build_settings(given: Mapping[str, Any]) -> Settings:

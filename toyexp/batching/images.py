@@ -16,7 +16,7 @@ from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec
 
 AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
 NORMALISATIONS = ("train", "fixed")
-NAMED = 12  # classes that a run names
+MAX_NAMED = 12  # classes that a run names
 
 
 class ImageDataset(Dataset):
@@ -72,8 +72,8 @@ class ImageDataset(Dataset):
 
     def remarks(self) -> list[str]:
         """Return the classes, and what whoever opened the data has to say."""
-        names = [printable(name) for name in self.classes[:NAMED]]
-        more = [f"and {self.vocab - NAMED} more"] if self.vocab > NAMED else []
+        names = [printable(name) for name in self.classes[:MAX_NAMED]]
+        more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
         return [f"{self.vocab} classes: {', '.join([*names, *more])}", *self._remarks]
 
     def gguf_metadata(self) -> dict[str, Any]:
@@ -156,7 +156,9 @@ class ImageBatches(Batches):
             words.append(int(bits[place]))
         picked = images[chosen]
         if self._flip or self._shift:
-            picked = np.stack([augmented(i, w, self._flip, self._shift) for i, w in zip(picked, words, strict=True)])
+            picked = np.stack(
+                [augment_image(i, w, self._flip, self._shift) for i, w in zip(picked, words, strict=True)]
+            )
         return self._batch(picked, labels[chosen])
 
     def held_out(self) -> Sequence[Batch]:
@@ -212,7 +214,7 @@ def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(means), np.array(deviations)
 
 
-def augmented(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
+def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
     """An image [height, width, channels] mirrored or not, and moved by up to an eighth of its size, as `bits` say."""
     if flip and bits & 1:
         image = image[:, ::-1]

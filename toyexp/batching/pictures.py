@@ -72,7 +72,7 @@ def _flat(image: Image, mode: str) -> Image:
     return image.convert(mode)
 
 
-def scaled(sizes: set[tuple[int, int]], size: int) -> list[str]:
+def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
     """Say that images of these sizes were cut and scaled, if any was."""
     if sizes <= {(size, size)}:
         return []
@@ -81,13 +81,13 @@ def scaled(sizes: set[tuple[int, int]], size: int) -> list[str]:
     return [f"images of {told} pixels are cut to their centred square and scaled to {size} x {size}"]
 
 
-def files_below(folder: Path) -> Iterator[Path]:
+def iter_files(folder: Path) -> Iterator[Path]:
     """Yield all files that are not hidden, as what a system keeps for itself in a folder of images is."""
     inside = (f for f in folder.rglob("*") if not f.is_dir())
     return (f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
-def images_below(folder: Path) -> Iterator[Path]:
+def iter_images(folder: Path) -> Iterator[Path]:
     """The files in a folder, and in those in it, that are images by their names; links that lead nowhere too."""
     named = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
     return (f for f in named if f.is_file() or dangling_link(f))

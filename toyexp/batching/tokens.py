@@ -100,13 +100,13 @@ class TokenBatches(Batches):
 
     def batch(self, k: int) -> Batch:
         """Training batch `k`: tokens, targets and weights, each [rows, context]."""
-        return self._rows_of(k, 1)
+        return self._take_rows(k, 1)
 
     def block(self, first: int, count: int) -> Batch:
         """The rows of `count` batches from batch `first` on."""
-        return self._rows_of(first, count)
+        return self._take_rows(first, count)
 
-    def _rows_of(self, first: int, count: int) -> Batch:
+    def _take_rows(self, first: int, count: int) -> Batch:
         row, end = first * self._rows, (first + count) * self._rows
         starts: list[np.ndarray] = []
         while row < end:  # a batch may cross into the next epoch, more than once on a tiny corpus

@@ -32,7 +32,7 @@ from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Offer, Registry
 from toyexp.reference.engine import TOLERANCES, precision, reference_adamw, reference_logits, reference_loss
-from toyexp.reference.opmodel import CASES, ROWS, op_batch, op_plan, rows_for
+from toyexp.reference.opmodel import CASES, ROWS, case_rows, op_batch, op_plan
 from toyexp.results import report
 from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.search import study
@@ -88,7 +88,7 @@ def _check_numerics(arguments: Arguments) -> int:
         raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
     passed = True
     for label, engine in build_engines(labels, load(arguments.modules)):
-        lines = list(check_engine(engine, build_references(rows_for(engine))))
+        lines = list(check_engine(engine, build_references(case_rows(engine))))
         passed = passed and all(line.passed for line in lines)
         print_output("\n".join(format_table(label, engine, lines)))
     return 0 if passed else 1
@@ -151,7 +151,7 @@ def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "", launcher.require
     yield "", lambda: study.require_optuna("cmaes")
     yield "compare --html", report.require_plotly
-    yield "the chat template of a GGUF", chat.sandbox
+    yield "the chat template of a GGUF", chat.require_jinja
     yield "", llamacpp.find_package
     yield "", lambda: quantiser("a K-quant")
 

@@ -30,7 +30,7 @@ from toyexp.config.compose import Composition
 from toyexp.config.request import Request
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import format_override
-from toyexp.formats.gguf.open_model import in_place
+from toyexp.formats.gguf.open_model import mappable_tensor
 from toyexp.interfaces.model import compute_scores
 from toyexp.runner.one_run import locate, prepare_run
 from toyexp.sweeps.directory import Job, LaunchSpec, shared_args
@@ -153,7 +153,7 @@ def _frozen_bytes(prepared: Prepared) -> int:
     engine, size = prepared.config.engine, 0
     in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
     for tensor in prepared.plan.tensors if not engine.own_memory else ():
-        info = in_place(tensor) if in_files else None
+        info = mappable_tensor(tensor) if in_files else None
         whole = 4 * tensor.size
         size += 0 if tensor.trainable else min(info.nbytes // info.shape[0] * tensor.shape[0], whole) if info else whole
     return size

@@ -25,7 +25,7 @@ from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batches
 from toyexp.interfaces.recipe import start_session
 from toyexp.interfaces.run import Run
-from toyexp.reference.engine import TOLERANCES, Tolerances, coarser, precision
+from toyexp.reference.engine import TOLERANCES, Tolerances, coarser_precision, precision
 from toyexp.sweeps.combinations import combinations, experiment_sweep
 from toyexp.training.run_config import Prepared, introduction
 
@@ -131,7 +131,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
             if array.tobytes() != measured.start[name].tobytes():
                 raise RunFailed(f"{label}: {name} does not start from the bytes that the reference starts from")
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
-        judged_by = coarser(rounds[first], rounds[label])
+        judged_by = coarser_precision(rounds[first], rounds[label])
         tolerances = replace(TOLERANCES[judged_by], **limits)
         tensors.sort(key=partial(_tolerance_ratio, tolerances), reverse=True)
         exceeded = list(_exceeded_messages(loss, tensors, tolerances))

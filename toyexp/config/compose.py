@@ -33,8 +33,8 @@ from toyexp.config.mistakes import check_files, check_keys, check_settings, expl
 from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import AUTO, Root, Source, default_callbacks
 from toyexp.config.top_level import LAUNCHER_SETTINGS, Sweep
-from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import model_in, opened
+from toyexp.formats.gguf.header import source_path
+from toyexp.formats.gguf.open_model import load_open_model, open_gguf
 from toyexp.interfaces.callback import Callback, sets_lr
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model, model_settings
@@ -260,15 +260,17 @@ def load_base(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Ori
     path = recipe.base_file()
     if path is None:
         return None
-    model = recipe.prepare_base(model_in(opened(str(path)), keys.registry, recipe.reads))
+    model = recipe.prepare_base(load_open_model(open_gguf(str(path)), keys.registry, recipe.reads))
     settings = {"name": model.name, **model_settings(model)}
     for override in given:
-        _check_model(override, cfg, f"recipe={recipe.name} takes the model from {origin(path)}, a {model.name}", model)
+        _check_model(
+            override, cfg, f"recipe={recipe.name} takes the model from {source_path(path)}, a {model.name}", model
+        )
     if model.context:
         settings["context"] = context = cfg.model.get("context", model.context)
         if isinstance(context, int) and context > model.context:
             held = f"holds a model for up to {model.context} positions; use model.context={model.context} or less"
-            raise UserError(f"model.context={context}: {origin(path)} {held}")
+            raise UserError(f"model.context={context}: {source_path(path)} {held}")
     return Base(model, settings)
 
 

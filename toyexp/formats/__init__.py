@@ -6,16 +6,25 @@ from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
     from toyexp.formats.file_plan import read_adapter
-    from toyexp.formats.gguf.form import GGUFForm, Keys, architecture_of, decimal, gguf_form, read_model
+    from toyexp.formats.gguf.form import GGUFForm, Keys, decimal, gguf_architecture, gguf_form, read_model
     from toyexp.formats.gguf.ggml_types import GGUF_TYPES, dequantise
     from toyexp.formats.gguf.header import GGUFError
-    from toyexp.formats.gguf.open_model import exported_of, in_place, opened, require_model
+    from toyexp.formats.gguf.open_model import mappable_tensor, open_gguf, read_exported, require_model
     from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, check_type
     from toyexp.formats.gguf.read import GGUFFile
     from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
     from toyexp.formats.gguf.write import check_keys, model_metadata, rewrite_gguf, write_adapter, write_model
     from toyexp.formats.huggingface import hf_notes, write_adapter_folder, write_folder
-    from toyexp.formats.layout import HF_FILES, HF_TYPES, Conversion, Layout, Numbers, Place, layout_of, unchanged
+    from toyexp.formats.layout import (
+        HF_FILES,
+        HF_TYPES,
+        ArrayFunction,
+        Conversion,
+        HFTensor,
+        Layout,
+        hf_layout,
+        identity,
+    )
     from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

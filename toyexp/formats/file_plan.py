@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toyexp.base.errors import UserError, printable
-from toyexp.formats.gguf.form import architecture_of
-from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import FromGGUF, opened
+from toyexp.formats.gguf.form import gguf_architecture
+from toyexp.formats.gguf.header import source_path
+from toyexp.formats.gguf.open_model import FromGGUF, open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.model import Model, TensorSpec, model_settings
@@ -37,20 +37,20 @@ def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
 
     A model that leaves its classes to the data has no numbers for them.
     """
-    metadata, own = opened(str(path)).metadata, {"classes"} if model_settings(model).get("classes") == 0 else set()
-    keys = {name: f"{architecture_of(model)}.{name}" for name in dataset.gguf_metadata() if name not in own}
+    metadata, own = open_gguf(str(path)).metadata, {"classes"} if model_settings(model).get("classes") == 0 else set()
+    keys = {name: f"{gguf_architecture(model)}.{name}" for name in dataset.gguf_metadata() if name not in own}
     try:
         dataset.match_preprocessing({name: metadata[key] for name, key in keys.items() if key in metadata})
         model.fit(dataset)
     except UserError as error:
-        raise type(error)(f"{origin(path)}: {error}") from None
+        raise type(error)(f"{source_path(path)}: {error}") from None
 
 
 def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
     """The frozen tensors of a LoRA adapter for llama.cpp, and what they are put on; UserError if not on `model`."""
     with GGUFFile(path) as file:
         alpha = check_adapter(file)
-        if file.architecture != (ours := architecture_of(model)):
+        if file.architecture != (ours := gguf_architecture(model)):
             raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {ours}")
         linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
         adapted = [t for t in linears if any(name in file.tensors for name in lora_names(t.name))]

@@ -16,10 +16,10 @@ import numpy as np
 
 from toyexp.base.errors import printable
 from toyexp.base.writing import convert_write_errors, dump_json, write_atomically, write_synced
-from toyexp.formats.layout import HF_TYPES, Conversion, Place, layout_of
-from toyexp.formats.peft import ORIGIN
+from toyexp.formats.layout import HF_TYPES, Conversion, HFTensor, hf_layout
+from toyexp.formats.peft import ORIGIN_KEYS
 from toyexp.formats.safetensors import Tensor, write_safetensors
-from toyexp.formats.sentencepiece_model import lacking, sentencepiece_model
+from toyexp.formats.sentencepiece_model import missing_requirement, sentencepiece_model
 from toyexp.interfaces.format import ModelExport
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, shared_alpha
@@ -27,11 +27,13 @@ from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.sentencepiece import SentencePiece
 from toyexp.tokenizers.tokenizer import Tokenizer
 
-FORM = "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
+TRANSFORMERS_VERSION = (
+    "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
+)
 METADATA = {"format": "pt"}  # transformers insists on it
 HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
-OF_TEXT = "AutoModelForCausalLM", "text-generation"
-OF_IMAGES = "AutoModelForImageClassification", "image-classification"
+TEXT_CLASSES = "AutoModelForCausalLM", "text-generation"
+IMAGE_CLASSES = "AutoModelForImageClassification", "image-classification"
 
 
 def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> list[str]:
@@ -40,15 +42,15 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
     Tensors are asked for one at a time. Returns a sentence for each tensor whose numbers are not finite, or are not in
     this type. Raises UserError for a model that transformers does not have.
     """
-    model, tokenizer, layout = exported.model, exported.tokenizer, layout_of(exported.model, exported.data)
+    model, tokenizer, layout = exported.model, exported.tokenizer, hf_layout(exported.model, exported.data)
     tensors: dict[str, Tensor] = {}
     for spec in model.tensors():
         place = layout.tensors[spec.name]
         shape = place.form(np.broadcast_to(np.float32(0), spec.shape)).shape
-        tensors[place.name] = shape, partial(_placed, exported.tensors, spec.name, place)
+        tensors[place.name] = shape, partial(_convert_tensor, exported.tensors, spec.name, place)
     for name, shape in layout.zeros.items():
         tensors[name] = shape, partial(np.zeros, shape, np.float32)
-    config = {**layout.config, "torch_dtype": dtype, "transformers_version": FORM}
+    config = {**layout.config, "torch_dtype": dtype, "transformers_version": TRANSFORMERS_VERSION}
     settings = dict(layout.files)
     if model.reads.text:
         ids = _special_ids(tokenizer)
@@ -70,9 +72,9 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
 def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
     """A sentence for each who makes something else of a model's directory than toyexp and llama.cpp do."""
     lines: list[str] = []
-    if isinstance(tokenizer, SentencePiece) and (count := tokenizer.joined_otherwise()):
+    if isinstance(tokenizer, SentencePiece) and (count := tokenizer.count_reordered()):
         lines.append(f"transformers may join {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
-    lost = lacks(layout_of(model, data).conversion, tokenizer) if model.reads.text else ""
+    lost = conversion_problem(hf_layout(model, data).conversion, tokenizer) if model.reads.text else ""
     if lost:
         lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
     return lines
@@ -84,7 +86,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
     PEFT adds lora_alpha / r * B A to the linears of the base in transformers, so B's rows stand in their order.
     """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    places = layout_of(plan.model, {}).tensors
+    places = hf_layout(plan.model, {}).tensors
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}  # by module
     for adapter in adapters:
@@ -110,14 +112,14 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
     with _directory(path) as folder:
         write_synced(folder / "adapter_config.json", dump_json(config, indent=2).encode())
         write_synced(folder / "README.md", model_card(exported, adapter=True).encode())
-        origin = {f"general.{key}": str(exported.general[key]) for key in ORIGIN if key in exported.general}
+        origin = {f"general.{key}": str(exported.general[key]) for key in ORIGIN_KEYS if key in exported.general}
         return write_safetensors(folder / "adapter_model.safetensors", tensors, "F32", METADATA | origin)
 
 
 def model_card(exported: ModelExport, adapter: bool = False) -> str:
     """Return the text of README.md: what the model is, where it comes from, its scores, and how to load it."""
     model, general, repository = exported.model, exported.general, _repository(exported)
-    (auto, task), licence = OF_TEXT if model.reads.text else OF_IMAGES, str(general.get("license", ""))
+    (auto, task), licence = TEXT_CLASSES if model.reads.text else IMAGE_CLASSES, str(general.get("license", ""))
     front = [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: {task}", "tags: [toyexp]"]
     front += [f"license: {licence}"] if re.fullmatch(r"[a-z0-9.-]+", licence) else []
     front += [f"base_model: {repository}"] if repository else []
@@ -144,7 +146,7 @@ def _repository(exported: ModelExport) -> str | None:
     return found[1] if found else None
 
 
-def _placed(tensors: Mapping[str, np.ndarray], name: str, place: Place) -> np.ndarray:
+def _convert_tensor(tensors: Mapping[str, np.ndarray], name: str, place: HFTensor) -> np.ndarray:
     return place.form(place.rows(tensors[name]))
 
 
@@ -168,7 +170,7 @@ def _directory(path: Path) -> Iterator[Path]:
 GPT2_TOKENS = 50257
 
 
-def lacks(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
+def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
     """Why it does not take the directory, or makes another model of it; nothing if all is well."""
     if tokenizer is None:
         return "the model has no tokenizer"
@@ -183,7 +185,7 @@ def lacks(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
     if isinstance(tokenizer, SentencePiece):
         if conversion.prefix not in (None, tokenizer.prefix):
             return f"for this architecture it sets add_space_prefix={str(conversion.prefix).lower()}"
-        return lacking(tokenizer) or conversion.lost
+        return missing_requirement(tokenizer) or conversion.lost
     return conversion.lost
 
 
@@ -208,7 +210,7 @@ def tokenizer_files(tokenizer: Tokenizer, replaced: bool) -> dict[str, bytes]:
     files = {"tokenizer.json": library.encode()}
     if isinstance(tokenizer, SentencePiece):
         settings |= _sentencepiece_settings(tokenizer, library)
-        if not lacking(tokenizer):
+        if not missing_requirement(tokenizer):
             files["tokenizer.model"] = sentencepiece_model(tokenizer)
     if replaced:
         settings["auto_map"] = CLASS

@@ -18,21 +18,21 @@ HF_FILES = frozenset({
     "tokenization.py", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 })  # fmt: skip
 
-Numbers = Callable[["np.ndarray"], "np.ndarray"]
+ArrayFunction = Callable[["np.ndarray"], "np.ndarray"]
 
 
-def unchanged(numbers: np.ndarray) -> np.ndarray:
+def identity(numbers: np.ndarray) -> np.ndarray:
     """The numbers as they are."""
     return numbers
 
 
 @dataclass(frozen=True)
-class Place:
+class HFTensor:
     """Where a tensor of a model stands in transformers."""
 
     name: str
-    rows: Numbers = unchanged  # the order of its outputs there: of a weight's rows, a bias, or those of a LoRA's B
-    form: Numbers = unchanged  # what else becomes of the numbers, after that; numpy.transpose in a Conv1D
+    rows: ArrayFunction = identity  # the order of its outputs there: of a weight's rows, a bias, or those of a LoRA's B
+    form: ArrayFunction = identity  # what else becomes of the numbers, after that; numpy.transpose in a Conv1D
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Layout:
     """A model in transformers: config.json, where each of its tensors stands, and what it needs beyond that."""
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, Place]  # by our name
+    tensors: Mapping[str, HFTensor]  # by our name
     zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by their name: biases that the model lacks
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further files, in JSON
     tokenizer_replaced: bool = False  # transformers 5 has a tokenizer of its own for this model_type
     conversion: Conversion = field(default_factory=Conversion)  # what llama.cpp's converter makes of it
 
 
-def layout_of(model: Model, data: Mapping[str, Any]) -> Layout:
+def hf_layout(model: Model, data: Mapping[str, Any]) -> Layout:
     """What the model is in transformers; UserError for one that they do not have."""
     if "hf" not in model.forms:
         raise UserError(f"model={model.name} has no Hugging Face layout: its class names none in forms['hf']")

@@ -12,7 +12,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import read_file
-from toyexp.formats.layout import Place, layout_of
+from toyexp.formats.layout import HFTensor, hf_layout
 from toyexp.formats.safetensors import TensorsFile, json_object
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import lora_names
@@ -20,11 +20,13 @@ from toyexp.interfaces.plan import lora_names
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT = 1 << 20  # bytes
 # Keys of `general`, in the metadata of TENSORS: some versions of PEFT refuse a CONFIG with keys that they do not know.
-ORIGIN = ("name", "run_id", "config_sha256", "adapter_digest", "base_model.0.name", "base_model.0.digest")
+ORIGIN_KEYS = ("name", "run_id", "config_sha256", "adapter_digest", "base_model.0.name", "base_model.0.digest")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 # Settings of an adapter that is more than alpha / r * B A on its base, or on another base, where they are not empty.
-MORE = ("use_dora", "use_qalora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices",
-        "target_parameters", "alora_invocation_tokens", "arrow_config")  # fmt: skip
+UNSUPPORTED_KEYS = (
+    "use_dora", "use_qalora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices",
+    "target_parameters", "alora_invocation_tokens", "arrow_config",
+)  # fmt: skip
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that take from the base what they give the adapter
 
 
@@ -53,10 +55,12 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
         if found["part"] == "A":
             pairs[a] = array
         else:
-            pairs[b] = _in_our_order(array, place) * np.float32(_of_one(config, found["module"], array, alpha, folder))
+            pairs[b] = _reorder_rows(array, place) * np.float32(
+                _relative_scale(config, found["module"], array, alpha, folder)
+            )
     if not pairs:
         raise file.error("holds no tensors")
-    return alpha, pairs, {key: str(told) for key in ORIGIN if (told := file.metadata.get(f"general.{key}"))}
+    return alpha, pairs, {key: str(told) for key in ORIGIN_KEYS if (told := file.metadata.get(f"general.{key}"))}
 
 
 def _config(path: Path) -> Mapping[str, Any]:
@@ -64,7 +68,7 @@ def _config(path: Path) -> Mapping[str, Any]:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise UserError(f"{path}: is an adapter of PEFT's type {printable(str(kind))}; toyexp knows LORA")
-    more = [f"{key}={printable(str(config[key]))}" for key in MORE if config.get(key)]
+    more = [f"{key}={printable(str(config[key]))}" for key in UNSUPPORTED_KEYS if config.get(key)]
     if config.get("bias", "none") != "none":
         more.append(f"bias={printable(str(config['bias']))}")
     if str(config.get("init_lora_weights", "")).lower().startswith(CHANGES_BASE):
@@ -81,10 +85,10 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, usual: int | None
     return float(value)
 
 
-def _places(folder: Path, model: Model) -> dict[str, Place]:
+def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
     """Where the model's linears stand in transformers; UserError for a model that those do not have."""
     try:
-        places = layout_of(model, {}).tensors
+        places = hf_layout(model, {}).tensors
     except UserError as error:
         raise UserError(f"{folder}: is an adapter of PEFT's, for models of transformers: {error}") from None
     linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
@@ -98,13 +102,13 @@ def _tensors(folder: Path) -> TensorsFile:
     return TensorsFile(folder / TENSORS)
 
 
-def _in_our_order(b: np.ndarray, place: Place) -> np.ndarray:
+def _reorder_rows(b: np.ndarray, place: HFTensor) -> np.ndarray:
     """B with the rows of the GGUF's weight, from those of transformers'."""
     order = place.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
     return b[np.argsort(order)]
 
 
-def _of_one(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
+def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
     """How much more a pair counts than alpha / rank: by PEFT's rsLoRA, and where a pattern gives it its own alpha."""
     own, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():

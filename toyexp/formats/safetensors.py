@@ -15,8 +15,8 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import open_file
-from toyexp.formats.gguf.ggml_types import dequantise, encoded, pieces_of
-from toyexp.formats.gguf.header import HEADER_LIMIT, check_places, how_to_convert
+from toyexp.formats.gguf.ggml_types import dequantise, encode_pieces, iter_pieces
+from toyexp.formats.gguf.header import HEADER_LIMIT, check_offsets, how_to_convert
 from toyexp.interfaces.format import ModelFile, TensorInfo
 
 KEYS = "gguf"
@@ -49,7 +49,7 @@ class TensorsFile(ModelFile):
         metadata = header.pop("__metadata__", None)
         self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})
         self.tensors: Mapping[str, TensorInfo] = {n: self._info(n, entry, 8 + length) for n, entry in header.items()}
-        check_places(self.tensors.values(), 8 + length, size, 1, self.error)
+        check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
         """What its metadata say."""
@@ -103,7 +103,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, meta
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(words)) + words)
         for name, (_, numbers) in tensors.items():
-            for piece in encoded(name, pieces_of(numbers()), kind, problems):
+            for piece in encode_pieces(name, iter_pieces(numbers()), kind, problems):
                 file.write(piece.data)
         file.flush()
         os.fsync(file.fileno())

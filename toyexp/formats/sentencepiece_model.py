@@ -18,7 +18,7 @@ BPE = 2  # a model type
 Value = int | float | str | bytes
 
 
-def lacking(tokenizer: SentencePiece) -> str:
+def missing_requirement(tokenizer: SentencePiece) -> str:
     """What SentencePiece wants of a vocabulary and this one does not have, or nothing."""
     count = tokenizer.types.tolist().count(BYTE)
     if tokenizer.unknown is None:

@@ -19,9 +19,9 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
 from toyexp.formats.file_plan import check_adapter
-from toyexp.formats.gguf.ggml_types import QUICKLY_TOLD
-from toyexp.formats.gguf.header import GGUFError, origin
-from toyexp.formats.gguf.open_model import by_architecture, model_in, opened
+from toyexp.formats.gguf.ggml_types import FAST_CHECK_TYPES
+from toyexp.formats.gguf.header import GGUFError, source_path
+from toyexp.formats.gguf.open_model import load_open_model, models_by_architecture, open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import PLAIN
@@ -35,7 +35,7 @@ from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.recipe import Recipe, Setup
 from toyexp.plugins.compatibility import matching_data, model_mismatch
 from toyexp.plugins.registry import Registry
-from toyexp.reference.forward_listing import BLOCK, Listing, Traced, inside, listing
+from toyexp.reference.forward_listing import BLOCK, Listing, WeightInfo, listing, name_in_block
 from toyexp.tokenizers.tokenizer import CONTROL, Tokenizer
 
 PLACE = ("offset", "bytes")  # of a tensor in the file
@@ -160,14 +160,14 @@ class Description(Answer):
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
     """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
     path = find_model_file(path, (MODEL, ADAPTER), registry)
-    file, path = opened(str(path)), origin(path)  # opened as by the recipes, who are asked about it
+    file, path = open_gguf(str(path)), source_path(path)  # opened as by the recipes, who are asked about it
     kind = file.text("general.type") or "model"
     offers = FileUses(file, path, registry)
     model, refused, forward = offers.model, offers.refused, None
     uses = offers.all()
     if model is not None:
         try:
-            forward = listing(model, [Traced(t.shape, t.name, t.type) for t in file.tensors.values()])
+            forward = listing(model, [WeightInfo(t.shape, t.name, t.type) for t in file.tensors.values()])
         except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
             refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
     architecture, meta = file.text("general.architecture"), file.metadata
@@ -264,7 +264,7 @@ def _general(file: GGUFFile) -> dict[str, str]:
 def _adapter(file: GGUFFile) -> dict[str, Any]:
     alpha = file.metadata.get("adapter.lora.alpha")
     pairs = {n.removesuffix(".lora_a"): t for n, t in file.tensors.items() if n.endswith(".lora_a")}
-    per_target = Counter(inside(name).removesuffix(".weight") for name in pairs)
+    per_target = Counter(name_in_block(name).removesuffix(".weight") for name in pairs)
     return {
         "type": file.text("adapter.type"),
         "ranks": sorted({t.shape[0] for t in pairs.values()}),
@@ -324,7 +324,7 @@ class FileUses:
         self.model: Model | None = None
         self.refused: str | None = None  # why it is none that toyexp can compute
         try:
-            self.model = model_in(file, registry)
+            self.model = load_open_model(file, registry)
         except UserError as error:
             self.refused = _reason(error, file)
         except Exception as error:  # whatever a plugin raises, the header can still be shown
@@ -347,7 +347,7 @@ class FileUses:
             return None
         try:
             for info in self._file.tensors.values():
-                if info.type in QUICKLY_TOLD:
+                if info.type in FAST_CHECK_TYPES:
                     self._file.check_finite(info.name)
         except GGUFError as error:
             return _reason(error, self._file)
@@ -483,7 +483,7 @@ class FileUses:
                 commands["train on"] = f"toyexp recipe={recipe.name} {settings}".rstrip()
         try:
             check_adapter(self._file)
-            base = by_architecture(self._registry.models()).get(self._file.architecture)
+            base = models_by_architecture(self._registry.models()).get(self._file.architecture)
         except UserError as error:
             return [Use("generate", None, _reason(error, self._file))]
         unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"
@@ -493,7 +493,7 @@ class FileUses:
 
 def _reason(error: UserError, file: GGUFFile) -> str:
     text = str(error)
-    for start in (f"donor {origin(file.path)}: ", f"{origin(file.path)}: "):
+    for start in (f"donor {source_path(file.path)}: ", f"{source_path(file.path)}: "):
         text = text.removeprefix(start)
     return text
 

@@ -24,7 +24,7 @@ from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import load_yaml, part_class
 from toyexp.config.words import format_override
 from toyexp.formats.file_plan import match_preprocessing
-from toyexp.formats.gguf.header import origin
+from toyexp.formats.gguf.header import source_path
 from toyexp.formats.gguf.tokenizer import has_text
 from toyexp.inference.loaded_model import LoadedModel
 from toyexp.inference.model_files import is_checkpoint
@@ -117,7 +117,8 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
     return Evaluation(
         file=loaded.name, model=f"{model.name}, {model.parameters()} parameters",
-        adapter=str(origin(loaded.adapter)) if loaded.adapter else None, engine=built.engine_note, data=built.data.name,
+        adapter=str(source_path(loaded.adapter)) if loaded.adapter else None,
+        engine=built.engine_note, data=built.data.name,
         path=data_of.get("path"), left_out=[*dataset.omissions(), *held, *batches.omissions], own=own, note=note,
         share={key: data_of[key] for key in (SHARE[1:] if held else SHARE) if key in data_of},
         targets=round(weights), loss=loss,

@@ -19,9 +19,9 @@ from toyexp.base.formatting import format_bytes, short_path
 from toyexp.base.ownership import owning_run
 from toyexp.base.writing import convert_write_errors, require_writable, total_bytes, write_atomically
 from toyexp.formats.file_plan import read_adapter
-from toyexp.formats.gguf.ggml_types import fitting, pieces_of
-from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import PARENT, class_in, exported_of, inherited_keys, model_in
+from toyexp.formats.gguf.ggml_types import fitting_type, iter_pieces
+from toyexp.formats.gguf.header import source_path
+from toyexp.formats.gguf.open_model import PARENT, find_model_class, inherited_keys, load_open_model, read_exported
 from toyexp.formats.gguf.quantise import FILE_TYPES, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template
@@ -107,19 +107,19 @@ def export(
         target = Path(to) if to else default_target(file, ending)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
             raise UserError(f"--to {target}: --type {word} is written as *{form.suffix}")
-        read = [*file.paths, origin(file.path)]
+        read = [*file.paths, source_path(file.path)]
         require_free(f"--to {target}", target, read, force, form.suffix, form.contents)
         try:
             exported, problems = _write(form, file, target, requantize, registry)
         except UserError as error:
-            raise error if str(error).startswith(str(origin(file.path))) else file.error(str(error)) from None
+            raise error if str(error).startswith(str(source_path(file.path))) else file.error(str(error)) from None
         kinds = {HF_TYPES.get(form.kind, form.kind.upper()): len(exported.tensors if exported else file.tensors)}
         if target.suffix == ".gguf":
             with GGUFFile(target) as written:
                 kinds = dict(Counter(t.type for t in written.tensors.values()))
         told = call_for_lines(form.notes, exported) if exported is not None else []
         return ExportResult(
-            str(origin(file.path)), str(target), word, file.size, total_bytes(target), kinds, problems, told
+            str(source_path(file.path)), str(target), word, file.size, total_bytes(target), kinds, problems, told
         )
 
 
@@ -127,7 +127,7 @@ def _write(
     form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
 ) -> tuple[ModelExport | None, list[str]]:
     """Write `target`; return the model, unless the file alone was enough, and what is odd about its numbers."""
-    found = class_in(file, registry.models())
+    found = find_model_class(file, registry.models())
     with (
         attribute_errors(f"format.{form.name}", "while it wrote the file"),
         convert_write_errors(target),
@@ -137,10 +137,10 @@ def _write(
             form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
             problems = form.write_again(file, place, requantize)
             if problems is not None:
-                converted = origin(file.path) != file.path and origin(file.path).is_file()
-                lacks = exported_of(file, registry.models()).unreadable if converted else ()  # a tokenizer
+                converted = source_path(file.path) != file.path and source_path(file.path).is_file()
+                lacks = read_exported(file, registry.models()).unreadable if converted else ()  # a tokenizer
                 return None, [*lacks, *require_written(form, place, problems)]
-            exported = exported_of(file, registry.models())
+            exported = read_exported(file, registry.models())
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
             require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
@@ -201,7 +201,7 @@ def default_target(file: GGUFFile, ending: str) -> Path:
 
 def _path_beside(file: GGUFFile) -> Path:
     """Return the path beside which a new file goes: of what lies in a checkpoint's directory that of its run."""
-    if (made_of := origin(file.path)) == file.path:
+    if (made_of := source_path(file.path)) == file.path:
         return file.path
     return (made_of.parents[1] if made_of.is_dir() else made_of.parent) / file.path.name
 
@@ -241,19 +241,19 @@ class MergeResult(Answer):
 def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> MergeResult:
     """Writes `out`; UserError for what does not fit together, before anything is written."""
     with GGUFFile(find_model_file(base, registry=registry)) as file:
-        model = model_in(file, registry)
+        model = load_open_model(file, registry)
         put_on = find_adapter_file(adapter, lambda: model, registry)
         pairs, adapters = read_adapter(put_on, model)
         problems = check_base(put_on, file.path)
         for tensor in pairs:
             tensor.values.check_finite()
         with GGUFFile(put_on) as there:
-            require_free(f"--out {out}", out, [*file.paths, origin(file.path), put_on, origin(put_on)], force)
+            require_free(f"--out {out}", out, [*file.paths, source_path(file.path), put_on, source_path(put_on)], force)
             scales = {a.target: a.scale for a in adapters if isinstance(a, LoraAdapter)}
             writer = _merge_tensors(file, there, scales, kind)
             before = dict(Counter(file.tensors[name].type for name in scales))
             problems += writer.save(out)
-        told = str(origin(file.path)), str(origin(put_on))
+        told = str(source_path(file.path)), str(source_path(put_on))
     with GGUFFile(out) as written:
         types = dict(Counter(info.type for info in written.tensors.values()))
         now = Counter(written.tensors[name].type for name in scales).most_common(1)[0][0]
@@ -268,7 +268,7 @@ def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], 
         if not key.startswith(OF_BASE):
             writer.add(key, value, file.kinds[key])
     pairs, came = {name: adapter.weights(name) for name in adapter.tensors}, dict(inherited_keys(file))
-    base, place = came["base_model.0.name"], origin(adapter.path)
+    base, place = came["base_model.0.name"], source_path(adapter.path)
     added = adapter.text("general.name") or place.name.removesuffix(".gguf")
     of_run = f" of run {run}" if (run := adapter.text("general.run_id")) else ""
     came |= {"name": f"{base} + {added}", "description": f"{base} with the LoRA adapter {added}{of_run} merged in",
@@ -283,13 +283,13 @@ def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], 
             writer.add_bytes(info.name, info.shape, info.type, (raw for _, raw in file.pieces(info)))
             continue
         scale, own = scales[info.name], tensor_type(info.name, info.shape, kind, tied)
-        own = own if own == "F32" else fitting(_sum(file, adapter, info, scale), own)
+        own = own if own == "F32" else fitting_type(_sum(file, adapter, info, scale), own)
         writer.add_numbers(info.name, info.shape, own, _pieces(file, adapter, info, scale))
     return writer
 
 
 def _pieces(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> Iterator[np.ndarray]:
-    yield from pieces_of(_sum(file, adapter, info, scale))  # made when they are written, a tensor at a time
+    yield from iter_pieces(_sum(file, adapter, info, scale))  # made when they are written, a tensor at a time
 
 
 def _sum(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> np.ndarray:

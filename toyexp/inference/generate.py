@@ -100,7 +100,7 @@ class TextBuilder:
         if self._tokenizer is None:
             self.put(f"{',' if len(self.ids) > 1 else ''}{token}")
         else:
-            self.put(self._decode(self._tokenizer.bytes_of(token)))
+            self.put(self._decode(self._tokenizer.token_bytes(token)))
 
     def put(self, text: str) -> None:
         """Text as it is."""

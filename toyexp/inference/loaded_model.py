@@ -15,8 +15,8 @@ from toyexp.base.terminal import print_error
 from toyexp.config.build import pick_labelled_engine
 from toyexp.config.schema import AUTO
 from toyexp.formats.file_plan import frozen_plan
-from toyexp.formats.gguf.header import origin
-from toyexp.formats.gguf.open_model import model_of, opened
+from toyexp.formats.gguf.header import source_path
+from toyexp.formats.gguf.open_model import load_model, open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file
@@ -44,7 +44,7 @@ class LoadedModel:
         path = find_model_file(what, registry=registry)
         if adapter is None:
             return cls(path, None, registry)
-        put_on = find_adapter_file(adapter, lambda: model_of(path, registry), registry)
+        put_on = find_adapter_file(adapter, lambda: load_model(path, registry), registry)
         for warning in check_base(put_on, path):
             print_error(f"warning: {warning}")
         return cls(path, put_on, registry)
@@ -52,17 +52,17 @@ class LoadedModel:
     @property
     def name(self) -> str:
         """The file or directory that the model was read from."""
-        return str(origin(self.path))
+        return str(source_path(self.path))
 
     @property
     def file(self) -> GGUFFile:
         """The model's open file."""
-        return opened(str(self.path))
+        return open_gguf(str(self.path))
 
     @cached_property
     def model(self) -> Model:
         """The model; UserError if no model here has its architecture."""
-        return model_of(self.path, self.registry)
+        return load_model(self.path, self.registry)
 
     def tokenizer(self) -> Tokenizer:
         """Return the file's tokenizer; UserError if it has none."""

@@ -20,9 +20,9 @@ from toyexp.base.files import ADDRESS_MESSAGE, is_address, require_file
 from toyexp.base.ownership import Ledger, cached_fingerprint
 from toyexp.base.terminal import print_note
 from toyexp.formats.file_plan import check_adapter, match_preprocessing
-from toyexp.formats.gguf.form import architecture_of
-from toyexp.formats.gguf.header import MADE_OF, how_to_convert, origin
-from toyexp.formats.gguf.open_model import model_of, opened
+from toyexp.formats.gguf.form import gguf_architecture
+from toyexp.formats.gguf.header import SOURCE_PATHS, how_to_convert, source_path
+from toyexp.formats.gguf.open_model import load_model, open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter, write_model, write_pairs
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
@@ -71,7 +71,7 @@ def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[
         atexit.register(shutil.rmtree, place, ignore_errors=True)
         target = place / f"{stem}.gguf"
         write(target)
-        _written[version], MADE_OF[target] = target, source
+        _written[version], SOURCE_PATHS[target] = target, source
     return _written[version]
 
 
@@ -171,7 +171,7 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, begun: Origin) -> t
     model, data, recipe = build_saved_parts(plain, registry, begun)
     for role, file in source_files(recipe).items():
         if changes := begun.list_changes({role: cached_fingerprint(file)}):
-            raise UserError(f"{origin(file)}: is another file than it was: {changes[0]}; put that file back")
+            raise UserError(f"{source_path(file)}: is another file than it was: {changes[0]}; put that file back")
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
     sources = data_digests(dataset.describe())
@@ -179,7 +179,7 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, begun: Origin) -> t
         path = getattr(data, "path", None)
         where = f"data.path={path}" if path else f"data={data.name}"
         raise UserError(f"{where}: is other data than it was: {changes[0]}; put that data back")
-    whole = recipe.prepare_base(model_of(base, registry, recipe.reads)) if base else None
+    whole = recipe.prepare_base(load_model(base, registry, recipe.reads)) if base else None
     if base and whole:
         match_preprocessing(dataset, whole, base)
         whole = whole.fit(dataset)
@@ -265,25 +265,25 @@ def find_adapter_file(path: Path, model: Callable[[], Model], registry: Registry
     base = model()
 
     def write_from_peft(target: Path) -> None:
-        write_pairs(target, architecture_of(base), *read_peft(path, base))
+        write_pairs(target, gguf_architecture(base), *read_peft(path, base))
 
     return write_once(files, path, path.name or "adapter", write_from_peft, repr(base))
 
 
 def check_base(adapter: Path, base: Path) -> list[str]:
     """Return a warning if the adapter was trained on another base; UserError if the base has it merged in already."""
-    there = opened(str(base)).metadata
+    there = open_gguf(str(base)).metadata
     with GGUFFile(adapter) as file:
         check_adapter(file)
         own, digest = file.metadata, adapter_digest({name: file.weights(name) for name in file.tensors})
     keys = ("general.run_id", "general.config_sha256")
     same_run = all(own.get(key) and own.get(key) == there.get(key) for key in keys)
-    shown, name = printable(str(origin(base))), printable(str(own.get("general.base_model.0.name", "")), 60)
+    shown, name = printable(str(source_path(base))), printable(str(own.get("general.base_model.0.name", "")), 60)
     if same_run or digest in str(there.get("general.adapter_digest", "")).split(","):
         named = f" ({name})" if name else ""
-        raise UserError(f"{origin(adapter)}: {shown} has this adapter merged in already; leave the adapter out, or "
-                        f"name the base that it was trained on{named}")  # fmt: skip
+        raise UserError(f"{source_path(adapter)}: {shown} has this adapter merged in already; leave the adapter out, "
+                        f"or name the base that it was trained on{named}")  # fmt: skip
     if own.get("general.base_model.0.digest") in (None, cached_fingerprint(base)):
         return []
-    return [f"{origin(adapter)}: was trained on another file ({name}) than {shown}, and fits it only where that holds "
-            "the same model, as in another type"]  # fmt: skip
+    return [f"{source_path(adapter)}: was trained on another file ({name}) than {shown}, and fits it only where "
+            "that holds the same model, as in another type"]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
-from toyexp.formats.gguf.open_model import opened
+from toyexp.formats.gguf.open_model import open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.describe import FileUses, count_types, quote_for_hydra
 from toyexp.interfaces.command import Answer
@@ -124,7 +124,7 @@ def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile
         size = sum(p.stat().st_size for p in parts if p.is_file())
         if missing:
             raise UserError(f"its part {printable(missing[0], 200)} is missing")
-        file = opened(str(path))
+        file = open_gguf(str(path))
         kinds = count_types(file)
         # Those of runs are called the same in all of them.
         own = file.text("general.name") if name in ("model", "adapter") else ""

@@ -15,9 +15,9 @@ from toyexp.base.files import require_file
 from toyexp.base.formatting import align_columns, format_csv, pluralise, short_path
 from toyexp.base.terminal import print_note
 from toyexp.batching.images import Unlabelled
-from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, files_below, images_below, read_image, scaled
+from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, iter_files, iter_images, read_image, scaling_note
 from toyexp.config.build import build_engine
-from toyexp.formats.gguf.form import architecture_of
+from toyexp.formats.gguf.form import gguf_architecture
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.evaluate import read_trained
 from toyexp.inference.loaded_model import LoadedModel, fit_rows, pick_engine
@@ -97,8 +97,8 @@ def list_images(places: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for place in places:
         if place.is_dir():
-            inside = sorted(f for f in images_below(place) if not f.name.startswith("."))
-            others = sorted({*files_below(place)} - {*inside})
+            inside = sorted(f for f in iter_images(place) if not f.name.startswith("."))
+            others = sorted({*iter_files(place)} - {*inside})
             if not inside:
                 kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
                 raise UserError(f"{place}: there is no image in this folder ({kinds})")
@@ -131,7 +131,7 @@ def predict(
     if all(image.error for image in found):
         others = f" (nor any of {len(found) - 1} others)" if found[1:] else ""
         raise UserError(f"{found[0].file}: {found[0].error}{others}")
-    for line in scaled(sizes, seen.size):
+    for line in scaling_note(sizes, seen.size):
         print_note(line)
     return Predictions(loaded.name, note, seen.classes, found)
 
@@ -189,11 +189,11 @@ class ImageInput:
         size, channels = (model_settings(model).get(name) for name in ("image_size", "channels"))
         if not isinstance(size, int) or size < 1 or channels not in (1, 3):
             raise file.error("does not say which images its model reads (image_size; channels, 1 or 3)")
-        keys = (file.metadata.get(f"{architecture_of(model)}.{name}") for name in ("image_mean", "image_std"))
+        keys = (file.metadata.get(f"{gguf_architecture(model)}.{name}") for name in ("image_mean", "image_std"))
         mean, std = map(_numbers, keys)
         if not (mean.shape == std.shape == (channels,) and np.isfinite([mean, std]).all() and (std > 0).all()):
             raise file.error("does not say by which mean and deviation its model sees pixels (image_mean, image_std)")
-        named = file.metadata.get(f"{architecture_of(model)}.classes")
+        named = file.metadata.get(f"{gguf_architecture(model)}.classes")
         names = [str(name) for name in named] if isinstance(named, list) else []
         count = int(model_settings(model).get("classes") or len(names))
         classes = [*names[:count], *(f"class {i}" for i in range(len(names), count))]

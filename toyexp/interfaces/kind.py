@@ -83,7 +83,7 @@ class Text(Kind):
             return None
         import numpy as np
 
-        lengths = np.array([len(tokenizer.bytes_of(i)) for i in range(tokenizer.vocab)])
+        lengths = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab)])
         targets = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
         total = int(lengths[targets].sum())
         return loss * len(targets) / total / math.log(2) if total else None

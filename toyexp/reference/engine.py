@@ -169,7 +169,7 @@ class NumpyArithmetic(Arithmetic):
         return x.sum(-1, keepdims=True)
 
 
-def updated(
+def update_tensor(
     group: Group, numbers: Array, w: Array, g: Array, state: Mapping[str, Array]
 ) -> tuple[Array, Mapping[str, Array]]:
     """One tensor of `group` and its state after a step, by the rule's own formula."""
@@ -212,6 +212,6 @@ def precision(engine: Engine) -> str:
     return found
 
 
-def coarser(one: str, other: str) -> str:
+def coarser_precision(one: str, other: str) -> str:
     """The precision by which two engines are held against each other."""
     return max(one, other, key=list(TOLERANCES).index)

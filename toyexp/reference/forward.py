@@ -37,7 +37,7 @@ def check_forward(plan: Plan, recipe: str) -> None:
         _forward(plan, recipe, plan.params(planned, _batch(plan)))
 
 
-def blocks_of(plan: Plan) -> int:
+def count_blocks(plan: Plan) -> int:
     """How many blocks a model computes through `ops.block`, one inside another not counted; the plan is checked."""
     ops = OpShapes()
     plan.model.forward(ops, Params({t.name: Shaped(t.shape) for t in plan.model.tensors()}), _batch(plan))
@@ -51,18 +51,20 @@ def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTenso
     except UserError as error:
         raise UserError(f"{who}: {error}{error_location(error, of_plugins=True)}") from error
     if not isinstance(tensors, Iterable) or isinstance(tensors, str):
-        raise UserError(f"{who}: its tensors are {_of(tensors)}, expected a list of TensorSpec")
+        raise UserError(f"{who}: its tensors are {_describe(tensors)}, expected a list of TensorSpec")
     names: set[str] = set()
     for t in tensors:
         if not isinstance(t, TensorSpec | PlanTensor):
-            raise UserError(f"{who}: its tensors hold {_of(t)}, expected a TensorSpec")
+            raise UserError(f"{who}: its tensors hold {_describe(t)}, expected a TensorSpec")
         if not isinstance(t.name, str) or not t.name.isprintable() or not t.name:
-            raise UserError(f"{who}: a tensor of it is named {_of(t.name)}; it needs a name to be found by")
+            raise UserError(f"{who}: a tensor of it is named {_describe(t.name)}; it needs a name to be found by")
         if not isinstance(t.shape, tuple) or not is_shape(t.shape):
             shape = printable(repr(t.shape))
             raise UserError(f"{who}: tensor {t.name} has the shape {shape}; it takes a tuple of whole numbers from 1")
         if not isinstance(values := t.init if isinstance(t, TensorSpec) else t.values, Values):
-            raise UserError(f"{who}: tensor {t.name} starts from {_of(values)}; it needs values, such as Normal(0.02)")
+            raise UserError(
+                f"{who}: tensor {t.name} starts from {_describe(values)}; it needs values, such as Normal(0.02)"
+            )
         if t.name in names:
             raise UserError(f"{who}: tensor {t.name} is listed twice")
         names.add(t.name)
@@ -92,7 +94,7 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
     wanted = (plan.rows, *targets.shape)
     if not _is_tensor(found) or found.shape[:-1] != wanted:
         expected = ", ".join(map(str, (*wanted, "classes")))
-        raise UserError(f"{who}: its forward pass gives {_of(found)}, expected logits [{expected}]")
+        raise UserError(f"{who}: its forward pass gives {_describe(found)}, expected logits [{expected}]")
     if targets.below is not None and found.shape[-1] < targets.below:
         classes = f"{found.shape[-1]} classes, and the targets go up to {targets.below - 1}"
         raise UserError(f"{who}: its forward pass gives logits of {classes}")
@@ -103,7 +105,7 @@ class Ids(Shaped):
     """Integers of the batch."""
 
 
-def numbers_kept(plan: Plan) -> int:
+def count_activations(plan: Plan) -> int:
     """How many numbers a forward pass keeps for the gradient, about: those that its ops read; the plan is checked."""
     ops = OpShapes()
     tensors = {t.name: Shaped(t.shape) for t in plan.tensors}
@@ -129,12 +131,12 @@ class OpShapes(Ops):
             raise UserError(f"there are more than {MOST_OPS} ops: does it end?")
         for x in tensors:
             if not _is_tensor(x):
-                raise UserError(f"ops.{op} takes tensors, and gets {_of(x)}")
+                raise UserError(f"ops.{op} takes tensors, and gets {_describe(x)}")
             self.read += math.prod(x.shape)
 
     def _require(self, fits: bool, op: str, *given: object) -> None:
         if not fits:
-            raise UserError(f"ops.{op} gets {' and '.join(map(_of, given))}, which does not fit")
+            raise UserError(f"ops.{op} gets {' and '.join(map(_describe, given))}, which does not fit")
 
     def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
         outer, self._inside = self._inside, True
@@ -167,7 +169,7 @@ class OpShapes(Ops):
     def scale(self, x: Shaped, factor: float) -> Shaped:
         self._take("scale", x)
         if not isinstance(factor, Real) or not math.isfinite(factor):
-            raise UserError(f"ops.scale takes a finite number, and gets {_of(factor)}")
+            raise UserError(f"ops.scale takes a finite number, and gets {_describe(factor)}")
         return Shaped(x.shape)
 
     def sigmoid(self, x: Shaped) -> Shaped:
@@ -182,7 +184,7 @@ class OpShapes(Ops):
         self._take("rms_norm", x, w)
         self._require(bool(x.shape) and w.shape == x.shape[-1:], "rms_norm", x, w)
         if not isinstance(eps, Real) or not 0 <= eps < math.inf:
-            raise UserError(f"ops.rms_norm takes an eps from 0, and gets {_of(eps)}")
+            raise UserError(f"ops.rms_norm takes an eps from 0, and gets {_describe(eps)}")
         return Shaped(x.shape)
 
     def reshape(self, x: Shaped, shape: Sequence[int]) -> Shaped:
@@ -291,7 +293,7 @@ def _is_tensor(x: Any) -> TypeGuard[Shaped]:
     return isinstance(x, Shaped) and not isinstance(x, Ids)
 
 
-def _of(x: object) -> str:
+def _describe(x: object) -> str:
     """What an op was given, in words."""
     if isinstance(x, Shaped):
         return f"{'integers ' if isinstance(x, Ids) else ''}{list(x.shape)}"

@@ -21,7 +21,7 @@ BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Traced:
+class WeightInfo:
     """A weight: its shape, name and type."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Line:
     """One op of the forward pass."""
 
     op: str
-    weights: tuple[Traced, ...]  # the tensors of the file that it reads
+    weights: tuple[WeightInfo, ...]  # the tensors of the file that it reads
     result: tuple[Size, ...]
     detail: str = ""  # what else it is told
     operations: int = 0  # multiplications and additions, times `per`; of matrix products and attention
@@ -47,11 +47,11 @@ class Line:
         return replace(
             self,
             block=None,
-            weights=tuple(replace(w, name=inside(w.name), type=w.type if types else "") for w in self.weights),
+            weights=tuple(replace(w, name=name_in_block(w.name), type=w.type if types else "") for w in self.weights),
         )
 
 
-def inside(name: str) -> str:
+def name_in_block(name: str) -> str:
     """A tensor's name inside its block: attn_q.weight of blk.3.attn_q.weight."""
     found = BLOCK.search(name)
     return name[found.end() :] if found else name
@@ -76,7 +76,7 @@ class Listing:
         total: dict[str, int] = {}
         for line in self.all():
             if line.operations:
-                factor = " ".join(self._beside(line))
+                factor = " ".join(self._factor_letters(line))
                 total[factor] = total.get(factor, 0) + line.operations
         return total
 
@@ -119,7 +119,7 @@ class Listing:
         for i in (model, *range(first, last + 1)):
             for line in self.blocks[i]:
                 for w in line.weights:
-                    varied.setdefault(inside(w.name), set()).add(w.type)
+                    varied.setdefault(name_in_block(w.name), set()).add(w.type)
         mixed = [f"{name} {' or '.join(sorted(types))}" for name, types in varied.items() if len(types) > 1]
         return f"{which} {are}" + (f", but for types: {', '.join(mixed)}" if mixed else "")
 
@@ -129,7 +129,7 @@ class Listing:
             new = [w for w in line.weights if w.name not in shown]
             shown.update(w.name for w in new)
             main = line.weights[0] if line.weights else None
-            name = inside(main.name) if main else line.detail
+            name = name_in_block(main.name) if main else line.detail
             name += " + bias" if len(line.weights) > 1 else ""
             name += " again" if main and not new else ""
             result = f"[{', '.join(map(str, line.result))}]"
@@ -141,11 +141,11 @@ class Listing:
                 main.type if main else "",
                 f"{line.results} times {result}" if line.results > 1 else result,
                 format_count(numbers) if numbers else "",
-                " ".join([format_count(line.operations), *self._beside(line)]) if line.operations else "",
+                " ".join([format_count(line.operations), *self._factor_letters(line)]) if line.operations else "",
             ])  # fmt: skip
         return rows
 
-    def _beside(self, line: Line) -> list[str]:
+    def _factor_letters(self, line: Line) -> list[str]:
         """The letters of the line's operations that are left for one token or image."""
         left = list(line.per)
         for letter in self.once.intersection(left):  # what reads tensors alone is done once for all of them
@@ -153,7 +153,7 @@ class Listing:
         return left
 
 
-def listing(model: Model, weights: Iterable[Traced]) -> Listing:
+def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
     """Run the model's forward function over shapes; `weights` are all its tensors."""
     inputs = model.inputs()
     letters = dict.fromkeys(["B", *(n for shape in inputs.values() for n in shape if isinstance(n, str))])
@@ -220,9 +220,9 @@ class ListedOps(OpShapes):
 
     def __getattribute__(self, name: str) -> Any:
         op = super().__getattribute__(name)
-        return partial(self._listed, name, op) if name in LISTED else op
+        return partial(self._record_call, name, op) if name in LISTED else op
 
-    def _listed(self, name: str, op: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _record_call(self, name: str, op: Callable[..., Any], *given: Any, **named: Any) -> Any:
         self._depth += 1
         try:
             found = op(*given, **named)
@@ -234,7 +234,7 @@ class ListedOps(OpShapes):
             cost = [self._size(n) for n in COSTS[name](*given, **named)] if name in COSTS else []
             numbers, letters = [n for n in cost if isinstance(n, int)], [n for n in cost if isinstance(n, str)]
             self.lines.append(Line(
-                name, tuple(x for x in reads if isinstance(x, Traced)), tuple(map(self._size, results[0].shape)),
+                name, tuple(x for x in reads if isinstance(x, WeightInfo)), tuple(map(self._size, results[0].shape)),
                 DETAILS[name](*given, **named) if name in DETAILS else "", math.prod(numbers) if cost else 0,
                 tuple(letters), len(results), self.blocks - 1 if self._inside else None,
             ))  # fmt: skip

@@ -148,7 +148,7 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
     return Plan(model, tuple(tensors.values()), inputs=_inputs(case), adapters=adapters, **settings)
 
 
-def rows_for(engine: Engine) -> int:
+def case_rows(engine: Engine) -> int:
     """How many rows a plan of a case has on this engine: ROWS, or the next number that its devices can share."""
     for rows in range(ROWS, MOST_ROWS):
         try:

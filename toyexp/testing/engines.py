@@ -19,7 +19,7 @@ from toyexp.interfaces.optimiser import AdamW
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session, StepMetrics
 from toyexp.reference.engine import reference_adamw, reference_logits, reference_loss, reference_slope
-from toyexp.reference.opmodel import CASES, LENGTH, op_batch, op_plan, rows_for
+from toyexp.reference.opmodel import CASES, LENGTH, case_rows, op_batch, op_plan
 from toyexp.testing.suites import PluginSuite, build_session
 
 ADAPTED = [("matmul", "lens"), ("matmul", "lora"), ("bias", "lora")]
@@ -66,7 +66,7 @@ class EngineNumbers(PluginSuite):
     @property
     def rows(self) -> int:
         """Rows of a micro-batch: a number that the engine's devices can share equally."""
-        return rows_for(self.engine)
+        return case_rows(self.engine)
 
     def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
         """Return the plan of a model of one op, with the number of rows that the engine needs."""

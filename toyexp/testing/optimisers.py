@@ -13,7 +13,7 @@ from toyexp.interfaces.optimiser import FROM_SCRATCH, Group, Optimiser, Rule
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.snapshot import state_shapes
-from toyexp.reference.engine import updated
+from toyexp.reference.engine import update_tensor
 from toyexp.reference.opmodel import op_batch, op_plan
 from toyexp.testing.engines import assert_same
 from toyexp.testing.suites import PluginSuite, build_session
@@ -90,7 +90,7 @@ class OptimiserSuite(PluginSuite):
                     for group, vector in zip(plan.updates, numbers, strict=True):
                         for name in group.tensors:
                             g = gradients[name].astype(np.float64)
-                            weights[name], after = updated(group, vector, weights[name], g, state[name])
+                            weights[name], after = update_tensor(group, vector, weights[name], g, state[name])
                             state[name] = dict(after)
                 for name, wanted in weights.items():
                     np.testing.assert_allclose(session.download(name), wanted, atol=1e-5, rtol=1e-5, err_msg=name)
@@ -131,4 +131,6 @@ class OptimiserSuite(PluginSuite):
         draw = np.random.default_rng(1)
         w, g = draw.standard_normal(shape)[part], size * draw.standard_normal(shape)[part]
         group = Group(rule, ("w",), 0.1)
-        return updated(group, group.numbers(0, LR), w, g, {s: np.zeros(sh) for s, sh in rule.slots(w.shape).items()})
+        return update_tensor(
+            group, group.numbers(0, LR), w, g, {s: np.zeros(sh) for s, sh in rule.slots(w.shape).items()}
+        )

@@ -15,7 +15,7 @@ import numpy as np
 
 from toyexp.base.errors import UnknownCharacter, UserError
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from toyexp.tokenizers.tokenizer import BYTE_OF, END_OF_TEXT, SYMBOLS, Tokenizer
+from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOL_BYTES, SYMBOLS, Tokenizer
 
 MOST_LEARNED = 1 << 20  # tokens of a BPE made here; the library takes memory for as many as are asked for
 
@@ -56,7 +56,7 @@ class Characters(Tokenizer):
         self._ids[[ord(c) for c in characters]] = np.arange(len(characters))
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Characters:
+    def from_texts(cls, texts: Sequence[str]) -> Characters:
         """The vocabulary of all characters in the texts, in code-point order."""
         return cls(sorted(set().union(*map(set, texts))))
 
@@ -155,7 +155,7 @@ class BPE(Tokenizer):
     @cached_property
     def _missing(self) -> frozenset[int]:
         """The bytes that have no token."""
-        return frozenset(BYTE_OF[symbol] for symbol in set(SYMBOLS).difference(self.pieces))
+        return frozenset(SYMBOL_BYTES[symbol] for symbol in set(SYMBOLS).difference(self.pieces))
 
     def _check(self, texts: Iterable[str]) -> None:
         for text in texts:

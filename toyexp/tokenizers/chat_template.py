@@ -52,7 +52,7 @@ class Template:
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
         if len(text) > TEMPLATE_LIMIT:
             raise UserError(f"{path}: its chat template has more than {TEMPLATE_LIMIT} characters")
-        self.dated = False
+        self.is_dated = False
         self._request = {"template": text, "now": now.isoformat() if now else "", "limit": RENDERED_LIMIT}
         self._renderer = _renderer()
         self._names = _special_names(tokenizer)
@@ -87,7 +87,7 @@ class Template:
     def _read(self, answer: Any) -> Rendered | BadChat:
         if isinstance(answer, str):
             return BadChat(f"the chat template {printable(answer, 150)}")
-        self.dated |= answer["dated"]
+        self.is_dated |= answer["dated"]
         text = answer["text"].removeprefix(self._added)
         less = len(answer["text"]) - len(text)
         return Rendered(text, [(max(begin - less, 0), end - less) for begin, end in answer["marked"] if end > less])
@@ -115,7 +115,7 @@ class _Renderer:
                 return json.loads(line)
             code = self._end() or 0
             if code > 0:
-                sandbox()
+                require_jinja()
             late = sys.platform != "win32" and code == -signal.SIGPROF
             return {"invalid": f"takes more than {SECONDS:g} s" if late else f"ends its process with {code}"}
 
@@ -125,10 +125,10 @@ class _Renderer:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None and process.stdout is not None
         self._stdin, self._stdout, self._pid = process.stdin, process.stdout, os.getpid()
-        self._end = weakref.finalize(self, _end, process, self._pid)
+        self._end = weakref.finalize(self, _end_process, process, self._pid)
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> int:
+def _end_process(process: subprocess.Popen[bytes], owner: int) -> int:
     """End the process that `owner` has started, and return its exit status."""
     if os.getpid() != owner:
         return 0
@@ -145,7 +145,7 @@ def _renderer() -> _Renderer:
     return _shared.setdefault("", _Renderer())
 
 
-def sandbox() -> None:
+def require_jinja() -> None:
     """Raise Unavailable when jinja2 is missing or broken."""
     with require_package("jinja2", "pip install 'toyexp[data]'"):
         import jinja2.sandbox  # noqa: F401 - what renderer.py uses

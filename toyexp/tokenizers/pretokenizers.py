@@ -16,7 +16,7 @@ from typing import Any
 
 TAIL = 1 << 14  # characters at the end of a text in which a place to cut it is looked for
 REACH = 1000  # characters on each side that are held against one another there
-TRIED = 16  # places of a kind that are tried
+TRIES = 16  # places of a kind that are tried
 # No counted repetition, whose phase depends on what stands far before, crosses these: a letter and the end of its line,
 # the end of a line and a letter, and within a line a blank and a letter, or a letter and the end of its sentence.
 LINE_ENDS = re.compile(r"(?<=[^\W\d_])(?=[\r\n])|(?<=\S\n)(?=[^\W\d_])")
@@ -46,7 +46,7 @@ class PreTokenizer:
         """
         for ends in (LINE_ENDS, WORD_ENDS):
             places = [m.start() for m in ends.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
-            yield from (place for place in islice(reversed(places), TRIED) if self._words_end(text, place))
+            yield from (place for place in islice(reversed(places), TRIES) if self._words_end(text, place))
 
     def _words_end(self, text: str, place: int) -> bool:
         """Whether the words on both sides of a place are the same without the other side."""
@@ -54,10 +54,10 @@ class PreTokenizer:
         return self._words(before) + self._words(behind) == self._words(before + behind)
 
     def _words(self, text: str) -> list[str]:
-        return [word for word, _ in self._built.pre_tokenize_str(text)]
+        return [word for word, _ in self._library_object.pre_tokenize_str(text)]
 
     @cached_property
-    def _built(self) -> Any:
+    def _library_object(self) -> Any:
         return self.build()
 
 
@@ -82,7 +82,7 @@ BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 THREES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
-def cased(upper: str, lower: str, ending: str, numbers: str) -> str:
+def cased_words(upper: str, lower: str, ending: str, numbers: str) -> str:
     """Words as capitals followed by small letters."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{ending}|{lead}{upper}+{lower}*{ending}"
@@ -151,15 +151,17 @@ _add(
     + "".join(rf"\s{{{2**n}}}(?!\S)|" for n in range(9, 1, -1))
     + r"\s{1,2}(?!\S)|\s",
 )
-_add("tekken", cased(UPPER, LOWER, "", r"\p{N}"), ignore_merges=True, add_bos=True)
-_add("gpt-4o llama4 kanana2 talkie minimax-m2", cased(UPPER, LOWER, f"{ENDING}?", r"\p{N}{1,3}"))
-_add("granite-embed-multi-97m", cased(UPPER_MARKED, LOWER_MARKED, f"{ENDING}?", r"\p{N}{1,3}"), ignore_merges=True)
-_add("tiny_aya cohere2moe", THREES, cased(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{ENDING}?", r"\p{N}{1,3}"))
+_add("tekken", cased_words(UPPER, LOWER, "", r"\p{N}"), ignore_merges=True, add_bos=True)
+_add("gpt-4o llama4 kanana2 talkie minimax-m2", cased_words(UPPER, LOWER, f"{ENDING}?", r"\p{N}{1,3}"))
+_add(
+    "granite-embed-multi-97m", cased_words(UPPER_MARKED, LOWER_MARKED, f"{ENDING}?", r"\p{N}{1,3}"), ignore_merges=True
+)
+_add("tiny_aya cohere2moe", THREES, cased_words(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{ENDING}?", r"\p{N}{1,3}"))
 _add(
     "youtu",
     "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
     f"\ufe30-\ufe4f]+|[\u3105-\u312f]+|{KANA_OR_HAN}",
-    cased(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{ENDING}?", r"\p{N}"),
+    cased_words(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{ENDING}?", r"\p{N}"),
     ignore_merges=True,
 )
 _add("deepseek-v3 hunyuan-dense joyai-llm hy_v4", r"\p{N}{1,3}", KANA_OR_HAN, DEEPSEEK3)

@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import Any
 
 MEMORY = 1 << 30  # bytes of address space
-WORDS = 1000  # characters of an error that are passed on
+ERROR_LIMIT = 1000  # characters of an error that are passed on
 
 
-class Refused(Exception):
+class TemplateError(Exception):
     """A conversation that the template does not write, and why."""
 
 
@@ -29,7 +29,7 @@ class Compiled:
     def __init__(self, text: str):
         self._now, self._dated, self._length, self._marked = "", False, 0, list[tuple[int, int]]()
         environment = _environment(self._mark)
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
+        environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": self._strftime_now}
         self._template = environment.from_string(text)
 
     def render(self, asked: Mapping[str, Any], count: int, ask: bool) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Compiled:
             pieces.append(piece)
             self._length += len(piece)
             if self._length > asked["limit"]:
-                raise Refused(f"writes more than {asked['limit']} characters")
+                raise TemplateError(f"writes more than {asked['limit']} characters")
         return {"text": "".join(pieces), "marked": self._marked, "dated": self._dated}
 
     def _mark(self, words: str) -> None:
@@ -89,17 +89,17 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _refuse(message: Any) -> None:
-    raise Refused(f"refuses it ({str(message)[:WORDS]})")
+def _raise_template_error(message: Any) -> None:
+    raise TemplateError(f"refuses it ({str(message)[:ERROR_LIMIT]})")
 
 
-compiled = lru_cache(maxsize=8)(Compiled)
+compile_template = lru_cache(maxsize=8)(Compiled)
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Render each beginning of a conversation that is asked for, or say why the template does not write it."""
     seconds = asked["seconds"]
-    template = _attempt(seconds, compiled, asked["template"])
+    template = _attempt(seconds, compile_template, asked["template"])
     if isinstance(template, str):
         return {"invalid": template}
     return {"answers": [_attempt(seconds, template.render, asked, count, ask) for count, ask in asked["wanted"]]}
@@ -111,12 +111,12 @@ def _attempt(seconds: float, work: Callable[..., Any], *given: Any) -> Any:
         signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return work(*given)
-    except Refused as reason:
+    except TemplateError as reason:
         return str(reason)
     except MemoryError:
         return f"takes more than {MEMORY >> 30} GB of memory"
     except Exception as error:  # a template may fail in all the ways of Python
-        return f"refuses it ({str(error)[:WORDS]})"
+        return f"refuses it ({str(error)[:ERROR_LIMIT]})"
 
 
 def _limit_memory() -> None:

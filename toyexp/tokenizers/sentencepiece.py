@@ -59,16 +59,16 @@ class SentencePiece(Tokenizer):
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
         """int32 ids; UnknownCharacter for a character that has neither a token nor byte tokens."""
         return [
-            np.array([i for word in self._words(text, start) for i in self._ids_of(word)], np.int32)
+            np.array([i for word in self._words(text, start) for i in self._word_ids(word)], np.int32)
             for text, start in zip(texts, starts, strict=True)
         ]
 
     def _words(self, text: str, start: bool) -> list[str]:
         """The text cut between any two characters that stand side by side in no token: no merge crosses there."""
         text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
-        return [text[begin:end] for begin, end in itertools.pairwise([0, *self._between(text), len(text)])]
+        return [text[begin:end] for begin, end in itertools.pairwise([0, *self._break_points(text), len(text)])]
 
-    def _between(self, text: str) -> list[int]:
+    def _break_points(self, text: str) -> list[int]:
         """The places in a text without blanks before and behind which no token has those two characters."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
         pairs = codes[:-1] << 21 | codes[1:]
@@ -78,17 +78,17 @@ class SentencePiece(Tokenizer):
 
     def _places(self, text: str) -> Iterator[int]:
         begin = max(len(text) - TAIL, 0)
-        return (begin + place for place in reversed(self._between(text[begin:].replace(" ", BLANK))))
+        return (begin + place for place in reversed(self._break_points(text[begin:].replace(" ", BLANK))))
 
-    def _ids_of(self, word: str) -> list[int]:
+    def _word_ids(self, word: str) -> list[int]:
         found = self._known.get(word)
         if found is None:
             if len(self._known) >= CACHED:
                 self._known.clear()
-            found = self._known[word] = [i for symbol in self._merged(word) for i in self._token(symbol)]
+            found = self._known[word] = [i for symbol in self._merge(word) for i in self._token(symbol)]
         return found
 
-    def _merged(self, word: str) -> list[str]:
+    def _merge(self, word: str) -> list[str]:
         """The word's characters after all merges: highest score first, the leftmost among equals."""
         symbols = list(word)
         before, after = list(range(-1, len(word) - 1)), [*range(1, len(word)), -1]
@@ -126,7 +126,7 @@ class SentencePiece(Tokenizer):
             raise UnknownCharacter(symbol, "tokenizer")
         return known
 
-    def _bytes_of(self, i: int) -> bytes:
+    def _token_bytes(self, i: int) -> bytes:
         piece = self.pieces[i]
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
@@ -159,7 +159,7 @@ class SentencePiece(Tokenizer):
                 if all(len(half) == 1 or half in self._ids for half in (piece[:n], piece[n:])):
                     yield self._cost[self._ids[piece]], piece[:n], piece[n:]
 
-    def joined_otherwise(self) -> int:
+    def count_reordered(self) -> int:
         """How many tokens the tokenizers library may join in another order, or never.
 
         It joins nothing but tokens, and of two pairs with one score always the same first, where here the leftmost is.

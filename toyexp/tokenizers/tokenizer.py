@@ -24,7 +24,7 @@ WHITE = " \t\n\v\f\r"  # white space to llama.cpp where a special token swallows
 PIECE = 1 << 15  # characters of a piece at least, and twice as many unless it can only be cut later
 BATCH = 1 << 21  # characters that are tokenized at once, on all cores
 LARGE = PIECE << 9  # characters of a piece that is worth a word
-EACH = 100  # bytes that a character takes while it is tokenized
+CHARACTER_MEMORY = 100  # bytes that a character takes while it is tokenized
 END_OF_TEXT = "<|endoftext|>"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
 
@@ -37,7 +37,7 @@ def byte_symbols() -> list[str]:
 
 
 SYMBOLS = byte_symbols()
-BYTE_OF = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
+SYMBOL_BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 
 
 class Tokenizer(ABC):
@@ -100,7 +100,7 @@ class Tokenizer(ABC):
         Special tokens are cut out first, and what is left is encoded in one go.
         """
         before, behind = self.swallow_before, self.swallow_after
-        texts_cut = [_cut(text, self._literals[special], before, behind) for text in texts]
+        texts_cut = [_extract_special(text, self._literals[special], before, behind) for text in texts]
         starts = [
             n > 0 or first
             for parts, first in zip(texts_cut, begins, strict=True)
@@ -150,24 +150,24 @@ class Tokenizer(ABC):
 
     # -- ids to text --------------------------------------------------------------------------------------------
 
-    def bytes_of(self, i: int) -> bytes:
+    def token_bytes(self, i: int) -> bytes:
         """What token `i` stands for in a text: a control token for nothing, another perhaps for part of a character."""
         if i == self.eos or i in self.controls or i in self.silent:
             return b""
-        return self.pieces[i].encode() if i in self.user_defined else self._bytes_of(i)
+        return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
 
-    def _bytes_of(self, i: int) -> bytes:
+    def _token_bytes(self, i: int) -> bytes:
         """The bytes of an ordinary token; one that is not written in byte symbols stands for its own text."""
         piece = self.pieces[i]
-        return bytes(BYTE_OF[c] for c in piece) if BYTE_OF.keys() >= set(piece) else piece.encode()
+        return bytes(SYMBOL_BYTES[c] for c in piece) if SYMBOL_BYTES.keys() >= set(piece) else piece.encode()
 
     def spelling(self, i: int) -> str:
         """How a chat template writes token `i`."""
-        return self.pieces[i] if i in self._special else self.bytes_of(i).decode("utf-8", errors="replace")
+        return self.pieces[i] if i in self._special else self.token_bytes(i).decode("utf-8", errors="replace")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of the ids; control tokens are skipped and broken UTF-8 becomes the replacement character."""
-        return b"".join(self.bytes_of(int(i)) for i in ids).decode("utf-8", errors="replace")
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
 
     # -- to files -----------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ def placeholder(i: int) -> str:
     return f"<{i}>"
 
 
-def ids_only(rows: int) -> dict[str, Any]:
+def placeholder_metadata(rows: int) -> dict[str, Any]:
     """The `tokenizer.*` keys of a model of ids without text, as `gguf_metadata`.
 
     llama.cpp loads one without a vocabulary too, but its server aborts at the first token it generates.
@@ -282,7 +282,9 @@ def ids_only(rows: int) -> dict[str, Any]:
     return {f"ggml.{key}": value for key, value in keys.items()}
 
 
-def _cut(text: str, literals: Mapping[str, int], before: Collection[int], behind: Collection[int]) -> list[str | int]:
+def _extract_special(
+    text: str, literals: Mapping[str, int], before: Collection[int], behind: Collection[int]
+) -> list[str | int]:
     """Cut special tokens out of a text as llama.cpp does: every literal, in the order given, becomes its id.
 
     The ids `before` swallow the white space before them, and the ids `behind` the white space after them.
@@ -310,7 +312,7 @@ def _split(text: str, literal: str, i: int, before: bool, behind: bool) -> list[
     return [part for part in parts if part != ""]
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A piece of a document, and whether it is the first and the last."""
 
     text: str
@@ -318,7 +320,7 @@ class Part(NamedTuple):
     ends: bool
 
 
-def cut_up(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[Part]:
+def split_text(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[Piece]:
     """A text that comes in chunks, in pieces of at most 2 x `size` characters that end where `cuts` allows it.
 
     `cuts` is given text that goes on, and says where it may be cut, the last place first. Where it finds none, a piece
@@ -330,26 +332,27 @@ def cut_up(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: in
         while len(text) > 2 * wanted:
             place = next(cuts(text[: 2 * wanted]), 0)
             if place:
-                yield Part(text[:place], begins, ends=False)
+                yield Piece(text[:place], begins, ends=False)
                 text, wanted, begins = text[place:], size, False
             else:
                 wanted *= 2
                 _check_memory(wanted)
     if text:
-        yield Part(text, begins, ends=True)
+        yield Piece(text, begins, ends=True)
 
 
 def _check_memory(size: int) -> None:
     """Raises UserError for a piece that takes more memory than there is; one that takes much is announced."""
     left = available_bytes() if size >= LARGE else None
-    if left is not None and size * EACH > left:
-        taken = f"{size / 1e6:.0f} million characters in a row cannot be cut, and take {size * EACH / 1e9:.3g} GB"
-        raise UserError(f"{taken}, of {left / 1e9:.3g} GB: give another data.tokenizer")
+    if left is not None and size * CHARACTER_MEMORY > left:
+        needed = f"needs {size * CHARACTER_MEMORY / 1e9:.3g} GB of memory, {left / 1e9:.3g} GB are free"
+        run = f"a run of {size / 1e6:.0f} million characters cannot be cut"
+        raise UserError(f"{run} and {needed}: choose another data.tokenizer")
     if size == LARGE:
         print_error("this tokenizer finds no place to cut the text: it is tokenized in one piece, which takes memory")
 
 
-def encoded(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
     """int32 ids of documents that come in chunks: each begun as `add_bos` says, and followed by the end-of-text id."""
     start = np.array([tokenizer.bos] if tokenizer.add_bos else [], np.int32)
     end = np.array([tokenizer.eos], np.int32)
@@ -360,12 +363,12 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterato
             yield np.concatenate([start[: part.begins], ids, end[: part.ends]])
 
 
-def _batches(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[list[Part]]:
+def _batches(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
     """The documents' pieces, as many at a time as are tokenized at once."""
-    batch: list[Part] = []
+    batch: list[Piece] = []
     held = 0
     for chunks in documents:
-        for part in cut_up(chunks, tokenizer.cuts):
+        for part in split_text(chunks, tokenizer.cuts):
             batch.append(part)
             held += len(part.text)
             if held >= BATCH:

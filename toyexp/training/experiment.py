@@ -27,7 +27,7 @@ from toyexp.interfaces.run_preview import RunPreview
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.stack import Stack
 from toyexp.plugins.compatibility import incompatibility, kind_mismatch
-from toyexp.reference.forward import blocks_of, check_forward, check_tensors
+from toyexp.reference.forward import check_forward, check_tensors, count_blocks
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import DamagedCheckpoint, list_checkpoints
 from toyexp.training.checkpointing import CheckpointKeeper
@@ -66,7 +66,7 @@ def prepare(config: Config) -> Prepared:
     _check(config, plan)
     batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_adapters else batches
     warnings = config.warnings(RunPreview(config.plain, dataset, batches, plan))
-    recomputed = blocks_of(plan) if getattr(config.engine, "recompute", False) else None
+    recomputed = count_blocks(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # a matter between engine and model, neither of which knows the other
         warnings.append(f"engine.recompute=true: has no effect; model={model.name} has no ops.block")
     return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)

@@ -14,7 +14,7 @@ from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.snapshot import state_shapes
-from toyexp.reference.forward import check_forward, numbers_kept
+from toyexp.reference.forward import check_forward, count_activations
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
@@ -56,7 +56,7 @@ def snapshot_bytes(plan: Plan) -> int:
 def stack_bytes(plan: Plan) -> int:
     """Return about how much device memory a run takes beside others; each activation has a gradient."""
     batch = plan.rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
-    return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * numbers_kept(plan)
+    return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * count_activations(plan)
 
 
 def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toyexp import FromGGUF, PlanTensor
-from toyexp.formats import GGUF_TYPES, in_place, opened
+from toyexp.formats import GGUF_TYPES, mappable_tensor, open_gguf
 
 CHUNK = 1 << 18  # numbers that the CPU dequantises at a time
 UNBLOCKED = {"F16": torch.float16, "BF16": torch.bfloat16}  # types that are not packed in blocks
@@ -205,11 +205,11 @@ class Packed:
     @classmethod
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
         """Return the tensor in its file's bytes; None for a type that is not in `KINDS`, such as F32."""
-        info = in_place(tensor)
+        info = mappable_tensor(tensor)
         if info is None or info.type not in KINDS:
             return None
         assert isinstance(tensor.values, FromGGUF)
-        raw = opened(tensor.values.path).read_raw(tensor.values.tensor, tensor.values.rows)
+        raw = open_gguf(tensor.values.path).read_raw(tensor.values.tensor, tensor.values.rows)
         return cls(torch.from_numpy(raw).to(device), info.type, dtype)
 
     def __len__(self) -> int:

@@ -64,7 +64,7 @@ def gguf_form(model: Model | type[Model]) -> GGUFForm[Any]:
     return form
 
 
-def architecture_of(model: Model | type[Model]) -> str:
+def gguf_architecture(model: Model | type[Model]) -> str:
     """Under which architecture it stands in a GGUF."""
     return gguf_form(model).architecture(model)
 

@@ -25,7 +25,7 @@ _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
-QUICKLY_TOLD = {"F32", "F16", "BF16", *_SCALES}
+FAST_CHECK_TYPES = {"F32", "F16", "BF16", *_SCALES}
 IDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items()}
 # The largest number of a type: its scale, or itself, is a float16.
 LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0, "Q5_0": 16 * 65504.0, "Q4_1": 65504.0,
@@ -66,7 +66,7 @@ def all_finite(array: np.ndarray) -> bool:
         return math.isfinite(array.sum(dtype=np.float64))
 
 
-def fitting(array: np.ndarray, type_name: str) -> str:
+def fitting_type(array: np.ndarray, type_name: str) -> str:
     """The type, or F32 for an array with finite numbers that are too large for it."""
     largest = LARGEST.get(type_name)
     if largest is None or not array.size or -largest <= array.min() <= array.max() <= largest:
@@ -74,7 +74,7 @@ def fitting(array: np.ndarray, type_name: str) -> str:
     return "F32" if bool((np.abs(array[np.isfinite(array)]) > largest).any()) else type_name
 
 
-def pieces_of(array: np.ndarray) -> Iterator[np.ndarray]:
+def iter_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array's numbers in order, as float32, few enough at a time that what encodes them stays small."""
     flat = array.reshape(-1)
     for start in range(0, flat.size, NUMBERS):
@@ -93,7 +93,7 @@ def encode(numbers: np.ndarray, type_name: str) -> np.ndarray:
         return quants.quantize(numbers, GGMLQuantizationType[type_name]).view(np.uint8)
 
 
-def checked(name: str, pieces: Iterable[np.ndarray], type_name: str, problems: list[str]) -> Iterator[np.ndarray]:
+def check_pieces(name: str, pieces: Iterable[np.ndarray], type_name: str, problems: list[str]) -> Iterator[np.ndarray]:
     """The bytes of a tensor as they are; a sentence goes to `problems` where they stand for no finite numbers."""
     broken = False
     for raw in pieces:
@@ -103,7 +103,9 @@ def checked(name: str, pieces: Iterable[np.ndarray], type_name: str, problems: l
         problems.append(f"{name} holds numbers that are NaN or infinite")
 
 
-def encoded(name: str, numbers: Iterable[np.ndarray], type_name: str, problems: list[str]) -> Iterator[np.ndarray]:
+def encode_pieces(
+    name: str, numbers: Iterable[np.ndarray], type_name: str, problems: list[str]
+) -> Iterator[np.ndarray]:
     """The pieces of a tensor as bytes of a ggml type; a sentence goes to `problems` where they are not finite."""
     broken, largest = False, 0.0
     for piece in numbers:

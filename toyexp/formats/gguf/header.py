@@ -42,36 +42,38 @@ SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
 
-OF_IMAGES = re.compile(rb'"(image_size|patch_size|num_channels|input_size)"')  # in config.json of transformers and timm
+IMAGE_KEYS = re.compile(
+    rb'"(image_size|patch_size|num_channels|input_size)"'
+)  # in config.json of transformers and timm
 
-MADE_OF: dict[Path, Path] = {}  # files that this process made of others, by which their errors are told
+SOURCE_PATHS: dict[Path, Path] = {}  # files that this process made of others, by which their errors are told
 
 
 def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
     """Say how a directory of Hugging Face's becomes a GGUF: llama.cpp makes one of language models alone."""
     config = folder / "config.json"
     told = config.read_bytes()[:CHUNK] if config.is_file() else b""
-    if OF_IMAGES.search(told) and b'"text_config"' not in told:
+    if IMAGE_KEYS.search(told) and b'"text_config"' not in told:
         return f"{short_path(folder)} holds a model of images, of which toyexp reads those that it trained itself alone"
     path = shlex.quote(short_path(folder))
     return f"llama.cpp converts a language model: python {script} {path} --outfile model.gguf"
 
 
-def origin(path: Path) -> Path:
+def source_path(path: Path) -> Path:
     """The checkpoint or file of another format that a file was made of, or the file itself."""
-    return MADE_OF.get(path, path)
+    return SOURCE_PATHS.get(path, path)
 
 
 class GGUFError(UserError):
     """A file that is not a GGUF we can read, with its path and the cause."""
 
 
-def _read_at(file: int, count: int, offset: int) -> bytes:
+def _pread_fallback(file: int, count: int, offset: int) -> bytes:
     os.lseek(file, offset, os.SEEK_SET)
     return os.read(file, count)
 
 
-_pread = getattr(os, "pread", _read_at)  # Windows has none
+_pread = getattr(os, "pread", _pread_fallback)  # Windows has none
 
 
 class Part:
@@ -95,9 +97,9 @@ class Part:
 
     def error(self, cause: str) -> GGUFError:
         """An error about this file."""
-        return GGUFError(f"{origin(self.path)}: {cause}")
+        return GGUFError(f"{source_path(self.path)}: {cause}")
 
-    def pread(self, offset: int, count: int, what: str | _Of) -> bytes:
+    def pread(self, offset: int, count: int, what: str | _Label) -> bytes:
         """So many bytes from there; GGUFError where the file has fewer."""
         if not self.close.alive:
             raise self.error(f"is closed: {what} cannot be read")
@@ -159,7 +161,7 @@ class Part:
             if key in self.metadata:
                 raise self.error(f"has the key {printable(key)} twice")
             self.kinds[key] = cursor.number("<I", "a value type")
-            self.metadata[key] = cursor.value(self.kinds[key], _Of("", key))
+            self.metadata[key] = cursor.value(self.kinds[key], _Label("", key))
         self.tensors: Mapping[str, TensorInfo] = self._parse_tensors(cursor, n_tensors)
 
     def _parse_tensors(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
@@ -169,16 +171,16 @@ class Part:
         table: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(count):
             name = cursor.string("a tensor name", NAME_LIMIT)
-            dims = cursor.number("<I", _Of("the shape of", name))
+            dims = cursor.number("<I", _Label("the shape of", name))
             if not 1 <= dims <= 4:
                 raise self.error(f"tensor {printable(name)} has {dims} dimensions")
-            shape = tuple(cursor.number("<Q", _Of("the shape of", name)) for _ in range(dims))[::-1]
-            kind = cursor.number("<I", _Of("the type of", name))
-            table.append((name, shape, kind, cursor.number("<Q", _Of("the offset of", name))))
+            shape = tuple(cursor.number("<Q", _Label("the shape of", name)) for _ in range(dims))[::-1]
+            kind = cursor.number("<I", _Label("the type of", name))
+            table.append((name, shape, kind, cursor.number("<Q", _Label("the offset of", name))))
         start = -(-cursor.at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in table:
-            label = _Of("tensor", name)
+            label = _Label("tensor", name)
             if "\0" in name:
                 raise self.error(f"{label} has a NUL byte in its name")
             if not name or name in tensors:
@@ -196,11 +198,11 @@ class Part:
             if offset % alignment:
                 raise self.error(f"{label} starts at {offset}, which is not a multiple of {alignment}")
             tensors[name] = TensorInfo(name, shape, type_name, kind, self.path, start + offset, nbytes)
-        check_places(tensors.values(), start, self.size, alignment, self.error)
+        check_offsets(tensors.values(), start, self.size, alignment, self.error)
         return tensors
 
 
-def check_places(
+def check_offsets(
     tensors: Iterable[TensorInfo], start: int, size: int, alignment: int, error: Callable[[str], UserError]
 ) -> None:
     """Raises unless they follow one another from `start` on, each at the next multiple of the alignment, to the end."""
@@ -220,7 +222,7 @@ def check_places(
         raise error(f"has {size - end} bytes of nothing after its last tensor")
 
 
-class _Of(NamedTuple):
+class _Label(NamedTuple):
     """Our words before a stranger's name, which is made printable when it is told."""
 
     words: str
@@ -238,7 +240,7 @@ class _Cursor:
         self.end = min(part.size, HEADER_LIMIT)
         self._buffer, self._start = b"", 0
 
-    def take(self, count: int, what: str | _Of) -> bytes:
+    def take(self, count: int, what: str | _Label) -> bytes:
         if count > self.end - self.at:
             where = "the file" if self.end == self.part.size else f"a header of {HEADER_LIMIT >> 20} MiB"
             raise self.part.error(f"{what} does not fit into {where} (at byte {self.at})")
@@ -249,10 +251,10 @@ class _Cursor:
         self.at += count
         return self._buffer[first : first + count]
 
-    def number(self, form: str, what: str | _Of) -> Any:
+    def number(self, form: str, what: str | _Label) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
-    def allow(self, count: int, smallest: int, memory: int, what: str | _Of) -> None:
+    def allow(self, count: int, smallest: int, memory: int, what: str | _Label) -> None:
         """Refuses more things of at least `smallest` bytes than the file has bytes for, or than fit into memory."""
         if count * smallest > self.end - self.at:
             raise self.part.error(f"claims {count} {what}, more than fit into the file")
@@ -264,7 +266,7 @@ class _Cursor:
             told = " ".join(map(str, what))
             raise self.part.error(f"{told}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
 
-    def string(self, what: str | _Of, limit: int) -> str:
+    def string(self, what: str | _Label, limit: int) -> str:
         length = self.number("<Q", what)
         if length > limit:
             raise self.part.error(f"{what} claims {length} bytes, the limit is {limit}")
@@ -274,7 +276,7 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.part.error(f"{what} is not UTF-8") from None
 
-    def strings(self, count: int, what: _Of) -> list[str]:
+    def strings(self, count: int, what: _Label) -> list[str]:
         """So many strings: the next one with every check, then those that lie whole in the buffer, quickly."""
         found: list[str] = []
         while len(found) < count:
@@ -293,20 +295,20 @@ class _Cursor:
             self.spend(4 * (at - first), what)
         return found
 
-    def value(self, kind: int, key: _Of) -> Any:
+    def value(self, kind: int, key: _Label) -> Any:
         if kind == STRING:
-            return self.string(_Of("the value of", key.name), STRING_LIMIT)
+            return self.string(_Label("the value of", key.name), STRING_LIMIT)
         if kind in SCALARS:
-            return self.number(SCALARS[kind], _Of("the value of", key.name))
+            return self.number(SCALARS[kind], _Label("the value of", key.name))
         if kind != ARRAY:
             raise self.part.error(f"{key} has the unknown value type {kind}")
-        array = _Of("the array", key.name)
+        array = _Label("the array", key.name)
         item, count = self.number("<I", array), self.number("<Q", array)
         if count > ARRAY_LIMIT:
             raise self.part.error(f"{array} claims {count} elements, the limit is {ARRAY_LIMIT}")
         if item == STRING:
-            self.allow(count, 8, STRING_MEMORY, _Of("strings in", key.name))
-            return self.strings(count, _Of("a string of", key.name))
+            self.allow(count, 8, STRING_MEMORY, _Label("strings in", key.name))
+            return self.strings(count, _Label("a string of", key.name))
         if item not in SCALARS:
             raise self.part.error(f"{array} has the unknown element type {item}")
         dtype = np.dtype(SCALARS[item])

@@ -12,7 +12,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.ownership import cached_fingerprint
-from toyexp.formats.gguf.form import architecture_of, gguf_form, read_model
+from toyexp.formats.gguf.form import gguf_architecture, gguf_form, read_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.interfaces.format import LazyTensors, ModelExport, ModelFile, TensorInfo
@@ -24,13 +24,13 @@ from toyexp.plugins.registry import IN_A_MODULE, Registry
 from toyexp.tokenizers.tokenizer import Tokenizer
 
 # Keys of `general` that are about the file and not about the model.
-OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "size_label", "alignment")
+FILE_KEYS = ("architecture", "type", "file_type", "quantization_version", "size_label", "alignment")
 PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # what a base is known by
 
 
-def model_of(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
+def load_model(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
     """The model that a GGUF file holds; UserError when none of those that read `reads` (any) has its architecture."""
-    return model_in(opened(str(path)), registry, reads)
+    return load_open_model(open_gguf(str(path)), registry, reads)
 
 
 def require_model(file: ModelFile) -> None:
@@ -40,28 +40,28 @@ def require_model(file: ModelFile) -> None:
         raise file.error(f"holds no model (general.type is {printable(str(kind))})")
 
 
-def class_in(file: ModelFile, models: Iterable[type[Model]]) -> type[Model]:
+def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Model]:
     """Who of `models` has the architecture of an open file's; UserError when none of them has."""
     require_model(file)
-    known = by_architecture(models)
+    known = models_by_architecture(models)
     if file.architecture not in known:
         raise file.error(f"its architecture is {printable(file.architecture)}; {suggest('', known)}; {IN_A_MODULE}")
     return known[file.architecture]
 
 
-def by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
+def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
     """Return classes by the architecture that their files name; one with a form comes before another's plain name."""
-    return {architecture_of(cls): cls for cls in sorted(models, key=lambda cls: "gguf" in cls.forms)}
+    return {gguf_architecture(cls): cls for cls in sorted(models, key=lambda cls: "gguf" in cls.forms)}
 
 
-def model_in(file: ModelFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
-    """The same as `model_of`, of a file that is open."""
-    return _model_in(file, [cls for cls in registry.models() if reads is None or cls.reads in reads])
+def load_open_model(file: ModelFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
+    """Return the model that an open file holds; raise UserError as `load_model` does."""
+    return _load_checked(file, [cls for cls in registry.models() if reads is None or cls.reads in reads])
 
 
-def exported_of(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
+def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
     """All that an open file says of its model, one of `models`; its tensors are read when they are asked for."""
-    model = _model_in(file, models)
+    model = _load_checked(file, models)
     prefix, own = f"{file.architecture}.", gguf_form(model).metadata(model)
     data = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
@@ -70,7 +70,7 @@ def exported_of(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
         model,
         LazyTensors({spec.name: spec.shape for spec in model.tensors()}, file.read),
         tokenizer,
-        {key: value for key, value in general.items() if key not in OF_THE_FILE},
+        {key: value for key, value in general.items() if key not in FILE_KEYS},
         {key: value for key, value in data.items() if key not in own},
         unreadable=lacks,
     )
@@ -86,8 +86,8 @@ def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
         return None, [f"written without a tokenizer: {error}"]
 
 
-def _model_in(file: ModelFile, models: Iterable[type[Model]]) -> Model:
-    found = class_in(file, models)
+def _load_checked(file: ModelFile, models: Iterable[type[Model]]) -> Model:
+    found = find_model_class(file, models)
     _check_tokens(file)
     return read_model(found, file)
 
@@ -112,15 +112,15 @@ class FromGGUF(Values):
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """The tensor, in float32 whatever its type in the file."""
-        return opened(self.path).weights(self.tensor, rows=self.rows)
+        return open_gguf(self.path).weights(self.tensor, rows=self.rows)
 
     def check_finite(self) -> None:
         """Raises UserError where the tensor holds a NaN or an infinity."""
-        opened(self.path).check_finite(self.tensor, self.rows)
+        open_gguf(self.path).check_finite(self.tensor, self.rows)
 
     def export_metadata(self) -> Mapping[str, Any]:
         """The licence of the file's model, and what that was; an adapter has none but that of its base."""
-        file = opened(self.path)
+        file = open_gguf(self.path)
         return {} if file.metadata.get("general.type") == "adapter" else inherited_keys(file)
 
 
@@ -134,7 +134,7 @@ def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
     return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}
 
 
-def in_place(tensor: PlanTensor) -> TensorInfo | None:
+def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
     """Where a tensor of the plan stands in its file, if an engine may use it as it lies there; None where it may not.
 
     It may use what is frozen: matrices of any type, and float32 of any shape. What has another shape than the plan says
@@ -143,7 +143,7 @@ def in_place(tensor: PlanTensor) -> TensorInfo | None:
     values = tensor.values
     if tensor.trainable or not isinstance(values, FromGGUF):
         return None
-    file = opened(values.path)
+    file = open_gguf(values.path)
     info = file.tensors.get(values.tensor)
     if info is None:
         raise file.error(f"has no tensor {values.tensor}")
@@ -154,15 +154,15 @@ def in_place(tensor: PlanTensor) -> TensorInfo | None:
     return info
 
 
-def opened(path: str) -> GGUFFile:
+def open_gguf(path: str) -> GGUFFile:
     """The GGUF file, kept open: a base of hundreds of tensors has its header read once, not for each of them."""
     try:
         status = Path(path).stat()
     except OSError:
-        return _opened(path, ())  # which says what is wrong
-    return _opened(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+        return _open_cached(path, ())  # which says what is wrong
+    return _open_cached(path, (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @lru_cache(maxsize=2)  # a base, and what is put on it
-def _opened(path: str, version: tuple[int, ...]) -> GGUFFile:
+def _open_cached(path: str, version: tuple[int, ...]) -> GGUFFile:
     return GGUFFile(path)

@@ -16,7 +16,7 @@ import numpy as np
 
 from toyexp.base.errors import printable
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, NUMBERS, all_finite, dequantise, encodes_finite
-from toyexp.formats.gguf.header import GGUFError, Part, origin
+from toyexp.formats.gguf.header import GGUFError, Part, source_path
 from toyexp.interfaces.format import ModelFile, TensorInfo
 
 
@@ -33,7 +33,7 @@ class GGUFFile(ModelFile):
         self._parts = {first.path: first}
         self._finite: set[tuple[str, int | None]] = set()  # what was looked at already
         try:
-            self._open_others(first)
+            self._open_parts(first)
             self.version = first.version
             self.metadata: Mapping[str, Any] = first.metadata
             self.kinds: Mapping[str, int] = first.kinds  # the value type of each key, as the format numbers them
@@ -65,13 +65,13 @@ class GGUFFile(ModelFile):
 
     def error(self, cause: str) -> GGUFError:
         """An error about this file."""
-        return GGUFError(f"{origin(self.path)}: {cause}")
+        return GGUFError(f"{source_path(self.path)}: {cause}")
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """A tensor as float32, dequantised; `rows` reads only the first rows of a matrix."""
-        info, shape = self._wanted(name, rows)
+        info, shape = self._find_tensor(name, rows)
         out = np.empty(math.prod(shape), np.float32)
         for start, raw in self.pieces(info, out.size):
             numbers = dequantise(raw, info.type_id)
@@ -90,7 +90,7 @@ class GGUFFile(ModelFile):
 
         Each is read once: a file that changes under a run is another matter.
         """
-        info, shape = self._wanted(name, rows)
+        info, shape = self._find_tensor(name, rows)
         if (name, rows) in self._finite:
             return
         for _, raw in self.pieces(info, math.prod(shape)):
@@ -100,7 +100,7 @@ class GGUFFile(ModelFile):
 
     def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
         """A tensor's bytes as they stand in the file, uint8 [.., bytes of a row]; see `read` for `rows`."""
-        info, shape = self._wanted(name, rows)
+        info, shape = self._find_tensor(name, rows)
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         raw = np.empty(math.prod(shape) // per_block * block_bytes, np.uint8)
         for start, piece in self.pieces(info, math.prod(shape)):
@@ -120,7 +120,7 @@ class GGUFFile(ModelFile):
             data = part.pread(info.offset + start // per_block * block_bytes, size, info.name)
             yield start, np.frombuffer(data, np.uint8)
 
-    def _wanted(self, name: str, rows: int | None) -> tuple[TensorInfo, tuple[int, ...]]:
+    def _find_tensor(self, name: str, rows: int | None) -> tuple[TensorInfo, tuple[int, ...]]:
         info = self.tensors.get(name)
         if info is None:
             raise self.error(f"has no tensor {name}")
@@ -131,11 +131,13 @@ class GGUFFile(ModelFile):
         return info, (rows, *info.shape[1:])
 
     def _not_finite(self, name: str) -> GGUFError:
-        return GGUFError(f"{origin(self.tensors[name].path)}: {printable(name)} holds numbers that are NaN or infinite")
+        return GGUFError(
+            f"{source_path(self.tensors[name].path)}: {printable(name)} holds numbers that are NaN or infinite"
+        )
 
     # -- split models -------------------------------------------------------------------------------------------
 
-    def _open_others(self, first: Part) -> None:
+    def _open_parts(self, first: Part) -> None:
         """Opens the other parts of a split model, which lie beside the first under names with their numbers."""
         number, count, tensors = first.split
         if count == 1:

@@ -15,9 +15,9 @@ from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.sentencepiece import SentencePiece
 from toyexp.tokenizers.tokenizer import (
     BYTE,
-    BYTE_OF,
     CONTROL,
     NORMAL,
+    SYMBOL_BYTES,
     SYMBOLS,
     UNKNOWN,
     UNUSED,
@@ -29,8 +29,8 @@ from toyexp.tokenizers.tokenizer import (
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
-IDS_ALONE = "what it reads are ids: data=tokens data.path=IDS.bin"
-UNTOUCHED = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands where there is no merge: no UTF-8 holds the byte
+IDS_HINT = "what it reads are ids: data=tokens data.path=IDS.bin"
+NULL_MERGE = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands where there is no merge: no UTF-8 holds the byte
 
 # Much goes by the text of special tokens: one called `<|im_end|>` is a control token and ends generation whatever its
 # type is. A model that is exported with such a vocabulary meets these rules, so they are followed here.
@@ -58,14 +58,18 @@ FILL = {
     ("fim_sep_token_id",): ("<|file_sep|>",),
 }  # fmt: skip
 ENDING_FILL = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
-SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+USER_DEFINED_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 # What llama.cpp looks for in `general.name`, and a spelling that it does not find.
 FAMILIES = {
     "phi-3": (re.compile("phi-?3", re.IGNORECASE | re.ASCII), "phi 3"),
     "modern-bert": (re.compile("modern-bert", re.IGNORECASE | re.ASCII), "modern bert"),
 }
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of phi-3's special tokens
-MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")  # pre-tokenizers with which <mask> takes the space before it
+MASK_PRE_TOKENIZERS = (
+    "jina-v2-de",
+    "jina-v2-es",
+    "jina-v2-code",
+)  # pre-tokenizers with which <mask> takes the space before it
 
 
 def read_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -77,7 +81,7 @@ def check_kind(file: GGUFFile) -> None:
     """Raises GGUFError for a kind of tokenizer that is not supported; two keys say so, and no token is looked at."""
     model, pre = _kind(file)
     if not model:
-        raise file.error(f"has no tokenizer; {IDS_ALONE}")
+        raise file.error(f"has no tokenizer; {IDS_HINT}")
     if model != "llama" and not (model == "gpt2" and pre in PRE_TOKENIZERS):
         own, known = f"({printable(model)}, pre-tokenizer {printable(pre)})", ", ".join(sorted(PRE_TOKENIZERS))
         hint = "Choose another one: data.tokenizer=bpe"
@@ -118,17 +122,17 @@ class _Reader:
             self.keys = {"add_bos_token": PRE_TOKENIZERS[pre].add_bos} | self.keys
         self._check_keys()
         if not has_text(self.file):
-            raise self.file.error(f"it has no tokenizer, and placeholders for the texts of its ids; {IDS_ALONE}")
+            raise self.file.error(f"it has no tokenizer, and placeholders for the texts of its ids; {IDS_HINT}")
         self._read_tokens()
         tokenizer = self._sentencepiece() if model == "llama" else self._byte_level(pre)
         tokenizer.bos = self.keys.get("bos_token_id")
         tokenizer.add_bos, tokenizer.add_eos = self.keys["add_bos_token"], self.keys.get("add_eos_token", False)
         tokenizer.stops = frozenset(self.ends) - {tokenizer.eos}
-        tokenizer.controls = self._of_types(CONTROL, UNKNOWN) - {tokenizer.eos}
-        tokenizer.user_defined = self._of_types(USER_DEFINED)
+        tokenizer.controls = self._ids_with_types(CONTROL, UNKNOWN) - {tokenizer.eos}
+        tokenizer.user_defined = self._ids_with_types(USER_DEFINED)
         tokenizer.family = self.family
         tokenizer.swallow_before, tokenizer.swallow_after = self.swallowing
-        shown = self._of_types(NORMAL, CONTROL, UNKNOWN, USER_DEFINED, BYTE)
+        shown = self._ids_with_types(NORMAL, CONTROL, UNKNOWN, USER_DEFINED, BYTE)
         tokenizer.silent = frozenset(range(len(self.pieces))) - shown
         tokenizer.source, tokenizer.chat_template = self.all, read_chat_template(self.file)
         return tokenizer
@@ -160,7 +164,7 @@ class _Reader:
         types = self._array("token_type", len(tokens), "i", NORMAL)
         self.types, self.ends = special_tokens(ids, types, self.keys)
         self.family = family(self.file.text("general.name"))
-        self.swallowing = swallowing(ids, self.types, _kind(self.file)[1], self.family)
+        self.swallowing = space_swallowing_ids(ids, self.types, _kind(self.file)[1], self.family)
         least = max(self.keys.get(name, 0) for name in IDS) + 1
         count = max(len(tokens) - int(np.argmax(np.append(self.types[::-1], -1) != UNUSED)), least)
         self.pieces, self.types = tokens[:count], self.types[:count]
@@ -176,38 +180,40 @@ class _Reader:
             raise self.file.error(f"its tokenizer has {count} tokens, and {name} for {len(values)}")
         return values
 
-    def _of_types(self, *types: int) -> frozenset[int]:
+    def _ids_with_types(self, *types: int) -> frozenset[int]:
         return frozenset(np.flatnonzero(np.isin(self.types, types)).tolist())
 
     def _sentencepiece(self) -> Tokenizer:
         scores = self._array("scores", len(self.keys["tokens"]), "if", 0).astype(np.float32)[: len(self.pieces)]
         if np.isnan(scores).any():
             raise self.file.error(f"its token {printable(self.pieces[int(np.isnan(scores).argmax())])} has no score")
-        wrong = next((self.pieces[i] for i in self._of_types(BYTE) if not BYTE_TOKEN.fullmatch(self.pieces[i])), None)
+        wrong = next(
+            (self.pieces[i] for i in self._ids_with_types(BYTE) if not BYTE_TOKEN.fullmatch(self.pieces[i])), None
+        )
         if wrong is not None:
             raise self.file.error(f"its byte token {printable(wrong)} is not of the form <0x0A>")
         prefix = self.keys.get("add_space_prefix", True)
         return SentencePiece(self.pieces, scores, self.types, self.keys["eos_token_id"], self.unreachable, prefix)
 
     def _byte_level(self, pre: str) -> Tokenizer:
-        if self._of_types(BYTE):
+        if self._ids_with_types(BYTE):
             raise self.file.error("its byte-level BPE has byte tokens (token_type 6), as SentencePiece has")
         pairs, known = self._pairs(), set(self.pieces)
         real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
-        if pre == "gpt-2" and len(real) < len(pairs) and (own := self._untrained(real)):
+        if pre == "gpt-2" and len(real) < len(pairs) and (own := self._own_tokenizer(real)):
             return own
-        kept = {*real, UNTOUCHED}
+        kept = {*real, NULL_MERGE}
         lost = next((f"{a} {b}" for a, b in pairs if (a, b) not in kept), None)
         if lost is not None:
             raise self.file.error(f"its merge {printable(lost)} is of, or makes, what is no token")
         # Text is cut and merged in byte symbols, so it never produces a token of other characters.
-        strange = {i for i in self._of_types(NORMAL) if not BYTE_OF.keys() >= set(self.pieces[i])}
+        strange = {i for i in self._ids_with_types(NORMAL) if not SYMBOL_BYTES.keys() >= set(self.pieces[i])}
         unreachable = self.unreachable | strange
         hidden = {self.pieces[i] for i in unreachable}
         merges = [(a, b) for a, b in real if hidden.isdisjoint((a, b, a + b))]
         return BPE(self.pieces, merges, self.keys["eos_token_id"], PRE_TOKENIZERS[pre], unreachable)
 
-    def _untrained(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
+    def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
         """Toyexp's own bytes or characters, some of whose merges make no token; `merges` are those that do."""
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):
@@ -231,7 +237,7 @@ def _characters(pieces: list[str], eos: int) -> list[str] | None:
     if eos != len(pieces) - 1:
         return None
     try:
-        texts = [bytes(BYTE_OF[c] for c in p).decode() for p in pieces[:eos]]
+        texts = [bytes(SYMBOL_BYTES[c] for c in p).decode() for p in pieces[:eos]]
     except (KeyError, UnicodeDecodeError):
         return None
     return texts if all(len(t) == 1 for t in texts) else None
@@ -252,7 +258,7 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
             ends.update(found)
     known = [ids[text] for text in ENDS if text in ids]
     types[known] = CONTROL
-    types[[ids[text] for text in SHOWN if text in ids]] = USER_DEFINED
+    types[[ids[text] for text in USER_DEFINED_TEXTS if text in ids]] = USER_DEFINED
     ends.update(known, (keys[name] for name in ("eos_token_id", "eot_token_id", "eom_token_id") if name in keys))
 
     there = {text for text in (*ENDS, "<|plamo:eos|>") if ids.get(text) in ends}
@@ -270,7 +276,9 @@ def family(name: str) -> str:
     return next((known for known, (pattern, _) in FAMILIES.items() if pattern.search(name)), "")
 
 
-def swallowing(ids: Mapping[str, int], types: np.ndarray, pre: str, of: str) -> tuple[frozenset[int], frozenset[int]]:
+def space_swallowing_ids(
+    ids: Mapping[str, int], types: np.ndarray, pre: str, of: str
+) -> tuple[frozenset[int], frozenset[int]]:
     """The special tokens that swallow the white space before them in a text, and those that swallow what follows.
 
     No key says so: llama.cpp goes by the pre-tokenizer and the family (`of`). `types` are those of `special_tokens`.
@@ -280,14 +288,14 @@ def swallowing(ids: Mapping[str, int], types: np.ndarray, pre: str, of: str) -> 
     def named(*texts: str) -> frozenset[int]:
         return frozenset(ids[text] for text in texts if text in ids) & special
 
-    if any(known in pre for known in MASKED):
+    if any(known in pre for known in MASK_PRE_TOKENIZERS):
         return named("<mask>"), frozenset()
     if of == "phi-3":
         return frozenset(), special - named(*KEEP_SPACE)
     return (named("[MASK]") if of == "modern-bert" else frozenset()), frozenset()
 
 
-def fitting_name(name: str, tokenizer: Tokenizer | None) -> str:
+def compatible_name(name: str, tokenizer: Tokenizer | None) -> str:
     """`general.name` for a file with this tokenizer: one by which llama.cpp makes the ids that the model knows."""
     wanted = tokenizer.family if tokenizer is not None else ""
     if family(name) == wanted:

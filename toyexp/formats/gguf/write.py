@@ -14,16 +14,24 @@ import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.writing import convert_write_errors, write_atomically
-from toyexp.formats.gguf.form import architecture_of, gguf_form
-from toyexp.formats.gguf.ggml_types import GGUF_TYPES, IDS, checked, dequantise, encoded, fitting, pieces_of
+from toyexp.formats.gguf.form import gguf_architecture, gguf_form
+from toyexp.formats.gguf.ggml_types import (
+    GGUF_TYPES,
+    IDS,
+    check_pieces,
+    dequantise,
+    encode_pieces,
+    fitting_type,
+    iter_pieces,
+)
 from toyexp.formats.gguf.header import ARRAY, SCALARS, STRING
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS, check_type, quantise, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.tokenizer import fitting_name
+from toyexp.formats.gguf.tokenizer import compatible_name
 from toyexp.interfaces.format import ModelFile, TensorInfo
 from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, shared_alpha
-from toyexp.tokenizers.tokenizer import NORMAL, UNUSED, Tokenizer, ids_only
+from toyexp.tokenizers.tokenizer import NORMAL, UNUSED, Tokenizer, placeholder_metadata
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
 _KINDS = {np.dtype(form): kind for kind, form in SCALARS.items()}
@@ -56,23 +64,23 @@ def write_model(
         return problems
     general = dict(general or {})
     if isinstance(general.get("name"), str):
-        general["name"] = fitting_name(general["name"], tokenizer)
+        general["name"] = compatible_name(general["name"], tokenizer)
     writer = Writer({
-        "general.architecture": architecture_of(model),
+        "general.architecture": gguf_architecture(model),
         "general.type": "model",
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": 2,
         "general.size_label": size_label(sum(a.size for a in tensors.values())),
         **model_metadata(model, general, data or {}),
-        **(_vocabulary(tokenizer, rows=_ids(model, tensors)) if model.reads.text else {}),
+        **(_vocabulary(tokenizer, rows=_vocab_size(model, tensors)) if model.reads.text else {}),
     })  # fmt: skip
     for name, array in {**tensors, **gguf_form(model).constants(model)}.items():
-        type_name = fitting(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
-        writer.add_numbers(name, array.shape, type_name, pieces_of(array))
+        type_name = fitting_type(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
+        writer.add_numbers(name, array.shape, type_name, iter_pieces(array))
     return writer.save(path)
 
 
-def _ids(model: Model, tensors: Mapping[str, np.ndarray]) -> int:
+def _vocab_size(model: Model, tensors: Mapping[str, np.ndarray]) -> int:
     """Return how many ids a language model tells apart."""
     table = tensors.get("token_embd.weight")
     return int(model_settings(model).get("vocab", 0)) if table is None else len(table)
@@ -92,7 +100,7 @@ def write_adapter(
     """
     names = [n for adapter in plan.adapters if isinstance(adapter, LoraAdapter) for n in lora_names(adapter.target)]
     pairs = {name: values[name] for name in names}
-    return write_pairs(path, architecture_of(plan.model), shared_alpha(plan), pairs, general, chat_template)
+    return write_pairs(path, gguf_architecture(plan.model), shared_alpha(plan), pairs, general, chat_template)
 
 
 def write_pairs(
@@ -113,13 +121,13 @@ def write_pairs(
         **({"tokenizer.chat_template": chat_template} if chat_template else {}),
     })  # fmt: skip
     for name, array in pairs.items():
-        writer.add_numbers(name, array.shape, "F32", pieces_of(array))
+        writer.add_numbers(name, array.shape, "F32", iter_pieces(array))
     return writer.save(path)
 
 
 def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that describe a model, under their full names."""
-    own, architecture = {**gguf_form(model).metadata(model), **data}, architecture_of(model)
+    own, architecture = {**gguf_form(model).metadata(model), **data}, gguf_architecture(model)
     return {f"general.{k}": v for k, v in general.items()} | {f"{architecture}.{k}": v for k, v in own.items()}
 
 
@@ -127,7 +135,7 @@ def check_keys(model: Model) -> None:
     """Raises UserError for a model with a number that no key of a GGUF holds; found after training it is too late."""
     for key, value in model_metadata(model, {}, {}).items():
         try:
-            _packed(value, _kind(value))
+            _pack_value(value, _kind(value))
         except (struct.error, OverflowError):
             raise UserError(f"model={model.name}: no GGUF holds {printable(str(value))} as {key}") from None
 
@@ -135,7 +143,7 @@ def check_keys(model: Model) -> None:
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
     """The `tokenizer.*` keys, with as many tokens as the embedding has rows, as llama.cpp requires."""
     if tokenizer is None:
-        return {f"tokenizer.{key}": value for key, value in ids_only(rows).items()}
+        return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()
     tokens = keys["ggml.tokens"][:rows]
     known, spare = set(tokens), rows - len(tokens)
@@ -173,15 +181,15 @@ class Writer:
             kind = _kind(value)
         if key == "general.alignment":
             self._alignment = int(value)
-        self._keys[key] = struct.pack("<I", kind) + _packed(value, kind)
+        self._keys[key] = struct.pack("<I", kind) + _pack_value(value, kind)
 
     def add_numbers(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
         """A tensor whose numbers come in pieces of float32."""
-        self._tensors[name] = (shape, type_name, encoded(name, pieces, type_name, self._problems))
+        self._tensors[name] = (shape, type_name, encode_pieces(name, pieces, type_name, self._problems))
 
     def add_bytes(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
         """A tensor whose bytes, in its type, come in pieces."""
-        self._tensors[name] = (shape, type_name, checked(name, pieces, type_name, self._problems))
+        self._tensors[name] = (shape, type_name, check_pieces(name, pieces, type_name, self._problems))
 
     def save(self, path: Path) -> list[str]:
         """Writes the file, which appears under its name once it is whole; returns what was odd about its numbers."""
@@ -221,7 +229,7 @@ def _kind(value: Any) -> int:
     return F32 if isinstance(value, float) else ARRAY
 
 
-def _packed(value: Any, kind: int) -> bytes:
+def _pack_value(value: Any, kind: int) -> bytes:
     if kind == STRING:
         return _text(value)
     if kind != ARRAY:
@@ -255,11 +263,11 @@ def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> lis
     types = {t.name: tensor_type(t.name, t.shape, kind, tied) for t in file.tensors.values()}
     require_exact(file, types, requantize, every=kind in K_QUANTS)
     if kind not in K_QUANTS:
-        return _written(file, types, kind).save(path)
+        return _copy_types(file, types, kind).save(path)
     quantise(file.path, path, kind, requantize)
     problems: list[str] = []
     for t in file.tensors.values():
-        deque(checked(t.name, _raw(file, t), t.type, problems), maxlen=0)
+        deque(check_pieces(t.name, _raw(file, t), t.type, problems), maxlen=0)
     return problems
 
 
@@ -279,7 +287,7 @@ def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, e
         raise file.error(f"is quantised already {again_of}; export the original, or add --type f32 or --requantize")
 
 
-def _written(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:
+def _copy_types(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:
     """The file's keys and tensors, the latter in the types given."""
     writer = Writer()
     own = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}

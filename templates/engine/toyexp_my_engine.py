@@ -117,7 +117,9 @@ class MyEngineSession(Session):
         arrays = self.arrays()
         for group, vector in zip(self.plan.updates, numbers, strict=True):
             for name in group.tensors:  # the optimiser's formula in float64
-                new, self.states[name] = update_tensor(group, vector, arrays[name], clip * gradients[name], self.states[name])
+                new, self.states[name] = update_tensor(
+                    group, vector, arrays[name], clip * gradients[name], self.states[name]
+                )
                 self.tensors[name] = self.torch.from_numpy(new)
         return StepMetrics(loss, norm)
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toyexp import Engine, Ops, Session, StepMetrics, hookimpl, require_package, updated
+from toyexp import Engine, Ops, Session, StepMetrics, hookimpl, require_package, update_tensor
 
 
 @dataclass

@@ -116,7 +116,7 @@ def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch
     assert [part.text for part in split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
     assert capsys.readouterr().err.count("no place to cut") == 1
     monkeypatch.setattr(pieces, "available_bytes", lambda: 10_000)
-    with pytest.raises(UserError, match=r"GB: give another data\.tokenizer"):
+    with pytest.raises(UserError, match=r"GB are free: choose another data\.tokenizer"):
         list(split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10))
 
 

@@ -258,6 +258,8 @@ def test_the_changed_llama_trains_alike_on_two_engines_and_is_no_llama_in_files(
     assert main([*words, "engine=ggml", "data=random", "steps=2", "eval_every=0", "hydra.run.dir=run"]) == 0
     with GGUFFile("run/model.gguf") as file:
         assert file.metadata["general.architecture"] == "gelu_llama"
+    assert main(["describe", "run", words[0]]) == 0
+    assert "  gelu  " in capsys.readouterr().out
     assert main(["export", "run", "--type", "hf", words[0]]) == 2
     assert "model=gelu_llama" in capsys.readouterr().err
 

@@ -434,6 +434,17 @@ def sources(data="d1", **others):
     return {"data": data, "text": data, "tokenizer": "t", "tokens": data, **others}
 
 
+def test_runs_with_different_schedules_are_different_points(tmp_path, capsys):
+    for schedule in ("cosine", "linear"):
+        for seed in (0, 1):
+            callbacks = {f"callbacks__{schedule}": {"name": schedule, "scales": "lr"}}
+            made(tmp_path / f"{schedule}-{seed}", seed=seed, held_out=3.0, **callbacks)
+    assert main(["compare", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sorted(point["settings"]["schedule"] for point in told["points"]) == ["cosine", "linear"]
+    assert [len(point["runs"]) for point in told["points"]] == [2, 2]
+
+
 @pytest.mark.parametrize("role", ["data", "base"])
 def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys, monkeypatch, role):
     """Equal settings, seeds 0 to 3; the last two read other bytes at the same path."""

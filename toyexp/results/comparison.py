@@ -212,9 +212,16 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
 
 
 def _read_settings(run: Run) -> dict[str, str]:
-    """Return the settings of config.yaml; engine=auto is replaced by the engine that was chosen."""
-    found = setting_texts(run.path)
-    return {**found, "engine": run.engine} if found.get("engine") == "auto" and run.engine else found
+    """Return the settings of config.yaml; engine=auto is replaced by the engine that was chosen.
+
+    `schedule` names the callbacks that scale the learning rate or another number: only these make runs differ.
+    """
+    settings = dict(setting_texts(run.path))
+    if settings.get("engine") == "auto" and run.engine:
+        settings["engine"] = run.engine
+    parts = (key.split(".") for key in settings)
+    schedules = [part[1] for part in parts if part[0] == "callbacks" and part[-1] == "scales"]
+    return {**settings, "schedule": ",".join(schedules)} if schedules else settings
 
 
 def seed_key(entry: Entry) -> object:

@@ -11,7 +11,7 @@ from toyexp.config.schema import AUTO, AutoEngine
 from toyexp.config.top_level import GROUPS, top_level_settings
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import Setting, list_settings
-from toyexp.training.settings import ASIDE, FREE, Settings, keys_with
+from toyexp.training.settings import ASIDE, FREE, Settings, keys_by_role
 
 TITLES = {
     "model": "Models", "data": "Data", "recipe": "Recipes", "engine": "Engines", "optim": "Optimisers",
@@ -127,7 +127,7 @@ def page(kind: str) -> str:
 
 def overview() -> str:
     """Return the overview page, with the keys that belong to no part."""
-    free, aside = keys_with(FREE, Settings), keys_with(ASIDE, Settings)
+    free, aside = keys_by_role(FREE, Settings), keys_by_role(ASIDE, Settings)
     own = [(key, setting) for key, setting in top_level_settings() if not key.startswith("sweep.")]
     parts = [
         "# Settings\n",

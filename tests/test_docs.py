@@ -282,7 +282,7 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
              "hydra.run.dir=run", "plugins=[npz_format]"]  # fmt: skip
     assert main(words) == 0, capsys.readouterr().err
     assert main(["export", "run", "--type", "npz", "--force", "plugins=[npz_format]"]) == 2
-    assert "run/model.npz: belongs to the run run; write elsewhere" in capsys.readouterr().err
+    assert "run/model.npz: belongs to the run run; choose another path" in capsys.readouterr().err
     exports = [["--type", "npz", "--to", "plain.npz"], ["--type", "npz", "compressed=true", "--to", "small.npz"]]
     assert [main(["export", "run", *export, "--force", "plugins=[npz_format]"]) for export in exports] == [0, 0]
     assert main(["export", "small.npz", "--type", "gguf", "--to", "back.gguf", "plugins=[npz_format]"]) == 0

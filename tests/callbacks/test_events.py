@@ -193,7 +193,9 @@ def interrupted(settings, spawn, tmp_path, trained):
 def test_a_signal_ends_the_run_after_its_step_with_everything_written(interrupted, number, code):
     run, out = interrupted(number)
     assert run.code == code, out
-    told = f"interrupted by {number.name}; {run.result['steps']} of 10000000 steps are saved; go on: toyexp resume=run"
+    told = (
+        f"interrupted by {number.name}; {run.result['steps']} of 10000000 steps are saved; to resume: toyexp resume=run"
+    )
     assert out.splitlines()[-1] == f"toyexp: {told}" and "Traceback" not in out
     check_rules(run.events)
     end = run.events[-1]

@@ -174,8 +174,8 @@ VALUES = [
     ("name=${name}", "name", "refers to itself"),
     ("steps=0", "steps=0", "from 1"),
     ("steps=-1", "steps=-1", "from 1"),
-    ("steps=99999999999999999999", "must be a whole number from 1 to 9223372036854775807"),
-    ("lr=-1", "lr=-1.0", "0 or above"),
+    ("steps=99999999999999999999", "must be an integer from 1 to 9223372036854775807"),
+    ("lr=-1", "lr=-1.0", ">= 0"),
     ("lr=nan", "lr=nan: must be a finite number"),
     ("lr=inf", "lr=inf: must be a finite number"),
     ("optim.grad_clip=inf", "optim.grad_clip=inf: must be a finite number"),
@@ -492,7 +492,7 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("parity --csv", ["parity --csv: there is no such option"]),
         ("describe book.txt engine=cpu", ["describe engine=cpu: is a setting of a run", "plugins=[...]"]),
         ("models engine=cpu", ["models engine=cpu: is a setting of a run"]),
-        ("export book.txt --type f32 lr=1", ["export lr=1: --type f32 has no such setting; there is: type"]),
+        ("export book.txt --type f32 lr=1", ["export lr=1: unknown setting of --type f32; there is: type"]),
         ("generate book.txt --prompt a steps=5", ["generate steps=5: is a setting of a run"]),
         ("generate book.txt --prompt a plugins=[a-b]", ["takes names of Python modules"]),
         ("--cfg", ["--cfg needs a value: job"]),
@@ -555,7 +555,7 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("sweep.resume=.", ["holds no sweep"]),
         ("sweep.resume=book.txt", ["holds no sweep"]),
         ("resume=nowhere", ["resume=nowhere: not found"]),
-        ("resume=book.txt", ["resume=book.txt: is no directory of a run"]),
+        ("resume=book.txt", ["resume=book.txt: is not a run directory"]),
         ("resume=", ["resume=: takes the directory of a run, or auto"]),
         ("-m recipe=wram seed=1,2", ["did you mean warm?"]),
     ],
@@ -629,8 +629,8 @@ def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line
     [
         ('hydra.run.dir="a\nb"', "hydra.run.dir=a\\nb: holds '\\n'"),
         ("name=a\u202eb", "name=a\\u202eb: holds '\\u202e'"),
-        ("name=a\udc80b", "name=a\\udc80b: holds bytes that are not UTF-8"),
-        ("data.path=b\udcffk.txt", "data.path=b\\udcffk.txt: holds bytes that are not UTF-8"),
+        ("name=a\udc80b", "name=a\\udc80b: is not valid UTF-8"),
+        ("data.path=b\udcffk.txt", "data.path=b\\udcffk.txt: is not valid UTF-8"),
     ],
 )
 def test_names_that_nobody_can_read_are_one_plain_error(refused, word, told):
@@ -852,7 +852,7 @@ def test_a_bad_job_of_a_sweep_is_reported_and_the_others_go_on(tmp_path, capsys)
     assert code == 2
     assert err.splitlines() == [
         "toyexp: error in job 1: lr=x: must be a number",
-        "toyexp: error in job 2: lr=-1.0: must be a number, 0 or above",
+        "toyexp: error in job 2: lr=-1.0: must be a finite number >= 0",
     ]
     assert [p.parent.name for p in tmp_path.glob("outputs/sweeps/*/*/result.json")] == ["0-scratch-llama"]
     table = [line for line in out.splitlines() if re.match(r" +\d+  lr=", line)][-3:]
@@ -929,9 +929,12 @@ def run_of_two_steps(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("resume=outputs/tale", ["holds no run (config.yaml); did you mean resume=outputs/tale/1?"]),
-        ("resume=outputs/tale/1/model.gguf", ["is no directory of a run; did you mean resume=outputs/tale/1?"]),
-        ("resume=outputs/tale/1/checkpoints/step-2", ["holds no run", "did you mean resume=outputs/tale/1?"]),
+        ("resume=outputs/tale", ["is not a run (no config.yaml); did you mean resume=outputs/tale/1?"]),
+        ("resume=outputs/tale/1/model.gguf", ["is not a run directory; did you mean resume=outputs/tale/1?"]),
+        (
+            "resume=outputs/tale/1/checkpoints/step-2",
+            ["is not a run (no config.yaml)", "did you mean resume=outputs/tale/1?"],
+        ),
         ("sweep.resume=outputs/tale/1", ["holds no sweep", "it is a run: resume=outputs/tale/1"]),
         (
             "resume=outputs/tale/1 recipe=warm steps=4",
@@ -973,7 +976,7 @@ def test_a_path_from_the_root_says_where_it_ends(refused, tmp_path):
 def test_a_sweep_given_as_a_run_is_told_how_it_goes_on(refused, tmp_path):
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "sweep.json").write_text("{}")
-    refused(["resume=many"], "holds a sweep; go on with it: sweep.resume=many")
+    refused(["resume=many"], "is a sweep; to resume it: sweep.resume=many")
 
 
 def test_what_holds_no_text_and_no_ids_is_named(refused, tmp_path):
@@ -1011,7 +1014,7 @@ def test_a_checkpoint_with_what_no_run_writes_is_refused(run_of_two_steps, refus
         manifest["files"][STATE] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         (folder / STATE).write_bytes(raw)
         (folder / MANIFEST).write_text(json.dumps(manifest))
-        words = [f"{folder}/{STATE}", told] if told else [f"{folder}: its {STATE} lacks a part"]
+        words = [f"{folder}/{STATE}", told] if told else [f"{folder}: {STATE} is incomplete"]
         refused([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], *words)
 
 
@@ -1035,7 +1038,7 @@ def test_a_setting_that_is_typed_twice_is_told_which_one_counts(capsys):
 def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, every):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(f"checkpoint_every: {every}\nsteps: 100\n")
-    refused(["resume=run"], f"resume=run: that run has no checkpoint (its checkpoint_every={every}); ")
+    refused(["resume=run"], f"resume=run: the run has no checkpoint (checkpoint_every={every}); ")
     file = lock(Path("run"))  # it has not ended
     refused(["resume=run"], f"run: is being written by process {os.getpid()} on ", "; wait for it, or stop it")
     os.close(file)

@@ -88,7 +88,7 @@ def test_epochs_of_data_without_an_end_are_refused(capsys, monkeypatch):
     endless = property(lambda batches: None, lambda batches, rows: None)
     monkeypatch.setattr("toyexp.batching.tokens.TokenBatches.rows_per_epoch", endless, raising=False)
     assert main([*SMALL, "epochs=2", "hydra.run.dir=endless"]) == 2 and not Path("endless").exists()
-    error = "epochs=2: data=random does not say how long one pass is; give steps=... instead"
+    error = "epochs=2: data=random does not know the length of an epoch; set steps=... instead"
     assert error in capsys.readouterr().err
     assert main([*SMALL, "steps=1", "hydra.run.dir=endless"]) == 0
 
@@ -184,7 +184,7 @@ def test_of_a_sweep_that_goes_on_only_what_is_left_is_said_and_a_job_that_cannot
     sweep = ["-m", *SMALL, "steps=2,0,5", "hydra.sweep.dir=s"]
     assert main([*sweep, "--dry-run"]) == 2
     out, err = capsys.readouterr()
-    assert "job 1: steps=0: must be a whole number from 1" in err and "2 jobs" in out and tree() == {}
+    assert "job 1: steps=0: must be an integer from 1" in err and "2 jobs" in out and tree() == {}
     assert main([*sweep, "sweep.isolate=false"]) == 2
     state = json.loads(Path("s/sweep.json").read_text())
     state["jobs"][2]["status"] = "waiting"

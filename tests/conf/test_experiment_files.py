@@ -92,7 +92,7 @@ def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, t
         ("optim:\n  groups:\n    none.*: {lr: 1}\n", ["line 4: optim.groups: none.*: matches no trainable tensor"]),
         ("optim:\n  groups:\n    '*': {frozen: true}\n", ["line 3: optim.groups: freezes every tensor"]),
         ("optim:\n  grad_clip: -3\n", ["line 3: optim.grad_clip=-3.0: must be at least 0"]),
-        ("steps: 3\nlr: -1\n", ["line 3: lr=-1.0: must be a number, 0 or above"]),
+        ("steps: 3\nlr: -1\n", ["line 3: lr=-1.0: must be a finite number >= 0"]),
         ("model:\n  n_heads: 5\n", ["line 3: model.n_heads=5 does not divide"]),
         ("seed: many\n", ["line 2: seed: must be a whole number"]),
         ("steps: many\n", ["line 2: steps: must be a whole number"]),  # which the command line has right

@@ -78,7 +78,7 @@ IDLE = {
         "optim.groups={*attn_q*:{frozen:true},*attn_k*:{lr:2},*attn*:{lr:1,weight_decay:1},*norm*:{weight_decay:0}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
     ),
-    "no rate": ("lr=0", ["lr=0: nothing will be learned"], "lr=1e-9"),
+    "no rate": ("lr=0", ["lr=0: the weights will not change"], "lr=1e-9"),
     "a momentum that is none": (
         "optim=sgd optim.momentum=0 callbacks=[default,linear] callbacks.linear.scales=momentum",
         ["callbacks.linear.scales=momentum: scales optim.momentum=0"],
@@ -86,7 +86,7 @@ IDLE = {
     ),
     "the rate without its schedule, and a decay of more than all": (
         "callbacks.cosine.scales=weight_decay optim.weight_decay=201 lr=0.01 optim.groups={*ffn*:{weight_decay:1}}",
-        ["callbacks.cosine.scales=weight_decay: nothing schedules lr",
+        ["callbacks.cosine.scales=weight_decay: lr has no schedule",
          "weight_decay=201 at lr=0.01: each step multiplies"],
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay optim.weight_decay=99 lr=0.01",
     ),

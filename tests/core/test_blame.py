@@ -281,7 +281,7 @@ def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_s
     end = last_event()
     assert (end["kind"], end["exit_code"]) == ("run_end", 1) and "callbacks.clumsy failed" in end["error"]
     assert "callbacks.clumsy failed" in json.loads(Path("run/result.json").read_text())["error"]
-    assert ("steps are saved; go on: toyexp resume=run" in out) == (saved is not None)
+    assert ("steps are saved; to resume: toyexp resume=run" in out) == (saved is not None)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_callback_that_calls_sys_exit_is_one_that_failed(hook, when, capsys):
 
 def test_a_run_whose_callback_failed_at_the_end_is_gone_on_with_by_the_line_that_it_prints(capsys):
     _, out = run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_end")
-    command = out[out.index("go on: toyexp ") :].splitlines()[0].removeprefix("go on: toyexp ")
+    command = out[out.index("to resume: toyexp ") :].splitlines()[0].removeprefix("to resume: toyexp ")
     assert main([*shlex.split(command), "callbacks.clumsy.at=nowhere"]) == 0
     assert last_event()["reason"] == "completed" and last_event()["exit_code"] == 0
 
@@ -340,7 +340,7 @@ def test_bad_input_that_a_callback_finds_once_training_has_begun_is_told_as_its_
         assert main([*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]) == 1
         out, err = capsys.readouterr()
         assert err == f"toyexp: error: callbacks.clumsy {when}: {words}\n"
-        assert f"{saved} of 6 steps are saved; go on: toyexp resume=run" in out
+        assert f"{saved} of 6 steps are saved; to resume: toyexp resume=run" in out
         shutil.rmtree("run")
 
 

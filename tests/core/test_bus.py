@@ -159,7 +159,7 @@ def test_any_callback_may_answer_the_learning_rate_and_none_is_the_base_rate(hea
 
 @pytest.mark.parametrize("answer", [math.nan, math.inf, -1e-9, "0.1", True, np.bool_(True), [0.1], np.array([0.1])])
 def test_a_learning_rate_that_is_no_finite_number_names_its_callback_and_the_step(heard, answer):
-    with pytest.raises(RunFailed, match=r"^callbacks\.a: lr at step 4 is .*finite number from 0"):
+    with pytest.raises(RunFailed, match=r"^callbacks\.a: lr at step 4 is .*finite number >= 0"):
         make_bus(heard, Answering("a", rate=answer)).lr(make_run(), 3)
 
 
@@ -210,9 +210,9 @@ class Scaling(Callback):
 @pytest.mark.parametrize(
     ("by", "told"),
     [
-        ({"momentun": 0.5}, "momentun at step 3 is of no number of this optimiser; did you mean momentum?"),
-        ({"lr": 2.0}, "lr at step 3 is of no number of this optimiser; the hook `lr`"),
-        ({"momentum": -1.0}, "momentum at step 3 is -1.0; it must be a finite number from 0"),
+        ({"momentun": 0.5}, "momentun at step 3: this optimiser has no such number; did you mean momentum?"),
+        ({"lr": 2.0}, "lr at step 3: this optimiser has no such number; use the hook `lr`"),
+        ({"momentum": -1.0}, "momentum at step 3 is -1.0; it must be a finite number >= 0"),
         ({"momentum": 1.2}, "momentum at step 3 is 1.2: optim.momentum=1.08: must be at least 0 and below 1"),
         ({"beta1": 3.0}, "beta1 at step 3 is 3: optim.beta1=2.7"),
         ({"beta2": 0.0}, "beta2 at step 3 is 0: optim.beta2=0: from_scratch"),

@@ -276,14 +276,14 @@ def test_a_file_that_may_not_be_opened_is_listed_with_the_reason(tmp_path, regis
 
 
 def test_a_huge_directory_is_looked_at_only_so_far(tmp_path, registry, monkeypatch):
-    monkeypatch.setattr(caches, "ENTRIES", 10)
+    monkeypatch.setattr(caches, "MAX_ENTRIES", 10)
     base(tmp_path / "models/a.gguf")
     for i in range(30):
         (tmp_path / f"models/z{i:02}").touch()
     found = find_models(registry, [tmp_path / "models"])
     assert set(by_name(found)) <= {"a"}
     assert [n for p in found.places for n in p.notes] == [
-        f"{tmp_path}/models: holds more than 10 entries; not all of them were looked at"
+        f"{tmp_path}/models: has more than 10 entries; the rest was not searched"
     ]
 
 
@@ -319,11 +319,11 @@ def test_names_and_files_of_strangers_print_nothing_but_text(home, capsys):
 def test_nothing_found_says_where_it_looked(home, capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("no GGUF models found; looked in:\n")
+    assert out.startswith("no GGUF models found; searched:\n")
     for place in default_directories(home, os.environ):
         assert str(place.root) in out
-    assert f"{home}/.ollama/models (not there)" in out
-    assert "look elsewhere: toyexp models DIR" in out
+    assert f"{home}/.ollama/models (does not exist)" in out
+    assert "search another directory: toyexp models DIR" in out
 
 
 def test_json_has_the_models_the_unreadable_and_the_places(home, capsys):

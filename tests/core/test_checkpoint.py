@@ -60,7 +60,7 @@ def test_evals_that_a_run_did_not_write_are_refused(saved, evals):
     state = {"outcome": asdict(Outcome(steps=7)), "scores": {}}
     whole = replace(read_checkpoint(saved), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
     assert _outcome(whole).steps == _outcome(replace(whole, state=state)).steps == 7
-    with pytest.raises(UserError, match="its evals are none"):
+    with pytest.raises(UserError, match="evals are invalid"):
         _outcome(replace(whole, state={**state, "evals": evals}))
 
 
@@ -99,13 +99,13 @@ def _same_manifest(bad: bytes, good: bytes) -> bool:
 @pytest.mark.parametrize(
     ("file", "content", "cause"),
     [
-        (MANIFEST, "[]", "holds no object"),
-        (MANIFEST, "[" * 100_000, "is not JSON"),
-        (MANIFEST, json.dumps({"format": 0}), "has format 0; this toyexp reads 1"),
-        (MANIFEST, json.dumps({"format": "1"}), "has format '1'; this toyexp reads 1"),
+        (MANIFEST, "[]", "is not a JSON object"),
+        (MANIFEST, "[" * 100_000, "is not valid JSON"),
+        (MANIFEST, json.dumps({"format": 0}), "has format 0, this toyexp reads format 1"),
+        (MANIFEST, json.dumps({"format": "1"}), "has format '1', this toyexp reads format 1"),
         (MANIFEST, json.dumps({"format": 1, "step": 7, "files": {"../../etc/passwd": {}}}), "does not list"),
-        (STATE, "[1]", "is not what was written"),
-        (ARRAYS, "", "is not what was written"),
+        (STATE, "[1]", "does not match the manifest"),
+        (ARRAYS, "", "does not match the manifest"),
     ],
 )
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(saved, file, content, cause):
@@ -132,7 +132,7 @@ def test_a_directory_that_claims_another_step_is_damaged(saved):
     shutil.copytree(saved, saved.with_name("step-8"))
     found, damaged = read_newest(saved.parent)
     assert found is not None and found.step == 7
-    assert "is of step 7" in damaged[0]
+    assert "names step 7" in damaged[0]
 
 
 def test_what_is_no_checkpoint_is_not_looked_at(saved):
@@ -193,7 +193,7 @@ def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(saved, put, caplog)
     keeper = CheckpointKeeper(saved.parent, Interval(1), keep=9)
     keeper.save(8, given(ARRAY), {})
     keeper.wait()
-    assert [done.step for done in keeper.take_written()] == [8]
+    assert [done.step for done in keeper.pop_written_checkpoints()] == [8]
     read_checkpoint(place)
     assert _whole(aside) == before
     assert f"moved to {aside}" in caplog.text
@@ -275,9 +275,9 @@ def test_weights_that_are_no_numbers_are_never_written(tmp_path):
     keeper.save(10, given(ARRAY), {})
     keeper.save(20, given({**ARRAY, "w": ARRAY["w"] * np.nan}), {})
     keeper.wait()
-    assert [s.step for s in keeper.take_written()] == [10] and sorted(list_checkpoints(tmp_path)) == [10]
+    assert [s.step for s in keeper.pop_written_checkpoints()] == [10] and sorted(list_checkpoints(tmp_path)) == [10]
     assert keeper.trouble == (
-        "checkpoint of step 20: not written (w is not finite; the one before it stays the newest)"
+        "checkpoint of step 20: not written (w is not finite; the previous checkpoint stays the newest)"
     )
     # A moment that overflowed slows its weight down for good, and no more: such a run can go on.
     keeper.save(30, given({**ARRAY, "w@m": np.array([np.inf])}), {})
@@ -287,11 +287,11 @@ def test_weights_that_are_no_numbers_are_never_written(tmp_path):
 
 def test_someone_looks_when_one_is_due_and_when_one_was_written_that_nobody_was_told_of(tmp_path):
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=2)
-    assert [step for step in range(1, 22) if keeper.needs_call(step)] == [10, 20]
+    assert [step for step in range(1, 22) if keeper.needs_attention(step)] == [10, 20]
     keeper.save(10, given(ARRAY), {})
     keeper.wait()
-    assert keeper.needs_call(11)
-    assert [saved.step for saved in keeper.take_written()] == [10] and not keeper.needs_call(11)
+    assert keeper.needs_attention(11)
+    assert [saved.step for saved in keeper.pop_written_checkpoints()] == [10] and not keeper.needs_attention(11)
 
 
 def test_a_time_passes(tmp_path, monkeypatch):
@@ -323,21 +323,21 @@ def test_trouble_is_told_once_and_the_next_one_is_tried(tmp_path):
     keeper = CheckpointKeeper(folder, Interval(1), keep=2)
     keeper.save(1, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.take_written()] == [1]
+    assert [s.step for s in keeper.pop_written_checkpoints()] == [1]
     shutil.rmtree(folder)
     folder.write_text("in the way")
     told = []
     for step in (2, 3):
         keeper.save(step, given(ARRAY), {})
         keeper.wait()
-        assert not keeper.take_written()
+        assert not keeper.pop_written_checkpoints()
         told.append(keeper.trouble)
         keeper.trouble = None
     assert told[0] is not None and "step 2" in told[0] and told[1] is None
     folder.unlink()
     keeper.save(4, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.take_written()] == [4]
+    assert [s.step for s in keeper.pop_written_checkpoints()] == [4]
 
 
 def test_a_damaged_one_of_a_later_step_pushes_no_whole_one_out(tmp_path):
@@ -360,12 +360,12 @@ def test_what_became_of_the_last_one_is_known_whatever_came_before(tmp_path):
     folder.write_text("in the way")
     keeper.save(2, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.take_written()] == [1]
+    assert [s.step for s in keeper.pop_written_checkpoints()] == [1]
     assert keeper.missing is not None and "checkpoint of step 2: not written" in keeper.missing
     folder.unlink()
     keeper.save(3, given(ARRAY), {})
     keeper.wait()
-    assert [s.step for s in keeper.take_written()] == [3]
+    assert [s.step for s in keeper.pop_written_checkpoints()] == [3]
     assert keeper.missing is None
 
 
@@ -413,7 +413,7 @@ def test_what_is_being_written_is_never_overwritten_and_two_sets_of_arrays_do_fo
         keeper.save(step, slow.snapshot, {})
     keeper.wait()
     assert slow.found == {step: [step, step] for step in range(1, 6)} and len(slow.made) == 2
-    assert [saved.step for saved in keeper.take_written()] == [1, 2, 3, 4, 5]
+    assert [saved.step for saved in keeper.pop_written_checkpoints()] == [1, 2, 3, 4, 5]
     assert read_checkpoint(tmp_path / "checkpoints" / "step-5").arrays["w@m"].tolist() == [5.0] * 1000
 
 
@@ -454,7 +454,7 @@ def test_arrays_are_given_back_where_a_checkpoint_could_not_be_written(tmp_path)
         keeper.save(step, lambda into: (seen.append(into), into or dict(ARRAY))[1], {})
         keeper.wait()
     assert seen[0] is None and seen[1] is not None and seen[1] is seen[3]
-    assert not keeper.take_written() and "step 4: not written" in str(keeper.missing)
+    assert not keeper.pop_written_checkpoints() and "step 4: not written" in str(keeper.missing)
 
 
 def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_stands_there(tmp_path):
@@ -467,7 +467,7 @@ def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_stands_there(tmp_p
     keeper.save(2, given(ARRAY), {}, lambda: os.fsync(10**6))
     keeper.wait()
     assert seen == [("checkpoint", [])] and list(list_checkpoints(folder)) == [1]
-    assert [saved.step for saved in keeper.take_written()] == [1]
+    assert [saved.step for saved in keeper.pop_written_checkpoints()] == [1]
     assert keeper.missing == "checkpoint of step 2: not written (Bad file descriptor)"
 
 

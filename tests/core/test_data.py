@@ -82,7 +82,7 @@ def test_seeds_of_data_and_model_are_set_apart():
     assert drawn("seed=3", "data_seed=1", "model_seed=2") == (order, other_values)
     with pytest.raises(UserError, match=r"unknown key data\.seed; did you mean data_seed\?"):
         drawn("data.seed=2")
-    with pytest.raises(UserError, match="model_seed=-1: must be a whole number from 0"):
+    with pytest.raises(UserError, match="model_seed=-1: must be an integer from 0"):
         drawn("model_seed=-1")
 
 

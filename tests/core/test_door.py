@@ -393,7 +393,7 @@ def test_callbacks_are_told_apart_by_their_names(trained):
 
 
 @pytest.mark.parametrize(("call", "reason"), [
-    (lambda run: run.logits([[1, 2], [3]]), "rows of equal length"),
+    (lambda run: run.logits([[1, 2], [3]]), "all rows must have the same length"),
     (lambda run: run.logits([1.5]), "token ids"),
     (lambda run: run.generate([1.5]), r"token ids \[T\]"),
     (lambda run: run.generate(None), "token ids"),
@@ -559,7 +559,7 @@ def test_a_run_leaves_the_process_as_it_was(here):
     (here / "app" / "config.yaml").write_text("thing:\n  _target_: builtins.dict\n  a: 1\n")
     (here / "beside.py").write_text(BESIDE)
     done = environments.run(sys.executable, "-c", AS_IT_WAS, cwd=here)
-    told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
+    told = ["steps=0: must be an integer from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told and done.stderr == ""
 

@@ -196,7 +196,7 @@ def test_export_writes_a_strangers_format_with_its_settings(tall, capsys):
         assert np.float32(number) == file.read(name).flat[0]
     capsys.readouterr()
     assert main(["export", "model.gguf", "--type", "tall", plugin]) == 2
-    assert "model.tall: is already there" in capsys.readouterr().err
+    assert "model.tall: already exists" in capsys.readouterr().err
     assert main(["export", "--help", plugin]) == 0
     assert "tall, tall-short: Numbers as text." in capsys.readouterr().out
 
@@ -206,9 +206,9 @@ def test_export_writes_a_strangers_format_with_its_settings(tall, capsys):
     [
         ("tall digits=0", "digits=0: must be above 0"),
         ("tall digits=many", "digits=many"),
-        ("tall digit=1", "export digit=1: --type tall has no such setting; did you mean digits?"),
+        ("tall digit=1", "export digit=1: unknown setting of --type tall; did you mean digits?"),
         ("q8_0 type=f16", "export type=f16: --type q8_0 means type=q8_0; leave one out"),
-        ("safetensors digits=1", "--type safetensors has no such setting; it has none"),
+        ("safetensors digits=1", "unknown setting of --type safetensors; it has no settings"),
         ("tal", "did you mean tall?"),
         ("hf-f8", "did you mean hf-f16?"),
     ],
@@ -445,7 +445,7 @@ def test_a_model_without_a_form_is_evaluated_continued_and_asked_for_text(bare, 
     assert toyexp.open("next", plugins=["bare_model"]).history.held_out["loss"][0] == pytest.approx(loss, abs=1e-6)
     shutil.rmtree("run/checkpoints")
     assert main(["eval", "run", "plugins=[bare_model]"]) == 2
-    assert "the run left no weights: callbacks=[default] writes model.gguf" in capsys.readouterr().err
+    assert "the run saved no weights: callbacks=[default] writes model.gguf" in capsys.readouterr().err
 
 
 def test_settings_that_a_model_without_a_form_does_not_have_are_refused(tmp_path):
@@ -474,13 +474,13 @@ def test_a_file_is_not_named_as_one_of_another_format_nor_replaced_by_itself(tal
     """Before anything is written."""
     for kind, name in (("safetensors", "x.gguf"), ("q8_0", "x.safetensors"), ("hf", "x.gguf")):
         assert main(["export", "model.gguf", "--type", kind, "--to", name]) == 2
-        assert f"--to {name}: --type {kind} is written as" in capsys.readouterr().err
+        assert f"--to {name}: the name must end in " in capsys.readouterr().err
         assert not (tall / name).exists()
     assert main(["export", "model.gguf", "--type", "safetensors"]) == 0
     before = (tall / "model.safetensors").read_bytes()
     words = ["export", "model.safetensors", "--type", "safetensors", "--to", "model.safetensors", "--force"]
     assert main(words) == 2
-    assert "is what is read" in capsys.readouterr().err
+    assert "is the file to be read" in capsys.readouterr().err
     assert (tall / "model.safetensors").read_bytes() == before
 
 
@@ -488,7 +488,7 @@ def test_force_goes_by_the_suffix_for_a_strangers_format_but_replaces_no_empty_f
     words = ["export", "model.gguf", "--type", "tall", "--to", "x.tall", "--force", "plugins=[tall_plugin]"]
     (tall / "x.tall").touch()
     assert main(words) == 2
-    assert "x.tall: is already there and no file of a model" in capsys.readouterr().err
+    assert "x.tall: already exists and is not a model file" in capsys.readouterr().err
     (tall / "x.tall").write_text("token_embd.weight 1\n")
     assert main(words) == 0 and (tall / "x.tall").stat().st_size > 100
 

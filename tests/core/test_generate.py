@@ -258,7 +258,7 @@ def test_a_seed_repeats_and_another_differs(generated):
 
 def test_beyond_the_context_it_goes_on_and_says_so_once(generated):
     found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
-    assert found.err.count("the context of 30 tokens is full; it goes on from the last 15 of them") == 1
+    assert found.err.count("the context of 30 tokens is full; continuing from the last 15") == 1
     assert "64 tokens in" in found.err and found.err.count("\n") == 2
     with contextlib.redirect_stdout(io.StringIO()) as seen, contextlib.redirect_stderr(seen):  # as on a terminal
         generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
@@ -291,7 +291,7 @@ def test_the_first_of_several_devices_writes(generated, monkeypatch):
     words = ["text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0", "--json", "--engine"]
     one, two = (generated(*words, f"cpu:threads=1{more}") for more in ("", ":devices=2:shard=true"))
     assert one["ids"] == two["ids"]
-    assert one["engine"] in two["engine"] and two["engine"].endswith("of its devices the first")
+    assert one["engine"] in two["engine"] and two["engine"].endswith("its first device only")
 
 
 def test_a_run_directory_stands_for_its_model(generated):
@@ -367,22 +367,22 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --adapter=", "generate --adapter '': is empty (a variable that is not set?)"),
         ("text.gguf -p x", "generate -p: there is no such option; did you mean --prompt?"),
         ("text.gguf --prompt x --max_new_tokens 3", "did you mean --tokens?"),
-        ("text.gguf --ids 300", "the prompt's id 300 is not one of its 0..256"),
+        ("text.gguf --ids 300", "prompt id 300 must be between 0 and 256"),
         ("text.gguf --ids 99999999999999999999999", "takes token ids"),
         ("text.gguf --ids 1 --chat", "takes its message from --prompt"),
         ("text.gguf --prompt x --chat", "has no chat template"),
-        ("silent.gguf --prompt x --chat", "the chat template writes nothing"),
-        ("text.gguf --prompt " + 31 * "x", "the prompt has 31 tokens, the model's context is 30"),
+        ("silent.gguf --prompt x --chat", "the chat template renders an empty prompt"),
+        ("text.gguf --prompt " + 31 * "x", "the prompt has 31 tokens, but the model's context is 30"),
         ("text.gguf --prompt x --engine ggm", "--engine ggm: did you mean ggml?"),
         ("text.gguf --prompt x --engine llamacpp", "did you mean llama.cpp?"),
         ("text.gguf --prompt x --engine cpu:threads", "such as cpu:threads=1"),
         ("text.gguf --prompt x --engine ggml:threads=1,2", "such as ggml:threads=1"),
         ("text.gguf --prompt x --engine ggml:thread=1", "did you mean threads?"),
-        ("text.gguf --prompt x --engine llama.cpp:blas=true", "llama.cpp takes threads alone"),
-        ("ids.gguf --prompt x", "has no tokenizer, so it knows ids alone"),
-        ("vit.gguf --prompt x", "reads images and writes no text"),
+        ("text.gguf --prompt x --engine llama.cpp:blas=true", "llama.cpp takes only the setting threads"),
+        ("ids.gguf --prompt x", "has no tokenizer; use --ids 1,2,3"),
+        ("vit.gguf --prompt x", "reads images and cannot generate text"),
         ("vit.gguf --prompt x --engine llama.cpp", "holds no language model"),
-        ("adapter.gguf --prompt x", "behind --adapter"),
+        ("adapter.gguf --prompt x", "pass this file with --adapter"),
         ("broken.gguf --prompt x", "broken.gguf: is not a GGUF file"),
         ("missing.gguf --prompt x", "missing.gguf: not found"),
         ("empty --prompt x", "empty: is a directory without model.gguf"),

@@ -184,7 +184,7 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
     words = ["export", "m.gguf", "--type", "hf", "--to", "out"]
     assert main(words) == 0
     Path("out/config.json").write_text("old")
-    assert main(words) == 2 and "out: is already there" in capsys.readouterr().err
+    assert main(words) == 2 and "out: already exists" in capsys.readouterr().err
     assert main([*words, "--force"]) == 0 and json_of("out/config.json")["model_type"] == "llama"
     assert names("out") == FILES and names() == ["m.gguf", "out"]
     Path("out/mine.txt").write_text("mine")
@@ -193,9 +193,9 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
     Path("link").symlink_to("whole")
     for target in ("out", "file", "link"):
         assert main(["export", "m.gguf", "--type", "hf", "--to", target, "--force"]) == 2
-        assert f"--to {target}: is already there and no directory that was written so" in capsys.readouterr().err
+        assert f"--to {target}: already exists and is not a directory written by this format" in capsys.readouterr().err
     assert main(["export", "m.gguf", "--type", "hf", "--to", "m.gguf", "--force"]) == 2
-    assert "--to m.gguf: --type hf is written as *-hf" in capsys.readouterr().err
+    assert "--to m.gguf: the name must end in -hf" in capsys.readouterr().err
     assert Path("out/mine.txt").read_text() == Path("file").read_text() == "mine"
 
 
@@ -220,7 +220,7 @@ def test_force_replaces_no_directory_without_settings_and_weights(files, capsys)
         Path("out", name).write_bytes(whole if content == "whole" else content.encode())
     before = {file: file.read_bytes() for file in Path("out").iterdir()}
     assert main(words) == 2
-    assert "--to out: is already there and no directory that was written so" in capsys.readouterr().err
+    assert "--to out: already exists and is not a directory written by this format" in capsys.readouterr().err
     assert {file: file.read_bytes() for file in Path("out").iterdir()} == before
 
 

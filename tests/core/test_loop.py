@@ -19,7 +19,7 @@ from toyexp.interfaces.stack import Stack
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
 from toyexp.training.driver import Evaluate, Step, drive, forward_interrupts
-from toyexp.training.loop import SKIPPED_IN_A_ROW, Training
+from toyexp.training.loop import MAX_CONSECUTIVE_SKIPS, Training
 from toyexp.training.run_config import Outcome, Saver
 
 BASE_LR = 0.25
@@ -206,17 +206,21 @@ def stage(tmp_path):
 
 def test_a_good_step_ends_a_row_of_bad_ones(stage):
     """However many there are in all: only a row of them says that nothing changes any more."""
-    outcome = stage(3 * SKIPPED_IN_A_ROW, [BAD, GOOD] * SKIPPED_IN_A_ROW, skip=True).train()
-    assert (outcome.reason, outcome.steps, outcome.skipped) == ("completed", 3 * SKIPPED_IN_A_ROW, SKIPPED_IN_A_ROW)
+    outcome = stage(3 * MAX_CONSECUTIVE_SKIPS, [BAD, GOOD] * MAX_CONSECUTIVE_SKIPS, skip=True).train()
+    assert (outcome.reason, outcome.steps, outcome.skipped) == (
+        "completed",
+        3 * MAX_CONSECUTIVE_SKIPS,
+        MAX_CONSECUTIVE_SKIPS,
+    )
 
 
 def test_a_row_of_bad_steps_ends_the_run_at_its_twentieth(stage):
-    almost = [BAD] * (SKIPPED_IN_A_ROW - 1)
+    almost = [BAD] * (MAX_CONSECUTIVE_SKIPS - 1)
     row = stage(100, [*almost, GOOD, *almost, BAD], skip=True)
     with pytest.raises(RunFailed, match="20 steps in a row were skipped") as error:
         row.train()
     assert "nonfinite=skip" not in str(error.value), "it is what was done"
-    assert row.training.outcome.steps == 2 * SKIPPED_IN_A_ROW
+    assert row.training.outcome.steps == 2 * MAX_CONSECUTIVE_SKIPS
     assert row.training.outcome.skipped == 2 * len(almost)
 
 
@@ -399,7 +403,7 @@ def test_a_callback_ends_the_run_after_one_more_look(stage, every, evals):
 
 
 def test_a_signal_ends_the_run_after_its_step(stage):
-    it = stage(9, eval_every=1, stopped=lambda: len(it.session.hps) == 2)
+    it = stage(9, eval_every=1, should_stop=lambda: len(it.session.hps) == 2)
     outcome = it.train()
     assert (outcome.reason, outcome.steps) == ("interrupted", 2)
     assert it.recorder.evals() == [0, 1], "it evaluates no more"
@@ -407,7 +411,7 @@ def test_a_signal_ends_the_run_after_its_step(stage):
 
 
 def test_a_signal_before_the_first_step_lets_none_be_taken(stage):
-    it = stage(9, eval_every=1, stopped=lambda: True)
+    it = stage(9, eval_every=1, should_stop=lambda: True)
     outcome = it.train()
     assert (outcome.reason, outcome.steps, it.recorder.heard) == ("interrupted", 0, ["begin"])
 
@@ -417,11 +421,11 @@ def test_a_look_at_the_held_out_data_is_left_between_two_batches_and_not_told(st
     """Also while the model's own scores are worked out, which go through the two batches once more."""
     asked = []
 
-    def stopped():
+    def should_stop():
         asked.append(1)
         return len(asked) > batches_seen + 1
 
-    it = stage(4, model=Scored("rows"), eval_every=2, stopped=stopped)
+    it = stage(4, model=Scored("rows"), eval_every=2, should_stop=should_stop)
     outcome = it.train()
     assert (outcome.reason, outcome.eval_step, outcome.steps) == ("interrupted", None, 0)
     assert it.recorder.evals() == []
@@ -471,8 +475,8 @@ def test_a_look_that_was_due_when_a_run_stopped_is_taken_once(stage, eval_step, 
 
 
 def test_a_row_of_bad_steps_is_counted_anew_when_resumed(stage):
-    it = stage(3 + SKIPPED_IN_A_ROW, [BAD] * (SKIPPED_IN_A_ROW - 1), skip=True, outcome=resumed())
-    assert (it.train().reason, it.training.outcome.skipped) == ("completed", 2 + SKIPPED_IN_A_ROW - 1)
+    it = stage(3 + MAX_CONSECUTIVE_SKIPS, [BAD] * (MAX_CONSECUTIVE_SKIPS - 1), skip=True, outcome=resumed())
+    assert (it.train().reason, it.training.outcome.skipped) == ("completed", 2 + MAX_CONSECUTIVE_SKIPS - 1)
 
 
 def test_a_run_that_has_all_its_steps_takes_none(stage):
@@ -704,7 +708,7 @@ def test_nothing_is_under_way_where_someone_looks(stage, by):
 def test_a_signal_ends_the_run_after_the_step_that_is_under_way(stage):
     """With the session as that step left it."""
     it = queued(stage, 50)
-    it.training.stopped = lambda: "on_step 3" in it.recorder.heard
+    it.training.should_stop = lambda: "on_step 3" in it.recorder.heard
     outcome = it.train()
     assert (outcome.reason, outcome.steps, len(it.session.hps)) == ("interrupted", 4, 4)
     assert told(it, "on_step", "after")[-3:] == ["on_step 3", "on_step 4", "after 4"]
@@ -838,7 +842,7 @@ def test_what_goes_wrong_among_several_steps_ends_the_run_where_it_does_alone(st
     assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (6, 6, 6)
 
     it = several(stage, 50)
-    it.training.stopped = lambda: "on_step 5" in it.recorder.heard
+    it.training.should_stop = lambda: "on_step 5" in it.recorder.heard
     (end,) = together(it)
     assert (end.reason, end.steps) == ("interrupted", len(it.session.hps)) and end.steps <= 12
 
@@ -905,4 +909,4 @@ def test_a_run_has_diverged_if_its_losses_end_above_where_they_began(train, held
     outcome = Outcome(
         train_loss=train[1], first_train_loss=train[0], eval_loss=held_out[1], first_eval_loss=held_out[0]
     )
-    assert outcome.diverged is diverged
+    assert outcome.has_diverged is diverged

@@ -210,7 +210,7 @@ def test_a_run_is_not_resumed_over_what_it_did_not_write(capsys):
         before = path.read_bytes() if path.exists() else b""
         put(path)
         line = refused(capsys, "resume=D", PLUGINS, "steps=6")
-        assert f"D/{name.partition('/mine')[0]} is not what this run wrote there" in line and "move it" in line
+        assert f"D/{name.partition('/mine')[0]} was not written by this run" in line and "move it" in line
         path.write_bytes(before) if before else path.unlink()
     Path("D/model.gguf").unlink()
     assert main(["resume=D", PLUGINS, "steps=6"]) == 0
@@ -223,7 +223,7 @@ def test_a_run_that_another_process_writes_is_left_as_it_stands():
     before = contents()
     try:
         with pytest.raises(UserError, match="D: is being written by process"):
-            RunDir(Path("D"), {}, continued=True)
+            RunDir(Path("D"), {}, resumed=True)
     finally:
         os.close(held)
     assert contents() == before
@@ -233,7 +233,7 @@ def test_a_name_that_only_the_resumed_run_would_write_is_looked_at_too(capsys):
     assert main([*NOOP, "callbacks=[events]", "hydra.run.dir=D"]) == 0
     put("D/model.gguf")
     line = refused(capsys, "resume=D", PLUGINS, "steps=6", "callbacks=[events,gguf_export]")
-    assert "D/model.gguf is not what this run wrote" in line
+    assert "D/model.gguf was not written by this run" in line
 
 
 def test_a_copied_or_renamed_run_still_knows_its_files():
@@ -309,8 +309,8 @@ def test_an_export_replaces_no_link_unless_told_to(capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     Path("out.gguf").symlink_to("nowhere.gguf")
     Path("out-hf").symlink_to("nowhere")
-    assert "is already there" in refused(capsys, "export", "D", "--type", "q8_0", "--to", "out.gguf")
-    assert "is already there" in refused(capsys, "export", "D", "--type", "hf", "--to", "out-hf")
+    assert "already exists" in refused(capsys, "export", "D", "--type", "q8_0", "--to", "out.gguf")
+    assert "already exists" in refused(capsys, "export", "D", "--type", "hf", "--to", "out-hf")
 
 
 # -- files of others --------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_a_link_in_a_run_is_refused_before_anything_is_written(name, kind, run_o
     line = refused(capsys, "resume=D", PLUGINS, "steps=9", "checkpoint_every=1")
     assert f"D/{name}: it is a link, not a {'folder' if name in RUN_DIRECTORIES else 'file'}; move it away" in line
     with pytest.raises(UserError, match=f"D/{name}: it is a link"):
-        RunDir(Path("D"), {}, continued=True)
+        RunDir(Path("D"), {}, resumed=True)
 
 
 @pytest.mark.parametrize("name", RUN_DIRECTORIES)
@@ -502,7 +502,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_kept(resume, run_of_a_str
         if "auto" in resume
         else refused(capsys, resume, PLUGINS, "steps=9")
     )
-    assert "step-4: has format 2" in line and "newer toyexp" in line
+    assert "step-4: has format 2" in line and "update toyexp" in line
 
 
 def test_a_sweep_inside_the_directory_of_a_run_is_refused(run_of_a_stranger, capsys):

@@ -145,7 +145,7 @@ def slow(*_):
     yield 1
     Path("there").touch()
     time.sleep(60)
-toyexp.inference.generate.endless = slow
+toyexp.inference.generate.generate_endlessly = slow
 from toyexp.cli.main import main
 sys.exit(main())
 """
@@ -228,7 +228,7 @@ def heard():
 def test_a_closed_terminal_ends_a_run_as_sigterm_does(sent, heard):
     code, saved, (_, err) = sent("SIGHUP")
     assert (code, saved) == (129, [2])
-    assert err.startswith("toyexp: interrupted by SIGHUP; 2 of 6 steps are saved; go on: toyexp resume=run")
+    assert err.startswith("toyexp: interrupted by SIGHUP; 2 of 6 steps are saved; to resume: toyexp resume=run")
     assert err.count("\n") == 1
     assert json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])["reason"] == "interrupted"
     assert main(["resume=run", "plugins=[toyexp.testing.null,sends_plugin]", "callbacks.sends.signal=''"]) == 0
@@ -273,7 +273,7 @@ def test_where_sigusr1_is_ignored_it_stays_so():
 def test_sigusr1_saves_and_the_run_goes_on(sent, every):
     code, saved, (out, _) = sent("SIGUSR1", f"checkpoint_every={every}")
     assert (code, saved) == (0, [2, 6] if every == "100" else [2])
-    assert "SIGUSR1: saves step 2, and goes on" in out
+    assert "SIGUSR1: saving step 2;" in out
 
 
 def test_sigusr1_ends_a_run_where_the_job_says_so(sent, monkeypatch):

@@ -350,7 +350,7 @@ def test_held_out_batches_that_are_no_sequence_are_told(capsys):
 
 def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(capsys):
     line = run_told(capsys, "data=odd", "data.at=empty", "data.late=true")
-    assert line == "data.odd holds no batch out, which eval_every=4 needs; eval_every=0 trains without"
+    assert line == "eval_every=4: data.odd has no held-out batches; eval_every=0 trains without"
     assert (
         main(
             [*last_of_each(*NOOP, "data=odd", "data.at=empty", "data.late=true", "eval_every=0", "hydra.run.dir=other")]
@@ -442,7 +442,7 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
     [
         ("None", "format.odd.read() gave None, expected ModelExport"),
         ("model", "x.odd: format.odd read [<class"),
-        ("shape", "x.odd: format.odd read [3, 3] for token_embd.weight, and its model says [8, 8]"),
+        ("shape", "x.odd: format.odd read shape [3, 3] for token_embd.weight, expected [8, 8]"),
         ("list", "x.odd: format.odd read [1.0] for token_embd.weight, expected an array [8, 8]"),
         ("less", "x.odd: format.odd read no tensor output_norm.weight, which its model.llama has"),
         ("more", "x.odd: format.odd read a tensor nope, which its model.llama has not"),

@@ -177,11 +177,11 @@ def test_a_checkpoint_whose_run_cannot_be_set_up_again_says_why(capsys):
     Path("book.txt").unlink()
     assert main(["eval", "run/checkpoints/step-1"]) == 2
     told = capsys.readouterr().err
-    assert "run/checkpoints/step-1: its run cannot be set up again: " in told
-    assert "cd to where its files are now; or name a GGUF of that run" in told
+    assert "run/checkpoints/step-1: cannot rebuild the run's plan: " in told
+    assert "cd to where its files are now; or name a GGUF file of that run" in told
     Path("run/model.gguf").unlink()
     assert main(["eval", "run"]) == 2
-    assert "its newest checkpoint is read: run/checkpoints/step-1" in capsys.readouterr().err
+    assert "using its newest checkpoint, run/checkpoints/step-1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_was_replaced_is_read_again():

@@ -310,7 +310,7 @@ def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
         np.testing.assert_allclose(found, wanted, rtol=1e-4)
     capsys.readouterr()
     assert main(["resume=whole", "steps=14", "engine.devices=1"]) == 0
-    assert "engine devices was 2 and is 1: not to the last bit the same from here" in capsys.readouterr().out
+    assert "engine devices was 2 and is 1: further steps are not bit-identical" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("by_torchrun", [pytest.param(False, marks=pytest.mark.release), True])
@@ -476,7 +476,7 @@ def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, to
     code, line = run.end()
     assert code == 1
     assert line.startswith(f"toyexp: error: rank 1 (pid {run.second} on ") and told in line, line
-    assert re.search(r", at step \d+; \d+ of 1000000 steps are saved; go on: toyexp resume=run$", line), line
+    assert re.search(r", at step \d+; \d+ of 1000000 steps are saved; to resume: toyexp resume=run$", line), line
     log = (book / "run" / "log.txt").read_text()
     assert told in log and "Traceback" not in log
     assert told in json.loads((book / "run" / "result.json").read_text())["error"]
@@ -509,7 +509,7 @@ def test_what_a_rank_raises_is_told_with_its_line_and_its_traceback_stands_in_th
     line = done.stderr.splitlines()[-1]
     wanted = r"error: rank 1 \(pid \d+ on .*\) failed: ValueError: only on a rank \(of_mine.py, line \d+\)"
     wanted += (
-        "; see run/log.txt$" if at_import else r", at step \d+; see run/log.txt; \d+ of 12 steps are saved; go on: "
+        "; see run/log.txt$" if at_import else r", at step \d+; see run/log.txt; \d+ of 12 steps are saved; to resume: "
     )
     assert done.returncode == 1 and re.search(wanted, line), line
     assert re.search(r'of_mine.py", line \d+, in (forward|<module>)', (book / "run" / "log.txt").read_text())

@@ -110,7 +110,7 @@ def test_a_setting_that_is_new_since_the_checkpoint_is_told_and_no_difference_at
     run("resume=run", "steps=3")
     (event,) = events("run", "resume")
     assert (event["changed"], event["added"]) == ({"steps": [2, 3]}, {"nonfinite": "stop", "optim.eps": 1e-8})
-    assert "from step 2; changed: steps 2 -> 3; new since then: optim.eps=1e-08, nonfinite=stop\n" in (
+    assert "from step 2; changed: steps 2 -> 3; new settings: optim.eps=1e-08, nonfinite=stop\n" in (
         capsys.readouterr().out
     )
     assert main(["resume=run", "steps=4", "optim.eps=1e-7"]) == 2
@@ -142,8 +142,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(capsys):
     capsys.readouterr()
     run("resume=begun/run", "steps=12")
     out = capsys.readouterr().out
-    assert "begun/run/checkpoints/step-6/state.safetensors: is not what was written" in out
-    assert "the one before it is used" in out
+    assert "begun/run/checkpoints/step-6/state.safetensors: does not match the manifest" in out
+    assert "using the previous checkpoint" in out
     assert "resumed from step 4; changed: steps 6 -> 12" in out
     whole, begun = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
     assert begun.files == whole.files
@@ -162,7 +162,7 @@ def test_auto_begins_goes_on_and_is_content(capsys):
     assert len(losses(directory)) == 4
     assert main([*base, "steps=6", "seed=1"]) == 2
     told = capsys.readouterr().err
-    assert "seed was 0 and is 1; a new run takes a name=... of its own" in told
+    assert "seed was 0 and is 1; to start a new run, set another name=..." in told
     run(*settings("ggml"), "name=other", "steps=2", "resume=auto")
     assert [p.name for p in Path("outputs").iterdir() if p.name == "other"]
 
@@ -171,4 +171,4 @@ def test_steps_before_the_checkpoint_are_refused(capsys):
     run(*settings("ggml"), "steps=4", "hydra.run.dir=run")
     capsys.readouterr()
     assert main(["resume=run", "steps=3"]) == 2
-    assert "steps=3: the run stands at step 4 already" in capsys.readouterr().err
+    assert "steps=3: the run is already at step 4" in capsys.readouterr().err

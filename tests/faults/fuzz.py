@@ -33,7 +33,7 @@ from toyexp.sweeps.directory import Job, Status, SweepDir
 from toyexp.sweeps.summary_table import print_table
 from toyexp.training import checkpoint, experiment
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
-from toyexp.training.resume import load_resumed as load_run
+from toyexp.training.resume import load_resume_state as load_run
 from toyexp_data.images import Images
 from toyexp_data.jsonl import Jsonl
 from toyexp_data.tokens import Tokens

@@ -21,7 +21,7 @@ from toyexp.plugins.discovery import load
 from toyexp.training import checkpoint, experiment
 from toyexp.training import rundir as run
 from toyexp.training.resume import Complete
-from toyexp.training.resume import load_resumed as load_run
+from toyexp.training.resume import load_resume_state as load_run
 
 REGISTRY = load()
 ENGINES = ("cpu", "ggml", "metal")

@@ -21,7 +21,7 @@ from toyexp.config.request import Request
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.plugins.discovery import load
 from toyexp.training import checkpoint, experiment
-from toyexp.training.resume import load_resumed as load_run
+from toyexp.training.resume import load_resume_state as load_run
 
 REGISTRY = load()
 SIZE = 2_000_000  # bytes of the disk: a run of WORDS takes 0.9 MB at its most
@@ -189,7 +189,7 @@ def test_a_disk_that_can_only_be_read(here, empty, capsys):
         for args in ([*WORDS, f"hydra.run.dir={empty}/new"], [f"resume={run}", "steps=24"]):
             assert main(args) == 2
             (line,) = capsys.readouterr().err.splitlines()
-            assert "cannot be written (Read-only file system); choose: hydra.run.dir=..." in line
+            assert "cannot be written (Read-only file system); choose another: hydra.run.dir=..." in line
         assert {path: path.stat().st_mtime_ns for path in empty.rglob("*")} == before
     finally:
         subprocess.run(["mount", "-o", "remount,rw", empty], check=True)
@@ -302,7 +302,7 @@ def test_a_log_that_cannot_be_written_costs_no_step(here, capfd):
 
     execute(directory, Breaker())
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "log.txt" in line]
-    assert line.endswith("log.txt: not written (No space left on device); the run goes on")
+    assert line.endswith("log.txt: not written (No space left on device); the run continues")
 
 
 @pytest.mark.faults

@@ -21,18 +21,18 @@ WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batc
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["batch_size=1000000000"], "a batch of 1000000000 rows takes 192 GB"),
+        (["batch_size=1000000000"], "a batch of 1000000000 rows needs 192 GB"),
         (
             ["batch_size=1000000000000", "optim.accumulate=1000000000000"],
-            "a batch of 1000000000000 rows takes 1.92e+05 GB",
+            "a batch of 1000000000000 rows needs 1.92e+05 GB",
         ),
-        (["batch_size=9223372036854775807"], "a batch of 9223372036854775807 rows takes"),
-        (["model.d_model=1000000"], "the weights that train and their optimiser take"),
-        (["model.d_ff=2000000000"], "the weights that train and their optimiser take"),
-        (["model.n_layers=10000", "model.d_model=4096"], "the weights that train and their optimiser take"),
+        (["batch_size=9223372036854775807"], "a batch of 9223372036854775807 rows needs"),
+        (["model.d_model=1000000"], "the trainable weights and optimiser state need"),
+        (["model.d_ff=2000000000"], "the trainable weights and optimiser state need"),
+        (["model.n_layers=10000", "model.d_model=4096"], "the trainable weights and optimiser state need"),
         (["model.n_layers=1000000000"], "model.n_layers=1000000000: must be at least 1 and at most 10000"),
         (["model.context=1000000000"], "longer than the training part"),
-        (["model.vocab=2000000000"], "the weights that train and their optimiser take"),
+        (["model.vocab=2000000000"], "the trainable weights and optimiser state need"),
     ],
 )
 @pytest.mark.parametrize("engine", ["ggml", pytest.param("cpu", marks=pytest.mark.faults)])
@@ -42,7 +42,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(asked, said, engi
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     if "GB" in line:
-        assert re.search(r", and there are \S+ GB; a smaller batch_size, ", line)
+        assert re.search(r", \S+ GB are free; a smaller batch_size, ", line)
     assert not directory.exists()
 
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_that_has_no_room_is_told_before_anything_is_written(here, 
     assert main([*settings, f"hydra.run.dir={directory}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(
-        r"too little memory: a checkpoint's copy .* takes \S+ GB of .*; checkpoint_every=0 takes none", line
+        r"too little memory: a checkpoint's copy .* needs \S+ GB of .*; checkpoint_every=0 needs no copy", line
     )
     assert not directory.exists()
     assert main([*settings, "checkpoint_every=0", f"hydra.run.dir={directory}"]) == 0
@@ -67,7 +67,7 @@ def test_a_checkpoint_that_has_no_room_is_told_before_anything_is_written(here, 
 def test_images_that_cannot_fit(here, capsys):
     settings = [w for w in words("vit_tiny", "vit", "ggml") if not w.startswith("batch_size")]
     assert main([*settings, "batch_size=10000000000", f"hydra.run.dir={here}/too-large"]) == 2
-    assert "a batch of 10000000000 rows takes" in capsys.readouterr().err
+    assert "a batch of 10000000000 rows needs" in capsys.readouterr().err
 
 
 def test_a_limit_of_the_process_counts(monkeypatch):

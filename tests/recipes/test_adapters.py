@@ -201,9 +201,9 @@ def test_a_checkpoint_stands_for_the_adapter_as_it_was_then(capsys):
     full = [word for word in QUICK if "recipe=" not in word]
     assert main([*full, "recipe=full", "engine=ggml", "steps=1", "checkpoint_every=1", "hydra.run.dir=full"]) == 0
     error = refused(capsys, "merge", "base.gguf", "full/checkpoints/step-1", "--out", "m.gguf")
-    assert "is a checkpoint of recipe=full, without an adapter; name a run of recipe=lora" in error
+    assert "is a checkpoint of recipe=full, which trains no adapter; name a run of recipe=lora" in error
     error = refused(capsys, *QUICK, "recipe.adapter=full", "engine=ggml", "steps=1", "hydra.run.dir=no")
-    assert "full: is of a run that trained no adapter; name a run of recipe=lora, or an adapter.gguf" in error
+    assert "full: its run trained no adapter; name a run of recipe=lora, or an adapter.gguf" in error
 
 
 # -- merged -----------------------------------------------------------------------------------------------------------
@@ -310,10 +310,10 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
     (["base.gguf", "run", "--out", "m.gguf", "--type", "q4_k_m"], "--type q4_k_m"),
     (["base.gguf", "run", "--out", "m.bin"], "is written as *.gguf"),
     (["base.gguf", "run", "--out", "away/m.gguf"], "there is no directory away"),
-    (["base.gguf", "run", "--out", "base.gguf", "--force"], "--out base.gguf: is what is read"),
-    (["base.gguf", "run", "--out", "run/adapter.gguf", "--force"], "--out run/adapter.gguf: is what is read"),
+    (["base.gguf", "run", "--out", "base.gguf", "--force"], "--out base.gguf: is the file to be read"),
+    (["base.gguf", "run", "--out", "run/adapter.gguf", "--force"], "--out run/adapter.gguf: is the file to be read"),
     (["base.gguf", "run", "--out", "there.gguf"], "replace it with --force"),
-    (["base.gguf", "run", "--out", "notes.gguf", "--force"], "is already there and no file of a model"),
+    (["base.gguf", "run", "--out", "notes.gguf", "--force"], "already exists and is not a model file"),
     (["base.gguf", "other.gguf", "--out", "m.gguf"], "other.gguf: holds no LoRA adapter (general.type is model)"),
     (["other.gguf", "run", "--out", "m.gguf"], "blk.0.ffn_down.weight is 32 x 32"),
     (["gpt2.gguf", "run", "--out", "m.gguf"], "is an adapter of llama, the model is gpt2"),
@@ -353,8 +353,8 @@ def test_force_replaces_nothing_that_a_run_wrote(capsys, through_a_link):
         [*export, "safetensors", "--to", f"{run}/adapter-hf/adapter_model.safetensors"],
         [*export, "safetensors", "--to", f"{run}/checkpoints/step-6/state.safetensors"],
     ):
-        assert f"{words[-1]}: belongs to the run own; write elsewhere" in refused(capsys, *words)
-    assert "is already there; write elsewhere, or replace it with --force" in refused(
+        assert f"{words[-1]}: belongs to the run own; choose another path" in refused(capsys, *words)
+    assert "already exists; choose another path, or replace it with --force" in refused(
         capsys, "export", "base.gguf", "--type", "q8_0", "--to", f"{run}/mine.gguf"
     )
     assert {path: path.read_bytes() for path in Path("own").rglob("*") if path.is_file()} == written

@@ -180,14 +180,14 @@ def test_a_type_that_is_already_there_is_not_offered_again(registry):
     for kind in ("q8_0", "f16", "f32", None):
         (use,) = (use for use in describe(path, registry).uses if use.what == "export")
         assert f"--type {kind} " in (use.command or "--type None ")
-        assert kind or "is already there" in use.reason
+        assert kind or "already exists" in use.reason
         Path(f"my model-{kind}.gguf").touch()
 
 
 def test_numbers_of_a_large_file_are_left_to_the_run(registry, monkeypatch):
     path = Path("my model.gguf")
     base(spoil="blk.1.attn_v.weight", **BYTES)(path)
-    monkeypatch.setattr("toyexp.inference.describe.LOOKED_THROUGH", 1000)
+    monkeypatch.setattr("toyexp.inference.describe.MAX_CHECKED_BYTES", 1000)
     assert describe(path, registry).uses[0].command
 
 

@@ -257,7 +257,7 @@ def test_a_model_of_ids_refuses_text_and_images(capsys):
     write_photos()
     for words, said in [
         (["--data", "book.txt"], "data=tokens"),
-        (["--data", "photos"], "gives images"),
+        (["--data", "photos"], "yields images"),
         (["data=stdlib"], "data=tokens"),
     ]:
         capsys.readouterr()
@@ -298,7 +298,7 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
         (["run", "steps=5"], "eval steps"),
         (["run", "experiment=smoke"], "eval experiment"),
         (["run", "hydra.run.dir=x"], "eval hydra.run.dir"),
-        (["run", "--data", "book.txt", "data=text"], "goes without data="),
+        (["run", "--data", "book.txt", "data=text"], "cannot be combined with data="),
         pytest.param(  # before the data is opened
             ["run", "--data", "empty.txt", "engine=cpu", "engine.devices=2", "batch_size=3"],
             "engine.devices=2: a batch of 3 rows",

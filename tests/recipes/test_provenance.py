@@ -130,7 +130,7 @@ def test_a_run_that_was_resumed_elsewhere_says_where_it_was_begun(here, home, ca
     Path("book.txt").unlink()
     for words in (["resume=../run", "steps=4"], ["eval", "../run"]):
         said = told(capsys, *words, code=2)
-        where = f"the run was begun in {here / 'first'}{'' if there else ', which is gone'}; cd to "
+        where = f"the run was started in {here / 'first'}{'' if there else ', which no longer exists'}; cd to "
         assert where in said and "or type data.path=PATH" in said
 
 
@@ -181,7 +181,7 @@ def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch)
 def test_only_a_path_that_may_be_typed_anew_is_advised_to_be(here, key, may_move, cause):
     with pytest.raises(toyexp.UserError) as error, Origin(here).explain_missing_paths(MOVED):
         raise toyexp.UserError(f"{key}=*.txt: {cause}")
-    assert f"; the run was begun in {here}; cd to " in str(error.value)
+    assert f"; the run was started in {here}; cd to " in str(error.value)
     assert str(error.value).endswith(f", or type {key}=PATH") is may_move
 
 
@@ -218,7 +218,7 @@ def test_eval_takes_the_runs_own_data_from_where_the_run_was_begun(home, capsys)
         assert found["loss"] == pytest.approx(of(home / model.split("/")[0])["eval_loss"], abs=2e-5)
     Path("moved.txt").write_text(BOOK)
     words = ["eval", str(home / "plain"), "engine=ggml", "--data", "moved.txt"]  # which takes the whole of it
-    assert ", of which the run was trained on a part," in told(capsys, *words)
+    assert ", part of which the run was trained on," in told(capsys, *words)
     assert ", the run's own," in told(capsys, *words, "data.val_fraction=0.05")
     assert ", not the run's own," in told(capsys, "eval", str(home / "plain"), "engine=ggml", "--data", "book.txt")
 
@@ -238,7 +238,8 @@ def test_eval_refuses_data_that_was_edited_unless_it_is_typed(home, capsys):
     for words in ([], ["data.eval_batches=3"], ["data.val_fraction=0.2"]):
         error = told(capsys, "eval", "home/plain", "engine=ggml", *words, code=2)
         assert (
-            "other data than the run was trained on: text was " in error and f"type data.path={there}/book.txt" in error
+            "not the data that the run was trained on: text was " in error
+            and f"type data.path={there}/book.txt" in error
         )
     for words in (["--data", f"{there}/book.txt"], [f"data.path={there}/book.txt"]):
         assert ", not the run's own," in told(capsys, "eval", "home/plain", "engine=ggml", *words)
@@ -265,7 +266,7 @@ def test_a_checkpoint_on_another_base_is_refused(home, capsys, monkeypatch, run,
         "toyexp.training.provenance.Origin.resolve", lambda self, typed: typed
     )  # as if it were begun here
     error = told(capsys, *command.format(state.parent).split(), code=2)
-    assert "base.gguf: is another file than it was: base was " in error and not Path("m.gguf").exists()
+    assert "base.gguf: has changed since the run: base was " in error and not Path("m.gguf").exists()
 
 
 def test_python_opens_an_adapter_on_the_base_of_its_run_alone(home, monkeypatch):
@@ -303,7 +304,7 @@ def test_an_adapter_is_not_put_on_a_model_that_has_it_merged_in(home, capsys, co
     if "merged.gguf" in command:
         assert main(["merge", str(home / "base.gguf"), "moved.gguf", "--out", "merged.gguf"]) == 0
     error = told(capsys, *command.format(home=home).split(), code=2)
-    assert "has this adapter merged in already" in error and not Path("m.gguf").exists()
+    assert "is already merged into" in error and not Path("m.gguf").exists()
 
 
 def test_of_two_adapters_that_are_merged_in_neither_is_put_on(home, capsys):
@@ -312,7 +313,7 @@ def test_of_two_adapters_that_are_merged_in_neither_is_put_on(home, capsys):
         assert main(["merge", str(base), adapter, "--out", out]) == 0
     for adapter in adapters:
         words = ["generate", "two.gguf", "--adapter", adapter, "--prompt", "It", "--tokens", "2", "--engine", "ggml"]
-        assert "has this adapter merged in already" in told(capsys, *words, code=2)
+        assert "is already merged into" in told(capsys, *words, code=2)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_a_run_from_another_machine_says_where_it_was_begun(home, capsys, comman
         state.with_name("manifest.json").write_text(json.dumps(manifest))
     words = command.format("lora").split()
     error = told(capsys, *words, code=2)
-    assert "not found" in error and "; the run was begun in /gone/elsewhere" in error
+    assert "not found" in error and "; the run was started in /gone/elsewhere" in error
     Path("book.txt").write_text(BOOK)
     shutil.copy(home / "base.gguf", "base.gguf")
     told(capsys, *words)  # beside the files that it names, it is at home again
@@ -434,12 +435,12 @@ def test_a_model_that_a_run_did_not_write_is_not_taken_for_its_own(home, capsys,
     model.unlink()
     model.symlink_to(home / "full/model.gguf") if how == "linked" else shutil.copy(home / "full/model.gguf", model)
     said = told(capsys, *command.split(), code=2)
-    assert "run/model.gguf" in said and "is not what this run wrote" in said and not Path("out.gguf").exists()
+    assert "run/model.gguf" in said and "was replaced after the run wrote it" in said and not Path("out.gguf").exists()
 
 
 def test_training_data_that_is_named_for_eval_is_called_so(home, capsys):
     said = told(capsys, "eval", str(home / "plain"), "--data", str(home / "book.txt"), "engine=ggml")
-    assert "of which the run was trained on a part" in said and "not the run's own" not in said
+    assert "part of which the run was trained on" in said and "not the run's own" not in said
 
 
 def test_a_pipe_in_the_place_of_a_base_is_refused(home, capsys):
@@ -513,7 +514,7 @@ def test_a_base_that_is_written_to_while_ggml_reads_it_fails_the_run(home, capsy
     words = [word for word in QUICK if word != "engine=ggml"] + ["recipe=lora", "recipe.base=mine.gguf"]
     words += ["plugins=[spoil]", "callbacks=[default,spoil]", f"callbacks.spoil.how={how}", "hydra.run.dir=mine"]
     said = told(capsys, *words, f"engine={engine}", code=code)
-    assert ("mine.gguf: was written to while the run trained on it" in said) == bool(code)
+    assert ("mine.gguf: was modified while the run read it" in said) == bool(code)
     assert Path("mine/model.gguf").exists() == (not code)
 
 

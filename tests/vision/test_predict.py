@@ -133,9 +133,9 @@ def test_a_link_in_a_folder_that_leads_nowhere_is_told_and_the_rest_is_classifie
 @pytest.mark.parametrize(("words", "parts"), [
     (["run"], ["predict run: takes a model, and images"]),
     (["run", "none.png"], ["none.png: not found"]),
-    (["run", "empty"], ["empty: there is no image in this folder", "png"]),
+    (["run", "empty"], ["empty: has no images (", "png"]),
     (["run", "torn.png"], ["torn.png: cannot be read as an image"]),
-    (["text.gguf", "one.png"], ["text.gguf: a llama reads tokens, and predict is for images; try toyexp generate"]),
+    (["text.gguf", "one.png"], ["text.gguf: a llama reads tokens, but predict takes images; try toyexp generate"]),
     (["none", "one.png"], ["none: not found"]),
     (["run", "one.png", "--top", "0"], ["--top 0: takes a whole number"]),
     (["run", "one.png", "--engine", "cpx"], ["--engine cpx", "did you mean cpu?"]),
@@ -161,7 +161,7 @@ def test_one_picture_is_of_the_first_of_several_devices(here, capsys):
     root, _ = here
     picture = root / "pictures" / "left" / "00.png"
     alone, first = (predicted(capsys, root / "run", picture, "--engine", f"cpu:devices={n}") for n in (1, 2))
-    assert first["images"] == alone["images"] and "the first" in first["engine"]
+    assert first["images"] == alone["images"] and "first device only" in first["engine"]
 
 
 def test_where_a_run_took_one_size_alone_another_is_an_error(here, tmp_path, capsys):
@@ -186,4 +186,4 @@ def test_a_file_that_does_not_say_how_pixels_are_seen_is_refused(tmp_path, capsy
     write_model(tmp_path / "v.gguf", model, values, None, data=known)
     Image.new("L", (4, 4)).save(tmp_path / "one.png")
     assert main(["predict", str(tmp_path / "v.gguf"), str(tmp_path / "one.png")]) == 2
-    assert "does not say by which mean and deviation" in capsys.readouterr().err
+    assert "has no valid pixel mean and standard deviation" in capsys.readouterr().err

@@ -39,9 +39,9 @@ from toyexp.interfaces.stack import Stack
 from toyexp.interfaces.values import Normal
 from toyexp.training.experiment import prepare
 from toyexp.training.run_config import Prepared
-from toyexp.training.settings import OF_A_RUN, Settings, keys_with
+from toyexp.training.settings import OF_A_RUN, Settings, keys_by_role
 
-RUN_ONLY_KEYS = {*keys_with(OF_A_RUN, Settings), "sweep", "hydra"}  # keys that only a run takes
+RUN_ONLY_KEYS = {*keys_by_role(OF_A_RUN, Settings), "sweep", "hydra"}  # keys that only a run takes
 FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # of one alone
 STEPS_ALONE = 3  # the later ones may want memory that the first did not
 SLICE = 0.3  # seconds that one takes steps before it is the next one's turn

@@ -39,7 +39,7 @@ from toyexp.sweeps.launchers.job_process import Stop, run_process
 from toyexp.sweeps.runner import Runner
 from toyexp.training import checkpoint
 from toyexp.training.memory import check_snapshot, minimum_bytes, snapshot_bytes
-from toyexp.training.resume import Resumed
+from toyexp.training.resume import ResumeState
 from toyexp.training.run_config import Prepared, introduction
 from toyexp.training.rundir import require_writable
 from toyexp.training.settings import Interval, evaluations
@@ -67,7 +67,7 @@ def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
 
 
 def _estimate_run(
-    request: Request, composed: Composition, prepared: Prepared, directory: Path, resumed: Resumed | None
+    request: Request, composed: Composition, prepared: Prepared, directory: Path, resumed: ResumeState | None
 ) -> dict[str, Any]:
     """Take a few steps of a run that is ready, on its own engine and data; UserError for what it would be refused.
 

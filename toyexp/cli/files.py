@@ -145,7 +145,7 @@ def run_predict(arguments: Arguments) -> int:
     require_pillow()
     files, modules = list_images(places), arguments.modules
     found = predict(what, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
-    for image in found.failed:
+    for image in found.failures:
         print(escape_cell(f"{image.file}: {image.error}"), file=sys.stderr)
     if table is None:
         found.show(arguments)
@@ -153,7 +153,7 @@ def run_predict(arguments: Arguments) -> int:
         with convert_write_errors(Path(table)), write_atomically(Path(table)) as place:
             place.write_text(found.csv(), encoding="utf-8", errors="surrogateescape")
         print_line(f"{found.summary()}; {table}")
-    return 1 if found.failed else 0
+    return 1 if found.failures else 0
 
 
 def _check_table(table: str, arguments: Arguments) -> None:

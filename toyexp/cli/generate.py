@@ -138,15 +138,15 @@ class Conversation:
         assert author.tokenizer is not None
         self._author, self._found, self._tokenizer = author, template, author.tokenizer
         self._template = Template(template.text, author.tokenizer, template.file) if template else None
-        self._turns = system_turns(author.asked)
+        self._turns = system_turns(author.options)
         self._fixed = len(self._turns)  # turns that are never left out
         self._dropped = self._answering = self._stopped = False
-        self._words = stream(author.asked.seed, "generate")
+        self._words = stream(author.options.seed, "generate")
 
     def ids(self, message: str) -> list[int]:
         """Return those after another message; UserError if the template refuses it, or if it alone is too long."""
         turns, context = [*self._turns, {"role": "user", "content": message}], self._author.context
-        room = context - min(self._author.asked.tokens, context // 4)  # so that an answer has room
+        room = context - min(self._author.options.tokens, context // 4)  # so that an answer has room
         while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
             del turns[self._fixed : self._fixed + 2]
             if not self._dropped:

@@ -97,7 +97,7 @@ _ERROR_PAGES = (
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
     (r"^--type[ =]", "exports"),
     (r"^(--?[a-z]|'[^']*' is neither)", "runs"),
-    (r"to train on: resume=", "resume"),
+    (r"to train longer: resume=", "resume"),
     (r"the GGUF files on this machine", "recipes"),
     (r"llama-quantize|llama\.cpp", "exports"),
     (r"^hydra\.(run|sweep)\.dir=|is not empty|choose another directory", "outputs"),

@@ -1,4 +1,4 @@
-"""Say what is in a GGUF file and what can be done with it; a stranger's text is shown through `printable` alone."""
+"""Describe a GGUF file and the commands that can use it. Text from the file is printed through `printable` only."""
 
 from __future__ import annotations
 
@@ -38,55 +38,55 @@ from toyexp.plugins.registry import Registry
 from toyexp.reference.forward_listing import BLOCK, Listing, WeightInfo, listing, name_in_block
 from toyexp.tokenizers.tokenizer import CONTROL, Tokenizer
 
-PLACE = ("offset", "bytes")  # of a tensor in the file
-WIDTH = 110  # of a line, where one is broken
-SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # as llama.cpp spells their keys
+LOCATION = ("offset", "bytes")  # columns: where a tensor lies in the file
+WIDTH = 110  # columns after which lines are wrapped
+SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # llama.cpp's spelling of the keys
 
 
 @dataclass(frozen=True)
 class Description(Answer):
-    """What the header of a file says."""
+    """Contents of a GGUF header."""
 
     file: str
     bytes: int
-    converted: bool  # whether it is no GGUF itself and was made one, to be read
+    converted: bool  # True if the file had another format and was converted to GGUF to be read
     version: int
     kind: str  # general.type: model, adapter, ...
     architecture: str
-    family: str | None  # the model of toyexp's that it is
-    refused: str | None  # why it is none
-    sizes: dict[str, Any]  # the model's settings, or what the architecture's keys say
+    family: str | None  # name of toyexp's model that implements the architecture
+    refused: str | None  # the reason if no model of toyexp can load it
+    sizes: dict[str, Any]  # the model's settings, or the architecture's own keys if no model can load it
     parameters: dict[str, int]  # total, embedding, blocks, per_block (of the largest)
-    outside: dict[str, int]  # parameters of what stands outside the blocks
-    types: dict[str, dict[str, int]]  # tensors and bytes of each type, the most bytes first
+    outside: dict[str, int]  # parameters of each tensor outside the blocks
+    types: dict[str, dict[str, int]]  # tensors and bytes per type, largest first
     tokenizer: dict[str, Any] | None
     general: dict[str, str]
     adapter: dict[str, Any] | None
-    parts: dict[str, int] | None  # of a split file: which this one is, and of how many
+    parts: dict[str, int] | None  # of a split file: number of this part (from 1) and of all parts
     uses: list[Use]
     forward: Listing | None
-    metadata: dict[str, Any] = field(default_factory=dict)  # every key, if it was asked for
-    tensors: list[dict[str, Any]] = field(default_factory=list)  # likewise
+    metadata: dict[str, Any] = field(default_factory=dict)  # every key, with --metadata
+    tensors: list[dict[str, Any]] = field(default_factory=list)  # with --tensors
 
     def plain(self) -> dict[str, Any]:
-        """The keys and the tensors where they were asked for, and the forward pass as a list of ops."""
-        found = asdict(replace(self, forward=None))
+        """Return the description as JSON data, with the forward pass as a list of ops."""
+        fields = asdict(replace(self, forward=None))
         if self.forward:
-            found["forward"] = [
+            fields["forward"] = [
                 {
                     "op": op.op, "block": op.block, "tensors": [w.name for w in op.weights], "result": op.result,
                     "detail": op.detail, "operations": op.operations, "per": op.per,
                 }
                 for op in self.forward.all()
             ]  # fmt: skip
-        return {name: value for name, value in found.items() if value or name not in ("metadata", "tensors")}
+        return {name: value for name, value in fields.items() if value or name not in ("metadata", "tensors")}
 
     def lines(self) -> list[str]:
-        """A block for each of them."""
+        """Return the description as text, one block of lines per topic."""
         part = f", part {self.parts['part']} of {self.parts['of']}" if self.parts else ""
         path = self.file if self.file.isprintable() else printable(self.file, 200)
-        held = f"{' read as' if self.converted else ','} GGUF version {self.version}"
-        rows = [("file", f"{path}, {format_bytes(self.bytes)}{part}{held}")]
+        version = f"{' read as' if self.converted else ','} GGUF version {self.version}"
+        rows = [("file", f"{path}, {format_bytes(self.bytes)}{part}{version}")]
         if self.adapter:
             rows += self._adapter_rows()
         else:
@@ -94,8 +94,8 @@ class Description(Answer):
             rows.append(("model", f"{model} (model={self.family})" if self.family else model))
             rows += _wrap("sizes", [f"{k}={_short(v)}" for k, v in self.sizes.items()], " ")
         rows += _wrap("parameters", self._parameter_words())
-        kinds = [f"{t} {format_bytes(n['bytes'])} in {n['tensors']}" for t, n in self.types.items()]
-        rows += _wrap("types", kinds or ["no tensors"])
+        types = [f"{t} {format_bytes(n['bytes'])} in {n['tensors']}" for t, n in self.types.items()]
+        rows += _wrap("types", types or ["no tensors"])
         rows += self._tokenizer_rows()
         rows += [(name, printable(text, 100)) for name, text in self.general.items()]
         lines = [f"{name:<10}  {text}".rstrip() for name, text in rows]
@@ -105,20 +105,19 @@ class Description(Answer):
             lines.append(f"  {what:<8}  {use.command or 'no: ' + printable(str(use.reason), 200)}")
         if self.tensors:
             table = [
-                [printable(t["name"], 64), " x ".join(map(str, t["shape"])), *(str(t[k]) for k in ("type", *PLACE))]
+                [printable(t["name"], 64), " x ".join(map(str, t["shape"])), *(str(t[k]) for k in ("type", *LOCATION))]
                 for t in self.tensors
             ]
-            lines += ["", *align_columns([["tensor", "shape", "type", *PLACE], *table], right=(3, 4))]
+            lines += ["", *align_columns([["tensor", "shape", "type", *LOCATION], *table], right=(3, 4))]
         if self.metadata:
             keys = [[printable(key, 90), _short(value)] for key, value in self.metadata.items()]
             lines += ["", *align_columns([["key", "value"], *keys])]
         if self.forward:
-            costs = [
-                " ".join(filter(None, (format_count(n), factor))) for factor, n in self.forward.operations().items()
-            ]
+            operations = self.forward.operations().items()
+            costs = [" ".join(filter(None, (format_count(n), factor))) for factor, n in operations]
             unit = self.forward.unit
-            one = f"{'an' if unit[0] in 'aeiou' else 'a'} {unit}"
-            lines += ["", f"forward pass, {' + '.join(costs)} operations {one}", *self.forward.lines()]
+            per_unit = f"{'an' if unit[0] in 'aeiou' else 'a'} {unit}"
+            lines += ["", f"forward pass, {' + '.join(costs)} operations {per_unit}", *self.forward.lines()]
         return lines
 
     def _adapter_rows(self) -> list[tuple[str, str]]:
@@ -147,7 +146,7 @@ class Description(Answer):
         words += [f"{t['controls']} of them control"] if t["controls"] else []
         rows = [("tokenizer", ", ".join(words))]
         if t["refused"]:
-            rows += _wrap("", [f"of ids only here: {printable(t['refused'], 200)}"])
+            rows += _wrap("", [f"not supported here, so only token ids are read: {printable(t['refused'], 200)}"])
         special = [f"{name} {s['id']}" + (f" {printable(s['token'], 30)}" if s["token"] is not None else "")
                    for name, s in t["special"].items()]  # fmt: skip
         rows += _wrap("", special) if special else []
@@ -158,9 +157,9 @@ class Description(Answer):
 
 
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
-    """Reads the header of the file, or of a run's directory; GGUFError for a file that is broken."""
+    """Describe a GGUF file, or the model of a run or checkpoint. Raise GGUFError if the file is broken."""
     path = find_model_file(path, (MODEL, ADAPTER), registry)
-    file, path = open_gguf(str(path)), source_path(path)  # opened as by the recipes, who are asked about it
+    file, path = open_gguf(str(path)), source_path(path)  # shared with the recipes that are asked about the file
     kind = file.text("general.type") or "model"
     offers = FileUses(file, path, registry)
     model, refused, forward = offers.model, offers.refused, None
@@ -168,12 +167,12 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
     if model is not None:
         try:
             forward = listing(model, [WeightInfo(t.shape, t.name, t.type) for t in file.tensors.values()])
-        except Exception as error:  # a plugin's model may ask shapes for what they cannot do; the rest is told
+        except Exception as error:  # a plugin's model may fail on shapes; describe the rest
             refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
     architecture, meta = file.text("general.architecture"), file.metadata
-    prefix = f"{architecture or None}."  # of the architecture's own keys
-    own = {k.removeprefix(prefix): v for k, v in meta.items() if k.startswith(prefix)}
-    sizes = {printable(k): v for k, v in own.items() if isinstance(v, bool | int | float | str)}
+    prefix = f"{architecture or None}."  # how the architecture's own keys begin
+    own_keys = {k.removeprefix(prefix): v for k, v in meta.items() if k.startswith(prefix)}
+    sizes = {printable(k): v for k, v in own_keys.items() if isinstance(v, bool | int | float | str)}
     parameters, outside = _parameters(file.tensors.values())
     number, of = meta.get("split.no"), meta.get("split.count")
     parts = {"part": number + 1, "of": of} if isinstance(number, int) and isinstance(of, int) and of > 1 else None
@@ -193,11 +192,11 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
     )  # fmt: skip
 
 
-# -- what a header says -----------------------------------------------------------------------------------------------
+# -- contents of a header ---------------------------------------------------------------------------------------------
 
 
 def count_types(file: GGUFFile) -> dict[str, dict[str, int]]:
-    """Tensors and bytes of each type, the most bytes first."""
+    """Return the number of tensors and bytes of each tensor type, largest first."""
     number, size = Counter[str](), Counter[str]()
     for t in file.tensors.values():
         number[t.type] += 1
@@ -206,11 +205,11 @@ def count_types(file: GGUFFile) -> dict[str, dict[str, int]]:
 
 
 def _parameters(tensors: Iterable[TensorInfo]) -> tuple[dict[str, int], dict[str, int]]:
-    """How many there are, and those of what stands outside the blocks."""
+    """Count the parameters: in all and by block, and of each tensor outside the blocks."""
     blocks, outside = Counter[str](), Counter[str]()
     for t in tensors:
-        found = BLOCK.search(t.name)
-        part, name = (blocks, found[1]) if found else (outside, re.sub(r"\.(weight|bias)$", "", t.name))
+        match = BLOCK.search(t.name)
+        part, name = (blocks, match[1]) if match else (outside, re.sub(r"\.(weight|bias)$", "", t.name))
         part[name] += math.prod(t.shape)
     embedding = sum(size for name, size in outside.items() if "embd" in name)
     total, largest = blocks.total() + outside.total(), max(blocks.values(), default=0)
@@ -244,21 +243,21 @@ def _tokenizer(file: GGUFFile, offers: FileUses) -> dict[str, Any] | None:
 
 
 def _general(file: GGUFFile) -> dict[str, str]:
-    def said(*keys: str) -> str:
+    def join_texts(*keys: str) -> str:
         return ", ".join(text for key in keys if (text := file.text(f"general.{key}")))
 
-    run, step = said("run_id"), file.metadata.get("general.step")
-    made = [f"run {run}"] if run else []
-    made += [f"step {step}"] if run and isinstance(step, int) else []
-    made += [f"configuration {digest[:12]}"] if run and (digest := said("config_sha256")) else []
-    shown = {
-        "name": said("name"),
-        "licence": said("license", "license.link"),
-        "base model": said("base_model.0.name", "base_model.0.organization", "base_model.0.repo_url"),
-        "made by": ", ".join(made),
-        "about": said("description"),
+    run, step = join_texts("run_id"), file.metadata.get("general.step")
+    origins = [f"run {run}"] if run else []
+    origins += [f"step {step}"] if run and isinstance(step, int) else []
+    origins += [f"configuration {digest[:12]}"] if run and (digest := join_texts("config_sha256")) else []
+    rows = {
+        "name": join_texts("name"),
+        "licence": join_texts("license", "license.link"),
+        "base model": join_texts("base_model.0.name", "base_model.0.organization", "base_model.0.repo_url"),
+        "made by": ", ".join(origins),
+        "about": join_texts("description"),
     }
-    return {name: text for name, text in shown.items() if text}
+    return {name: text for name, text in rows.items() if text}
 
 
 def _adapter(file: GGUFFile) -> dict[str, Any]:
@@ -273,7 +272,7 @@ def _adapter(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-# -- how it is shown --------------------------------------------------------------------------------------------------
+# -- formatting -------------------------------------------------------------------------------------------------------
 
 
 def _short(value: Any) -> str:
@@ -282,12 +281,12 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         with np.errstate(over="ignore"):
             single = np.float32(value)
-        same = float(single) == value or math.isnan(value)  # most are float32, a few float64
-        return str(single if same else value).removesuffix(".0")
+        is_float32 = float(single) == value or math.isnan(value)  # a few are float64
+        return str(single if is_float32 else value).removesuffix(".0")
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, np.ndarray | list) and len(value) > 8:
-        return f"[{len(value)} of them: {', '.join(map(_short, value[:3]))}, ...]"
+        return f"[{len(value)} values: {', '.join(map(_short, value[:3]))}, ...]"
     if isinstance(value, np.ndarray | list):
         return f"[{', '.join(map(_short, value))}]"
     return str(value)
@@ -298,41 +297,41 @@ def _wrap(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[st
     return [(name if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
-# -- what toyexp does with the file, by the rules of those who do it --------------------------------------------------
+# -- commands that can use the file -----------------------------------------------------------------------------------
 
 
-PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # what Hydra reads as a text unquoted
-LOOKED_THROUGH = 256 << 20  # bytes of a file whose numbers are all looked at; of a larger one a run says
+PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # needs no quotes in Hydra
+MAX_CHECKED_BYTES = 256 << 20  # larger files' numbers are not checked here, but when a run reads them
 PROMPT = "Once upon a time"
 EXPORTS = ("q8_0", "f16", "f32")
 
 
 @dataclass(frozen=True)
 class Use:
-    """One thing that toyexp does with models, and how to ask for it with this file, or why not."""
+    """One use of a model: the command for this file, or the reason why it is impossible."""
 
     what: str
-    command: str | None  # None if there is a reason against it
+    command: str | None  # None if `reason` is set
     reason: str | None = None
 
 
 class FileUses:
-    """What toyexp can do with an open file; files of up to `LOOKED_THROUGH` bytes are read to their end."""
+    """Uses of an open GGUF file. Files of up to `MAX_CHECKED_BYTES` bytes are read completely."""
 
     def __init__(self, file: GGUFFile, path: Path, registry: Registry):
         self._file, self._path, self._registry = file, path, registry
         self.model: Model | None = None
-        self.refused: str | None = None  # why it is none that toyexp can compute
+        self.refused: str | None = None  # the reason if toyexp has no model for it
         try:
             self.model = load_open_model(file, registry)
         except UserError as error:
             self.refused = _reason(error, file)
-        except Exception as error:  # whatever a plugin raises, the header can still be shown
+        except Exception as error:  # a plugin may raise anything; the header is still shown
             self.refused = f"{type(error).__name__}: {printable(str(error))}"
 
     @cached_property
     def tokenizer(self) -> Tokenizer | str:
-        """The file's tokenizer, or why it knows ids alone."""
+        """The file's tokenizer, or the reason why it cannot be used."""
         if "tokenizer.ggml.tokens" not in self._file.metadata:
             return "it has no tokenizer"
         try:
@@ -341,9 +340,9 @@ class FileUses:
             return _reason(error, self._file).partition(";")[0]
 
     @cached_property
-    def _no_numbers(self) -> str | None:
-        """Which tensor holds numbers that are none, as far as was looked."""
-        if self._file.size > LOOKED_THROUGH:
+    def _bad_numbers(self) -> str | None:
+        """The error about the first tensor with NaN or infinity; None for large files, which are not checked."""
+        if self._file.size > MAX_CHECKED_BYTES:
             return None
         try:
             for info in self._file.tensors.values():
@@ -354,26 +353,27 @@ class FileUses:
         return None
 
     def all(self) -> list[Use]:
-        """Return everything, in the order of a work; each command with the local plugins that were named."""
+        """Return all uses. Each command loads the local plugins of this call."""
         is_adapter = self._file.metadata.get("general.type") == "adapter"
-        uses = self._adapter_uses() if is_adapter else [*self._training(), *self._donating(), *self._looking()]
-        word = self._registry.loading
-        return [replace(use, command=None if use.reason else f"{use.command}{word}") for use in uses]
+        model_uses = (self._training_uses, self._donor_uses, self._inference_uses)
+        uses = self._adapter_uses() if is_adapter else [use for group in model_uses for use in group()]
+        plugins = self._registry.loading
+        return [replace(use, command=None if use.reason else f"{use.command}{plugins}") for use in uses]
 
-    def _looking(self) -> list[Use]:
+    def _inference_uses(self) -> list[Use]:
         if self.model is None:
             return []
-        path, broken = quote_for_shell(str(self._path)), self._no_numbers
-        found = [Use("eval", f"toyexp eval {path}{self._data}", broken)]
+        path, broken = quote_for_shell(str(self._path)), self._bad_numbers
+        uses = [Use("eval", f"toyexp eval {path}{self._data}", broken)]
         if self.model.reads.sequence:
-            found.append(Use("generate", f"toyexp generate {path} {self._prompt(self.model)}", broken))
+            uses.append(Use("generate", f"toyexp generate {path} {self._prompt(self.model)}", broken))
         if self.model.reads == IMAGES:
-            found.append(Use("predict", f"toyexp predict {path} IMAGE.png", broken or self._unseen(self.model)))
-        return [*found, self._export()]
+            uses.append(Use("predict", f"toyexp predict {path} IMAGE.png", broken or self._image_error(self.model)))
+        return [*uses, self._export_use()]
 
     @cached_property
     def _data(self) -> str:
-        """The data to name where those that are read by default are not for this file."""
+        """The `data=...` settings to add to a command; empty if the default data suits this file."""
         tokenizer, sizes = self.tokenizer, model_settings(self.model) if self.model else {}
         for name in matching_data(self.model.reads if self.model else TOKENS, self._registry):
             cls = cast("type[Data]", self._registry.get("data", name))
@@ -382,12 +382,12 @@ class FileUses:
                 return f" data={name} {words}" if words else ""
         return ""
 
-    def _recipes_from(self, what: str) -> list[type[Recipe]]:
+    def _recipes_by_source(self, source: str) -> list[type[Recipe]]:
         recipes = self._registry.classes("recipe").values()
-        return [recipe for recipe in recipes if recipe.starts_from == what and self._default(recipe)]
+        return [recipe for recipe in recipes if recipe.starts_from == source and self._default_model(recipe)]
 
-    def _default(self, recipe: type[Recipe]) -> Model | None:
-        """Return the model that the recipe trains if none is named, with its default sizes."""
+    def _default_model(self, recipe: type[Recipe]) -> Model | None:
+        """Return the recipe's default model at its default sizes."""
         return next((model() for model in self._registry.models() if model.reads in recipe.reads), None)
 
     def _accepts(self, recipe: type[Recipe]) -> bool:
@@ -397,42 +397,43 @@ class FileUses:
         file = f"recipe.{recipe.starts_from}={quote_for_hydra(self._path)}"
         return f"toyexp recipe={recipe.name} {file}{self._data}{context} {recipe.hint}".rstrip()
 
-    def _training(self) -> list[Use]:
-        found = []
-        for recipe in self._recipes_from("base"):
-            own, usual = self.model.context if self.model else 0, self._default(recipe)
-            context = f" model.context={own}" if usual and 0 < own < usual.context else ""
-            reason = self.refused if self.model is None else self._no_numbers or self._refusal(recipe, self.model)
-            found.append(Use("train on", self._command(recipe, context), reason))
-        return found if not all(use.reason for use in found) else found[:1]
+    def _training_uses(self) -> list[Use]:
+        uses = []
+        for recipe in self._recipes_by_source("base"):
+            length, default = self.model.context if self.model else 0, self._default_model(recipe)
+            context = f" model.context={length}" if default and 0 < length < default.context else ""
+            model = self.model
+            reason = self.refused if model is None else self._bad_numbers or self._plan_error(recipe, model)
+            uses.append(Use("train on", self._command(recipe, context), reason))
+        return uses if not all(use.reason for use in uses) else uses[:1]
 
-    def _donating(self) -> list[Use]:
+    def _donor_uses(self) -> list[Use]:
         tokenizer, table = self.tokenizer, self._file.tensors.get("token_embd.weight")
         rows = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else 1
-        if self._file.size > LOOKED_THROUGH and table is not None and rows <= table.shape[0]:
-            rows = 1  # a run says what is wrong with the others
-        recipes = filter(self._accepts, self._recipes_from("donor"))
-        return [Use("donor", self._command(recipe), self._unfit_donor(recipe, rows)) for recipe in recipes]
+        if self._file.size > MAX_CHECKED_BYTES and table is not None and rows <= table.shape[0]:
+            rows = 1  # a run checks the other rows
+        recipes = filter(self._accepts, self._recipes_by_source("donor"))
+        return [Use("donor", self._command(recipe), self._donor_error(recipe, rows)) for recipe in recipes]
 
-    def _unfit_donor(self, recipe: type[Recipe], rows: int = 1) -> str | None:
-        """Why the recipe cannot take that many rows of the file for the default model; None where it can."""
-        model = cast("Model", self._default(recipe))
+    def _donor_error(self, recipe: type[Recipe], rows: int = 1) -> str | None:
+        """Return why the recipe cannot copy that many embedding rows into its default model; None if it can."""
+        model = cast("Model", self._default_model(recipe))
         vocab = {"vocab": rows} if "vocab" in model_settings(model) else {}
-        return self._refusal(recipe, replace(model, **vocab))
+        return self._plan_error(recipe, replace(model, **vocab))
 
     @property
     def best(self) -> str:
-        """The most that the file is good for, in a word: base, or its kind of data, or donor; empty: nothing."""
+        """The file's best use in a word: `base`, the kind of data its model reads, `donor`, or nothing."""
         if self.model is not None:
-            trained_on = any(self._accepts(recipe) for recipe in self._recipes_from("base"))
-            return "base" if trained_on else self.model.reads.name
-        return "donor" if any(self._unfit_donor(r) is None for r in self._recipes_from("donor")) else ""
+            is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))
+            return "base" if is_base else self.model.reads.name
+        return "donor" if any(self._donor_error(r) is None for r in self._recipes_by_source("donor")) else ""
 
-    def _refusal(self, cls: type[Recipe], model: Model) -> str | None:
-        """Why a recipe refuses to plan a run of one step from this file; None where it does not."""
+    def _plan_error(self, cls: type[Recipe], model: Model) -> str | None:
+        """Return the error of planning a run of one step from this file; None if it can be planned."""
         recipe = cls(**{cls.starts_from: str(self._file.path)})
-        if unread := model_mismatch(recipe, model):
-            return unread
+        if mismatch := model_mismatch(recipe, model):
+            return mismatch
         try:
             recipe.check()
             recipe.plan(model, Setup(model.reads.inputs(max(model.context, 1)), rows=1))
@@ -449,7 +450,7 @@ class FileUses:
             vocab = min(vocab, tokenizer.vocab)
         return f"--ids {','.join(map(str, range(min(3, vocab, context))))}"
 
-    def _export(self) -> Use:
+    def _export_use(self) -> Use:
         quantised = any(t.type not in PLAIN for t in self._file.tensors.values())
         reason = None
         for kind in ("f32",) if quantised else EXPORTS:
@@ -462,11 +463,11 @@ class FileUses:
                 return Use("export", f"toyexp export {quote_for_shell(str(self._path))} --type {kind}")
         return Use("export", None, reason)
 
-    def _unseen(self, model: Model) -> str | None:
-        from toyexp.inference.predict import ImageInput  # deferred: it loads Hydra, which few models need here
+    def _image_error(self, model: Model) -> str | None:
+        from toyexp.inference.predict import ImageInput  # deferred: it imports Hydra, which only image models need here
 
         try:
-            ImageInput.of(self._file, model, self._path)
+            ImageInput.from_file(self._file, model, self._path)
         except UserError as error:
             return _reason(error, self._file)
         return None
@@ -477,7 +478,7 @@ class FileUses:
             "generate": f"toyexp generate BASE.gguf --adapter {path} --prompt '{PROMPT}'",
             "merge": f"toyexp merge BASE.gguf {path} --out merged.gguf",
         }
-        for recipe in self._recipes_from("base"):
+        for recipe in self._recipes_by_source("base"):
             if "adapter" in recipe.__dataclass_fields__:
                 settings = f"recipe.base=BASE.gguf recipe.adapter={quote_for_hydra(self._path)} {recipe.hint}"
                 commands["train on"] = f"toyexp recipe={recipe.name} {settings}".rstrip()
@@ -486,8 +487,8 @@ class FileUses:
             base = models_by_architecture(self._registry.models()).get(self._file.architecture)
         except UserError as error:
             return [Use("generate", None, _reason(error, self._file))]
-        unknown = None if base else f"there is no model here of its architecture, {printable(self._file.architecture)}"
-        reason = unknown or self._no_numbers
+        unknown = None if base else f"no model has its architecture, {printable(self._file.architecture)}"
+        reason = unknown or self._bad_numbers
         return [Use(what, command, reason) for what, command in commands.items() if not reason or what == "generate"]
 
 
@@ -498,17 +499,17 @@ def _reason(error: UserError, file: GGUFFile) -> str:
     return text
 
 
-# -- what is to be typed ----------------------------------------------------------------------------------------------
+# -- quoting ----------------------------------------------------------------------------------------------------------
 
 
 def quote_for_shell(path: str) -> str:
-    """A path to be pasted into a shell; one with control characters can only be shown."""
-    path = f"./{path}" if path.startswith("-") else path  # or it would be an option
+    """Quote a path for the shell; escape control characters for display only."""
+    path = f"./{path}" if path.startswith("-") else path  # not to be read as an option
     return shlex.quote(path) if path.isprintable() else printable(path, 200)
 
 
 def quote_for_hydra(path: Path) -> str:
-    """Quote a path for Hydra and the shell, as it is typed behind `recipe.base=`; escape control characters."""
+    """Quote a path for Hydra and the shell, as typed after `recipe.base=`; escape control characters."""
     text = str(path)
     if not text.isprintable():
         return printable(text, 200)

@@ -1,4 +1,4 @@
-"""Write a model's file again: in another type or format, or with a LoRA adapter added to it."""
+"""Convert a model file to another type or format, or merge a LoRA adapter into it."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
 
-BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # first bytes of files, as a pattern
+BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # patterns of first bytes
 
 
 @dataclass(frozen=True)
 class ExportResult(Answer):
-    """What was written."""
+    """Result of an export."""
 
     source: str
     path: str
     type: str
     source_bytes: int
     bytes: int
-    tensors: dict[str, int]  # how many of each type
+    tensors: dict[str, int]  # number of tensors per type
     warnings: list[str]
-    notes: list[str]  # who makes something else of it
+    notes: list[str]  # what other programs do differently with the file
 
     def lines(self) -> list[str]:
-        """What is odd about it, and where it is."""
+        """Return warnings and notes, then the path with its size."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         sizes = f"{format_bytes(self.source_bytes)} -> {format_bytes(self.bytes)}"
         told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
@@ -63,7 +63,7 @@ class ExportResult(Answer):
 
 
 def build_format(word: str, settings: Sequence[str], registry: Registry) -> Format:
-    """The format that `--type` names, with the settings behind it; UserError for what it does not take."""
+    """Return the format named by `--type`, with its settings. Raise UserError for an unknown type or setting."""
     known = registry.types()
     if word not in known:
         raise UserError(f"--type={word}: {suggest(word, known)}")
@@ -71,26 +71,26 @@ def build_format(word: str, settings: Sequence[str], registry: Registry) -> Form
     form = _build_with_settings(cls, values, settings, word) if settings else cls(**values)
     try:
         form.check()
-    except UserError as error:  # of the settings that the word stands for, where none was typed
+    except UserError as error:  # without settings, the fault lies in --type itself
         raise type(error)(f"{'' if settings else '--'}{error}") from None
     return form
 
 
 def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str], word: str) -> Format:
-    from toyexp.config.build import apply_types, instantiate  # deferred: few exports take settings, which Hydra reads
+    from toyexp.config.build import apply_types, instantiate  # deferred: imports Hydra, which few exports need
     from toyexp.config.words import parse
 
-    names, given = [f.name for f in fields(cls)], {"name": cls.name, **values}
+    names, chosen = [f.name for f in fields(cls)], {"name": cls.name, **values}
     for override in parse(settings):
         key = override.key_or_group
         if key not in names:
-            there = suggest(key, names) if names else "it has none"
-            raise UserError(f"export {override.input_line}: --type {word} has no such setting; {there}")
+            hint = suggest(key, names) if names else "it has no settings"
+            raise UserError(f"export {override.input_line}: unknown setting of --type {word}; {hint}")
         if key in values:
             raise UserError(f"export {override.input_line}: --type {word} means {key}={values[key]}; leave one out")
-        given[key] = override.value()
+        chosen[key] = override.value()
     try:
-        form: Format = instantiate(cls, apply_types(cls, given, cls.name))
+        form: Format = instantiate(cls, apply_types(cls, chosen, cls.name))
     except UserError as error:
         raise UserError(str(error).removeprefix(f"{cls.name}.")) from None
     return form
@@ -99,14 +99,14 @@ def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings:
 def export(
     what: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool
 ) -> ExportResult:
-    """Write the file as the format that `word` names; UserError for what cannot be, before anything is written."""
+    """Write a model as `word`, the value of `--type`. Before writing, raise UserError if that is impossible."""
     form = build_format(word, settings, registry)
-    # What the stem of a file's name gets: -q8_0.gguf, .onnx, -hf, -hf-f16.
+    # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
     with GGUFFile(find_model_file(what, registry=registry)) as file:
         target = Path(to) if to else default_target(file, ending)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
-            raise UserError(f"--to {target}: --type {word} is written as *{form.suffix}")
+            raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
         read = [*file.paths, source_path(file.path)]
         require_free(f"--to {target}", target, read, force, form.suffix, form.contents)
         try:
@@ -117,163 +117,167 @@ def export(
         if target.suffix == ".gguf":
             with GGUFFile(target) as written:
                 kinds = dict(Counter(t.type for t in written.tensors.values()))
-        told = call_for_lines(form.notes, exported) if exported is not None else []
-        return ExportResult(
-            str(source_path(file.path)), str(target), word, file.size, total_bytes(target), kinds, problems, told
-        )
+        source, size = str(source_path(file.path)), total_bytes(target)
+        notes = call_for_lines(form.notes, exported) if exported is not None else []
+        return ExportResult(source, str(target), word, file.size, size, kinds, problems, notes)
 
 
 def _write(
     form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
 ) -> tuple[ModelExport | None, list[str]]:
-    """Write `target`; return the model, unless the file alone was enough, and what is odd about its numbers."""
-    found = find_model_class(file, registry.models())
+    """Write `target`. Return the model (None if tensors were copied one by one) and warnings about its numbers."""
+    model_class = find_model_class(file, registry.models())
     with (
         attribute_errors(f"format.{form.name}", "while it wrote the file"),
         convert_write_errors(target),
-        write_atomically(target) as place,
+        write_atomically(target) as path,
     ):
         try:
-            form.check_model(found())  # its sizes may be what toyexp has no model for, and are left alone
-            problems = form.write_again(file, place, requantize)
+            form.check_model(model_class())  # default sizes: the format may accept sizes that toyexp cannot compute
+            problems = form.write_again(file, path, requantize)
             if problems is not None:
                 converted = source_path(file.path) != file.path and source_path(file.path).is_file()
-                lacks = read_exported(file, registry.models()).unreadable if converted else ()  # a tokenizer
-                return None, [*lacks, *require_written(form, place, problems)]
+                lacks = read_exported(file, registry.models()).unreadable if converted else ()
+                return None, [*lacks, *require_written(form, path, problems)]
             exported = read_exported(file, registry.models())
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
             require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
-            told = require_written(form, place, form.write(replace(exported, about=_about(file)), place))
-            return exported, [*exported.unreadable, *told]
+            problems_written = require_written(form, path, form.write(replace(exported, about=_about(file)), path))
+            return exported, [*exported.unreadable, *problems_written]
         except RunFailed as error:
-            raise RunFailed(str(error).replace(str(place), str(target))) from error
+            raise RunFailed(str(error).replace(str(path), str(target))) from error
 
 
 def _about(file: GGUFFile) -> dict[str, Any]:
-    """Return what a model card says of the run that a file comes from; nothing if the file is not beside that run's."""
-    run = _path_beside(file).parent
-    config, found, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
+    """Return the model card's facts about the run that wrote the file; empty if the file was moved out of it."""
+    run = _sibling_path(file).parent
+    config, result, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
         return {}
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
     rounded = f" before rounding to {types}" if types else ""
-    scores = {f"{name}{rounded}": value for name, value in {"loss": found.loss, **found.scores}.items()}
+    scores = {f"{name}{rounded}": value for name, value in {"loss": result.loss, **result.scores}.items()}
     scores = scores if read_result(run).get("eval_step") == step else {}
-    return card_facts(config, found.engine, scores)
+    return card_facts(config, result.engine, scores)
 
 
 def require_free(
-    asked: str, target: Path, read: Sequence[Path], force: bool, suffix: str = ".gguf", contents: Collection[str] = ()
+    option: str, target: Path, read: Sequence[Path], force: bool, suffix: str = ".gguf", contents: Collection[str] = ()
 ) -> None:
-    """Raise UserError unless nothing is at `target`, or with `force` a model, neither `read` nor written by a run."""
-    require_writable(asked, target)
+    """Raise UserError if `target` exists; with `force`, only if it is no model, in `read`, or belongs to a run."""
+    require_writable(option, target)
     if not os.path.lexists(target):
         return
     if contents:
         files = {f.name: f for f in target.iterdir()} if target.is_dir() and not target.is_symlink() else {"": target}
-        whole = {"config.json", "model.safetensors"} & {*contents} if files else set()  # an empty directory is free
-        ours = whole <= {*files} <= {*contents} and all(_starts_like(f, f.suffix, b"") for f in files.values())
+        # An empty directory may be used.
+        main_files = {"config.json", "model.safetensors"} & {*contents} if files else set()
+        is_valid = all(_starts_like(f, f.suffix, b"") for f in files.values())
+        is_replaceable = is_valid and main_files <= {*files} <= {*contents}
     else:
-        ours = _starts_like(target, ".gguf") or (target.name.endswith(suffix) and _starts_like(target, suffix))
-    if not ours:
-        what = "directory that was written so" if contents else "file of a model"
-        hint = "name a file in it" if target.is_dir() and not contents else "write elsewhere"
-        raise UserError(f"{asked}: is already there and no {what}, which alone --force replaces; {hint}")
+        has_suffix = target.name.endswith(suffix)
+        is_replaceable = _starts_like(target, ".gguf") or (has_suffix and _starts_like(target, suffix))
+    if not is_replaceable:
+        what = "directory written by this format" if contents else "model file"
+        hint = "name a file in it" if target.is_dir() and not contents else "choose another path"
+        raise UserError(f"{option}: already exists and is not a {what}, so --force does not replace it; {hint}")
     if any(target.samefile(path) for path in read):
-        raise UserError(f"{asked}: is what is read; write elsewhere")
+        raise UserError(f"{option}: is the file to be read; choose another path")
     if (run := owning_run(target)) is not None:
-        raise UserError(f"{asked}: belongs to the run {short_path(run)}; write elsewhere")
+        raise UserError(f"{option}: belongs to the run {short_path(run)}; choose another path")
     if not force:
-        raise UserError(f"{asked}: is already there; write elsewhere, or replace it with --force")
+        raise UserError(f"{option}: already exists; choose another path, or replace it with --force")
 
 
 def _starts_like(path: Path, suffix: str, other: bytes = b".") -> bool:
-    """Return whether a file begins as BEGINNINGS says for this suffix, or as `other` if BEGINNINGS lacks the suffix."""
+    """Return True if the file's first bytes match its suffix in BEGINNINGS, or `other` if the suffix is not listed."""
     return re.match(BEGINNINGS.get(suffix, other), read_head(path, 9), re.DOTALL) is not None
 
 
 def default_target(file: GGUFFile, ending: str) -> Path:
-    """Where a file goes unless `--to` says it: beside the model, a part of whose name is left out if it is split."""
+    """Return the default of `--to`: beside the model, without the part number of a split file."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
-    return _path_beside(file).with_name(f"{stem}{ending}")
+    return _sibling_path(file).with_name(f"{stem}{ending}")
 
 
-def _path_beside(file: GGUFFile) -> Path:
-    """Return the path beside which a new file goes: of what lies in a checkpoint's directory that of its run."""
-    if (made_of := source_path(file.path)) == file.path:
+def _sibling_path(file: GGUFFile) -> Path:
+    """Return the path whose directory new files go to: for a checkpoint, its run's directory."""
+    if (source := source_path(file.path)) == file.path:
         return file.path
-    return (made_of.parents[1] if made_of.is_dir() else made_of.parent) / file.path.name
+    return (source.parents[1] if source.is_dir() else source.parent) / file.path.name
 
 
-# -- with an adapter --------------------------------------------------------------------------------------------------
+# -- merging an adapter -----------------------------------------------------------------------------------------------
 
 
 TYPES = tuple(FILE_TYPES)
-# Keys of the base that are not true of what it becomes a part of, by how they begin.
-OF_BASE = ("split.", *(f"general.{key}" for key in ("run_id", "step", "config_sha256", "base_model.", *PARENT)))
+# Prefixes of the base's keys that do not apply to the merged model.
+BASE_ONLY = ("split.", *(f"general.{key}" for key in ("run_id", "step", "config_sha256", "base_model.", *PARENT)))
 
 
 @dataclass(frozen=True)
 class MergeResult(Answer):
-    """What was written."""
+    """Result of a merge."""
 
     base: str
     adapter: str
     path: str
-    type: str  # of what the adapter changed
-    changed: int  # tensors
-    before: dict[str, int]  # how many of these were of which type
+    type: str  # of the changed tensors
+    changed: int  # number of tensors that the adapter changed
+    before: dict[str, int]  # number of changed tensors per type in the base
     bytes: int
-    tensors: dict[str, int]  # how many of each type there are now
+    tensors: dict[str, int]  # number of all tensors per type
     warnings: list[str]
 
     def lines(self) -> list[str]:
-        """What is odd about it, which types came out, and where it is."""
+        """Return warnings and the changed types, then the path with its size."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         told = [f"warning: {warning}" for warning in self.warnings]
         if {*self.before} != {self.type}:
-            were = ", ".join(f"{count} {name}" for name, count in self.before.items())
-            told.append(f"note: the {self.changed} tensors that the adapter changes are {self.type} now; were {were}")
+            types_before = ", ".join(f"{count} {name}" for name, count in self.before.items())
+            told.append(f"note: the {self.changed} changed tensors are now {self.type}, before: {types_before}")
         return [*map(escape_controls, told), f"{self.path}  {format_bytes(self.bytes)}  ({types})"]
 
 
 def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> MergeResult:
-    """Writes `out`; UserError for what does not fit together, before anything is written."""
+    """Merge an adapter and write `out` (changed tensors: type `kind`). First raise UserError if they do not fit."""
     with GGUFFile(find_model_file(base, registry=registry)) as file:
         model = load_open_model(file, registry)
-        put_on = find_adapter_file(adapter, lambda: model, registry)
-        pairs, adapters = read_adapter(put_on, model)
-        problems = check_base(put_on, file.path)
+        adapter_file = find_adapter_file(adapter, lambda: model, registry)
+        pairs, adapters = read_adapter(adapter_file, model)
+        problems = check_base(adapter_file, file.path)
         for tensor in pairs:
             tensor.values.check_finite()
-        with GGUFFile(put_on) as there:
-            require_free(f"--out {out}", out, [*file.paths, source_path(file.path), put_on, source_path(put_on)], force)
+        with GGUFFile(adapter_file) as adapter_gguf:
+            read = [*file.paths, source_path(file.path), adapter_file, source_path(adapter_file)]
+            require_free(f"--out {out}", out, read, force)
             scales = {a.target: a.scale for a in adapters if isinstance(a, LoraAdapter)}
-            writer = _merge_tensors(file, there, scales, kind)
+            writer = _merge_tensors(file, adapter_gguf, scales, kind)
             before = dict(Counter(file.tensors[name].type for name in scales))
             problems += writer.save(out)
-        told = str(source_path(file.path)), str(source_path(put_on))
+        sources = str(source_path(file.path)), str(source_path(adapter_file))
     with GGUFFile(out) as written:
         types = dict(Counter(info.type for info in written.tensors.values()))
-        now = Counter(written.tensors[name].type for name in scales).most_common(1)[0][0]
-    return MergeResult(*told, str(out), now, len(scales), before, total_bytes(out), types, problems)
+        main_type = Counter(written.tensors[name].type for name in scales).most_common(1)[0][0]
+    return MergeResult(*sources, str(out), main_type, len(scales), before, total_bytes(out), types, problems)
 
 
 def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
-    """The base's keys and tensors, each changed one in its new type; its numbers are made as they are written."""
+    """Return a writer of the base's keys and tensors; merged tensors are computed while they are written."""
     writer = Writer()
     template = read_chat_template(adapter)
     for key, value in file.metadata.items():
-        if not key.startswith(OF_BASE):
+        if not key.startswith(BASE_ONLY):
             writer.add(key, value, file.kinds[key])
-    pairs, came = {name: adapter.weights(name) for name in adapter.tensors}, dict(inherited_keys(file))
-    base, place = came["base_model.0.name"], source_path(adapter.path)
-    added = adapter.text("general.name") or place.name.removesuffix(".gguf")
-    of_run = f" of run {run}" if (run := adapter.text("general.run_id")) else ""
-    came |= {"name": f"{base} + {added}", "description": f"{base} with the LoRA adapter {added}{of_run} merged in",
-             "adapter_digest": adapter_digest(pairs, came.get("adapter_digest", ""))}  # fmt: skip
-    for key, value in came.items():
+    pairs, general = {name: adapter.weights(name) for name in adapter.tensors}, dict(inherited_keys(file))
+    base, adapter_path = general["base_model.0.name"], source_path(adapter.path)
+    adapter_name = adapter.text("general.name") or adapter_path.name.removesuffix(".gguf")
+    run_note = f" of run {run}" if (run := adapter.text("general.run_id")) else ""
+    general |= {"name": f"{base} + {adapter_name}",
+                "description": f"{base} with the LoRA adapter {adapter_name}{run_note} merged in",
+                "adapter_digest": adapter_digest(pairs, general.get("adapter_digest", ""))}  # fmt: skip
+    for key, value in general.items():
         writer.add(f"general.{key}", value)
     if template:
         writer.add("tokenizer.chat_template", template)
@@ -282,17 +286,18 @@ def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], 
         if info.name not in scales:
             writer.add_bytes(info.name, info.shape, info.type, (raw for _, raw in file.pieces(info)))
             continue
-        scale, own = scales[info.name], tensor_type(info.name, info.shape, kind, tied)
-        own = own if own == "F32" else fitting_type(_sum(file, adapter, info, scale), own)
-        writer.add_numbers(info.name, info.shape, own, _pieces(file, adapter, info, scale))
+        scale, new_type = scales[info.name], tensor_type(info.name, info.shape, kind, tied)
+        if new_type != "F32":
+            new_type = fitting_type(_sum(file, adapter, info, scale), new_type)
+        writer.add_numbers(info.name, info.shape, new_type, _pieces(file, adapter, info, scale))
     return writer
 
 
 def _pieces(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> Iterator[np.ndarray]:
-    yield from iter_pieces(_sum(file, adapter, info, scale))  # made when they are written, a tensor at a time
+    yield from iter_pieces(_sum(file, adapter, info, scale))  # a generator: computed while writing
 
 
 def _sum(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> np.ndarray:
-    """W + scale B A in float64, rounded to float32."""
+    """Return W + scale B A, computed in float64 and rounded to float32."""
     a, b = (adapter.read(name).astype(np.float64) for name in lora_names(info.name))
     return (file.read(info.name) + scale * (b @ a)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Write text with a model in a file, on one of our engines or by llama.cpp."""
+"""Generate text with a model file, on a toyexp engine or with llama.cpp."""
 
 from __future__ import annotations
 
@@ -30,63 +30,63 @@ from toyexp.plugins.registry import Registry
 from toyexp.tokenizers.chat_template import BadChat, Template
 from toyexp.tokenizers.tokenizer import Tokenizer
 
-LESS = "fewer --tokens take less"
-# Why it ends.
+REMEDY = "use fewer --tokens"
+# Reasons why a generation ends.
 END, LIMIT, FULL, STOPPED = "end of text", "token limit", "context full", "stopped"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a text is written from, and how."""
+    """Options of one generation."""
 
     model: Path
     prompt: str | None = None
     ids: list[int] | None = None
     chat: bool = False
-    system: str | None = None  # what a chat begins with
+    system: str | None = None  # the chat's system message
     tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     adapter: str | None = None
     engine: str = "auto"
-    json: bool = False  # all of it at the end, with all ids
+    json: bool = False  # return everything at the end, with all token ids
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Text that a model wrote."""
+    """One generation and its statistics."""
 
     file: str
     engine: str
     prompt: str | None
     prompt_ids: list[int]
-    text: str | None  # of a file with a tokenizer
-    ids: list[int]  # without an end token
-    tokens: int  # how many they are; of llama.cpp's ids only --json knows all
+    text: str | None  # None if the file has no tokenizer
+    ids: list[int]  # generated, without the end token; empty for streamed llama.cpp output
+    tokens: int  # number of generated tokens
     reason: str
     seconds: float
     seed: int
-    template: str | None = None  # with --chat: the file whose chat template wrote the prompt
-    slides: int = 0  # how often the context was full, and its later half read anew
+    template: str | None = None  # with --chat: the file whose chat template was used
+    slides: int = 0  # how often the context was full and its second half was processed again
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens written a second, the reading of the prompt included."""
+        """Generated tokens per second, including the time for the prompt."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return all fields as plain data."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
     def line(self) -> str:
-        """For a person."""
+        """Return the summary line printed to the user."""
         speed = f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s"
         template = f" · chat template of {self.template}" if self.template else ""
         return f"{speed} · {self.reason} · {self.engine}{template}"
 
 
 class TextBuilder:
-    """The tokens so far, and their text (without a tokenizer, the ids); `write` gets whole characters as they come."""
+    """Decoder of a token stream: collects ids and text, and passes whole characters to `write`."""
 
     def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
         self._tokenizer, self._write = tokenizer, write
@@ -95,147 +95,152 @@ class TextBuilder:
         self.text = ""
 
     def add(self, token: int) -> None:
-        """The next token."""
+        """Add the next token."""
         self.ids.append(token)
         if self._tokenizer is None:
-            self.put(f"{',' if len(self.ids) > 1 else ''}{token}")
+            self.append(f"{',' if len(self.ids) > 1 else ''}{token}")
         else:
-            self.put(self._decode(self._tokenizer.token_bytes(token)))
+            self.append(self._decode(self._tokenizer.token_bytes(token)))
 
-    def put(self, text: str) -> None:
-        """Text as it is."""
+    def append(self, text: str) -> None:
+        """Append text and pass it to `write`."""
         self.text += text
         if text:
             self._write(text)
 
     def finish(self) -> None:
-        """No token follows: what is left of a character is none."""
-        self.put(self._decode(b"", final=True))
+        """Flush the decoder; an incomplete character becomes U+FFFD."""
+        self.append(self._decode(b"", final=True))
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+# -- generating -------------------------------------------------------------------------------------------------------
 
 
 def generate(
-    asked: Options, registry: Registry, write: Callable[[str], None], slid: Callable[[str], object]
+    options: Options, registry: Registry, write: Callable[[str], None], on_slide: Callable[[str], object]
 ) -> Generated:
-    """Let the model write; `write` gets the text as it comes, `slid` a line when it goes beyond the context."""
-    loaded = load_model(asked, registry)
-    if asked.engine.partition(":")[0] == LLAMA_CPP:
-        return _generate_with_llama_cpp(loaded, asked, write)
-    with Generator(loaded, asked) as author:
-        template = chat_template(loaded, asked)
-        ids, scribe = prompt_ids(loaded, asked, author.tokenizer, template), TextBuilder(author.tokenizer, write)
-        return author.write(asked.prompt, ids, scribe, stream(asked.seed, "generate"), template, slid=slid)
+    """Generate text. Stream it to `write`; pass a note to `on_slide` the first time the context is full."""
+    loaded = load_model(options, registry)
+    if options.engine.partition(":")[0] == LLAMA_CPP:
+        return _generate_with_llama_cpp(loaded, options, write)
+    with Generator(loaded, options) as generator:
+        template = chat_template(loaded, options)
+        ids = prompt_ids(loaded, options, generator.tokenizer, template)
+        builder, random = TextBuilder(generator.tokenizer, write), stream(options.seed, "generate")
+        return generator.write(options.prompt, ids, builder, random, template, on_slide=on_slide)
 
 
-def load_model(asked: Options, registry: Registry) -> LoadedModel:
-    """Find the files of the model and the adapter; UserError for an unknown engine, and for an adapter alone."""
-    engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, asked.engine.partition(":")[0]
+def load_model(options: Options, registry: Registry) -> LoadedModel:
+    """Open the model and adapter files. Raise UserError for an unknown engine or if the model is an adapter."""
+    engines, name = {*registry.offers["engine"], "auto", LLAMA_CPP}, options.engine.partition(":")[0]
     if name not in engines:
-        raise UserError(f"--engine {asked.engine}: {suggest(name, engines)}")
-    parse_label(asked.engine, f"--engine {asked.engine}")
-    loaded = LoadedModel.open(asked.model, registry, Path(asked.adapter) if asked.adapter else None)
+        raise UserError(f"--engine {options.engine}: {suggest(name, engines)}")
+    parse_label(options.engine, f"--engine {options.engine}")
+    loaded = LoadedModel.open(options.model, registry, Path(options.adapter) if options.adapter else None)
     if loaded.file.metadata.get("general.type") == "adapter":
-        raise loaded.file.error("holds an adapter; name the model that it belongs to, and this behind --adapter")
+        raise loaded.file.error("is an adapter; name its base model, and pass this file with --adapter")
     return loaded
 
 
 class Generator:
-    """A model that writes, in a session that `with` closes; its window grows by `step` positions at a time."""
+    """Text generator: a context manager that holds a session. Its window grows in multiples of `step` positions."""
 
-    def __init__(self, loaded: LoadedModel, asked: Options, step: int = 1):
-        self.loaded, self.asked, self._step = loaded, asked, step
+    def __init__(self, loaded: LoadedModel, options: Options, step: int = 1):
+        self.loaded, self.options, self._step = loaded, options, step
         model: Any = loaded.model
         if not model.reads.sequence:
-            raise UserError(f"{loaded.name}: a {model.name} reads {model.reads} and writes no text; try toyexp eval")
+            what = f"a {model.name} reads {model.reads} and cannot generate text"
+            raise UserError(f"{loaded.name}: {what}; try toyexp eval")
         self._model = model
         self.context: int = model.context
-        self.tokenizer, self.slides = load_tokenizer(loaded, asked), 0
+        self.tokenizer, self.slides = load_tokenizer(loaded, options), 0
         self.vocab = min(self.tokenizer.vocab, model.vocab) if self.tokenizer else model.vocab
         self.note = ""
-        self._window, self._held = 0, ExitStack()
+        self._window, self._stack = 0, ExitStack()
         self._session: Session | None = None
 
     def __enter__(self) -> Generator:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._held.close()
+        self._stack.close()
 
     def write(
-        self, prompt: str | None, ids: Sequence[int], scribe: TextBuilder, words: np.random.Philox,
-        template: ChatTemplate | None, stopped: Callable[[], bool] = lambda: False,
-        slid: Callable[[str], object] = lambda note: None,
+        self, prompt: str | None, ids: Sequence[int], builder: TextBuilder, random: np.random.Philox,
+        template: ChatTemplate | None, should_stop: Callable[[], bool] = lambda: False,
+        on_slide: Callable[[str], object] = lambda note: None,
     ) -> Generated:  # fmt: skip
-        """Continue `ids`; beyond the context read its later half anew, and tell `slid` once. `stopped` ends it."""
-        beyond = [i for i in ids if i >= self.vocab]
-        if beyond:
-            raise UserError(f"{self.loaded.name}: the prompt's id {beyond[0]} is not one of its 0..{self.vocab - 1}")
+        """Continue `ids` until an end token, the token limit or `should_stop()`.
+
+        When the context is full, its second half is kept. Raise UserError if the prompt is too long or has bad ids.
+        """
+        unknown = [i for i in ids if i >= self.vocab]
+        if unknown:
+            raise UserError(f"{self.loaded.name}: prompt id {unknown[0]} must be between 0 and {self.vocab - 1}")
         require_room(self.loaded, len(ids), self.context)
         ends: frozenset[int] | set[int] = set(self.tokenizer.ends) if self.tokenizer else set()
 
-        def slides() -> None:
+        def note_slide() -> None:
             self.slides += 1
             if self.slides == 1:
-                left = max(1, self.context // 2)
-                slid(f"note: the context of {self.context} tokens is full; it goes on from the last {left} of them")
+                kept = max(1, self.context // 2)
+                on_slide(f"note: the context of {self.context} tokens is full; continuing from the last {kept}")
 
-        with convert_memory_errors(LESS):
-            session, began, reason = self._opened(len(ids) + self.asked.tokens), time.perf_counter(), LIMIT
-            for token in generate_endlessly(session, ids, self.asked.sampling, words, self.vocab, slides):
-                if stopped():
+        with convert_memory_errors(REMEDY):
+            session, began, reason = self._open_session(len(ids) + self.options.tokens), time.perf_counter(), LIMIT
+            for token in generate_endlessly(session, ids, self.options.sampling, random, self.vocab, note_slide):
+                if should_stop():
                     reason = STOPPED
                 elif token in ends:
                     reason = END
                 else:
-                    scribe.add(token)
-                    if len(scribe.ids) < self.asked.tokens:
+                    builder.add(token)
+                    if len(builder.ids) < self.options.tokens:
                         continue
                 break
-        scribe.finish()
+        builder.finish()
         return Generated(
-            self.loaded.name, self.note, prompt, list(ids), scribe.text if self.tokenizer else None, scribe.ids,
-            len(scribe.ids), reason, time.perf_counter() - began, self.asked.seed, template and template.file,
+            self.loaded.name, self.note, prompt, list(ids), builder.text if self.tokenizer else None, builder.ids,
+            len(builder.ids), reason, time.perf_counter() - began, self.options.seed, template and template.file,
             self.slides,
         )  # fmt: skip
 
-    def _opened(self, count: int) -> Session:
+    def _open_session(self, count: int) -> Session:
         window = min(self.context, -(-count // self._step) * self._step)
         if self._session is not None and self._window >= window:
             return self._session
-        self._held.close()
+        self._stack.close()
         self._session = None
         inputs, name = self._model.reads.inputs(window), self._model.reads.sequence
         inputs[name] = replace(inputs[name], below=self._model.vocab)
-        engine, self.note = pick_engine(self.asked.engine, self.loaded.registry, 1)
-        self._session = self._held.enter_context(self.loaded.session(engine, inputs, 1, LESS))
+        engine, self.note = pick_engine(self.options.engine, self.loaded.registry, 1)
+        self._session = self._stack.enter_context(self.loaded.session(engine, inputs, 1, REMEDY))
         self._window = window
         return self._session
 
 
-def load_tokenizer(loaded: LoadedModel, asked: Options) -> Tokenizer | None:
-    """Return the file's tokenizer, if it has one and it is needed."""
+def load_tokenizer(loaded: LoadedModel, options: Options) -> Tokenizer | None:
+    """Return the file's tokenizer; None if it has none, or an unreadable one and the prompt is given as ids."""
     if not has_text(loaded.file):
         return None
     try:
         return read_tokenizer(loaded.file)
     except GGUFError:
-        if asked.ids is None:
+        if options.ids is None:
             raise
         return None
 
 
 class ChatTemplate(NamedTuple):
-    """A chat template, and which file has it."""
+    """A chat template and the file it comes from."""
 
     text: str
     file: str
 
 
-def chat_template(loaded: LoadedModel, asked: Options, required: bool = True) -> ChatTemplate | None:
-    """Return the chat template of the adapter or model; None without --chat, or if none is there nor `required`."""
-    if not asked.chat:
+def chat_template(loaded: LoadedModel, options: Options, required: bool = True) -> ChatTemplate | None:
+    """Return the adapter's or model's chat template; None without --chat. Raise UserError if it is missing."""
+    if not options.chat:
         return None
     for path in filter(None, (loaded.adapter, loaded.path)):
         with GGUFFile(path) as file:
@@ -247,62 +252,64 @@ def chat_template(loaded: LoadedModel, asked: Options, required: bool = True) ->
 
 
 def prompt_ids(
-    loaded: LoadedModel, asked: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None
+    loaded: LoadedModel, options: Options, tokenizer: Tokenizer | None, template: ChatTemplate | None
 ) -> list[int]:
-    """Return the ids that are continued: those given, or the prompt's; UserError where it cannot be told in ids."""
-    if asked.ids is not None:
-        return asked.ids
+    """Return the prompt as token ids. Raise UserError if the file has no tokenizer for a text prompt."""
+    if options.ids is not None:
+        return options.ids
     if tokenizer is None:
-        raise UserError(f"{loaded.name}: has no tokenizer, so it knows ids alone: --ids 1,2,3 in place of --prompt")
-    assert asked.prompt is not None
+        raise UserError(f"{loaded.name}: has no tokenizer; use --ids 1,2,3 in place of --prompt")
+    assert options.prompt is not None
     if template is None:
-        return tokenizer.prompt(asked.prompt).tolist()
-    turns = [*system_turns(asked), {"role": "user", "content": asked.prompt}]
+        return tokenizer.prompt(options.prompt).tolist()
+    turns = [*system_turns(options), {"role": "user", "content": options.prompt}]
     return chat_ids(tokenizer, Template(template.text, tokenizer, template.file), turns)
 
 
-def system_turns(asked: Options) -> list[dict[str, str]]:
-    """Return the turns that a chat begins with: the system's, if one was given."""
-    return [] if asked.system is None else [{"role": "system", "content": asked.system}]
+def system_turns(options: Options) -> list[dict[str, str]]:
+    """Return the system message as a list of turns; empty without one."""
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
 
 
 def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the ids of a conversation, up to where the assistant's next turn begins. Raises BadChat."""
+    """Return the ids of a conversation, up to the start of the assistant's next turn. Raise BadChat."""
     text = template.render(turns, answer=True).text
     if turns[0]["role"] == "system" and turns[0]["content"].strip() not in text:
-        raise BadChat("the chat template leaves --system out; say it in the first message")
+        raise BadChat("the chat template ignores --system; put it into the first message")
     if not text:
-        raise BadChat("the chat template writes nothing, so there is nothing to answer; --prompt without --chat")
+        raise BadChat("the chat template renders an empty prompt; use --prompt without --chat")
     begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     return begin + tokenizer.encode(text, special=True, after=begin[0] if begin else None).tolist()
 
 
 def require_room(loaded: LoadedModel, count: int, context: int) -> None:
-    """Raise UserError for a prompt that is longer than the context."""
+    """Raise UserError if a prompt of `count` tokens is longer than the context."""
     if count > context:
-        raise UserError(f"{loaded.name}: the prompt has {count} tokens, the model's context is {context}")
+        raise UserError(f"{loaded.name}: the prompt has {count} tokens, but the model's context is {context}")
 
 
-def _generate_with_llama_cpp(loaded: LoadedModel, asked: Options, write: Callable[[str], None]) -> Generated:
-    path, adapter, own = str(loaded.path), loaded.adapter, parse_label(asked.engine, f"--engine {asked.engine}")[1]
-    threads = own.get("threads", "0")  # 0 is llama.cpp's own choice
-    if own.keys() - {"threads"} or not is_integer(threads, 0, MAX_THREADS) or (":" in asked.engine and not own):
-        usage = f"threads alone, at most {MAX_THREADS}: {LLAMA_CPP}:threads=1"
-        raise UserError(f"--engine {asked.engine}: {LLAMA_CPP} takes {usage}")
+def _generate_with_llama_cpp(loaded: LoadedModel, options: Options, write: Callable[[str], None]) -> Generated:
+    path, adapter, flag = str(loaded.path), loaded.adapter, f"--engine {options.engine}"
+    settings = parse_label(options.engine, flag)[1]
+    threads = settings.get("threads", "0")  # 0: llama.cpp chooses
+    is_valid = not settings.keys() - {"threads"} and is_integer(threads, 0, MAX_THREADS)
+    if not is_valid or (":" in options.engine and not settings):
+        usage = f"only the setting threads, at most {MAX_THREADS}: {LLAMA_CPP}:threads=1"
+        raise UserError(f"{flag}: {LLAMA_CPP} takes {usage}")
     with GGUFFile(path) as file:
         context = file.metadata.get(f"{file.architecture}.context_length")
         if not isinstance(context, int):
             raise file.error("holds no language model")
         if not has_text(file):
-            raise file.error("has no tokenizer, and llama.cpp does not write without one")
-    template, ids, prompt = chat_template(loaded, asked), asked.ids, asked.prompt or ""
-    if template and (asked.system is not None or template.file != str(path)):  # of which llama.cpp does not know
-        ids = prompt_ids(loaded, asked, load_tokenizer(loaded, asked), template)
-    most = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
+            raise file.error("has no tokenizer; llama.cpp needs one to generate")
+    template, ids, prompt = chat_template(loaded, options), options.ids, options.prompt or ""
+    if template and (options.system is not None or template.file != str(path)):  # llama.cpp supports neither
+        ids = prompt_ids(loaded, options, load_tokenizer(loaded, options), template)
+    prompt_size = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
     task = llamacpp.Task(
-        llamacpp.find_package(), path, str(adapter) if adapter else None, int(threads), ids, prompt, asked.chat,
-        context, n_ctx=min(context, most + asked.tokens), tokens=asked.tokens,
-        sampling={**asdict(asked.sampling), "seed": asked.seed % (2**32 - 1)}, stream=not asked.json,
+        llamacpp.find_package(), path, str(adapter) if adapter else None, int(threads), ids, prompt, options.chat,
+        context, n_ctx=min(context, prompt_size + options.tokens), tokens=options.tokens,
+        sampling={**asdict(options.sampling), "seed": options.seed % (2**32 - 1)}, stream=not options.json,
     )  # fmt: skip
     text, ids_read, began = "", list[int](), time.perf_counter()
     for answer in llamacpp.stream(task):
@@ -313,8 +320,8 @@ def _generate_with_llama_cpp(loaded: LoadedModel, asked: Options, write: Callabl
             text += answer.text
             write(answer.text)
     count = answer.count or 0
-    reason = END if answer.stopped == "eos" else LIMIT if count >= asked.tokens else FULL
+    reason = END if answer.stop_reason == "eos" else LIMIT if count >= options.tokens else FULL
     return Generated(
-        str(path), f"{LLAMA_CPP} ({task.package})", asked.prompt, ids_read, text, answer.ids, count, reason,
-        time.perf_counter() - began, asked.seed, template and template.file,
+        str(path), f"{LLAMA_CPP} ({task.package})", options.prompt, ids_read, text, answer.ids, count, reason,
+        time.perf_counter() - began, options.seed, template and template.file,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Write text by llama.cpp, in a process of its own, as some files end it: it reads a `Task` and prints `Answer`s.
+"""Generate text with llama.cpp in a subprocess, because some files crash it: it reads a `Task` and prints `Answer`s.
 
-Its key/value cache is float32 and flash attention off, so that nothing is rounded that our engines do not round.
+The key/value cache is float32 and flash attention is off, so that it rounds nothing that toyexp's engines do not round.
 """
 
 from __future__ import annotations
@@ -20,65 +20,65 @@ from typing import Any
 from toyexp.base.errors import RunFailed, Unavailable, printable
 from toyexp.base.packages import probe_import
 
-LLAMA_CPP = "llama.cpp"  # what it is called among engines
+LLAMA_CPP = "llama.cpp"  # the value of --engine
 PACKAGES = ("xllamacpp", "llama_cpp")
-MARGIN = 1024  # positions for what a chat template adds
+MARGIN = 1024  # positions for the tokens that a chat template adds
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be written."""
+    """Request for one generation."""
 
     package: str  # one of PACKAGES
     file: str
     adapter: str | None
-    threads: int  # 0: as many as llama.cpp chooses
-    ids: list[int] | None  # the prompt; None: it is the text
+    threads: int  # 0: llama.cpp chooses
+    ids: list[int] | None  # the prompt as token ids; None: `text` is the prompt
     text: str
-    chat: bool  # whether that is a user's message
-    context: int  # the model's
+    chat: bool  # True if `text` is a user message for the chat template
+    context: int  # of the model, in tokens
     n_ctx: int  # positions to reserve
-    tokens: int  # to write at most
-    sampling: Mapping[str, float]  # with its seed
-    stream: bool  # text as it comes; False: all ids at the end, as llama.cpp tells no ids of a character of several
+    tokens: int  # maximum to generate
+    sampling: Mapping[str, float]  # sampling settings and the seed
+    stream: bool  # True: text as it is generated; False: text and all ids at the end
 
 
 @dataclass(frozen=True)
 class Answer:
-    """First the prompt's ids, then text as it comes, and at last how many tokens that was and why it ends."""
+    """Message of the subprocess: first the prompt's ids, then text pieces, last the token count and stop reason."""
 
     prompt_ids: list[int] | None = None
     text: str = ""
     count: int | None = None
-    stopped: str = ""  # eos or limit
+    stop_reason: str = ""  # eos or limit
     ids: list[int] = field(default_factory=list)
 
 
-Tell = Callable[[Answer], None]
+Send = Callable[[Answer], None]
 
 
 def find_package() -> str:
-    """The Python package to use; Unavailable when none works here."""
+    """Return the Python package to use. Raise Unavailable if none works on this machine."""
     reasons = {name: probe_import(name) for name in PACKAGES}
     for name, reason in reasons.items():
         if reason is None:
             return name
-    told = ", ".join(f"{name} {reason}" for name, reason in reasons.items())
-    raise Unavailable(f"--engine llama.cpp: {told}: pip install xllamacpp, or llama-cpp-python")
+    details = ", ".join(f"{name} {reason}" for name, reason in reasons.items())
+    raise Unavailable(f"--engine llama.cpp: {details}: pip install xllamacpp, or llama-cpp-python")
 
 
 def stream(task: Task) -> Iterator[Answer]:
-    """What the process answers, line by line; RunFailed with llama.cpp's own words when it does not get through."""
-    with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+", errors="replace") as log:
-        json.dump(asdict(task), asked)
-        asked.seek(0)
+    """Run a task in a subprocess and yield its answers. Raise RunFailed with llama.cpp's own error if it fails."""
+    with tempfile.TemporaryFile("w+") as request, tempfile.TemporaryFile("w+", errors="replace") as log:
+        json.dump(asdict(task), request)
+        request.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", "toyexp.inference.llamacpp"],
-            stdin=asked,
+            stdin=request,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # an abort is told in one line, without starting a debugger
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # an abort prints one line and starts no debugger
         )
         assert process.stdout is not None
         try:
@@ -94,21 +94,21 @@ def stream(task: Task) -> Iterator[Answer]:
 
 
 def _cause(log: str, code: int) -> str:
-    """The line of its log that says most: the first of an error or a failed assertion, or else the last."""
+    """Return the first line of the log about an error or a failed assertion, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     marks = ("GGML_ASSERT", "GGML_ABORT", " E ", "error", "SystemExit")
-    telling = [line for mark in marks for line in lines if mark in line]
-    words = (telling or lines[-1:] or [f"it ended with {code}"])[0]
+    errors = [line for mark in marks for line in lines if mark in line]
+    words = (errors or lines[-1:] or [f"it ended with {code}"])[0]
     return printable(words.partition(" E ")[2] or words, 300)
 
 
-# -- in the process of its own ----------------------------------------------------------------------------------------
+# -- in the subprocess ------------------------------------------------------------------------------------------------
 
 
-def answer_with_xllamacpp(task: Task, tell: Tell) -> None:
-    """Answers through the server of xllamacpp, which speaks HTTP on this machine."""
-    server = _server(task)  # kept in a name: the server stops when it is collected
-    # The server is on this machine: whatever proxy the environment names has no say in it.
+def answer_with_xllamacpp(task: Task, send: Send) -> None:
+    """Answer a task with xllamacpp, over HTTP to its server on this machine."""
+    server = _start_server(task)  # a reference is kept: the server stops when it is collected
+    # The server is local: ignore a proxy of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def post(path: str, **body: Any) -> Any:
@@ -123,29 +123,29 @@ def answer_with_xllamacpp(task: Task, tell: Tell) -> None:
         text = task.text
         if task.chat:
             text = json.load(post("/apply-template", messages=[{"role": "user", "content": text}]))["prompt"]
-        found = post("/tokenize", content=text, add_special=True, parse_special=task.chat)
-        ids = json.load(found)["tokens"]
-    tell(Answer(prompt_ids=ids))
+        reply = post("/tokenize", content=text, add_special=True, parse_special=task.chat)
+        ids = json.load(reply)["tokens"]
+    send(Answer(prompt_ids=ids))
     room = task.context - len(ids) + 1
     if room < 1:
         return
-    wanted = {"prompt": ids, "n_predict": min(task.tokens, room), "stream": task.stream}
-    # Only what was asked for: its own defaults know more samplers.
-    cuts = {"samplers": ["top_k", "top_p", "min_p", "temperature"], "repeat_penalty": 1.0, "return_tokens": True}
-    with post("/completion", **wanted, **cuts, **task.sampling) as reply:
+    request = {"prompt": ids, "n_predict": min(task.tokens, room), "stream": task.stream}
+    # Only the requested samplers: the defaults of llama.cpp include more.
+    samplers = {"samplers": ["top_k", "top_p", "min_p", "temperature"], "repeat_penalty": 1.0, "return_tokens": True}
+    with post("/completion", **request, **samplers, **task.sampling) as reply:
         for line in reply:
             if task.stream and not line.startswith(b"data: "):
                 continue
             piece = json.loads(line.removeprefix(b"data: "))
             if "error" in piece:
                 raise SystemExit(f"error {piece['error']}")
-            tell(Answer(text=piece["content"]))
+            send(Answer(text=piece["content"]))
             if piece["stop"]:
-                tell(Answer(count=piece["tokens_predicted"], stopped=piece["stop_type"], ids=piece["tokens"]))
+                send(Answer(count=piece["tokens_predicted"], stop_reason=piece["stop_type"], ids=piece["tokens"]))
                 return
 
 
-def _server(task: Task) -> Any:
+def _start_server(task: Task) -> Any:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -164,8 +164,8 @@ def _server(task: Task) -> Any:
     return xllamacpp.Server(params)
 
 
-def answer_with_llama_cpp(task: Task, tell: Tell) -> None:
-    """Answers through llama-cpp-python."""
+def answer_with_llama_cpp(task: Task, send: Send) -> None:
+    """Answer a task with llama-cpp-python."""
     import llama_cpp
 
     model = llama_cpp.Llama(
@@ -187,33 +187,34 @@ def answer_with_llama_cpp(task: Task, tell: Tell) -> None:
             text = Jinja2ChatFormatter(template, eos, bos)(messages=[{"role": "user", "content": text}]).prompt
             begin = not text.startswith(bos)
         ids = model.tokenize(text.encode(), add_bos=begin, special=task.chat)
-    tell(Answer(prompt_ids=ids))
+    send(Answer(prompt_ids=ids))
     limit = min(task.tokens, task.context - len(ids) + 1)
     sampling = task.sampling
-    cuts = {"temp": sampling["temperature"], **{name: sampling[name] for name in ("top_k", "top_p", "min_p")}}
+    samplers = {"temp": sampling["temperature"], **{name: sampling[name] for name in ("top_k", "top_p", "min_p")}}
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-    written: list[int] = []
-    for token in model.generate(ids, repeat_penalty=1.0, **cuts):
+    generated: list[int] = []
+    for token in model.generate(ids, repeat_penalty=1.0, **samplers):
         if llama_cpp.llama_vocab_is_eog(vocabulary, token):
             break
-        written.append(token)
-        tell(Answer(text=decode(model.detokenize([token], prev_tokens=ids))))
-        if len(written) >= limit:
+        generated.append(token)
+        send(Answer(text=decode(model.detokenize([token], prev_tokens=ids))))
+        if len(generated) >= limit:
             break
-    tell(Answer(text=decode(b"", True)))
-    tell(Answer(count=len(written), stopped="limit" if len(written) >= limit else "eos", ids=written))
+    send(Answer(text=decode(b"", True)))
+    stop_reason = "limit" if len(generated) >= limit else "eos"
+    send(Answer(count=len(generated), stop_reason=stop_reason, ids=generated))
 
 
 def main() -> None:
-    """Answers the task on standard input."""
+    """Answer the task on standard input."""
     task = Task(**json.load(sys.stdin))
 
-    def tell(answer: Answer) -> None:
+    def send(answer: Answer) -> None:
         sys.stdout.write(json.dumps(asdict(answer)) + "\n")
         sys.stdout.flush()
 
-    {"xllamacpp": answer_with_xllamacpp, "llama_cpp": answer_with_llama_cpp}[task.package](task, tell)
-    os._exit(0)  # a server that is stopped right after its start may never end
+    {"xllamacpp": answer_with_xllamacpp, "llama_cpp": answer_with_llama_cpp}[task.package](task, send)
+    os._exit(0)  # stopping a server right after its start may hang
 
 
 if __name__ == "__main__":

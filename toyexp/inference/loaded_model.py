@@ -1,4 +1,4 @@
-"""A model's file and an adapter on it, opened to be computed on an engine."""
+"""A model file with an optional LoRA adapter, opened for inference on an engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from toyexp.training.memory import open_checked_session
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model's GGUF file, and that of a LoRA adapter on it."""
+    """A model's GGUF file and optionally a LoRA adapter's."""
 
     path: Path
     adapter: Path | None
@@ -40,18 +40,18 @@ class LoadedModel:
 
     @classmethod
     def open(cls, what: Path, registry: Registry, adapter: Path | None = None) -> LoadedModel:
-        """Find the files that are meant, and warn of an adapter that was trained on another base."""
+        """Find the files of a model and an adapter; warn if the adapter was trained on another base."""
         path = find_model_file(what, registry=registry)
         if adapter is None:
             return cls(path, None, registry)
-        put_on = find_adapter_file(adapter, lambda: load_model(path, registry), registry)
-        for warning in check_base(put_on, path):
+        adapter_file = find_adapter_file(adapter, lambda: load_model(path, registry), registry)
+        for warning in check_base(adapter_file, path):
             print_error(f"warning: {warning}")
-        return cls(path, put_on, registry)
+        return cls(path, adapter_file, registry)
 
     @property
     def name(self) -> str:
-        """The file or directory that the model was read from."""
+        """The path that the model was read from: a file or directory."""
         return str(source_path(self.path))
 
     @property
@@ -61,25 +61,25 @@ class LoadedModel:
 
     @cached_property
     def model(self) -> Model:
-        """The model; UserError if no model here has its architecture."""
+        """The model. Raises UserError if no model plugin has its architecture."""
         return load_model(self.path, self.registry)
 
     def tokenizer(self) -> Tokenizer:
-        """Return the file's tokenizer; UserError if it has none."""
+        """Return the file's tokenizer. Raise UserError if it has none."""
         if not has_text(self.file):
-            raise UserError(f"{short_path(self.path)}: has no tokenizer, so it knows ids alone")
+            raise UserError(f"{short_path(self.path)}: has no tokenizer; use token ids")
         return read_tokenizer(self.file)
 
     def session(
         self, engine: Engine, inputs: Mapping[str, InputSpec], rows: int, remedy: str = EVALUATE_REMEDY
     ) -> AbstractContextManager[Session]:
-        """Open a session that computes batches of so many `rows`, and trains nothing."""
+        """Open a session for inference on batches of `rows` rows."""
         plan = frozen_plan(self.model, self.path, Setup(inputs, rows), self.adapter)
         return open_checked_session(plan, engine, self.name, remedy)
 
 
 def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]:
-    """Return the engine of a label (`auto`, `cpu:threads=1`) that computes so many rows, and a note on which it is."""
+    """Return the engine of a label (`auto`, `cpu:threads=1`) for batches of `rows` rows, and a note that names it."""
     name = label.partition(":")[0]
     if name not in (known := {*registry.offers["engine"], AUTO}):
         raise UserError(f"--engine {label}: {suggest(name, known)}")
@@ -88,11 +88,11 @@ def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]
 
 
 def fit_rows(engine: Engine, note: str, rows: int) -> tuple[Engine, str]:
-    """Return the engine and its note, or its first device alone if its devices have no equal shares of the rows."""
+    """Return the engine and its note; use its first device only if its devices cannot share the rows equally."""
     try:
         engine.check_rows(rows, 1)
     except UserError:
         engine = engine.generation_engine()
-        engine.check_rows(rows, 1)  # which repeats what is wrong with the setting itself
-        return engine, f"{engine.name}: {engine.check()}, of its devices the first"
+        engine.check_rows(rows, 1)  # raises for an invalid setting
+        return engine, f"{engine.name}: {engine.check()}, its first device only"
     return engine, note

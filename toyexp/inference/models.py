@@ -1,4 +1,4 @@
-"""Find the GGUF files of other programs and of runs: list directories, up to a limit, and read headers."""
+"""Find GGUF files of runs and other programs: list directories, up to a limit, and read the files' headers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from toyexp.inference.describe import FileUses, count_types, quote_for_hydra
 from toyexp.interfaces.command import Answer
 from toyexp.plugins.registry import Registry
 
-ENTRIES = 20_000  # of directories, looked at in one place
-DEPTH = 5  # of directories below the one that is searched
-PASSED_OVER = {"node_modules", "site-packages", "__pycache__"}  # large, and nobody keeps models there
+MAX_ENTRIES = 20_000  # files and directories visited below one directory
+MAX_DEPTH = 5  # levels of subdirectories
+SKIPPED_NAMES = {"node_modules", "site-packages", "__pycache__"}  # large directories without models
 MANIFEST_LIMIT = 1 << 20  # bytes of an Ollama manifest
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
 OLLAMA_LAYERS = ("application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter")
@@ -29,18 +29,18 @@ OLLAMA_LAYERS = ("application/vnd.ollama.image.model", "application/vnd.ollama.i
 
 @dataclass
 class ModelDirectory:
-    """Somewhere that models are kept."""
+    """Directory in which a program keeps models."""
 
     name: str
     root: Path
-    search: Callable[[ModelDirectory], Iterator[tuple[str, Path]]]  # the files there, each with a name
-    found: int = 0
-    notes: list[str] = field(default_factory=list)  # what could not be looked at
+    search: Callable[[ModelDirectory], Iterator[tuple[str, Path]]]  # yields the files with a name for each
+    count: int = 0  # files found
+    notes: list[str] = field(default_factory=list)  # what could not be read
 
 
 @dataclass(frozen=True)
 class ListedFile:
-    """A model file, or why it cannot be read."""
+    """Model file of the list, or the error of reading it."""
 
     name: str
     place: str
@@ -48,30 +48,30 @@ class ListedFile:
     bytes: int
     architecture: str = ""
     parameters: int = 0
-    types: tuple[str, ...] = ()  # those with a share of the bytes that matters, the largest first
-    here: str = ""  # base, donor, adapter, the kind of its data, or no: and why
+    types: tuple[str, ...] = ()  # tensor types with at least 5 % of the bytes, largest first
+    here: str = ""  # its use in toyexp: base, donor, adapter, the kind of its data, or `no: REASON`
     parts: int = 1
-    also: tuple[str, ...] = ()  # its other names
+    also: tuple[str, ...] = ()  # further names of the same file
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Models(Answer):
-    """All that was found, and where was looked."""
+    """Result of `toyexp models`."""
 
     files: list[ListedFile]
     unreadable: list[ListedFile]
     places: list[ModelDirectory]
-    loading: str = ""  # the local plugins, in what is suggested
+    loading: str = ""  # the `plugins=` override to add to suggested commands
 
     def plain(self) -> dict[str, Any]:
-        """The files, those that cannot be read, and the places with what could not be looked at there."""
-        looked = [{"name": p.name, "path": str(p.root), "files": p.found, "notes": p.notes} for p in self.places]
+        """Return models, unreadable files and searched directories as plain data."""
+        searched = [{"name": p.name, "path": str(p.root), "files": p.count, "notes": p.notes} for p in self.places]
         models, unreadable = ([asdict(f) for f in files] for files in (self.files, self.unreadable))
-        return {"models": models, "unreadable": unreadable, "places": looked}
+        return {"models": models, "unreadable": unreadable, "places": searched}
 
     def lines(self) -> list[str]:
-        """A table of the files, and what cannot be read; where was looked, if nothing was found."""
+        """Return a table of models and a list of unreadable files, or the searched directories if there is no model."""
         blocks: list[list[str]] = []
         if self.files:
             rows = [["name", "architecture", "parameters", "types", "size", "here", "path"]]
@@ -88,36 +88,38 @@ class Models(Answer):
         if self.unreadable:
             blocks.append(["cannot be read:", *(f"  {_show(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
-            there = {p.root for p in self.places if os.path.isdir(p.root)}  # noqa: PTH112 - Path.is_dir() may raise
-            places = [[p.name, _show(str(p.root)) + ("" if p.root in there else " (not there)")] for p in self.places]
-            looked = [f"  {line}" for line in align_columns(places)]
-            elsewhere = f"look elsewhere: toyexp models DIR{self.loading}"
-            blocks.append(["no GGUF models found; looked in:", *looked, elsewhere])
+            existing = {p.root for p in self.places if os.path.isdir(p.root)}  # noqa: PTH112 - Path.is_dir() may raise
+            places = [
+                [p.name, _show(str(p.root)) + ("" if p.root in existing else " (does not exist)")] for p in self.places
+            ]
+            searched = [f"  {line}" for line in align_columns(places)]
+            elsewhere = f"to search another directory: toyexp models DIR{self.loading}"
+            blocks.append(["no GGUF models found; searched:", *searched, elsewhere])
         lines = [line for block in blocks for line in ("", *block)][1:]
         return lines + [f"note: {_show(note)}" for p in self.places for note in p.notes]
 
 
 def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
-    """Looks into every place, and reads the header of every file once."""
+    """Search all default directories and `directories`, and read the header of each file once."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where there is none
     places = default_directories(Path(home), os.environ)
-    places += [ModelDirectory("named", d, _search_named) for d in directories]
+    places += [ModelDirectory("named", d, _search_directory) for d in directories]
     files: dict[object, ListedFile] = {}
     for place in places:
         for name, path in _merge_splits(place.search(place)):
-            itself = _identity(path)
-            if itself not in files:
-                files[itself] = inspect(name, place.name, path, registry)
-                place.found += 1
-            elif name not in ((known := files[itself]).name, *known.also):
-                files[itself] = replace(known, also=(*known.also, name))
-    found = list(files.values())
-    fine, broken = ([f for f in found if (f.error is None) is read] for read in (True, False))
-    return Models(fine, broken, places, registry.loading)
+            identity = _identity(path)
+            if identity not in files:
+                files[identity] = inspect(name, place.name, path, registry)
+                place.count += 1
+            elif name not in ((listed := files[identity]).name, *listed.also):
+                files[identity] = replace(listed, also=(*listed.also, name))
+    readable = [file for file in files.values() if file.error is None]
+    broken = [file for file in files.values() if file.error is not None]
+    return Models(readable, broken, places, registry.loading)
 
 
 def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile:
-    """What the header of one file says, or why it cannot be read."""
+    """Read the header of one file; the result holds the error if it cannot be read."""
     parts, size = _parts(path), 0
     try:
         missing = [p.name for p in parts if not p.is_file()] if len(parts) > 1 else []
@@ -126,13 +128,13 @@ def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile
             raise UserError(f"its part {printable(missing[0], 200)} is missing")
         file = open_gguf(str(path))
         kinds = count_types(file)
-        # Those of runs are called the same in all of them.
-        own = file.text("general.name") if name in ("model", "adapter") else ""
-        heavy = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
+        # The files of all runs have the same names: use the name in the header.
+        run_name = file.text("general.name") if name in ("model", "adapter") else ""
+        main_types = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
         return ListedFile(
-            name=own or name, place=place, path=str(path), bytes=size,
+            name=run_name or name, place=place, path=str(path), bytes=size,
             architecture=file.text("general.architecture"),
-            parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(heavy),
+            parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(main_types),
             here=summarise_use(file, registry), parts=len(parts),
         )  # fmt: skip
     except (UserError, OSError) as error:
@@ -141,7 +143,7 @@ def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile
 
 
 def summarise_use(file: GGUFFile, registry: Registry) -> str:
-    """What toyexp can do with a file, in a word."""
+    """Return the use of a file in a word: `adapter`, `base`, `donor`, a kind of data, or `no: REASON`."""
     if file.metadata.get("general.type") == "adapter":
         return "adapter"
     offers = FileUses(file, file.path, registry)
@@ -151,26 +153,26 @@ def summarise_use(file: GGUFFile, registry: Registry) -> str:
     return f"no: {reason.removeprefix('its ').partition(';')[0].replace('architecture is', 'architecture')}"
 
 
-# -- where models are kept --------------------------------------------------------------------------------------------
+# -- directories of models --------------------------------------------------------------------------------------------
 
 
 def default_directories(home: Path, environment: Mapping[str, str]) -> list[ModelDirectory]:
-    """Where each program keeps its models, as it would look for them itself."""
+    """Return the model directories of each program, resolved from the environment as the program itself does."""
 
-    def at(variable: str, *default: str | Path) -> Path:
+    def resolve(variable: str, *default: str | Path) -> Path:
         given = environment.get(variable)
-        # Path.expanduser() raises for a user that is none.
+        # Path.expanduser() raises for an unknown user.
         return Path(os.path.expanduser(given)) if given else Path(home, *default)  # noqa: PTH111
 
-    cache = at("XDG_CACHE_HOME", ".cache")
-    hub = at("HF_HUB_CACHE", at("HF_HOME", cache / "huggingface") / "hub")
+    cache = resolve("XDG_CACHE_HOME", ".cache")
+    hub = resolve("HF_HUB_CACHE", resolve("HF_HOME", cache / "huggingface") / "hub")
     return [
         ModelDirectory("Hugging Face", hub, _search_hugging_face),
-        ModelDirectory("Ollama", at("OLLAMA_MODELS", ".ollama", "models"), _search_ollama),
+        ModelDirectory("Ollama", resolve("OLLAMA_MODELS", ".ollama", "models"), _search_ollama),
         ModelDirectory("Ollama", Path("/usr/share/ollama/.ollama/models"), _search_ollama),
         ModelDirectory("LM Studio", home / ".lmstudio" / "models", _search_tree),
         ModelDirectory("LM Studio", home / ".cache" / "lm-studio" / "models", _search_tree),
-        ModelDirectory("llama.cpp", at("LLAMA_CACHE", cache / "llama.cpp"), _search_tree),
+        ModelDirectory("llama.cpp", resolve("LLAMA_CACHE", cache / "llama.cpp"), _search_tree),
         ModelDirectory("llama.cpp", home / "Library" / "Caches" / "llama.cpp", _search_tree),
         ModelDirectory("here", Path(), _search_tree),
     ]
@@ -181,20 +183,20 @@ def _search_tree(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
         yield path.stem, path
 
 
-def _search_named(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    of_ollama = os.path.lexists(place.root / "manifests")
-    yield from (_search_ollama if of_ollama else _search_tree)(place)
+def _search_directory(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
+    is_ollama = os.path.lexists(place.root / "manifests")
+    yield from (_search_ollama if is_ollama else _search_tree)(place)
 
 
 def _search_hugging_face(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    """models--org--name/snapshots/<commit>/**/x.gguf, which are links to blobs."""
+    """Yield models--org--name/snapshots/<commit>/**/x.gguf, which are links to blobs."""
     for repository in sorted(place.root.glob("models--*")):
         for path in _walk(place, repository / "snapshots"):
             yield path.stem, path
 
 
 def _search_ollama(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    """manifests/<host>/<namespace>/<name>/<tag>, JSON that names blobs."""
+    """Yield the blobs that the JSON files manifests/<host>/<namespace>/<name>/<tag> list."""
     manifests = place.root / "manifests"
     for path in _walk(place, manifests, suffix=""):
         name = str(path.relative_to(manifests).parent).removeprefix("registry.ollama.ai/").removeprefix("library/")
@@ -208,47 +210,47 @@ def _search_ollama(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
             place.notes.append(f"{path}: {error.strerror}")
             continue
         except (ValueError, KeyError, TypeError, RecursionError):
-            place.notes.append(f"{path}: is no manifest of Ollama's")
+            place.notes.append(f"{path}: is not an Ollama manifest")
             continue
         for kind, digest in digests:
-            found = re.fullmatch(r"sha256[:-]([0-9a-f]{64})", str(digest))
-            if found:
+            match = re.fullmatch(r"sha256[:-]([0-9a-f]{64})", str(digest))
+            if match:
                 label = name if kind == OLLAMA_LAYERS[0] else f"{name} (adapter)"
-                yield label, place.root / "blobs" / f"sha256-{found[1]}"
+                yield label, place.root / "blobs" / f"sha256-{match[1]}"
 
 
-# -- looking ----------------------------------------------------------------------------------------------------------
+# -- searching --------------------------------------------------------------------------------------------------------
 
 
 def _walk(place: ModelDirectory, root: Path, suffix: str = ".gguf") -> Iterator[Path]:
-    """Files that end in `suffix` at most DEPTH directories below `root`, in order; each directory is seen once."""
+    """Yield files ending in `suffix` up to MAX_DEPTH levels below `root`, sorted; visit each directory once."""
 
     def note(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             place.notes.append(f"{error.filename}: {error.strerror}")
 
     seen: set[Path] = set()
-    left = ENTRIES
+    left = MAX_ENTRIES
     for name, folders, files in os.walk(root, onerror=note, followlinks=True):
         folder = Path(name)
         left -= len(folders) + len(files)
         if left < 0:
-            place.notes.append(f"{root}: holds more than {ENTRIES} entries; not all of them were looked at")
+            place.notes.append(f"{root}: has more than {MAX_ENTRIES} entries; the rest was not searched")
             return
-        led_back = folder.resolve() in seen  # by a link
+        is_repeated = folder.resolve() in seen  # through a link
         seen.add(folder.resolve())
-        deepest = len(folder.relative_to(root).parts) == DEPTH
-        below = [] if led_back or deepest else sorted({*folders} - PASSED_OVER)
+        deepest = len(folder.relative_to(root).parts) == MAX_DEPTH
+        below = [] if is_repeated or deepest else sorted({*folders} - SKIPPED_NAMES)
         folders[:] = [name for name in below if not name.startswith(".")]
-        for name in () if led_back else sorted(files):
+        for name in () if is_repeated else sorted(files):
             path = folder / name
-            known = name.lower().endswith(suffix) and not name.startswith(".")
-            if known and (path.is_file() or not os.path.exists(path)):  # noqa: PTH110 - a link that leads nowhere is told
+            is_match = name.lower().endswith(suffix) and not name.startswith(".")
+            if is_match and (path.is_file() or not os.path.exists(path)):  # noqa: PTH110 - report dangling links
                 yield path
 
 
 def _identity(path: Path) -> object:
-    """What is the same for two names of one file."""
+    """Return a value that is equal for all paths of the same file."""
     try:
         status = path.stat()
     except OSError:
@@ -268,10 +270,10 @@ def _merge_splits(files: Iterator[tuple[str, Path]]) -> Iterator[tuple[str, Path
 
 
 def _parts(path: Path) -> list[Path]:
-    found = SPLIT_NAME.fullmatch(path.name)
-    if not found or not 1 < int(found[3]) <= 1000:
+    match = SPLIT_NAME.fullmatch(path.name)
+    if not match or not 1 < int(match[3]) <= 1000:
         return [path]
-    return [path.with_name(f"{found[1]}-{i:05}-of-{found[3]}{path.suffix}") for i in range(1, int(found[3]) + 1)]
+    return [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}{path.suffix}") for i in range(1, int(match[3]) + 1)]
 
 
 def _show(text: str, limit: int = 400) -> str:

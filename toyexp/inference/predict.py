@@ -1,4 +1,4 @@
-"""Compute what a model says of inputs: logits, and of image files the likeliest classes."""
+"""Compute a model's predictions: logits of any input, and the most probable classes of image files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, iter_files, iter_
 from toyexp.config.build import build_engine
 from toyexp.formats.gguf.form import gguf_architecture
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.inference.evaluate import read_trained
+from toyexp.inference.evaluate import find_training_run
 from toyexp.inference.loaded_model import LoadedModel, fit_rows, pick_engine
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.dataset import InputSpec
@@ -29,19 +29,19 @@ from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
 
-ROWS = 32  # images that are computed at a time
+ROWS = 32  # maximum rows of a batch
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says of an image, or why it says nothing."""
+    """Prediction for one image, or the error of reading it."""
 
     file: str
-    top: Sequence[tuple[str, float]]  # its likeliest classes with their probabilities, from the likeliest down
+    top: Sequence[tuple[str, float]]  # most probable classes with their probabilities, in descending order
     error: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As plain data; what is not known is null."""
+        """Return the prediction as plain data; null if the image could not be read."""
         best = self.top[0] if self.top else (None, None)
         top = [{"class": name, "probability": share} for name, share in self.top]
         return {"file": self.file, "class": best[0], "probability": best[1], "top": top, "error": self.error}
@@ -49,7 +49,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions(Answer):
-    """What a model says of images."""
+    """Predictions for several images."""
 
     file: str
     engine: str
@@ -57,17 +57,17 @@ class Predictions(Answer):
     images: Sequence[Prediction]
 
     @property
-    def failed(self) -> list[Prediction]:
-        """Those that could not be read."""
+    def failures(self) -> list[Prediction]:
+        """The images that could not be read."""
         return [image for image in self.images if image.error]
 
     def plain(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all predictions as plain data."""
         images = [image.plain() for image in self.images]
         return {"file": self.file, "engine": self.engine, "classes": list(self.classes), "images": images}
 
     def lines(self) -> list[str]:
-        """A line for each image, and of several how many are of which class."""
+        """Return a line per image; for several images also a summary."""
         rows = [
             [image.file, *(f"{name} {share:.1%}" for name, share in image.top)] for image in self.images if image.top
         ]
@@ -75,14 +75,14 @@ class Predictions(Answer):
         return [*table, "", self.summary()] if len(rows) > 1 else table
 
     def summary(self) -> str:
-        """How many images are of which class."""
-        found = Counter(image.top[0][0] for image in self.images if image.top)
-        told = ", ".join(f"{escape_cell(name)} ({n})" for name, n in found.most_common(8))
-        more = f" and {len(found) - 8} more classes" if len(found) > 8 else ""
-        return escape_controls(f"{pluralise(found.total(), 'image')}: {told}{more}")
+        """Return the number of images per class, for the eight most frequent classes."""
+        counts = Counter(image.top[0][0] for image in self.images if image.top)
+        classes = ", ".join(f"{escape_cell(name)} ({n})" for name, n in counts.most_common(8))
+        more = f" and {len(counts) - 8} more classes" if len(counts) > 8 else ""
+        return escape_controls(f"{pluralise(counts.total(), 'image')}: {classes}{more}")
 
     def csv(self) -> str:
-        """A row for each image."""
+        """Return the predictions as CSV, one row per image."""
         places = max((len(image.top) for image in self.images), default=1)
         more = [f"{what}_{place}" for place in range(2, places + 1) for what in ("class", "probability")]
         table = [["file", "class", "probability", *more, "error"]]
@@ -92,115 +92,115 @@ class Predictions(Answer):
         return format_csv(table)
 
 
-def list_images(places: Sequence[Path]) -> list[Path]:
-    """The image files meant, each once; UserError for a name under which nothing is, and a folder without images."""
-    found: list[Path] = []
-    for place in places:
-        if place.is_dir():
-            inside = sorted(f for f in iter_images(place) if not f.name.startswith("."))
-            others = sorted({*iter_files(place)} - {*inside})
-            if not inside:
+def list_images(paths: Sequence[Path]) -> list[Path]:
+    """List image files at and below `paths`, each once. Raise UserError if a path does not exist or has no images."""
+    images: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            images_inside = sorted(f for f in iter_images(path) if not f.name.startswith("."))
+            others = sorted({*iter_files(path)} - {*images_inside})
+            if not images_inside:
                 kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
-                raise UserError(f"{place}: there is no image in this folder ({kinds})")
+                raise UserError(f"{path}: has no images ({kinds})")
             if others:
                 print_note(
-                    f"{place}: {pluralise(len(others), 'other file')} left out, such as {escape_cell(str(others[0]))}"
+                    f"{path}: {pluralise(len(others), 'other file')} left out, such as {escape_cell(str(others[0]))}"
                 )
-            found += inside
+            images += images_inside
         else:
-            require_file(place, str(place))
-            found.append(place)
-    return list(dict.fromkeys(found))
+            require_file(path, str(path))
+            images.append(path)
+    return list(dict.fromkeys(images))
 
 
 def predict(
     what: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
 ) -> Predictions:
-    """Return what a model says of image files; UserError for a model of something else, and if no file can be read."""
-    loaded, trained = LoadedModel.open(what, registry), read_trained(what, modules)
-    seen = ImageInput.of(loaded.file, loaded.model, what)
-    resize = trained is None or trained.data.get("resize") is not False
+    """Return the `top` classes of each image. Raise UserError if the model reads no images or no file is readable."""
+    loaded, training_run = LoadedModel.open(what, registry), find_training_run(what, modules)
+    reader = ImageInput.from_file(loaded.file, loaded.model, what)
+    resize = training_run is None or training_run.data.get("resize") is not False
     rows = min(ROWS, len(files))
-    computes, note = pick_engine(engine, registry, rows)
-    found: list[Prediction] = []
+    chosen_engine, note = pick_engine(engine, registry, rows)
+    predictions: list[Prediction] = []
     sizes: set[tuple[int, int]] = set()
-    blank = np.zeros((1, seen.size, seen.size, seen.channels), np.uint8)
-    with loaded.session(computes, seen.arrays(blank, rows)[1], rows) as session:
+    blank = np.zeros((1, reader.size, reader.size, reader.channels), np.uint8)
+    with loaded.session(chosen_engine, reader.arrays(blank, rows)[1], rows) as session:
         for first in range(0, len(files), ROWS):
-            found += _part(files[first : first + ROWS], seen, resize, session, top, sizes)
-    if all(image.error for image in found):
-        others = f" (nor any of {len(found) - 1} others)" if found[1:] else ""
-        raise UserError(f"{found[0].file}: {found[0].error}{others}")
-    for line in scaling_note(sizes, seen.size):
+            predictions += _predict_batch(files[first : first + ROWS], reader, resize, session, top, sizes)
+    if all(image.error for image in predictions):
+        others = f" (nor can {len(predictions) - 1} others)" if predictions[1:] else ""
+        raise UserError(f"{predictions[0].file}: {predictions[0].error}{others}")
+    for line in scaling_note(sizes, reader.size):
         print_note(line)
-    return Predictions(loaded.name, note, seen.classes, found)
+    return Predictions(loaded.name, note, reader.classes, predictions)
 
 
-def _part(
-    files: Sequence[Path], seen: ImageInput, resize: bool, session: Session, top: int, sizes: set[tuple[int, int]]
+def _predict_batch(
+    files: Sequence[Path], reader: ImageInput, resize: bool, session: Session, top: int, sizes: set[tuple[int, int]]
 ) -> Iterator[Prediction]:
-    read: dict[Path, np.ndarray] = {}
+    images_by_file: dict[Path, np.ndarray] = {}
     errors: dict[Path, str] = {}
     for file in files:
         try:
-            read[file] = read_image(file, seen.size, seen.channels == 3, resize, sizes)
+            images_by_file[file] = read_image(file, reader.size, reader.channels == 3, resize, sizes)
         except BadImage as reason:
             errors[file] = str(reason)
     shares: Iterator[np.ndarray] = iter(())
-    if read:
-        images = np.stack(list(read.values()))
-        shares = iter(probabilities(session.logits(seen.arrays(images, session.plan.rows)[0])))
+    if images_by_file:
+        images = np.stack(list(images_by_file.values()))
+        shares = iter(probabilities(session.logits(reader.arrays(images, session.plan.rows)[0])))
     for file in files:
         if file in errors:
             yield Prediction(short_path(file), (), errors[file])
             continue
-        of_one = next(shares)
-        best = np.argsort(-of_one, kind="stable")[:top]
-        yield Prediction(short_path(file), [(seen.classes[i], float(of_one[i])) for i in best])
+        probability = next(shares)
+        best = np.argsort(-probability, kind="stable")[:top]
+        yield Prediction(short_path(file), [(reader.classes[i], float(probability[i])) for i in best])
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
     """Return the softmax of logits [N, classes], in float64."""
-    raised = logits.astype(np.float64)
-    shares = np.exp(raised - raised.max(-1, keepdims=True))
+    wide = logits.astype(np.float64)
+    shares = np.exp(wide - wide.max(-1, keepdims=True))
     return shares / shares.sum(-1, keepdims=True)
 
 
-# -- how a model of images sees them ----------------------------------------------------------------------------------
+# -- image preprocessing ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How a model of images sees them, by its file."""
+    """Image preprocessing of a model, read from its file."""
 
     model: Model
     size: int  # pixels along a side
     channels: int
     classes: Sequence[str]
-    mean: np.ndarray  # of pixels from 0 to 1, by channel
+    mean: np.ndarray  # per channel, of pixel values from 0 to 1
     std: np.ndarray
 
     @classmethod
-    def of(cls, file: GGUFFile, model: Model, what: Path) -> ImageInput:
-        """That of an open file; UserError for one that holds no such model, or does not say all of it."""
+    def from_file(cls, file: GGUFFile, model: Model, what: Path) -> ImageInput:
+        """Read the preprocessing from a file. Raise UserError if its model reads no images or a key is missing."""
         if model.reads != IMAGES:
             hint = "toyexp generate, or toyexp eval" if model.reads.sequence else "toyexp eval"
-            raise UserError(f"{what}: a {model.name} reads {model.reads}, and predict is for images; try {hint}")
+            raise UserError(f"{what}: a {model.name} reads {model.reads}, but predict takes images; try {hint}")
         size, channels = (model_settings(model).get(name) for name in ("image_size", "channels"))
         if not isinstance(size, int) or size < 1 or channels not in (1, 3):
-            raise file.error("does not say which images its model reads (image_size; channels, 1 or 3)")
+            raise file.error("has no valid image_size and channels (1 or 3)")
         keys = (file.metadata.get(f"{gguf_architecture(model)}.{name}") for name in ("image_mean", "image_std"))
         mean, std = map(_numbers, keys)
         if not (mean.shape == std.shape == (channels,) and np.isfinite([mean, std]).all() and (std > 0).all()):
-            raise file.error("does not say by which mean and deviation its model sees pixels (image_mean, image_std)")
-        named = file.metadata.get(f"{gguf_architecture(model)}.classes")
-        names = [str(name) for name in named] if isinstance(named, list) else []
+            raise file.error("has no valid pixel mean and standard deviation (image_mean, image_std)")
+        labels = file.metadata.get(f"{gguf_architecture(model)}.classes")
+        names = [str(name) for name in labels] if isinstance(labels, list) else []
         count = int(model_settings(model).get("classes") or len(names))
         classes = [*names[:count], *(f"class {i}" for i in range(len(names), count))]
         return cls(model, size, channels, classes, mean, std)
 
     def arrays(self, images: np.ndarray, rows: int) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec]]:
-        """Return 8-bit images [N, size, size, channels] as the model's inputs, and the specs of these by `rows`."""
+        """Convert uint8 images [N, size, size, channels] to the model's inputs; return these and a batch's specs."""
         batches = self.model.batches(Unlabelled(images, self.classes, self.mean, self.std), rows, 0)
         parts = list(batches.held_out())
         arrays = {name: np.concatenate([part[name] for part in parts])[: len(images)] for name in self.model.inputs()}
@@ -217,54 +217,54 @@ def _numbers(value: object) -> np.ndarray:
 # -- logits -----------------------------------------------------------------------------------------------------------
 
 
-def logits(loaded: LoadedModel, given: Any, engine: str | Engine = "auto") -> np.ndarray:
-    """Return the float32 logits of a text, ids [T] or [B, T], or uint8 images [N, H, W, channels]."""
-    arrays, specs, single = _inputs(loaded, given)
+def logits(loaded: LoadedModel, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
+    """Return float32 logits [..., classes] of a text, token ids [T] or [B, T], or uint8 images [N, H, W, channels]."""
+    arrays, specs, single = _inputs(loaded, inputs)
     rows = min(max((len(array) for array in arrays.values()), default=1), ROWS)
-    computes = build_engine(engine, loaded.registry) if isinstance(engine, str) else engine
-    with loaded.session(fit_rows(computes, "", rows)[0], specs, rows) as session:
-        found = session.logits(arrays)
-    return found[0] if single else found
+    chosen_engine = build_engine(engine, loaded.registry) if isinstance(engine, str) else engine
+    with loaded.session(fit_rows(chosen_engine, "", rows)[0], specs, rows) as session:
+        result = session.logits(arrays)
+    return result[0] if single else result
 
 
-def _inputs(loaded: LoadedModel, given: Any) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec], bool]:
-    """Return the arrays of a batch, what they are, and whether one row was given without its axis."""
+def _inputs(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec], bool]:
+    """Return the arrays of a batch, their specs, and True if a single row without a batch axis was given."""
     model: Any = loaded.model
     name = model.reads.sequence
     if not name:
-        return _images(loaded, given)
-    ids = loaded.tokenizer().prompt(given) if isinstance(given, str) else token_ids("logits", given, (1, 2))
+        return _images(loaded, inputs)
+    ids = loaded.tokenizer().prompt(inputs) if isinstance(inputs, str) else token_ids("logits", inputs, (1, 2))
     vocab, context = int(model.vocab), int(model.context)
     if ids.min() < 0 or ids.max() >= vocab:
-        raise UserError(f"logits: the ids run from {ids.min()} to {ids.max()}, the model's from 0 to {vocab - 1}")
+        raise UserError(f"logits: token ids must be between 0 and {vocab - 1}, got {ids.min()} to {ids.max()}")
     if ids.shape[-1] > context:
-        raise UserError(f"logits: {pluralise(ids.shape[-1], 'token')} are more than the model's context of {context}")
+        raise UserError(f"logits: {pluralise(ids.shape[-1], 'token')} exceed the model's context of {context}")
     rows = np.atleast_2d(ids).astype(np.int32)
     return {name: rows}, model.reads.inputs(rows.shape[1]), ids.ndim == 1
 
 
-def _images(loaded: LoadedModel, given: Any) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec], bool]:
-    seen = ImageInput.of(loaded.file, loaded.model, loaded.path)
-    images, wanted = _array("logits", given), (seen.size, seen.size, seen.channels)
+def _images(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec], bool]:
+    reader = ImageInput.from_file(loaded.file, loaded.model, loaded.path)
+    images, expected = _array("logits", inputs), (reader.size, reader.size, reader.channels)
     single = images.ndim == 3
     images = images[None] if single else images
-    if images.dtype != np.uint8 or images.shape[1:] != wanted or not len(images):
-        shape = ", ".join(map(str, wanted))
-        raise UserError(f"logits: takes uint8 images [N, {shape}], not {list(images.shape)} of {images.dtype}")
-    return *seen.arrays(images, min(len(images), ROWS)), single
+    if images.dtype != np.uint8 or images.shape[1:] != expected or not len(images):
+        shape = ", ".join(map(str, expected))
+        raise UserError(f"logits: expected uint8 images [N, {shape}], got {list(images.shape)} of {images.dtype}")
+    return *reader.arrays(images, min(len(images), ROWS)), single
 
 
-def token_ids(call: str, given: Any, axes: Sequence[int]) -> np.ndarray:
-    """Return token ids as an array of so many axes; UserError for what are none."""
-    ids = _array(call, given)
+def token_ids(call: str, inputs: Any, axes: Sequence[int]) -> np.ndarray:
+    """Return token ids as an integer array. Raise UserError if the dtype or the number of `axes` is wrong."""
+    ids = _array(call, inputs)
     if ids.ndim not in axes or ids.dtype.kind not in "iu" or not ids.size:
         shapes = " or ".join(("[T]", "[B, T]")[n - 1] for n in axes)
-        raise UserError(f"{call}: takes a text, or token ids {shapes}, not {list(ids.shape)} of {ids.dtype}")
+        raise UserError(f"{call}: expected a text or token ids {shapes}, got {list(ids.shape)} of {ids.dtype}")
     return ids
 
 
-def _array(call: str, given: Any) -> np.ndarray:
+def _array(call: str, inputs: Any) -> np.ndarray:
     try:
-        return np.asarray(given)
+        return np.asarray(inputs)
     except ValueError:
-        raise UserError(f"{call}: takes rows of equal length") from None
+        raise UserError(f"{call}: all rows must have the same length") from None

@@ -17,7 +17,14 @@ from toyexp.config.request import Request
 from toyexp.interfaces.callback import Callback
 from toyexp.training.experiment import execute, prepare
 from toyexp.training.provenance import MOVED, Origin, read_origin, source_digests
-from toyexp.training.resume import AUTO, Resumed, find_newest, load_resumed, require_run, restore_filled_settings
+from toyexp.training.resume import (
+    AUTO,
+    ResumeState,
+    find_newest,
+    load_resume_state,
+    require_run,
+    restore_filled_settings,
+)
 from toyexp.training.run_config import Config, Prepared, Result
 
 
@@ -26,7 +33,7 @@ class PreparedRun(NamedTuple):
 
     prepared: Prepared
     directory: Path
-    resumed: Resumed | None
+    resumed: ResumeState | None
 
     def run(self) -> Result:
         """Train the run and print its progress."""
@@ -108,7 +115,7 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
         require_empty(directory, key)
     show_status("reading the data")
     prepared = prepare(config)
-    return PreparedRun(prepared, directory, load_resumed(directory, prepared) if goes_on else None)
+    return PreparedRun(prepared, directory, load_resume_state(directory, prepared) if goes_on else None)
 
 
 def _warn_of_changes(prepared: Prepared, begun: Origin, repeated: Path, composed: Composition) -> Prepared:

@@ -1,4 +1,4 @@
-"""The callback bus of one run: who hears what, in config order."""
+"""The callback bus of a run: it calls the hooks of all callbacks, in the order of the configuration."""
 
 from __future__ import annotations
 
@@ -22,78 +22,78 @@ from toyexp.interfaces.run import Best, Metrics, Run
 
 log = logging.getLogger("toyexp")
 
-QUESTIONS = {"lr", "factors", "stop_reason", "on_end"}  # hooks whose errors are raised at once
+QUESTIONS = {"lr", "factors", "stop_reason", "on_end"}  # hooks whose errors are raised immediately
 OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
 
 
 class _Manager(pluggy.PluginManager):
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """Look at the hooks alone: to look at all that a callback has takes a millisecond."""
+        """Inspect hooks only: pluggy would inspect every attribute of a callback, which takes a millisecond."""
         return super().parse_hookimpl_opts(plugin, name) if name in QUESTIONS | OBSERVERS else None
 
 
 class Bus:
-    """Delivers hooks to the callbacks of one run; UserError if two answer `lr`: drop the one that is `by_default`."""
+    """Hook dispatcher of one run. Raises UserError if two callbacks set the same number, such as the learning rate."""
 
-    def __init__(self, callbacks: Mapping[str, Callback], by_default: Callable[[], Collection[str]] = list):
+    def __init__(self, callbacks: Mapping[str, Callback], default_callbacks: Callable[[], Collection[str]] = list):
         self._manager = _Manager("toyexp")
         self._manager.add_hookspecs(RunHooks)
         for name, callback in reversed(list(callbacks.items())):  # pluggy calls the last registered first
             self._manager.register(callback, name)
         self.hook = self._manager.hook
         self._recorders = {name for name, callback in callbacks.items() if callback.closes_last}
-        self.why: str | None = None  # the sentence of the callback that ended the run
-        self.step: int | None = None  # the step that training is at; None before the first eval
-        self.log: Path | None = None  # where tracebacks stand
+        self.why: str | None = None  # the reason given by the callback that stopped the run
+        self.step: int | None = None  # current step; None before the first evaluation
+        self.log: Path | None = None  # the log file with tracebacks
         self._callbacks = tuple(callbacks.values())
         self._ending = False
-        self._metrics: Metrics | None = None  # that callbacks hear of now
-        self._pending: dict[str, float] = {}  # logged meanwhile
+        self._metrics: Metrics | None = None  # passed to the hook that is running
+        self._pending: dict[str, float] = {}  # logged between hooks
         self._failure: Exception | None = None
         for hook in QUESTIONS | OBSERVERS:
             for impl in getattr(self.hook, hook).get_hookimpls():
                 impl.function = self._guard(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
         self.artifacts: list[Path] = []
-        self.artifact_steps: dict[Path, int] = {}  # of each artifact, where it was said
-        self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; with its weights, or without
-        self.print_line: Callable[[str], None] = lambda line: None  # gets lines for the person who watches
+        self.artifact_steps: dict[Path, int] = {}  # artifacts whose event gave a step
+        self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; the argument: with weights
+        self.print_line: Callable[[str], None] = lambda line: None  # prints a line for the user
         scaled = {name: c.scales for name, c in callbacks.items() if isinstance(c, Schedule)}
         scaled |= {name: "lr" for name, c in callbacks.items() if sets_lr(c)}
         for number in set(scaled.values()):
             rivals = [name for name in callbacks if scaled.get(name) == number]
             if len(rivals) > 1:
-                least = next((name for name in rivals if name in by_default()), rivals[0])
+                drop = next((name for name in rivals if name in default_callbacks()), rivals[0])
                 what = "the learning rate" if number == "lr" else number
-                raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{least}'")
-        asked = dict.fromkeys(name for name, c in callbacks.items() if has_hook(c, "factors"))
-        self.schedules: dict[str, str | None] = asked | scaled  # what each scales; None: it says so at each step
-        answering = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
-        self._asks_factors = not all(_scales_lr_alone(callback) for callback in answering)
+                raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{drop}'")
+        by_factors = dict.fromkeys(name for name, c in callbacks.items() if has_hook(c, "factors"))
+        self.schedules: dict[str, str | None] = by_factors | scaled  # scaled number by callback; None: varies by step
+        implementers = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
+        self._has_factors = not all(_scales_only_lr(callback) for callback in implementers)
         self._schedule = next((name for name, number in scaled.items() if number == "lr"), None)
-        self._of_lr = self._calls("lr", "run", "step", "steps")
-        self._of_steps = self._calls("on_step", "run", "step", "metrics", "batch")
-        self._looking = [c.should_wait for c in callbacks.values() if not _never_looks(c)]
+        self._lr_hooks = self._calls("lr", "run", "step", "steps")
+        self._step_hooks = self._calls("on_step", "run", "step", "metrics", "batch")
+        self._wait_checks = [c.should_wait for c in callbacks.values() if not _never_waits(c)]
 
     def lr(self, run: Run, step: int) -> float:
-        """Return the learning rate of the 0-based `step`; RunFailed for an answer that is no finite number from 0."""
-        answers = (call(run, step, run.steps) for call in self._of_lr)
+        """Return the learning rate of the 0-based `step`. Raise RunFailed if a callback returns an invalid one."""
+        answers = (call(run, step, run.steps) for call in self._lr_hooks)
         answer = next((answer for answer in answers if answer is not None), None)
         if answer is None:
             return run.lr
-        if not _scales(answer):
+        if not _is_scale(answer):
             what = f"lr at step {step + 1} is {printable(repr(answer))}"
-            raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number from 0, or None")
+            raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number >= 0, or None")
         return float(answer)
 
     def call_on_step(self, run: Run, step: int, metrics: Metrics, batch: Batch) -> None:
-        """Tells that a step was taken."""
+        """Call on_step of all callbacks."""
         self._begin(metrics)
-        for call in self._of_steps:
+        for call in self._step_hooks:
             call(run, step, metrics, batch)
         self._metrics = None
 
     def call_on_eval(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Tell of an evaluation; callbacks may log scores of their own."""
+        """Call on_eval of all callbacks, which may log further metrics."""
         self._begin(metrics)
         self.hook.on_eval(run=run, step=step, metrics=metrics)
         self._metrics = None
@@ -105,7 +105,7 @@ class Bus:
             metrics.add(pending)
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
-        """Add what a callback logs to the metrics of now, or of the next step or eval; at the end it is an event."""
+        """Add numbers to the metrics of the current or next step or evaluation; at the end, emit them as an event."""
         if self._metrics is not None:
             self._metrics.add(numbers)
         elif self._ending:
@@ -114,17 +114,19 @@ class Bus:
             self._pending |= numbers
 
     def _calls(self, hook: str, *given: str) -> Sequence[Callable[..., Any]]:
-        """Return a hook's functions in order, called with all that is `given`; pluggy takes twice as long."""
+        """Return a hook's functions in order, to be called with `given`. Calls through pluggy take twice as long."""
         impls = getattr(self.hook, hook).get_hookimpls()
         if any(impl.wrapper or impl.hookwrapper for impl in impls):
             return [lambda *values: getattr(self.hook, hook)(**dict(zip(given, values, strict=True)))]
-        return [_taking(impl.function, [given.index(name) for name in impl.argnames]) for impl in reversed(impls)]
+        return [
+            _select_arguments(impl.function, [given.index(name) for name in impl.argnames]) for impl in reversed(impls)
+        ]
 
     def factors(self, run: Run, step: int) -> dict[str, float]:
-        """Return what the optimiser's numbers are multiplied by at the 0-based `step`; RunFailed for what cannot be."""
-        found: dict[str, float] = {}
-        if not self._asks_factors:
-            return found
+        """Return factors of the optimiser's numbers at the 0-based `step`. Raise RunFailed for an invalid one."""
+        factors: dict[str, float] = {}
+        if not self._has_factors:
+            return factors
         owners: dict[str, str] = {}
         arguments: dict[str, Any] = {"run": run, "step": step, "steps": run.steps}
         for impl in reversed(self.hook.factors.get_hookimpls()):
@@ -137,27 +139,27 @@ class Bus:
                 if name in owners:
                     raise RunFailed(f"{owners[name]} and {who} both scale {name}; drop one: '~{who}'")
                 _check_factor(f"{who}: the factor of {printable(str(name))} at step {step + 1}", run.plan, name, value)
-                found[name], owners[name] = float(value), who
-        return found
+                factors[name], owners[name] = float(value), who
+        return factors
 
     def should_wait(self, step: int) -> bool:
-        """Whether a callback needs the run as it stands after `step`."""
-        return any(looks(step) for looks in self._looking)
+        """Return True if a callback reads the run after `step`: the next step is launched afterwards."""
+        return any(check(step) for check in self._wait_checks)
 
     def _guard(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
-        """Raise what a callback raises as its failure; keep an observer's for `check`, so that all are told."""
+        """Wrap a hook to attribute its errors to the callback. Errors of observers are kept until `check`."""
 
         def call(*arguments: Any) -> Any:
             try:
                 return function(*arguments)
-            except (Exception, SystemExit) as error:  # a callback may call sys.exit(); the run fails of it
-                found = plugin_failure(name, self._when(), error, self.log)
+            except (Exception, SystemExit) as error:  # a callback may call sys.exit(), which fails the run
+                failure = plugin_failure(name, self._when(), error, self.log)
                 if isinstance(error, SessionError) or (isinstance(error, UserError) and self.step is not None):
-                    found = PluginFailed(f"{name} {self._when()}: {str(error) or type(error).__name__}")
-                    found.__cause__ = error
+                    failure = PluginFailed(f"{name} {self._when()}: {str(error) or type(error).__name__}")
+                    failure.__cause__ = error
                 if raises or hidden_interrupt(error):
-                    raise found from found.__cause__
-                self._failure = self._failure or found
+                    raise failure from failure.__cause__
+                self._failure = self._failure or failure
                 return None
 
         return call
@@ -166,13 +168,13 @@ class Bus:
         return "at the end" if self._ending else "at the start" if self.step is None else f"at step {self.step}"
 
     def check(self) -> None:
-        """Raises the first thing that went wrong in a callback since this was last asked."""
-        found, self._failure = self._failure, None
-        if found is not None:
-            raise found
+        """Raise the first error of an observer since the last call."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def emit(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
-        """Delivers an event; an `export` is also noted as a result of the run, a `warning` told and logged."""
+        """Call on_event of all callbacks. Also record the file of an `export`, and print and log a `warning`."""
         if kind == "export":
             self.artifacts.append(Path(fields["path"]))
             if "step" in fields:
@@ -186,9 +188,9 @@ class Bus:
         self, run: Run, reason: str, error: BaseException | None,
         signal: Callable[[], BaseException | None] = lambda: None,
     ) -> list[Exception]:  # fmt: skip
-        """Call on_end of every callback, recorders (`closes_last`) last; return what was raised.
+        """Call on_end of every callback, recorders (`closes_last`) last; return the errors.
 
-        Recorders are told the first failure. A second Ctrl-C is raised once all were called; `signal` returns a first.
+        Recorders get the first failure. `signal` returns the first Ctrl-C; a second is raised after all calls.
         """
         self._ending = True
         raised: list[BaseException] = []
@@ -197,13 +199,13 @@ class Bus:
         signalled = signal() if reason == "interrupted" else None
         self._end_each([impl for impl in impls if impl not in recorders], raised, run, reason, error or signalled)
         signalled = signal()
-        told = "interrupted" if signalled and reason == "completed" else reason
-        first = next(iter(sorted(raised, key=lambda e: isinstance(e, Exception))), None)  # an interruption, if any
-        self._end_each(recorders, raised, run, told, error or signalled or first)
+        final_reason = "interrupted" if signalled and reason == "completed" else reason
+        first = next(iter(sorted(raised, key=lambda e: isinstance(e, Exception))), None)  # an interrupt, if any
+        self._end_each(recorders, raised, run, final_reason, error or signalled or first)
         for second in raised:
             if not isinstance(second, Exception):
                 raise second
-        return [found for found in raised if isinstance(found, Exception)]
+        return [failure for failure in raised if isinstance(failure, Exception)]
 
     def _end_each(
         self, impls: Sequence[pluggy.HookImpl], raised: list[BaseException], run: Run, reason: str,
@@ -213,37 +215,37 @@ class Bus:
         for impl in impls:
             try:
                 impl.function(*[arguments[name] for name in impl.argnames])
-                self.check()  # of what it has said to others
-            except Exception as found:
-                log.error("%s", found, exc_info=found if raised else None)  # the first is raised, and logged there
-                raised.append(found)
+                self.check()  # errors of observers of the events that it emitted
+            except Exception as failure:
+                log.error("%s", failure, exc_info=failure if raised else None)  # the first is logged when raised
+                raised.append(failure)
             except BaseException as second:
                 log.error("callback %s was interrupted at the end of the run", impl.plugin_name)
                 raised.append(second)
 
 
-def _taking(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    return lambda *given: function(*[given[place] for place in places])
+def _select_arguments(function: Callable[..., Any], indices: Sequence[int]) -> Callable[..., Any]:
+    return lambda *given: function(*[given[index] for index in indices])
 
 
-def _never_looks(callback: Callback) -> bool:
+def _never_waits(callback: Callback) -> bool:
     """Return True if a callback inherits `should_wait` and its answer is False, which then holds for every step."""
     own = getattr(callback.should_wait, "__func__", None)
     return own in (Callback.should_wait, Schedule.should_wait) and not callback.should_wait(1)
 
 
-def _scales_lr_alone(callback: object) -> bool:
-    """Return True for a schedule of the learning rate, which scales no other number at any step."""
+def _scales_only_lr(callback: object) -> bool:
+    """Return True for a schedule that scales no number but the learning rate at any step."""
     return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
 
 
 def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
-    if not _scales(value):
-        raise RunFailed(f"{key} is {printable(repr(value))}; it must be a finite number from 0")
-    known = set().union(*(group.scalable for group in plan.updates))
-    if name not in known:
-        hint = "the hook `lr` is for that" if name == "lr" else suggest(str(name), known)
-        raise RunFailed(f"{key} is of no number of this optimiser; {hint}")
+    if not _is_scale(value):
+        raise RunFailed(f"{key} is {printable(repr(value))}; it must be a finite number >= 0")
+    scalable = set().union(*(group.scalable for group in plan.updates))
+    if name not in scalable:
+        hint = "use the hook `lr`" if name == "lr" else suggest(str(name), scalable)
+        raise RunFailed(f"{key}: this optimiser has no such number; {hint}")
     for group in plan.updates:
         try:
             group.scale_rule({name: value}).check()
@@ -251,6 +253,6 @@ def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
             raise RunFailed(f"{key} is {value:g}: {error}") from error
 
 
-def _scales(answer: Any) -> bool:
+def _is_scale(answer: Any) -> bool:
     number = isinstance(answer, numbers.Real) and not isinstance(answer, bool)
     return bool(number and math.isfinite(answer) and answer >= 0)

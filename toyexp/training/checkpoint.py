@@ -1,8 +1,8 @@
-"""Checkpoints: a run's whole state in a directory that is either there and whole, or not there.
+"""Checkpoint files: the complete state of a run in a directory that is written atomically.
 
-`checkpoints/step-<n>/` holds state.safetensors (what training changes), state.json (everything else) and
-manifest.json, written last, with the size and SHA-256 of the others. It is filled under a temporary name, flushed and
-renamed; the newest is the one with the largest step whose manifest verifies. Nothing in it can run code.
+`checkpoints/step-<n>/` holds state.safetensors (weights and optimiser state), state.json (everything else) and
+manifest.json, written last, with the size and SHA-256 of the other two. The directory is filled under a temporary name,
+flushed and renamed. Reading a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ T = typing.TypeVar("T")
 
 FORMAT = 1
 ARRAYS, STATE, MANIFEST = "state.safetensors", "state.json", "manifest.json"
-JSON_LIMIT = 64 << 20  # bytes of a JSON file that is read
+JSON_LIMIT = 64 << 20  # bytes; a larger JSON file is rejected
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not what was written, with the cause."""
+    """Error: a checkpoint is incomplete or its digests do not match."""
 
 
 class NewerCheckpointFormat(UserError):
-    """A checkpoint of a later format, which is neither read nor replaced."""
+    """Error: a checkpoint has the format of a newer toyexp. It is neither read nor replaced."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and verified."""
+    """Checkpoint that was read and verified."""
 
     path: Path
     step: int
-    arrays: Mapping[str, np.ndarray] = field(repr=False)  # what Session.restore takes
+    arrays: Mapping[str, np.ndarray] = field(repr=False)  # the argument of Session.restore
     state: Mapping[str, Any] = field(repr=False)
 
 
@@ -58,22 +58,22 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
-    """Write `folder`/step-<step> in one piece, replacing the directory of that name; raise OSError."""
-    from concurrent.futures import ThreadPoolExecutor  # deferred: a run without checkpoints needs neither
+    """Write `folder`/step-<step> atomically, replacing a directory of that name. Raise OSError if that fails."""
+    from concurrent.futures import ThreadPoolExecutor  # deferred: not needed by runs without checkpoints
 
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    make_directory(folder)  # a run directory that was removed is not made anew
+    make_directory(folder)  # do not recreate a run directory that was removed
     final, temporary = folder / f"step-{step}", folder / f".tmp-{step}-{os.getpid()}"
     try:
         make_empty_directory(temporary)
         try:
             save_file(dict(arrays), temporary / ARRAYS)
-        except SafetensorError as error:  # which says only in words that the disk is full
+        except SafetensorError as error:  # raised if the disk is full, for example
             raise OSError(str(error)) from error
-        with ThreadPoolExecutor(1) as beside:  # both take long, and wait for other things
-            digest = beside.submit(_digest, temporary / ARRAYS)
+        with ThreadPoolExecutor(1) as executor:  # hash and flush in parallel: both take long
+            digest = executor.submit(_digest, temporary / ARRAYS)
             with open(temporary / ARRAYS, "rb+") as file:  # as in in_one_piece
                 os.fsync(file.fileno())
             write_synced(temporary / STATE, dump_json(state).encode())
@@ -81,7 +81,7 @@ def write_checkpoint(folder: Path, step: int, arrays: Mapping[str, np.ndarray], 
         files = {name: {"bytes": size, "sha256": found} for name, (size, found) in digests.items()}
         write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
         sync_directory(temporary)
-        if os.path.lexists(final):  # of the same run, before it was continued from an earlier checkpoint
+        if os.path.lexists(final):  # written before the run was resumed from an earlier checkpoint
             shutil.rmtree(final)
         temporary.rename(final)
         sync_directory(folder)
@@ -100,15 +100,15 @@ def _digest(path: Path) -> tuple[int, str]:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints below `folder` by step, newest first, whole or not."""
+    """Return the checkpoint directories below `folder` by step, newest first, without verifying them."""
     if not folder.is_dir():
         return {}
-    found = {int(m[1]): p for p in folder.iterdir() if (m := re.fullmatch(r"step-(\d{1,18})", p.name)) and p.is_dir()}
-    return dict(sorted(found.items(), reverse=True))
+    paths = [path for path in folder.iterdir() if re.fullmatch(r"step-\d{1,18}", path.name) and path.is_dir()]
+    return dict(sorted(((int(path.name[5:]), path) for path in paths), reverse=True))
 
 
 def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint that is whole, and a line about each newer one that is not; raise Newer."""
+    """Return the newest valid checkpoint and an error message per newer damaged one. Raise NewerCheckpointFormat."""
     damaged: list[str] = []
     for path in list_checkpoints(folder).values():
         try:
@@ -119,36 +119,33 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
-    """Return a checkpoint that matches its manifest, of its arrays all or the weights alone; raise Damaged or Newer."""
+    """Read a checkpoint, by default with optimiser state. Raise DamagedCheckpoint or NewerCheckpointFormat."""
     if link := next((name for name in (MANIFEST, ARRAYS, STATE) if (path / name).is_symlink()), None):
-        raise DamagedCheckpoint(
-            f"{path / link}: is a link, and none is followed inside a checkpoint; put the file there"
-        )
+        raise DamagedCheckpoint(f"{path / link}: is a link, which a checkpoint must not hold; replace it by the file")
     manifest = read_json(path / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
-        what = f"{path}: has format {printable(repr(version))}; this toyexp reads {FORMAT}"
+        what = f"{path}: has format {printable(repr(version))}, this toyexp reads format {FORMAT}"
         if isinstance(version, int) and version > FORMAT:
-            raise NewerCheckpointFormat(
-                f"{what}: a newer toyexp wrote it; update toyexp, or move it away to go on from an earlier one"
-            )
+            raise NewerCheckpointFormat(f"{what}; update toyexp, or move it away to resume from an earlier checkpoint")
         raise DamagedCheckpoint(what)
     files = manifest.get("files")
     if not isinstance(files, dict) or files.keys() != {ARRAYS, STATE}:
         raise DamagedCheckpoint(f"{path / MANIFEST}: does not list {ARRAYS} and {STATE}")
-    for name in (ARRAYS, STATE):  # never a name out of the file
+    for name in (ARRAYS, STATE):  # never a path from the file
         try:
-            found = _digest(path / name)
+            digest = _digest(path / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{path / name}: {error.strerror}") from None
         except UserError as error:
             raise DamagedCheckpoint(str(error)) from None
-        said = files[name] if isinstance(files[name], dict) else {}
-        if found != (said.get("bytes"), said.get("sha256")):
-            raise DamagedCheckpoint(f"{path / name}: is not what was written ({found[0]} bytes, other SHA-256)")
+        entry = files[name] if isinstance(files[name], dict) else {}
+        if digest != (entry.get("bytes"), entry.get("sha256")):
+            details = f"{digest[0]} bytes, different SHA-256"
+            raise DamagedCheckpoint(f"{path / name}: does not match the manifest ({details})")
     state = read_json(path / STATE)
     step = manifest.get("step")
     if not isinstance(step, int) or path.name != f"step-{step}":
-        raise DamagedCheckpoint(f"{path / MANIFEST}: is of step {printable(str(step))}")
+        raise DamagedCheckpoint(f"{path / MANIFEST}: names step {printable(str(step))}, expected that of the directory")
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -161,26 +158,26 @@ def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint; raises Damaged."""
+    """Return the object in a JSON file of a checkpoint. Raise DamagedCheckpoint if it cannot be read."""
     try:
         with open_file(path) as file:
             text = file.read(JSON_LIMIT + 1)
         if len(text) > JSON_LIMIT:
-            raise DamagedCheckpoint(f"{path}: has more than {JSON_LIMIT >> 20} MiB")
+            raise DamagedCheckpoint(f"{path}: is larger than {JSON_LIMIT >> 20} MiB")
         value = json.loads(text)
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: {error.strerror}") from None
     except UserError as error:
         raise DamagedCheckpoint(str(error)) from None
     except (ValueError, RecursionError):
-        raise DamagedCheckpoint(f"{path}: is not JSON") from None
+        raise DamagedCheckpoint(f"{path}: is not valid JSON") from None
     if not isinstance(value, dict):
-        raise DamagedCheckpoint(f"{path}: holds no object")
+        raise DamagedCheckpoint(f"{path}: is not a JSON object")
     return value
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint or run; an empty one if it cannot be read."""
+    """Return the object in a JSON file of a checkpoint or run; {} if it cannot be read."""
     try:
         return read_json(path)
     except DamagedCheckpoint:
@@ -188,12 +185,12 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """A run's result.json; empty when there is none that can be read."""
+    """Return a run's result.json; {} if it cannot be read."""
     return read_json_or_empty(directory / "result.json")
 
 
 def matches_type(value: Any, hint: Any) -> bool:
-    """Whether data as JSON gives it is of a type: a scalar (int: of 64 bits), a union, list[T] or Mapping[str, T]."""
+    """Return True if JSON data has a type: a scalar (int: 64 bits), a union, list[T] or Mapping[str, T]."""
     parts = typing.get_args(hint)
     match typing.get_origin(hint):
         case None if hint is int:
@@ -209,7 +206,7 @@ def matches_type(value: Any, hint: Any) -> bool:
 
 
 def rebuild_dataclass(cls: type[T], saved: Mapping[str, Any]) -> T:
-    """A dataclass from what asdict() and JSON made of it; ValueError for a field that is missing or of another type."""
+    """Rebuild a dataclass from the JSON of its asdict(). Raise ValueError if a field is missing or has another type."""
     hints = typing.get_type_hints(cls)
     for name, hint in hints.items():
         if name not in saved or not matches_type(saved[name], hint):

@@ -1,4 +1,4 @@
-"""One run's checkpoints: when one is due, what is written beside the training, and which are kept."""
+"""Checkpointing during a run: when a checkpoint is due, writing it in a thread, deleting old ones."""
 
 from __future__ import annotations
 
@@ -32,56 +32,56 @@ from toyexp.training.settings import Interval
 log = logging.getLogger("toyexp")
 
 Arrays = Mapping[str, np.ndarray]
-SETS = 2  # snapshots in memory at most: one that is being written, and one behind it
+MAX_SNAPSHOTS = 2  # in memory: one is written while the next one waits
 
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """A checkpoint that stands on the disk."""
+    """Checkpoint that was written to disk."""
 
     step: int
     path: Path
     bytes: int
-    seconds: float  # that writing took, beside the training
+    seconds: float  # duration of writing
 
 
 class CheckpointKeeper:
-    """Writes one run's checkpoints beside its training, and keeps the last few and the best.
+    """Checkpoint writer of one run. It writes in a thread and keeps the last few checkpoints and the best.
 
-    What cannot be written costs no step: training goes on, the last good checkpoint stays, the next one is tried.
-    A snapshot's arrays are overwritten by a later one when its checkpoint is written, and not before.
+    A failed write does not stop training: the last good checkpoint stays and the next one is tried. A snapshot's arrays
+    are reused for a later snapshot only after its checkpoint was written.
     """
 
     def __init__(
         self, folder: Path, interval: Interval, keep: int, best: str | None = None, resumed: Checkpoint | None = None
     ):
         self._folder, self._interval, self._keep, self.metric = folder, interval, keep, best
-        self._resumed = resumed.path if resumed else None  # not deleted before two others stand
-        self.trouble: str | None = None  # what the person has to be told, once
-        self.missing: str | None = None  # why the last one that was tried is not there
+        self._resumed = resumed.path if resumed else None  # not deleted until two others exist
+        self.trouble: str | None = None  # error to report once
+        self.missing: str | None = None  # error of the last attempt; None if it succeeded
         self._thread: threading.Thread | None = None
-        self._outcomes: list[WrittenCheckpoint | str] = []  # what became of each, until it was told
-        # The arrays that may be overwritten, the last written first; None: so many may be made yet.
+        self._outcomes: list[WrittenCheckpoint | str] = []  # results of writes that were not yet reported
+        # Arrays that may be reused, last written first; None: a further snapshot may be allocated.
         self._spare: queue.LifoQueue[Arrays | None] = queue.LifoQueue()
-        for _ in range(SETS):
+        for _ in range(MAX_SNAPSHOTS):
             self._spare.put(None)
-        self._bytes, self._overwrites = 0, True  # of a snapshot, and whether the engine takes one over another
+        self._bytes, self._overwrites = 0, True  # size of a snapshot; True if the engine reuses its arrays
         state = resumed.state if resumed else {}
         saved = state.get("scores", {}) if state.get("metric", best) == best else {}
         self.scores: dict[int, float] = {int(step): score for step, score in saved.items() if score is not None}
         evals = state.get("evals", {})
-        self.evals: dict[int, Mapping[str, float]] = {int(step): found for step, found in evals.items()}
+        self.evals: dict[int, Mapping[str, float]] = {int(step): metrics for step, metrics in evals.items()}
         self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
         for stale in (path for path in folder.glob(".tmp-*") if TEMPORARY_NAME.fullmatch(path.name)):
-            shutil.rmtree(stale, ignore_errors=True)  # the run's lock is ours, so nobody writes there
+            shutil.rmtree(stale, ignore_errors=True)  # this process holds the run's lock: nobody writes there
 
     def check(self, scores: Mapping[str, float]) -> None:
-        """Raises UserError when the score of the best is not among those of an eval."""
+        """Raise UserError if the metric of `checkpoint_best` is not among an evaluation's metrics."""
         if self.metric and scores and self.metric not in scores:
             raise UserError(f"checkpoint_best={printable(self.metric)}: {suggest(self.metric, scores)}")
 
     def is_due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
-        """Whether the state after `step` should be saved; `scores` are those of an eval there."""
+        """Return True if the state after `step` should be saved; `scores` are the metrics of an evaluation there."""
         if step == self._last_step:
             return False
         better = False
@@ -93,19 +93,19 @@ class CheckpointKeeper:
         waited = time.monotonic() - self._last_time
         return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
 
-    def needs_call(self, step: int) -> bool:
-        """Whether it is time after `step`, or something is to be told."""
+    def needs_attention(self, step: int) -> bool:
+        """Return True if a checkpoint is due after `step` or a result is to be reported."""
         return bool(self._outcomes) or self._interval.due(step, time.monotonic() - self._last_time)
 
     def best(self, present: int, weights: bool = True) -> Best | None:
-        """Return the best eval whose weights are on disk or of the `present` step; Damaged if unreadable."""
-        self.wait()  # one that is being written is as good as there
-        have = list_checkpoints(self._folder)
-        scores = {step: score for step, score in self.scores.items() if step == present or step in have}
+        """Return the best evaluation whose weights are on disk or current (step `present`). Raise DamagedCheckpoint."""
+        self.wait()  # count the checkpoint that is being written
+        existing = list_checkpoints(self._folder)
+        scores = {step: score for step, score in self.scores.items() if step == present or step in existing}
         if not scores:
             return None
         step = self._best_step(scores)
-        arrays = read_checkpoint(have[step], with_state=False).arrays if weights and step != present else None
+        arrays = read_checkpoint(existing[step], with_state=False).arrays if weights and step != present else None
         return Best(step, str(self.metric), scores[step], arrays, self.evals.get(step, {}))
 
     def _best_step(self, scores: Mapping[int, float]) -> int:
@@ -116,16 +116,16 @@ class CheckpointKeeper:
         self, step: int, snapshot: Callable[[Arrays | None], Arrays], state: Mapping[str, Any],
         sync: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Take a snapshot and begin to write it, after `sync`; wait if two are unwritten or memory is short."""
+        """Take a snapshot and start writing it, after `sync`. Wait if two are unwritten or memory is short."""
         spare = self._spare.get()
         if spare is None and self._bytes and (available_bytes() or 2 * self._bytes) < 2 * self._bytes:
-            spare = self._spare.get()  # from now on there is one set
+            spare = self._spare.get()  # use one snapshot only from now on
         arrays = snapshot(spare)
         self._bytes = sum(array.nbytes for array in arrays.values())
         self._overwrites = spare is None or arrays is spare
         self._last_step, self._last_time = step, time.monotonic()
-        given = (step, arrays, state, sync, self._thread)
-        self._thread = threading.Thread(target=self._write, args=given, name="checkpoint", daemon=True)
+        arguments = (step, arrays, state, sync, self._thread)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _write(
@@ -136,15 +136,15 @@ class CheckpointKeeper:
             before.join()
         began = time.perf_counter()
         try:
-            # Some of an optimiser's state may not be finite, and the run lives on.
+            # Only weights are checked: a run may survive optimiser state that is not finite.
             if bad := next((n for n, a in arrays.items() if SLOT not in n and not np.isfinite(a).all()), None):
-                raise ValueError(f"{bad} is not finite; the one before it stays the newest")
+                raise ValueError(f"{bad} is not finite; the previous checkpoint stays the newest")
             sync()
-            if os.path.lexists(there := self._folder / f"step-{step}") and not is_own_checkpoint(there):
-                log.warning("%s: is not a checkpoint of this run, or damaged; moved to %s", there, rename_aside(there))
+            if os.path.lexists(target := self._folder / f"step-{step}") and not is_own_checkpoint(target):
+                log.warning("%s: not a checkpoint of this run, or damaged; moved to %s", target, rename_aside(target))
             path = write_checkpoint(self._folder, step, arrays, state)
             self._outcomes.append(WrittenCheckpoint(step, path, total_bytes(path), time.perf_counter() - began))
-            with contextlib.suppress(OSError):  # what is not deleted now is deleted next time
+            with contextlib.suppress(OSError):  # the next call deletes the rest
                 self._prune(step)
         except Exception as error:
             self._outcomes.append(
@@ -154,34 +154,34 @@ class CheckpointKeeper:
             self._spare.put(arrays if self._overwrites else None)
 
     def _prune(self, newest: int) -> None:
-        """Delete this run's own whole checkpoints that are neither among the last, nor the best, nor resumed from."""
-        have = {step: path for step, path in list_checkpoints(self._folder).items() if step <= newest}
-        kept = set(list(have)[: self._keep if self._interval or not self.metric else 1])
-        scored = {s: v for s, v in self.scores.items() if s in have}
-        if scored:
-            kept.add(self._best_step(scored))
-        if len([p for p in have.values() if p != self._resumed]) < 2:
-            kept.update(s for s, p in have.items() if p == self._resumed)
-        for step, path in have.items():
-            if step not in kept and is_own_checkpoint(path):
+        """Delete this run's valid checkpoints except the last few, the best and the one it was resumed from."""
+        existing = {step: path for step, path in list_checkpoints(self._folder).items() if step <= newest}
+        kept_steps = set(list(existing)[: self._keep if self._interval or not self.metric else 1])
+        scores = {s: v for s, v in self.scores.items() if s in existing}
+        if scores:
+            kept_steps.add(self._best_step(scores))
+        if len([p for p in existing.values() if p != self._resumed]) < 2:
+            kept_steps.update(s for s, p in existing.items() if p == self._resumed)
+        for step, path in existing.items():
+            if step not in kept_steps and is_own_checkpoint(path):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def take_written(self) -> Sequence[WrittenCheckpoint]:
-        """What came to stand on the disk since the last call; says once when something could not."""
-        done = []
+    def pop_written_checkpoints(self) -> Sequence[WrittenCheckpoint]:
+        """Return the checkpoints written since the last call; log failed ones and set `trouble` for the first."""
+        written = []
         while self._outcomes:
             outcome = self._outcomes.pop(0)
             if isinstance(outcome, WrittenCheckpoint):
-                done.append(outcome)
+                written.append(outcome)
                 self.missing = None
             else:
                 log.warning("%s", outcome)
-                self.trouble = self.trouble if self.missing else outcome  # of several in a row the first is told
+                self.trouble = self.trouble if self.missing else outcome  # report only the first of several in a row
                 self.missing = outcome
-        return done
+        return written
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until the last checkpoint is written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

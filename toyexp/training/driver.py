@@ -1,4 +1,4 @@
-"""What runs ask for, and the driver that answers them from a stack: one run or many, round by round."""
+"""The driver: it answers the requests of one or more training loops (generators) with the sessions of a stack."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from toyexp.interfaces.stack import Stack
 
 @dataclass(frozen=True)
 class Realize:
-    """A request for an open session of a plan, from which all later requests are answered."""
+    """Request for an open session of a plan, which answers all later requests of the loop."""
 
     engine: Engine
     plan: Plan
 
     def answer(self) -> Stack:
-        """Open a session of its own."""
+        """Open a session for one run."""
         return Stack([self.engine.realize(self.plan).require_open()])
 
 
 @dataclass(frozen=True)
 class Step:
-    """A request for steps; the answer has, for each that began, at least one, a function that waits for its metrics."""
+    """Request for steps. The answer has one function per launched step (at least one), which waits for its metrics."""
 
     inputs: Sequence[StepInput]
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """A request for the loss and the model's scores on the batches that `batches()` gives."""
+    """Request for the loss and the model's metrics on the batches that `batches()` returns."""
 
     batches: Callable[[], Iterable[Batch]]
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A request for nothing, made before a loop waits for the disk: the other runs take their steps first."""
+    """Empty request, made before a loop blocks on the disk: the other runs take their steps first."""
 
 
 T = TypeVar("T")
 Request = Realize | Step | Evaluate | Pause
 Requests = Generator[Request, Any, T]
-Resume = Callable[[], Request]  # resumes a loop up to its next request; StopIteration where it ends
-Answer = Callable[[], Any]  # gives what a loop is sent, or raises what is raised in it
+Resume = Callable[[], Request]  # runs a loop up to its next request; raises StopIteration when it ends
+Answer = Callable[[], Any]  # returns the value to send to a loop, or raises the exception to throw into it
 
 
 def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] = ()) -> list[T | Exception]:
-    """Answer loops until the last one ends, each from its row of the stack; return how each ended, or what it raised.
+    """Answer loops until all have ended, each with its row of the stack; return their results or exceptions.
 
-    `starts` resume loops that have begun already. A round has a request of each loop. Loops that evaluate do so first;
-    then the steps of all loops begin together, as many as every loop asks for, before a loop looks at one of them.
-    An exception ends its own loop alone, unless it is no Exception, such as a second signal.
+    `starts` resume loops that have already started. In each round every loop makes a request. Evaluations are answered
+    first. Then the steps of all loops are launched together, as many as every loop requested. An Exception ends only
+    its own loop; any other BaseException, such as a second signal, ends all.
     """
     ends: dict[int, T | Exception] = {}
     requests: dict[int, Request] = {}
-    going: Mapping[int, Resume] = dict(enumerate(starts or [partial(next, loop) for loop in loops]))
-    while going:
-        for row, go_on in going.items():
+    resumes: Mapping[int, Resume] = dict(enumerate(starts or [partial(next, loop) for loop in loops]))
+    while resumes:
+        for row, resume in resumes.items():
             try:
-                requests[row] = go_on()
+                requests[row] = resume()
             except StopIteration as end:
                 ends[row] = end.value
             except Exception as error:
@@ -76,26 +76,26 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
         answers = _evaluate(stack, evals) if evals else _begin_steps(stack, requests)
         for row in answers:
             del requests[row]
-        going = {row: partial(_resume, loops[row], answers[row]) for row in sorted(answers)}
+        resumes = {row: partial(_resume, loops[row], answers[row]) for row in sorted(answers)}
     return [ends[row] for row in range(len(loops))]
 
 
-def bind_sessions(loops: Sequence[Requests[Any]], found: Stack | Exception) -> tuple[Stack, Sequence[Resume]]:
-    """Return the stack of loops that asked for a session, and what resumes them: with that, or why there is none."""
-    if isinstance(found, Exception):
-        return Stack([]), [partial(loop.throw, found) for loop in loops]
-    return found, [partial(loop.send, session) for loop, session in zip(loops, found.sessions, strict=True)]
+def bind_sessions(loops: Sequence[Requests[Any]], opened: Stack | Exception) -> tuple[Stack, Sequence[Resume]]:
+    """Return the stack and the functions that resume its loops with their sessions, or with the error of opening it."""
+    if isinstance(opened, Exception):
+        return Stack([]), [partial(loop.throw, opened) for loop in loops]
+    return opened, [partial(loop.send, session) for loop, session in zip(loops, opened.sessions, strict=True)]
 
 
 @contextlib.contextmanager
 def forward_interrupts(loops: Iterable[Requests[Any]]) -> Iterator[None]:
-    """Raise a signal that comes in here, and in no loop, in each loop that has not ended."""
+    """Throw an interrupt that arrives outside the loops into each loop that has not ended."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception):
             for loop in loops:
-                with contextlib.suppress(StopIteration, type(error)):  # one that has ended raises it again
+                with contextlib.suppress(StopIteration, type(error)):  # an ended loop raises it again
                     loop.throw(error)
         raise
 
@@ -113,30 +113,30 @@ def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) 
 
 
 def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, Answer]:
-    """Begin the steps of a round; return for each loop what gives the functions that wait for its own."""
+    """Launch the steps of a round; return for each loop the functions that wait for its metrics."""
     steps = {row: request.inputs for row, request in sorted(requests.items()) if isinstance(request, Step)}
     count = min(map(len, steps.values()), default=0)
     try:
-        begun = [stack.step({row: inputs[i] for row, inputs in steps.items()}) for i in range(count)]
+        launched = [stack.step({row: inputs[i] for row, inputs in steps.items()}) for i in range(count)]
     except Exception as error:
         return dict.fromkeys(requests, lambda: None) | dict.fromkeys(steps, _raiser(error))
-    return {row: partial(list, [waits[row] for waits in begun] if row in steps else ()) for row in requests}
+    return {row: partial(list, [waits[row] for waits in launched] if row in steps else ()) for row in requests}
 
 
 def _resume(loop: Requests[Any], answer: Answer) -> Request:
-    go_on: Resume
+    resume: Resume
     try:
-        go_on = partial(loop.send, answer())
+        resume = partial(loop.send, answer())
     except BaseException as error:
-        go_on = partial(loop.throw, error)
-    return go_on()
+        resume = partial(loop.throw, error)
+    return resume()
 
 
 def _raiser(error: Exception) -> Answer:
-    """Return what raises an error in several loops, in each without the traceback of the others."""
-    where = error.__traceback__
+    """Return a function that raises an error in several loops, each time with the original traceback."""
+    traceback = error.__traceback__
 
     def answer() -> NoReturn:
-        raise error.with_traceback(where)
+        raise error.with_traceback(traceback)
 
     return answer

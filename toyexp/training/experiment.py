@@ -1,4 +1,4 @@
-"""One experiment from its configuration to its result: open the data, plan, realize, train, close."""
+"""Run one experiment: open the data, build the plan, open a session, train, write the result."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from toyexp.training.checkpointing import CheckpointKeeper
 from toyexp.training.driver import Pause, Realize, Requests, bind_sessions, drive, forward_interrupts
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
-from toyexp.training.provenance import origin_facts, require_unchanged
-from toyexp.training.resume import Resumed
+from toyexp.training.provenance import origin_facts, require_same_file
+from toyexp.training.resume import ResumeState
 from toyexp.training.run_config import Config, Outcome, Prepared, Result, Saver, facts, introduction
 from toyexp.training.rundir import RunDir
 from toyexp.training.settings import Interval, require_utf8
@@ -46,7 +46,7 @@ log = logging.getLogger("toyexp")
 
 @attribute_part_errors()
 def prepare(config: Config) -> Prepared:
-    """Opens the data and plans the run; raises UserError for whatever cannot work."""
+    """Open the data and plan the run. Raise UserError for settings that cannot work."""
     require_utf8(config.plain)
     model, recipe, accumulate = config.model, config.recipe, config.optim.accumulate
     if reason := incompatibility(recipe, model):
@@ -67,7 +67,7 @@ def prepare(config: Config) -> Prepared:
     batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_adapters else batches
     warnings = config.warnings(RunPreview(config.plain, dataset, batches, plan))
     recomputed = count_blocks(plan) if getattr(config.engine, "recompute", False) else None
-    if recomputed == 0:  # a matter between engine and model, neither of which knows the other
+    if recomputed == 0:  # neither the engine nor the model knows the other
         warnings.append(f"engine.recompute=true: has no effect; model={model.name} has no ops.block")
     return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)
 
@@ -80,7 +80,7 @@ def _open_data(config: Config) -> Dataset:
         callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
-        what = f"the data's token ids go up to {dataset.vocab - 1}, and the base has {tokens} tokens"
+        what = f"the data's token ids go up to {dataset.vocab - 1}, but the base has {tokens} tokens"
         raise UserError(f"{what}; leave data.tokenizer out")
     if config.base is not None and (path := config.recipe.base_file()):
         match_preprocessing(dataset, config.base, path)
@@ -92,7 +92,7 @@ def _fit_model(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     who = f"model.{config.model.name}"
     fitted = call_checked(Model, config.model.fit, dataset, who=who)
     seed = settings.seed if settings.data_seed is None else settings.data_seed
-    if type(fitted).batches is Model.batches:  # which gives the data's own
+    if type(fitted).batches is Model.batches:  # an error is then the data plugin's
         who = f"data.{config.data.name}"
     batches = call_checked(Batches, fitted.batches, dataset, settings.batch_size, seed, who=who)
     model = config.base.fit(dataset) if config.base is not None else fitted
@@ -106,8 +106,8 @@ def _count_steps(config: Config, batches: Batches) -> None:
     if settings.epochs is None:
         return
     if not rows:
-        what = f"data={config.data.name} does not say how long one pass is"
-        raise UserError(f"epochs={settings.epochs:g}: {what}; give steps=... instead")
+        what = f"data={config.data.name} does not know the length of an epoch"
+        raise UserError(f"epochs={settings.epochs:g}: {what}; set steps=... instead")
     settings.steps = math.ceil(settings.epochs * rows / settings.batch_size)
     config.plain.update(steps=settings.steps, epochs=None)
     settings.check()
@@ -143,35 +143,38 @@ def _check(config: Config, plan: Plan) -> None:
 
 
 def execute(
-    prepared: Prepared, directory: Path, say: Callable[[str], None] = lambda line: None, resumed: Resumed | None = None
+    prepared: Prepared,
+    directory: Path,
+    say: Callable[[str], None] = lambda line: None,
+    resumed: ResumeState | None = None,
 ) -> Result:
-    """Runs a prepared experiment in its directory; `say` gets lines for the person who watches."""
+    """Run a prepared experiment in `directory` and return its result; `say` prints a line for the user."""
     with catch_signals() as signals:
         loop = run_requests(prepared, directory, signals, say, resumed)
         with forward_interrupts([loop]):
             request = next(loop)
             assert isinstance(request, Realize)
-            found: Stack | Exception
+            opened: Stack | Exception
             try:
-                found = request.answer()
+                opened = request.answer()
             except Exception as error:
-                found = error
-            (end,) = drive([loop], *bind_sessions([loop], found))
+                opened = error
+            (end,) = drive([loop], *bind_sessions([loop], opened))
     if isinstance(end, Exception):
         raise end
     return end
 
 
 def run_requests(
-    prepared: Prepared, directory: Path, signals: Signals, say: Callable[[str], None], resumed: Resumed | None
+    prepared: Prepared, directory: Path, signals: Signals, say: Callable[[str], None], resumed: ResumeState | None
 ) -> Requests[Result]:
-    """The same, asking for its session and then for its steps: several runs may be answered in turns."""
+    """Run an experiment as a generator: yield requests for its session and steps, which a driver answers."""
     config, bus, log_file = prepared.config, prepared.bus, directory / "log.txt"
     bus.print_line = say
     if Interval.parse(config.settings.checkpoint_every, "checkpoint_every"):
         check_snapshot(prepared.plan, config.engine)
     origin = origin_facts(prepared)
-    run_dir = RunDir(directory, config.plain, continued=resumed is not None, origin=origin)
+    run_dir = RunDir(directory, config.plain, resumed=resumed is not None, origin=origin)
     try:
         for line in [*introduction(prepared), *(resumed.lines() if resumed else ())]:
             log.info(line)
@@ -194,7 +197,9 @@ def run_requests(
         run_dir.close()
 
 
-def _build_run(prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: Resumed | None) -> Run:
+def _build_run(
+    prepared: Prepared, run_dir: RunDir, session: Session, signals: Signals, resumed: ResumeState | None
+) -> Run:
     settings = prepared.config.settings
     return Run(
         name=settings.name,
@@ -216,9 +221,9 @@ def _build_run(prepared: Prepared, run_dir: RunDir, session: Session, signals: S
 
 
 def _train(
-    prepared: Prepared, run: Run, signals: Signals, resumed: Resumed | None, say: Callable[[str], None]
+    prepared: Prepared, run: Run, signals: Signals, resumed: ResumeState | None, say: Callable[[str], None]
 ) -> Requests[tuple[Outcome, list[Exception]]]:
-    """From on_start to on_end, which is always called; returns what on_end raised beside the outcome."""
+    """Train from on_start to on_end, which is always called. Return the outcome and the errors of on_end."""
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
     reason, bad = "errored", None
@@ -239,7 +244,7 @@ def _train(
             run, bus, prepared.batches, settings.eval_every, signals.is_ending,
             saver, resumed.outcome if resumed else Outcome(),
         ).requests()  # fmt: skip
-        yield Pause()  # the last checkpoint is being written
+        yield Pause()  # finish() waits for the last checkpoint
         reason, bad = outcome.reason, bad_eval_error(run, outcome)
     except BaseException as caught:
         error, reason = caught, end_reason(caught)
@@ -248,7 +253,7 @@ def _train(
         unsaved = None
         try:
             unsaved = saver.finish()
-        finally:  # which a second signal ends
+        finally:  # a second signal may interrupt finish()
             failures = bus.end(run, reason, error or bad or unsaved, signals.final_interrupt)
         failures = [*filter(None, (bad, unsaved)), *failures]
     if signals.final_interrupt():
@@ -257,9 +262,9 @@ def _train(
 
 
 class RunSaver(Saver):
-    """Saves a run: what changes in training, how far it has come, and what its callbacks remember."""
+    """Checkpointing of one run: weights, optimiser state, progress and callback state."""
 
-    def __init__(self, run: Run, prepared: Prepared, resumed: Resumed | None, signals: Signals):
+    def __init__(self, run: Run, prepared: Prepared, resumed: ResumeState | None, signals: Signals):
         settings = prepared.config.settings
         self._run, self._prepared, self._signals = run, prepared, signals
         self._folder, self._step = run.dir / "checkpoints", run.resumed_step
@@ -276,22 +281,22 @@ class RunSaver(Saver):
         )
 
     def begin(self, metrics: Mapping[str, float]) -> None:
-        """Raises UserError when the best cannot be told by these scores."""
+        """Raise UserError if `checkpoint_best` is not among these metrics."""
         self._keeper.check(metrics)
 
     def is_due(self, step: int) -> bool:
-        """Where a checkpoint is due or asked for, and where one came to stand that nobody was told of."""
-        return self._signals.is_save_requested or self._keeper.needs_call(step)
+        """Return True if a checkpoint is due or requested, or if one was written and not yet announced."""
+        return self._signals.is_save_requested or self._keeper.needs_attention(step)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Save when it is due, when SIGUSR1 asks for it, and after the last step."""
+        """Save a checkpoint if one is due, if SIGUSR1 requested one, and after the last step."""
         self._step = outcome.steps
         asked = self._signals.take_save_request()
         if asked:
-            self._run.emit("note", text=f"SIGUSR1: saves step {outcome.steps}, and goes on")
+            self._run.emit("note", text=f"SIGUSR1: saving step {outcome.steps}; training continues")
         due = self._keeper.is_due(outcome.steps, metrics, last, asked)
         if self._base and (due or last):
-            require_unchanged(*self._base)
+            require_same_file(*self._base)
         if due:
             callbacks = {name: c.state() for name, c in self._prepared.config.callbacks.items()}
             state = {
@@ -300,7 +305,7 @@ class RunSaver(Saver):
                 "callbacks": {name: state for name, state in callbacks.items() if state},
                 "engine": self._run.facts.get("backend", {}),
                 "config": self._run.config,
-                "scores": dict(self._keeper.scores),  # as they are now: it is written later
+                "scores": dict(self._keeper.scores),  # copied: the checkpoint is written later
                 "evals": dict(self._keeper.evals),
                 "metric": self._keeper.metric,
             }
@@ -312,32 +317,32 @@ class RunSaver(Saver):
             callback.sync()
 
     def best(self, weights: bool) -> Best | None:
-        """The best eval so far, with its weights if wanted; where they cannot be read that is told: there is none."""
+        """Return the best evaluation so far, optionally with weights; warn and return None if they are unreadable."""
         try:
             return self._keeper.best(self._step, weights)
         except DamagedCheckpoint as error:
-            self._run.emit("warning", text=f"the best weights cannot be read: {error}; the last ones are taken")
+            self._run.emit("warning", text=f"the best weights cannot be read: {error}; using the last weights")
             return None
 
     def finish(self) -> Exception | None:
-        """Waits for the last one, and returns why it is not there, if so."""
+        """Wait for the last checkpoint; return an error if it could not be written."""
         self._keeper.wait()
         self._tell(last=True)
         try:
             self._prepared.bus.check()
-        except Exception as error:  # of a callback; the others are still told that the run ends
+        except Exception as error:  # of a callback; the other callbacks' on_end still run
             return error
         if self._keeper.missing is None:
             return None
-        whole = next((p.name for p in list_checkpoints(self._folder).values()), "none")
-        return RunFailed(f"{self._folder}: {self._keeper.missing}; the last one there is: {whole}")
+        last = next((p.name for p in list_checkpoints(self._folder).values()), "none")
+        return RunFailed(f"{self._folder}: {self._keeper.missing}; the last checkpoint is: {last}")
 
     def _tell(self, last: bool = False) -> None:
-        for saved in self._keeper.take_written():
+        for saved in self._keeper.pop_written_checkpoints():
             fields = {"bytes": saved.bytes, "seconds": saved.seconds}
             self._run.emit("checkpoint", step=saved.step, path=str(saved.path), **fields)
             self._prepared.bus.hook.on_checkpoint(run=self._run, step=saved.step, path=saved.path)
         if self._keeper.trouble:
-            if not last:  # which is an error
-                self._run.emit("warning", text=f"{self._keeper.trouble}; training goes on, the next one is tried")
+            if not last:  # at the end, finish() returns it as an error
+                self._run.emit("warning", text=f"{self._keeper.trouble}; training continues and tries the next one")
             self._keeper.trouble = None

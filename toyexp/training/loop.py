@@ -1,6 +1,6 @@
-"""The training loop, once, for every recipe and engine. It trains correctly with no callback at all.
+"""The training loop of all recipes and engines. It needs no callbacks.
 
-It is a generator: it asks for steps and evaluations, and the driver answers.
+It is a generator: it yields requests for steps and evaluations, which the driver answers.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ from toyexp.training.verdict import boundary, nonfinite_error
 
 log = logging.getLogger("toyexp")
 
-SKIPPED_IN_A_ROW = 20  # steps after which a run that skips bad numbers is given up: nothing changes any more
+MAX_CONSECUTIVE_SKIPS = 20  # with nonfinite=skip: a run that skips so many steps in a row is stopped
 
 
 @dataclass
 class Training:
-    """One run's training: its parts, and how far it has come in `outcome`, which a resumed run brings along."""
+    """Training of one run. `outcome` is its progress; a resumed run passes that of its checkpoint."""
 
     run: Run
     bus: Bus
     batches: Batches
     eval_every: int  # steps between evaluations; 0: never
-    stopped: Callable[[], bool] = lambda: False  # asked after every step and every held-out batch
+    should_stop: Callable[[], bool] = lambda: False  # called after every step and every held-out batch
     saver: Saver = field(default_factory=Saver)
     outcome: Outcome = field(default_factory=Outcome)
 
     def train(self) -> Outcome:
-        """Take the steps that are left on the run's own session."""
+        """Take the remaining steps on the run's own session."""
         (end,) = drive([self.requests()], Stack([self.run.session]))
         if isinstance(end, Exception):
             raise end
         return end
 
     def requests(self) -> Requests[Outcome]:
-        """Yield a run's steps and evaluations, which the driver answers; RunFailed for bad numbers that stop it."""
+        """Yield requests for steps and evaluations. Raise RunFailed if a loss or gradient is not finite."""
         run, bus, outcome, began = self.run, self.bus, self.outcome, time.perf_counter()
         before = outcome.seconds
-        self._weights_known = True  # False while it is unknown how much of a step the weights have
-        self._bad_in_a_row = 0
+        self._weights_known = True  # False while a step may be half applied
+        self._consecutive_skips = 0
         self._in_engine = boundary(run, bus, "engine")  # names the plugin whose code raised
         self._next = NextSteps(run, bus, self.batches)
         self._under_way: list[Launched] = []
-        self._ended_at = began  # the step before
+        self._ended_at = began  # of the previous step
         bus.step = outcome.steps
         try:
             self._held_out = held_out(run, bus, self.batches, self.eval_every) if self.eval_every else ()
             outcome.reason, outcome.why = "completed", None
-            yield from self._evaluate_if_due()  # of a resumed run too: it may have been stopped in the middle
+            yield from self._evaluate_if_due()  # a resumed run may have stopped during an evaluation
             self.saver.begin(outcome.scores())
             while outcome.steps < run.steps and outcome.reason == "completed":
                 yield from self._launch_steps()
                 metrics, batch = self._take_step()
                 bus.check()
                 self._check_numbers(metrics, batch)
-                if self._under_way:  # nobody looks at the run here
+                if self._under_way:  # the weights are already those of a later step
                     continue
                 yield from self._evaluate_if_due()
-                yield from self._stop_if_requested(metrics)
+                yield from self._check_stop_request(metrics)
                 outcome.seconds = before + time.perf_counter() - began
                 ends = outcome.steps == run.steps or outcome.reason != "completed"
                 self.saver.after(outcome, outcome.scores(), last=ends)
@@ -91,12 +91,12 @@ class Training:
                 yield from self._launch(following)
 
     def _needs_weights(self, step: int) -> bool:
-        """Return True if something reads the weights after this many steps."""
-        ends = step == self.run.steps or self.stopped()
+        """Return True if an evaluation, a checkpoint or a callback reads the weights after this many steps."""
+        ends = step == self.run.steps or self.should_stop()
         return ends or self._eval_is_due(step) or self.saver.is_due(step) or self.bus.should_wait(step)
 
     def _launch(self, step: int) -> Requests[None]:
-        """Launch a step, and with it the following ones, as many as the session takes at once and nothing looks at."""
+        """Launch a step and the following ones that the session can take at once and whose weights nobody reads."""
         began, count, most, upcoming = time.perf_counter(), 1, self.run.session.depth // 2, self._next
         upcoming.make(step)
         while count < most and not self._needs_weights(step + count) and upcoming.try_make(step + count):
@@ -112,40 +112,40 @@ class Training:
         self._under_way.append(Launched(steps, began, waits))
 
     def _take_step(self) -> tuple[Metrics, Batch]:
-        """Tell of the first step that is under way; wait for all that were launched with it."""
+        """Wait for the steps launched together, if not done yet, and report the first one to the callbacks."""
         outcome, launched = self.outcome, self._under_way[0]
         self.bus.step = outcome.steps + 1
-        if not launched.found:
+        if not launched.metrics:
             self._weights_known = False
             with self._in_engine:
                 self._ended_at = launched.wait(self._ended_at)
             self._weights_known = True
-        step, (loss, grad_norm) = launched.steps.pop(0), launched.found.pop(0)
+        step, (loss, grad_norm) = launched.steps.pop(0), launched.metrics.pop(0)
         if not launched.steps:
             self._under_way.pop(0)
         targets = int(np.count_nonzero(step.batch["weights"]))
         outcome.count(loss, targets, launched.seconds)
         numbers = {"loss": loss, "lr": step.lr, "grad_norm": grad_norm, "tokens": targets}
-        told = Metrics({**step.scaled_settings(self.run.plan), **numbers, "wall_us": launched.seconds * 1e6})
-        self.bus.call_on_step(self.run, outcome.steps, told, step.batch)
-        return told, step.batch
+        metrics = Metrics({**step.scaled_settings(self.run.plan), **numbers, "wall_us": launched.seconds * 1e6})
+        self.bus.call_on_step(self.run, outcome.steps, metrics, step.batch)
+        return metrics, step.batch
 
     def _check_numbers(self, metrics: Mapping[str, float], batch: Batch) -> None:
         run, outcome, loss, norm = self.run, self.outcome, metrics["loss"], metrics["grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):
-            self._bad_in_a_row = 0
+            self._consecutive_skips = 0
             return
-        self._bad_in_a_row += 1
-        if not run.plan.skip_nonfinite or self._bad_in_a_row == SKIPPED_IN_A_ROW:
+        self._consecutive_skips += 1
+        if not run.plan.skip_nonfinite or self._consecutive_skips == MAX_CONSECUTIVE_SKIPS:
             self._weights_known = False
-            raise nonfinite_error(run, outcome.steps, metrics, batch, self._bad_in_a_row)
+            raise nonfinite_error(run, outcome.steps, metrics, batch, self._consecutive_skips)
         outcome.skipped += 1
         digest = batch_digest(batch)
         run.emit("skipped", step=outcome.steps, loss=loss, grad_norm=norm, batch=digest, skipped=outcome.skipped)
 
-    def _stop_if_requested(self, metrics: Mapping[str, float]) -> Requests[None]:
+    def _check_stop_request(self, metrics: Mapping[str, float]) -> Requests[None]:
         outcome, bus = self.outcome, self.bus
-        if outcome.reason == "completed":  # no signal has
+        if outcome.reason == "completed":  # not stopped by a signal
             outcome.why = bus.why = bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
         if outcome.why:
             outcome.reason = "aborted"
@@ -155,20 +155,20 @@ class Training:
         return bool(self._held_out) and (step % self.eval_every == 0 or step == self.run.steps)
 
     def _evaluate_if_due(self) -> Requests[None]:
-        if self.stopped():
+        if self.should_stop():
             self.outcome.reason = "interrupted"
         elif self._eval_is_due(self.outcome.steps):
             yield from self._evaluate()
 
     def _evaluate(self) -> Requests[None]:
-        """Evaluate the run, unless nothing is held out or it was evaluated after this very step."""
+        """Evaluate the run, unless nothing is held out or this step was evaluated already."""
         outcome = self.outcome
         if not self._held_out or outcome.eval_step == outcome.steps:
             return
         try:
             with self._in_engine:
                 loss, scores = yield Evaluate(self._batches_until_stop)
-        except _Stopped:  # it is done again when the run is resumed
+        except _Stopped:  # repeated when the run is resumed
             outcome.reason = "interrupted"
             return
         outcome.eval_step, outcome.eval_loss, outcome.eval_scores = outcome.steps, loss, scores
@@ -181,7 +181,7 @@ class Training:
 
     def _batches_until_stop(self) -> Iterator[Batch]:
         for batch in self._held_out:
-            if self.stopped():
+            if self.should_stop():
                 raise _Stopped
             yield batch
 
@@ -192,8 +192,8 @@ class Training:
             if self.outcome.steps:
                 self.saver.after(self.outcome, self.outcome.scores(), last=True)
         except Exception as error:
-            log.error("what was trained could not be saved: %s", error)
+            log.error("could not save a checkpoint after the error: %s", error)
 
 
 class _Stopped(BaseException):
-    """A signal came in the middle of an evaluation; no error that someone could be blamed for."""
+    """Stop signal during an evaluation; a BaseException, so that it is not attributed to a plugin."""

@@ -1,4 +1,4 @@
-"""What a run takes of memory at least, held against what there is."""
+"""Checks that a run's minimum memory is available."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from toyexp.reference.forward import check_forward, count_activations
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
-    """Raise UserError if a batch and what trains, without activations, take more memory than is free."""
+    """Raise UserError if batch, trainable weights and optimiser state (without activations) exceed the free memory."""
     batch, weights = minimum_bytes(plan, engine)
     left = available_bytes()
     if left is not None and batch + weights > left:
         rows = plan.rows * plan.accumulate
-        parts = [(batch, f"a batch of {rows} rows takes"), (weights, "the weights that train and their optimiser take")]
+        parts = [(batch, f"a batch of {rows} rows needs"), (weights, "the trainable weights and optimiser state need")]
         most, what = max(parts)
-        raise UserError(f"too little memory: {what} {_gb(most)}, and there are {_gb(left)}; {remedy}")
+        raise UserError(f"too little memory: {what} {_gb(most)}, {_gb(left)} are free; {remedy}")
 
 
 @contextlib.contextmanager
 def open_checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EVALUATE_REMEDY) -> Iterator[Session]:
-    """Check a plan that trains nothing, read from `file`, and yield a session; RunFailed if memory runs out."""
+    """Yield a session for inference on a plan read from `file`. Raise RunFailed if memory runs out."""
     check_plan(plan, engine, remedy)
     engine.check_plan(plan)
     check_forward(plan, file)
@@ -40,27 +40,27 @@ def open_checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EV
 
 
 def check_snapshot(plan: Plan, engine: Engine) -> None:
-    """Raise UserError if a run and one copy of its weights and state take more memory than is left."""
+    """Raise UserError if a run and a snapshot of its weights and optimiser state exceed the free memory."""
     needed, left = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if left is not None and needed > left:
-        copy = f"a checkpoint's copy of the weights and their optimiser takes {_gb(snapshot_bytes(plan))}"
-        needs = f"{copy} of {_gb(needed)} in all, there are {_gb(left)}"
-        raise UserError(f"too little memory: {needs}; checkpoint_every=0 takes none")
+        copy = f"a checkpoint's copy of weights and optimiser state needs {_gb(snapshot_bytes(plan))}"
+        needs = f"{copy} of {_gb(needed)} in all, {_gb(left)} are free"
+        raise UserError(f"too little memory: {needs}; checkpoint_every=0 needs no copy")
 
 
 def snapshot_bytes(plan: Plan) -> int:
-    """What a snapshot takes in float32."""
+    """Return the bytes of a float32 snapshot."""
     return 4 * sum(math.prod(shape) for shape in state_shapes(plan).values())
 
 
 def stack_bytes(plan: Plan) -> int:
-    """Return about how much device memory a run takes beside others; each activation has a gradient."""
+    """Estimate the device memory in bytes of a run in a stack; each activation has a gradient."""
     batch = plan.rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * count_activations(plan)
 
 
 def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:
-    """Bytes of a step's batch, and of what trains."""
+    """Return the bytes of a step's batch, and of the trainable weights with optimiser state."""
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     sizes = [4 * t.size for t in plan.trainable]

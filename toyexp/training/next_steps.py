@@ -1,4 +1,4 @@
-"""What a run is trained and evaluated on: its next steps, made before they are asked for, and held-out batches."""
+"""Inputs of training and evaluation: a queue of the next steps' inputs, and the held-out batches."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from toyexp.interfaces.session import StepInput, StepMetrics
 from toyexp.training.bus import Bus
 from toyexp.training.verdict import boundary
 
-MOST, BYTES = 32, 1 << 19  # batches made at once, and what they may take
+MAX_BATCHES, MAX_BYTES = 32, 1 << 19  # limits of a block of batches that are made at once
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """What a step takes."""
+    """Input of one step."""
 
     step: int  # from 0
     batch: Batch
     lr: float
-    factors: Mapping[str, float]  # of the optimiser's other numbers
+    factors: Mapping[str, float]  # of the optimiser's numbers other than lr
     input: StepInput
 
     def scaled_settings(self, plan: Plan) -> dict[str, float]:
-        """Return the factors by name, and the numbers that they give."""
+        """Return the factors and the scaled numbers by name, as metrics."""
         if not self.factors:
             return {}
         return {**{f"{n}_factor": f for n, f in self.factors.items()}, **plan.scaled_settings(self.factors)}
@@ -41,26 +41,26 @@ class NextStep:
 
 @dataclass
 class Launched:
-    """Steps that are under way together, those that were told of left out."""
+    """Steps that were launched together and not yet reported to the callbacks."""
 
     steps: list[NextStep]
     began: float
-    waits: Sequence[Callable[[], StepMetrics]]  # for each of them
-    found: list[StepMetrics] = field(default_factory=list)  # of each, once they were waited for
-    seconds: float = 0.0  # each has taken
+    waits: Sequence[Callable[[], StepMetrics]]  # one function per step
+    metrics: list[StepMetrics] = field(default_factory=list)  # one per step, once `wait` was called
+    seconds: float = 0.0  # duration of each step
 
     def wait(self, since: float) -> float:
-        """Wait for all; return when they ended. They began when they were launched, or `since`, if that is later."""
-        self.found = [wait() for wait in self.waits]
+        """Wait for all steps; return the time. They began when launched, or at `since` if that is later."""
+        self.metrics = [wait() for wait in self.waits]
         ended = time.perf_counter()
         self.seconds = (ended - max(self.began, since)) / len(self.steps)
         return ended
 
 
 class NextSteps:
-    """The next steps of a run, as far as they were made, from batches made several at a time if the data can.
+    """Queue of the next steps' inputs. Batches are made in blocks if the data supports it.
 
-    Batch k is a function of k alone, so making it early changes nothing; a block takes little longer than a batch.
+    Batch k depends on k only, so it can be made early; a block takes little longer than a batch.
     """
 
     def __init__(self, run: Run, bus: Bus, batches: Batches):
@@ -70,12 +70,12 @@ class NextSteps:
         )
         self.ready: list[NextStep] = []
         row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
-        few = min(MOST, BYTES // max(row * plan.rows * plan.accumulate, 1))
-        self._count = few if _blocks_are_batches(batches) else 1
-        self._first, self._made = 0, list[Batch]()
+        block_size = min(MAX_BATCHES, MAX_BYTES // max(row * plan.rows * plan.accumulate, 1))
+        self._count = block_size if _blocks_are_batches(batches) else 1
+        self._first, self._block = 0, list[Batch]()
 
     def make(self, step: int) -> None:
-        """Make a step, which follows those that are ready, unless it was made."""
+        """Append the input of `step`, the one after the last ready step, unless it is ready."""
         if self.ready and self.ready[-1].step >= step:
             return
         run, bus = self._run, self._bus
@@ -89,30 +89,30 @@ class NextSteps:
             self.ready.append(NextStep(step, batch, lr, factors, run.session.step_input(batch, numbers)))
 
     def try_make(self, step: int) -> bool:
-        """Make a step behind others; return False for one that is wrong, which is told when its turn comes."""
+        """Prefetch a step; return False if that fails, because the error is raised when the step is due."""
         with contextlib.suppress(Exception):
             self.make(step)
         return self.ready[-1].step >= step
 
     def batch(self, k: int) -> Batch:
         """Return batch `k`, counted from 0."""
-        if not self._first <= k < self._first + len(self._made):
-            self._first, self._made = k, [*self._block(k)]
-        return self._made[k - self._first]
+        if not self._first <= k < self._first + len(self._block):
+            self._first, self._block = k, [*self._make_block(k)]
+        return self._block[k - self._first]
 
-    def _block(self, k: int) -> Sequence[Batch]:
+    def _make_block(self, k: int) -> Sequence[Batch]:
         count = min(self._count, self._run.steps - k)
         block = self._batches.block(k, count) if count > 1 else None
         if block is not None:
             try:
                 return prepare_batches(self._run.plan, block, count)
-            except BadBatch:  # each is refused, or not, when its turn comes
+            except BadBatch:  # each batch is checked when it is due
                 self._count = 1
         return [self._batches.batch(k)]
 
 
 def _blocks_are_batches(batches: Batches) -> bool:
-    """Return True if the class with `block` also has `batch`: one that overrides `batch` alone is in no block."""
+    """Return True if `block` is defined along with `batch`; a class that overrides only `batch` has no valid blocks."""
     for kind in type(batches).__mro__:
         if "block" in vars(kind):
             return kind is not Batches and "batch" not in vars(batches)
@@ -122,10 +122,10 @@ def _blocks_are_batches(batches: Batches) -> bool:
 
 
 def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch]:
-    """Return the batches that a run is evaluated on; raise PluginFailed if the data hold none out."""
+    """Return the held-out batches. Raise PluginFailed if there are none."""
     with boundary(run, bus, "data"):
-        found = batches.held_out()
-        if not len(found):  # what has no length is no sequence
-            name, needs = run.config.get("data", {}).get("name", "?"), f"eval_every={every} needs"
-            raise PluginFailed(f"data.{name} holds no batch out, which {needs}; eval_every=0 trains without")
-        return found
+        held_out_batches = batches.held_out()
+        if not len(held_out_batches):  # an object without a length fails here, too
+            name = run.config.get("data", {}).get("name", "?")
+            raise PluginFailed(f"eval_every={every}: data.{name} has no held-out batches; eval_every=0 trains without")
+        return held_out_batches

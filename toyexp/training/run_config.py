@@ -1,4 +1,4 @@
-"""A run's parts, what it says of itself before its first step, how far it has come, and what comes out of it."""
+"""Data structures of a run: its configuration, prepared state, progress and result."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from toyexp.interfaces.run import Best
 from toyexp.interfaces.run_preview import RunPreview
 from toyexp.training.bus import Bus
 from toyexp.training.rundir import git_facts, host_facts
-from toyexp.training.settings import ASIDE, FREE, Settings, about, keys_with
+from toyexp.training.settings import ASIDE, FREE, Settings, about, keys_by_role
 
 
 @dataclass
 class Config:
-    """A run's parts, each built from its own settings; no part sees another's."""
+    """Parts of a run, each built from its own settings."""
 
     settings: Settings
     model: Model
@@ -40,94 +40,97 @@ class Config:
     engine: Engine = field(metadata=about("what computes", FREE))
     optim: Optimiser
     callbacks: dict[str, Callback] = field(metadata=about("what watches, steers and exports", FREE, ASIDE))
-    plain: dict[str, Any]  # the same as resolved plain data, for the run directory
-    engine_note: str  # which engine, and why that one
-    base: Model | None = None  # the model of the recipe's base file; `model` is the same at the run's own context
-    default_callbacks: Callable[[], Sequence[str]] = list  # the callbacks that a run has unless told otherwise
-    suggest_command: Callable[[], str] = str  # how an error about a model or data of another kind ends: what to type
-    cwd: Path | None = None  # where relative paths lead from, if not from the working directory
-    omissions: Sequence[str] = ()  # a sentence about each thing that is not in use, and may have been meant to be
+    plain: dict[str, Any]  # the resolved settings, for the run directory
+    engine_note: str  # name of the engine and why it was chosen
+    base: Model | None = None  # the model of the recipe's base file; `model` is the same with the run's context
+    default_callbacks: Callable[[], Sequence[str]] = list  # names of the default callbacks
+    suggest_command: Callable[[], str] = str  # ends an error about a mismatch of parts with what to type
+    cwd: Path | None = None  # base of relative paths; None: the working directory
+    omissions: Sequence[str] = ()  # a warning for each plugin or part that is not used
 
     def warnings(self, planned: RunPreview) -> list[str]:
-        """What is told before the first step: what was left out, and the settings that have no effect."""
+        """Return the warnings to print before the first step, such as settings that have no effect."""
         parts: list[Engine | Recipe | Data | Callback] = [
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
-        told = [text for part in parts for text in call_for_lines(part.warnings, planned)]
+        texts = [text for part in parts for text in call_for_lines(part.warnings, planned)]
         others = [c for c in self.callbacks.values() if sets_lr(c) and not isinstance(c, Schedule)]
         if not (self.settings.lr or others):
-            told.append("lr=0: nothing will be learned, the weights stay as they are")
-        of_optim = [*idle_group_warnings(planned.plan, self.optim), *sign_flip_warnings(planned.plan, self.settings.lr)]
-        return [*self.omissions, *self.settings.warnings(), *told, *self._unscheduled_warnings(), *of_optim]
+            texts.append("lr=0: the weights will not change")
+        optim_warnings = [
+            *idle_group_warnings(planned.plan, self.optim),
+            *sign_flip_warnings(planned.plan, self.settings.lr),
+        ]
+        return [*self.omissions, *self.settings.warnings(), *texts, *self._unscheduled_warnings(), *optim_warnings]
 
     def _unscheduled_warnings(self) -> list[str]:
-        """That the schedule which a run has by default was given another number, and the rate is left without one."""
+        """Return a warning if a default schedule was given another number, so that nothing schedules lr."""
         if any(sets_lr(callback) for callback in self.callbacks.values()):
             return []
         return [
-            f"callbacks.{name}.scales={callback.scales}: nothing schedules lr now, which {name} does by default"
+            f"callbacks.{name}.scales={callback.scales}: lr has no schedule now; by default {name} schedules it"
             for name, callback in self.callbacks.items()
             if isinstance(callback, Schedule) and name in self.default_callbacks()
         ]
 
 
-FREE_KEYS = keys_with(FREE, Settings, Config)  # what a resumed run may change
-ASIDE_KEYS = keys_with(ASIDE, Settings, Config)  # what changes no number of a run
+FREE_KEYS = keys_by_role(FREE, Settings, Config)  # a resumed run may change these
+ASIDE_KEYS = keys_by_role(ASIDE, Settings, Config)  # these do not affect a run's numbers
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a run needs, checked, with nothing allocated and nothing written yet."""
+    """Checked state of a run before anything is allocated or written."""
 
     config: Config
     dataset: Dataset
     model: Model
     batches: Batches
     plan: Plan
-    optim: Optimiser  # with what model and recipe decide of it
+    optim: Optimiser  # with the mode that the model or recipe chose
     bus: Bus
-    warnings: Sequence[str] = ()  # of settings that have no effect, told before the first step
-    recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: not asked for, or not known
+    warnings: Sequence[str] = ()  # printed before the first step
+    recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: off or unknown
 
     def omissions(self) -> list[str]:
-        """What of the data is not learned from."""
+        """Return a sentence for each part of the data that is not used."""
         return [*call_for_lines(self.dataset.omissions), *self.batches.omissions]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a run."""
+    """Result of a run."""
 
     name: str
     dir: Path
     outcome: Outcome
-    units: str  # what the run's speed is counted in
+    units: str  # of the speed, such as tokens
     artifacts: list[Path] = field(default_factory=list)
-    artifact_steps: dict[Path, int] = field(default_factory=dict)  # of artifacts: which step's weights are in them
-    best: Best | None = None  # the best eval, of a run that keeps it
+    artifact_steps: dict[Path, int] = field(default_factory=dict)  # step of each artifact's weights
+    best: Best | None = None  # the best evaluation, with checkpoint_best
 
 
 @dataclass
 class Outcome:
-    """How far training has come, and how it ended."""
+    """Progress of training and how it ended."""
 
     steps: int = 0  # steps taken
-    reason: str = "completed"  # or aborted (a callback asked for it), or interrupted
+    reason: str = "completed"  # or aborted (by a callback) or interrupted
     train_loss: float | None = None  # smoothed, see smooth_loss()
     first_train_loss: float | None = None  # of the first batch
-    eval_loss: float | None = None  # of the held-out data, last evaluated
+    eval_loss: float | None = None  # held-out loss of the last evaluation
     first_eval_loss: float | None = None
-    seconds: float = 0.0  # in all
-    training_seconds: float = 0.0  # of them in steps
-    tokens: int = 0  # targets learned from
-    skipped: int = 0  # steps that changed nothing, because their numbers were not finite
-    why: str | None = None  # the sentence of the callback that ended it
-    eval_step: int | None = None  # the step after which the held-out data was last evaluated
-    eval_scores: Mapping[str, float] = field(default_factory=dict)  # what the model reports beside eval_loss
+    seconds: float = 0.0  # total duration
+    training_seconds: float = 0.0  # duration of the steps only
+    tokens: int = 0  # trained targets
+    skipped: int = 0  # steps without an update, because loss or gradient was not finite
+    why: str | None = None  # the reason given by the callback that stopped the run
+    eval_step: int | None = None  # step of the last evaluation
+    eval_scores: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, loss: float, targets: int, seconds: float) -> None:
-        """Count a step."""
+        """Count a step with its loss, targets and duration."""
         self.steps += 1
         self.train_loss = smooth_loss(self.train_loss, loss, self.steps)
         if self.steps == 1:
@@ -136,58 +139,58 @@ class Outcome:
         self.training_seconds += seconds
 
     def scores(self) -> dict[str, float]:
-        """Return the scores of an evaluation after this very step; without one, none."""
+        """Return the metrics of an evaluation at the current step; {} if there was none."""
         if self.eval_loss is None or self.eval_step != self.steps:
             return {}
         return {"loss": self.eval_loss, "ppl": perplexity(self.eval_loss), **self.eval_scores}
 
     @property
-    def diverged(self) -> bool:
-        """Return True if training and held-out loss (if any) end a tenth and 0.1 nats above where they began."""
+    def has_diverged(self) -> bool:
+        """Return True if training and held-out loss (if any) rose by more than 10 % and 0.1 nats."""
         pairs = [(self.first_train_loss, self.train_loss), (self.first_eval_loss, self.eval_loss)]
-        known = [(first, last) for first, last in pairs if first is not None and last is not None]
-        return bool(known) and all(last > first + max(0.1 * abs(first), 0.1) for first, last in known)
+        losses = [(first, last) for first, last in pairs if first is not None and last is not None]
+        return bool(losses) and all(last > first + max(0.1 * abs(first), 0.1) for first, last in losses)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The speed of the steps alone."""
+        """The speed of the training steps, without evaluations."""
         return self.tokens / self.training_seconds if self.training_seconds else None
 
 
 class Saver:
-    """What saves a run on its way; this one does not."""
+    """Checkpointing interface of the training loop; this base class saves nothing."""
 
     def begin(self, metrics: Mapping[str, float]) -> None:
-        """Called before the first step, with the scores of an evaluation then."""
+        """Prepare for training; `metrics` are those of an evaluation before the first step."""
 
     def is_due(self, step: int) -> bool:
-        """Whether it must be called after `step`, with the session as it stands then, whatever that step gives."""
+        """Return True if `after` must be called before the step after `step` is launched."""
         return False
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Called at the end of each step, with the scores of an evaluation after this very step."""
+        """Save if due; called after each step, with the metrics of an evaluation at this step."""
 
 
 def introduction(prepared: Prepared) -> list[str]:
-    """What a person wants to know before the first step."""
+    """Return the lines printed before the first step."""
     config, plan = prepared.config, prepared.plan
     total = prepared.model.parameters()
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {format_count(trainable)} train"
     units = prepared.model.reads.units
     sizes = call_checked(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
-    known = [f"{format_count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
-    if known and isinstance(examples := sizes.get("train_examples"), int):
-        known[0] += f" in {pluralise(examples, 'example')}"
-    known = [*prepared.omissions(), *known, *call_for_lines(prepared.dataset.remarks)]
-    facts = f" ({'; '.join(known)})" if known else ""
+    facts = [f"{format_count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
+    if facts and isinstance(examples := sizes.get("train_examples"), int):
+        facts[0] += f" in {pluralise(examples, 'example')}"
+    facts = [*prepared.omissions(), *facts, *call_for_lines(prepared.dataset.remarks)]
+    details = f" ({'; '.join(facts)})" if facts else ""
     origin = config.recipe.origin()
     epochs = f" (epochs={config.settings.epochs:g})" if config.settings.epochs else ""
     return [
         f"engine  {config.engine_note}",
         *(f"note    {line}" for line in call_for_lines(config.engine.advice)),
         f"model   {config.model.name}, {format_count(total)} parameters{share}",
-        f"data    {config.data.name}{facts}",
+        f"data    {config.data.name}{details}",
         f"recipe  {config.recipe.name}, {prepared.optim.title}, {pluralise(config.settings.steps, 'step')}{epochs}",
         *(f"group   {line}" for line in _groups(prepared)),
         *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
@@ -204,7 +207,7 @@ def _groups(prepared: Prepared) -> Iterator[str]:
 
 
 def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
-    """What run_start records."""
+    """Return the fields of the event run_start."""
     settings = prepared.config.settings
     model, data = prepared.model, {**call_checked(Mapping, prepared.dataset.describe), **prepared.batches.facts}
     recomputed = {} if prepared.recomputed is None else {"recomputed_blocks": prepared.recomputed}
@@ -228,6 +231,6 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_hash(plain: dict[str, Any]) -> str:
-    """A digest of everything that decides a run's numbers; its name and its callbacks do not."""
-    kept = {k: v for k, v in plain.items() if k not in ASIDE_KEYS}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+    """Return the SHA-256 of all settings that affect a run's numbers, so not of its name and callbacks."""
+    settings = {k: v for k, v in plain.items() if k not in ASIDE_KEYS}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

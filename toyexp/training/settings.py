@@ -1,4 +1,4 @@
-"""What a run is told beside its parts: the keys at the top of a configuration."""
+"""The top-level settings of a run, such as steps and lr."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ OF_A_RUN = "of a run"  # it is about a run's directory, and when it is evaluated
 
 
 def about(text: str, *roles: str) -> dict[str, Any]:
-    """What a field of a dataclass says of its key: its help, and what it is."""
+    """Return the metadata of a dataclass field: the help text and the roles of its key."""
     return {"help": text, "roles": roles}
 
 
 def setting(default: Any, text: str, *roles: str) -> Any:
-    """A key with its default, its help, and what it is."""
+    """Return a dataclass field with a default, a help text and roles."""
     return field(default=default, metadata=about(text, *roles))
 
 
-def keys_with(role: str, *classes: type) -> set[str]:
-    """The fields that have a role."""
+def keys_by_role(role: str, *classes: type) -> set[str]:
+    """Return the names of the fields with a role."""
     return {f.name for cls in classes for f in fields(cls) if role in f.metadata.get("roles", ())}
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How often: every so many steps or seconds; neither: never."""
+    """Interval in steps or seconds; both 0: never."""
 
     steps: int = 0
     seconds: float = 0.0
 
     @classmethod
     def parse(cls, text: str, key: str) -> Interval:
-        """`0`, `500` (steps), `30s`, `10min` or `2h`; UserError for anything else."""
+        """Parse `0`, `500` (steps), `30s`, `10min` or `2h`. Raise UserError for other texts."""
         match = re.fullmatch(r"(\d{1,12})(s|min|h)?", text.strip())
         if match is None:
             what = "takes steps or a time"
@@ -57,12 +57,12 @@ class Interval:
         return bool(self.steps or self.seconds)
 
     def due(self, step: int, waited: float) -> bool:
-        """Whether it is time after `step`, `waited` seconds after the last time."""
+        """Return True if the interval has passed at `step`, `waited` seconds after the last time."""
         return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
 
 
 def require_utf8(value: Any, key: str = "") -> None:
-    """Raise UserError for a text with bytes that are not UTF-8, as a file's name may have: no config.yaml holds it."""
+    """Raise UserError for a text that is not valid UTF-8, such as a file name: YAML cannot hold it."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             require_utf8(one, f"{key}.{name}".removeprefix("."))
@@ -70,11 +70,11 @@ def require_utf8(value: Any, key: str = "") -> None:
         for one in value:
             require_utf8(one, key)
     elif isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
-        raise UserError(f"{key}={printable(value)}: holds bytes that are not UTF-8; choose another name")
+        raise UserError(f"{key}={printable(value)}: is not valid UTF-8; choose another name")
 
 
 def evaluations(begins: int, steps: int, every: int) -> int:
-    """How many evaluations a run has: at the step that it begins at, every so many steps, and after the last one."""
+    """Count the evaluations of a run: at its first step, every `every` steps, and after the last step."""
     if not every:
         return 0
     return steps // every - -(-begins // every) + 1 + (steps % every != 0)
@@ -82,7 +82,7 @@ def evaluations(begins: int, steps: int, every: int) -> int:
 
 @dataclass
 class Settings:
-    """The keys at the top, but for the parts. conf/config.yaml shows them as they stand here."""
+    """Top-level settings of a run, without its parts. conf/config.yaml lists them in this order."""
 
     name: str = setting("${recipe.name}-${model.name}", "of the run, its directory and its GGUF", FREE, ASIDE, OF_A_RUN)
     seed: int = setting(0, "of the initial values, the order of the data and dropout")
@@ -112,45 +112,49 @@ class Settings:
     )
 
     def check(self) -> None:
-        """Raises UserError for numbers that cannot work."""
+        """Raise UserError for invalid values."""
         seeds = (("seed", 0), ("data_seed", 0), ("model_seed", 0))
         for name, least in (("steps", 1), ("batch_size", 1), *seeds, ("eval_every", 0)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**63:
                 most = f" to {2**63 - 1}" if value > least else ""
-                raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
+                raise UserError(f"{name}={value}: must be an integer from {least}{most}")
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint_keep < 1:
             what = f"checkpoint_keep={self.checkpoint_keep}"
-            raise UserError(f"{what}: must be at least 1; checkpoint_every=0 writes none")
+            raise UserError(f"{what}: must be at least 1; checkpoint_every=0 disables checkpoints")
         if self.checkpoint_best is not None and not self.eval_every:
-            raise UserError(f"checkpoint_best={self.checkpoint_best}: needs evals of the held-out data: eval_every=50")
+            raise UserError(
+                f"checkpoint_best={self.checkpoint_best}: needs evaluations on held-out data: eval_every=50"
+            )
         if self.checkpoint_best is not None and not saves:
             what = f"checkpoint_best={self.checkpoint_best}"
-            raise UserError(f"{what}: checkpoint_every=0 writes none, leave one of them out")
+            raise UserError(f"{what}: has no effect with checkpoint_every=0; leave one of them out")
         if self.nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={self.nonfinite}: {suggest(self.nonfinite, NONFINITE)}")
         if self.epochs is not None:
             require_positive("epochs", self.epochs)
         if not (math.isfinite(self.lr) and self.lr >= 0):
-            raise UserError(f"lr={self.lr}: must be a number, 0 or above")
+            raise UserError(f"lr={self.lr}: must be a finite number >= 0")
         require_float32("lr", self.lr)
         require_visible("name", self.name)
         if not re.fullmatch(r"[^/\\\0-\x1f]{1,100}", self.name) or self.name.startswith(".") or not self.name.strip():
-            raise UserError(f"name={self.name!r}: must be 1 to 100 characters, no slash or backslash, no dot first")
+            raise UserError(
+                f"name={self.name!r}: must be 1 to 100 characters, without slash or backslash, not starting with a dot"
+            )
 
     def warnings(self) -> list[str]:
-        """A sentence for each of these settings that has no effect in this run."""
-        told = []
+        """Return a sentence for each setting that has no effect in this run."""
+        texts = []
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if is_changed(self, "eval_every") and self.eval_every > self.steps:
-            evals = "there is an eval before the first and after the last"
-            told.append(f"eval_every={self.eval_every}: the run has {pluralise(self.steps, 'step')}; {evals}")
+            evals = "it is evaluated before the first and after the last step"
+            texts.append(f"eval_every={self.eval_every}: the run has {pluralise(self.steps, 'step')}; {evals}")
         if saves.steps > self.steps:
-            told.append(
+            texts.append(
                 f"checkpoint_every={saves.steps}: the run has {pluralise(self.steps, 'step')}; "
                 "one is written at the end"
             )
         if is_changed(self, "checkpoint_keep") and not saves:
-            told.append(f"checkpoint_keep={self.checkpoint_keep}: checkpoint_every=0 writes none")
-        return told
+            texts.append(f"checkpoint_keep={self.checkpoint_keep}: has no effect with checkpoint_every=0")
+        return texts

@@ -1,4 +1,4 @@
-"""The verdict on a run: what result.json says of it, what it raises, and the last lines that a person reads."""
+"""The end of a run: result.json, the error to raise, and the last lines printed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ log = logging.getLogger("toyexp")
 
 
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
-    """Return what raises an error inside as one of the run's `data` or `optim`, or of its `engine` or model."""
+    """Return a context that attributes errors to the run's plugin of this kind: `data`, `optim` or `engine`."""
     names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
 
 
 def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
-    """Return the error of the run's last step, with the first tensor that is no number and what may help."""
+    """Return the error of a step with NaN or infinite numbers, with the first bad tensor and what may help."""
     what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
     skip = "" if run.plan.skip_nonfinite else ", or nonfinite=skip"
@@ -49,7 +49,7 @@ def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Ba
 
 
 def first_bad_tensor(session: Session, batch: Batch) -> str:
-    """Return words for where numbers are not finite: the first such weight in the model's order, else gradient."""
+    """Name the first weight, or else gradient, that is not finite, in the model's order."""
     for kind, values in (("weight", session.download), ("gradient", session.gradients(batch).__getitem__)):
         for tensor in session.plan.tensors if kind == "weight" else session.plan.trainable:
             bad = int((~np.isfinite(values(tensor.name))).sum())
@@ -59,7 +59,7 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
 
 
 def bad_eval_error(run: Run, outcome: Outcome) -> RunFailed | None:
-    """What is wrong with a model whose last eval gave no number."""
+    """Return an error if the last held-out loss is not finite."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
     what = f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}"
@@ -67,14 +67,14 @@ def bad_eval_error(run: Run, outcome: Outcome) -> RunFailed | None:
 
 
 def end_reason(error: BaseException) -> str:
-    """How a run ended that raised this."""
+    """Return `interrupted` or `errored` for an exception that ended a run."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
 
 
 def conclude(
     prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: Sequence[Exception], signals: Signals
 ) -> Result:
-    """The result of a run that came to its end, in result.json too; raises the first failure, or the interruption."""
+    """Return the result of a run that ended, and write result.json. Raise the first failure or the interrupt."""
     bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
         prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.units, list(bus.artifacts),
@@ -82,25 +82,25 @@ def conclude(
     )  # fmt: skip
     summary = {
         **asdict(outcome),
-        "diverged": outcome.diverged,
+        "diverged": outcome.has_diverged,
         **_exported_scores(result),
         "tokens_per_second": outcome.tokens_per_second,
         "artifacts": [str(p) for p in result.artifacts],
         "artifact_steps": {str(path): step for path, step in bus.artifact_steps.items()},
         "best": {"step": best.step, "metric": best.metric, "score": best.score} if best else None,
     }
-    unwritten = None
+    write_error = None
     try:
         run_dir.result({**summary, "error": str(failures[0])} if failures else summary)
     except RunFailed as error:
-        unwritten = error
-    if wrong := next(filter(None, (*failures, unwritten, signals.final_interrupt())), None):
-        raise wrong
+        write_error = error
+    if failure := next(filter(None, (*failures, write_error, signals.final_interrupt())), None):
+        raise failure
     return result
 
 
 def _exported_scores(result: Result) -> dict[str, Any]:
-    """Return the eval of the best step in place of the last one, if the best weights are those that are exported."""
+    """Return the best step's evaluation, to replace the last one, if the best weights are exported."""
     best, outcome = result.best, result.outcome
     if best is None or best.scores.get("loss") is None:
         return {}
@@ -112,51 +112,53 @@ def _exported_scores(result: Result) -> dict[str, Any]:
 
 
 def conclude_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
-    """What is written and told of a run that raised: the traceback, result.json unless it stands, and what is left."""
-    if isinstance(error, RankFailed):  # this one's own traceback says nothing of it
+    """Log the traceback of a run that raised, write result.json if missing, and add how to resume to the error."""
+    if isinstance(error, RankFailed):  # the traceback that matters is that of the other rank
         error.args = (f"{error}, at step {prepared.bus.step}" if prepared.bus.step else str(error),)
         log.error("%s", f"{error}\n{error.trace}".rstrip())
     else:
         log.error("%s", "".join(traceback.format_exception(error)).rstrip())
-    if not run_dir.judged:
-        with contextlib.suppress(RunFailed):  # which would hide what ended the run
+    if not run_dir.has_result:
+        with contextlib.suppress(RunFailed):  # it would hide the error that ended the run
             run_dir.result({"reason": end_reason(error), "error": f"{type(error).__name__}: {error}"})
-    go_on = _how_to_go_on(prepared, run_dir)
-    if isinstance(error, KeyboardInterrupt | RankFailed):  # which says so in its own line
-        traced = isinstance(error, RankFailed) and error.trace
-        seen = f"; see {short_path(run_dir.path / 'log.txt')}" if traced else ""
-        where = "" if seen else f"; run {short_path(run_dir.path)}"
-        error.args = (f"{str(error) or 'interrupted'}{seen}{f'; {go_on}' if go_on else where}",)
+    resume_hint = _resume_hint(prepared, run_dir)
+    if isinstance(error, KeyboardInterrupt | RankFailed):  # printed as one line
+        has_trace = isinstance(error, RankFailed) and error.trace
+        log_hint = f"; see {short_path(run_dir.path / 'log.txt')}" if has_trace else ""
+        run_hint = "" if log_hint else f"; run {short_path(run_dir.path)}"
+        error.args = (f"{str(error) or 'interrupted'}{log_hint}{f'; {resume_hint}' if resume_hint else run_hint}",)
         return
     prepared.bus.print_line(f"run     {short_path(run_dir.path)}")
-    if isinstance(error, PluginFailed) and go_on:
-        prepared.bus.print_line(f"        {go_on}")
+    if isinstance(error, PluginFailed) and resume_hint:
+        prepared.bus.print_line(f"        {resume_hint}")
 
 
-def _how_to_go_on(prepared: Prepared, run_dir: RunDir) -> str:
+def _resume_hint(prepared: Prepared, run_dir: RunDir) -> str:
     saved = next(iter(list_checkpoints(run_dir.path / "checkpoints")), None)
     if not saved or (run_dir.path.parent / SWEEP_FILE).exists():
         return ""
     settings = prepared.config.settings
     plugins = [f"plugins=[{','.join(settings.plugins)}]"] if settings.plugins else []
     command = shlex.join(["toyexp", f"resume={short_path(run_dir.path)}", *plugins])
-    return f"{saved} of {settings.steps} steps are saved; go on: {command}"
+    return f"{saved} of {settings.steps} steps are saved; to resume: {command}"
 
 
 def print_result(result: Result) -> None:
-    """The outcome of one run, and where everything is."""
+    """Print the outcome of a run and the paths of its files."""
     outcome = result.outcome
     rate = outcome.tokens_per_second
-    speed = f" · {format_count(rate)} {result.units}/s (training steps alone)" if rate else ""
-    how = "stopped" if outcome.reason == "aborted" else outcome.reason  # by a callback, which may have reached its goal
-    how = "diverged" if how == "completed" and outcome.diverged else how
+    speed = f" · {format_count(rate)} {result.units}/s (training steps only)" if rate else ""
+    how = (
+        "stopped" if outcome.reason == "aborted" else outcome.reason
+    )  # by a callback, perhaps because its goal was reached
+    how = "diverged" if how == "completed" and outcome.has_diverged else how
     print_line(f"{how} after {pluralise(outcome.steps, 'step')} in {outcome.seconds:.1f} s{speed}")
     if how == "diverged":
         print_line(f"smoothed train loss {outcome.first_train_loss:.4f} -> {outcome.train_loss:.4f}; try a lower lr")
     if outcome.why:
         print_line(f"stopped because {outcome.why}")
     if outcome.skipped:
-        print_line(f"{outcome.skipped} of these steps were skipped: their loss or gradient was no finite number")
+        print_line(f"{outcome.skipped} steps were skipped: loss or gradient was not finite")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
         print_line(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
     for name, value in outcome.eval_scores.items():
@@ -168,5 +170,5 @@ def print_result(result: Result) -> None:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path
         step, best = result.artifact_steps.get(path, outcome.steps), result.best and result.best.step
         last = ", the last" if best not in (None, step) else ""
-        of = f"  of step {step}{', the best' if step == best else last}" if step != outcome.steps or last else ""
-        print_line(f"        {shown}  {format_bytes(total_bytes(path))}{of}")
+        step_note = f"  of step {step}{', the best' if step == best else last}" if step != outcome.steps or last else ""
+        print_line(f"        {shown}  {format_bytes(total_bytes(path))}{step_note}")

@@ -37,7 +37,7 @@ from toyexp.sweeps.search.pruning import pop_pruning_callback
 from toyexp.training.driver import Realize, Requests, bind_sessions, drive, forward_interrupts
 from toyexp.training.experiment import run_requests
 from toyexp.training.memory import stack_bytes
-from toyexp.training.resume import Resumed
+from toyexp.training.resume import ResumeState
 from toyexp.training.run_config import Prepared
 from toyexp.training.verdict import print_result
 
@@ -62,7 +62,7 @@ class Member:
     number: int
     prepared: Prepared
     directory: Path
-    resumed: Resumed | None
+    resumed: ResumeState | None
     context: Context
 
     @property

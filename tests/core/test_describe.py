@@ -383,7 +383,7 @@ def make(kind):
         ("a pipe", "run/model.gguf: is a pipe"),
         ("a link that leads nowhere", "run/model.gguf: is a link to gone.gguf, which is not there"),
         ("unreadable", "run/model.gguf: cannot be opened: Permission denied"),
-        ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp makes one"),
+        ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp converts"),
         ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),
         ("peft", "python convert_lora_to_gguf.py run --outfile model.gguf"),
         ("a ViT of transformers", "run holds a model of images, of which toyexp reads those that it trained itself"),

@@ -287,7 +287,7 @@ def test_an_end_token_ends_it_and_is_not_written(generated):
 
 def test_the_first_of_several_devices_writes(generated, monkeypatch):
     torch_cpu = load().offers["engine"]["cpu"].cls
-    monkeypatch.setattr(torch_cpu, "there", lambda self: (2, "2 cores"))
+    monkeypatch.setattr(torch_cpu, "available_devices", lambda self: (2, "2 cores"))
     words = ["text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0", "--json", "--engine"]
     one, two = (generated(*words, f"cpu:threads=1{more}") for more in ("", ":devices=2:shard=true"))
     assert one["ids"] == two["ids"]

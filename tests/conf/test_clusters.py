@@ -105,9 +105,9 @@ def test_a_job_that_is_lost_begins_again_a_few_times_and_then_that_is_said():
     words = [["0"], ["lost", "lost", "0"], ["lost"] * 9, ["1"], ["0"]]
     ended, attempts, said, cluster = handed(words)
     assert {number: end.code for number, end in ended.items()} == {0: 0, 1: 0, 2: 137, 3: 1, 4: 0}
-    assert str(ended[2]) == "told: its node is gone, begun again 2 times"
+    assert str(ended[2]) == "told: its node is gone, resubmitted 2 times"
     assert attempts == [1, 3, 3, 1, 1] and cluster.peak == 2
-    assert "[1] lost (its node is gone): begun again, 2 of 2 times" in said
+    assert "[1] lost (its node is gone): resubmitted, 2 of 2 times" in said
     ended, *_ = handed([["lost"]], retries=0)
     assert ended[0].error == "told: its node is gone"
 
@@ -205,14 +205,14 @@ def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
     ("words", "variable", "told"),
     [
         (["sweep.ray.address=127.0.0.1:1"], "", "sweep.ray.address=127.0.0.1:1: nothing answers there"),
-        (["sweep.ray.address=nonsense"], "", "sweep.ray.address=nonsense: takes auto, or HOST:PORT"),
+        (["sweep.ray.address=nonsense"], "", "sweep.ray.address=nonsense: must be auto, or HOST:PORT"),
         (
             ["sweep.ray.address=127.0.0.1:99999"],
             "",
-            "10.0.0.1:6379; a port is from 1 to 65535",
+            "10.0.0.1:6379; ports are 1 to 65535",
         ),
-        (["sweep.ray.address=127.0.0.1:65536"], "", "a port is from 1 to 65535"),
-        (["sweep.ray.address=ray://h:10001"], "", "sweep.ray.address=ray://h:10001: takes auto, or HOST:PORT"),
+        (["sweep.ray.address=127.0.0.1:65536"], "", "ports are 1 to 65535"),
+        (["sweep.ray.address=ray://h:10001"], "", "sweep.ray.address=ray://h:10001: must be auto, or HOST:PORT"),
         ([], "127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1: nothing answers there"),
         (["sweep.ray.gpus=1.5"], "", "sweep.ray.gpus=1.5: takes a whole number, or a share of one GPU: 0.5"),
         (["sweep.ray.retries=-1"], "", "sweep.ray.retries=-1: must be at least 0"),
@@ -238,11 +238,11 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
     assert process.returncode == 1, err
     assert statuses() == "cccfcckcc"
     assert [job["attempts"] for job in jobs()] == [2, *[1] * 8]
-    assert "[0] lost (its worker was killed): begun again, 1 of 3 times" in out
+    assert "[0] lost (its worker was killed): resubmitted, 1 of 3 times" in out
     assert "resumed from step" in Path("s/logs/0.log").read_text()
     assert steps_of(0) == list(range(1, 41))
     for line in (out + err).splitlines():  # nothing that Ray has to say
-        ours = ("ray     a cluster of its own", "sweep ", "report ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
+        ours = ("ray     a new cluster", "sweep ", "report ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
         assert not line or line.startswith(ours), line
     assert len(err.splitlines()) == 2 and "job 3: callbacks.mishap failed" in err and "job 6: killed by SIGKILL" in err
     told = eval((run_of(1) / "told").read_text())

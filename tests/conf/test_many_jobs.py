@@ -149,13 +149,13 @@ def test_mean_and_deviation_of_many_seeds_are_worked_out_once(monkeypatch):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("[]", "holds what is no job"),
-        ('{"number": "1"}', "holds what is no job"),
+        ("[]", "holds an entry that is not a job"),
+        ('{"number": "1"}', "holds an entry that is not a job"),
         ('{"number": 102}', "holds job 102 of 100"),
         ('{"number": 0}', "is damaged"),
         ("{", "is damaged"),
         ('{"number": 0, "overrides": ["plugins=[evil]"], "status": "waiting", "directory": null, "attempts": 0, '
-         '"code": null, "error": null, "result": {}, "trial": null}', "names plugins"),
+         '"code": null, "error": null, "result": {}, "trial": null}', "sets plugins"),
     ],
 )  # fmt: skip
 def test_a_strange_journal_is_refused_in_a_line(tmp_path, line, told):

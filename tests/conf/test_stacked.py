@@ -256,7 +256,7 @@ def test_jobs_whose_process_ends_in_silence_have_failed(request):
     request.addfinalizer(Path("silent").unlink)
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=3", "eval_every=0", "callbacks=[mishap]", "seed=0,4"]
     assert main(["-m", *words, STACKED, "hydra.sweep.dir=silence"]) == 1
-    assert [job["error"] for job in state("silence")] == ["its process ended without a word of it"] * 2
+    assert [job["error"] for job in state("silence")] == ["its process ended without reporting it"] * 2
 
 
 def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
@@ -275,7 +275,7 @@ def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
     assert process.returncode == 130
     assert statuses("stopped") == ["interrupted", "interrupted", "waiting"]
     (line,) = err.splitlines()
-    assert line.startswith("toyexp: interrupted by SIGINT; 0 of 3 jobs are completed; go on: toyexp sweep.resume=")
+    assert line.startswith("toyexp: interrupted by SIGINT; 0 of 3 jobs are completed; to resume: toyexp sweep.resume=")
     for run in runs("stopped")[:2]:
         taken = events(run, "step")[-1]["step"]
         assert (run / "checkpoints" / f"step-{taken}").is_dir()

@@ -42,7 +42,7 @@ def test_a_point_that_was_chosen_and_not_noted_down_is_chosen_again(tmp_path, se
     assert [later.ask(1), later.ask(1)] == [chosen[1]] * 2
     assert len(trials(study)) == 2 and trials(study)[0].value == 1.0
     assert later.ask(2)[0] not in {words[0] for words in chosen}  # it draws on, and not from the beginning
-    with pytest.raises(UserError, match=r"study\.log: holds 3 trials, and the sweep has begun 4"):
+    with pytest.raises(UserError, match=r"study\.log: holds 3 trials, but the sweep has started 4"):
         later.require_trials(4)
 
 
@@ -273,9 +273,9 @@ def test_a_run_is_stopped_before_its_last_step_alone():
         assert asked.stop_reason() is None
     asked.on_eval(SimpleNamespace(steps=8), 4, {"loss": 1.0})
     assert (
-        asked.stop_reason() == "sweep.prune=asha: the held-out loss 1.0 after step 4 is bad beside that of other points"
+        asked.stop_reason() == "sweep.prune=asha: the held-out loss 1.0 after step 4 is worse than that of other trials"
     )
-    with pytest.raises(UserError, match=r"sweep\.metric=loss: an eval has ppl"):
+    with pytest.raises(UserError, match=r"sweep\.metric=loss: unknown metric; evaluations have ppl"):
         asked.on_eval(SimpleNamespace(steps=8), 4, {"ppl": 1.0})
 
 

@@ -112,12 +112,12 @@ def test_a_sweep_over_other_data_says_so_in_table_and_summary(tmp_path, monkeypa
     ]
     assert main(["-m", *words]) == 0
     told, rows = capsys.readouterr().out, table("s/summary.csv")
-    assert "losses do not compare" in told and "losses do not compare" in Path("s/summary.md").read_text()
+    assert "losses cannot be compared" in told and "losses cannot be compared" in Path("s/summary.md").read_text()
     assert not any(row["best"] for row in rows) and "  best" not in told
     if swept == ["seed=0,1,2"]:
         assert [row["seeds"] for row in sorted(rows, key=lambda row: row["seed"])] == ["1", "2", "2"]
         assert len({row["data digest"] for row in rows}) == 2 and "data changed" in told
-    assert main(["compare", "s"]) == 0 and "losses do not compare" in capsys.readouterr().out
+    assert main(["compare", "s"]) == 0 and "losses cannot be compared" in capsys.readouterr().out
 
 
 def test_a_job_whose_loss_ends_above_where_it_began_is_said_to_have_diverged(tmp_path, monkeypatch, capsys):

@@ -93,7 +93,8 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
         "toyexp: error in job 4: killed by SIGKILL (out of memory?) (log: sweeps/s/4-scratch-llama/log.txt)",
     ]
     assert (
-        "3 of 6 jobs are completed; go on: toyexp sweep.resume=sweeps/s 'plugins=[toyexp.testing.null,mishap]'" in out
+        "3 of 6 jobs are completed; to resume: toyexp sweep.resume=sweeps/s 'plugins=[toyexp.testing.null,mishap]'"
+        in out
     )
     assert "completed after 13 steps" in out  # its output is passed on
     assert "Traceback" in Path("sweeps/s/1-scratch-llama/log.txt").read_text()
@@ -244,7 +245,7 @@ def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolat
     assert (Path("s/0-scratch-llama/checkpoints") / f"step-{taken[-1]}").is_dir()
     (line,) = err.splitlines()
     assert line.startswith(
-        f"toyexp: interrupted by {number.name}; 0 of 2 jobs are completed; go on: toyexp sweep.resume="
+        f"toyexp: interrupted by {number.name}; 0 of 2 jobs are completed; to resume: toyexp sweep.resume="
     )
 
 
@@ -396,7 +397,7 @@ def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done
     Path("s/b/notes").write_text("mine")
     assert main([*retry, "sweep.fail_fast=false"]) == 2
     told = capsys.readouterr().err
-    assert "job 0: s/a: is where this job runs, and is no empty directory; move that away" in told
+    assert "job 0: s/a: is the run directory of this job and is not empty; move it away" in told
     assert Path("s/a").read_text() == "mine" and "hydra.run.dir" not in told
     Path("s/a").unlink()
     assert main([*retry, "sweep.fail_fast=false"]) == 0
@@ -404,7 +405,7 @@ def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done
     capsys.readouterr()
     assert main(retry) == 0
     told = capsys.readouterr().out
-    assert "[1] is completed, but its run s/b is not there; train it: toyexp" in told and "recorded" not in told
+    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in told and "recorded" not in told
     assert "hydra.sweep" not in told
     shutil.rmtree("s/a")
     state = json.loads(done.read_text())
@@ -412,7 +413,7 @@ def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done
     done.write_text(json.dumps(state))
     assert main([*retry[:2], "sweep.report=false"]) == 1
     told = capsys.readouterr().out
-    assert "[1] is completed, but its run s/b is not there; train it: toyexp" in told
+    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in told
 
 
 def test_a_sweep_interrupted_before_it_is_written_leaves_nothing(monkeypatch):
@@ -451,9 +452,9 @@ def test_a_sweep_json_cannot_load_code(done, capsys):
     ("words", "told"),
     [
         (["sweep.resume=s"], "add 'plugins=[toyexp.testing.null,mishap]'"),
-        (["sweep.resume=s", MODULES, "lr=1"], "lr=1: a sweep keeps its settings"),
-        (["-m", "sweep.resume=s", MODULES, "seed=1,2"], "seed=1,2: a sweep keeps its settings"),
-        (["sweep.resume=s", MODULES, "--config-dir", "."], "--config-dir: a sweep keeps its settings"),
+        (["sweep.resume=s", MODULES, "lr=1"], "lr=1: a resumed sweep keeps its settings"),
+        (["-m", "sweep.resume=s", MODULES, "seed=1,2"], "seed=1,2: a resumed sweep keeps its settings"),
+        (["sweep.resume=s", MODULES, "--config-dir", "."], "--config-dir: a resumed sweep keeps its settings"),
         (["-m", *QUICK, "seed=1,2", "hydra.sweep.dir=s"], "already holds a sweep; go on with it: sweep.resume="),
     ],
 )
@@ -467,8 +468,8 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["seed=0,1", "seed=2,3"], "seed=0,1 seed=2,3: seed is given twice; all its values go together: seed=0,1,2,3"),
-        (["seed=0,1", "+seed=1,2"], "all its values go together: seed=0,1,2"),
+        (["seed=0,1", "seed=2,3"], "seed=0,1 seed=2,3: seed is given twice; list all its values once: seed=0,1,2,3"),
+        (["seed=0,1", "+seed=1,2"], "list all its values once: seed=0,1,2"),
         (["seed=range(0,2)", "seed=2,3"], "seed=range(0,2) seed=2,3: seed is given twice; give its values once"),
         (["seed=0,1", "lr=1", "seed=2"], "seed=0,1 seed=2: seed is given twice"),
         (["lr=[1e-3,1e-2]"], "lr=[1e-3,1e-2]: several values of a sweep stand without brackets: lr=1e-3,1e-2"),
@@ -506,7 +507,7 @@ def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
     )
     assert ["seed=1" in job["directory"] for job in jobs("u")] == [True, False]
     assert main([*line, "hydra.sweep.dir=t", "hydra.sweep.subdir='../x${steps}'"]) == 2
-    assert "error in job 0: hydra.sweep.subdir leads out of the sweep's directory" in capsys.readouterr().err
+    assert "error in job 0: hydra.sweep.subdir points outside of the sweep's directory" in capsys.readouterr().err
     assert not Path("t").exists() and not list(Path().glob("x*"))
 
 
@@ -617,7 +618,7 @@ def test_runs_that_were_swapped_are_said_and_change_no_record(capsys):
     out = capsys.readouterr().out
     assert "[0] seed=1: s/0-scratch-llama is not the run that the sweep recorded: " in out and "[1] seed=2: s/1-" in out
     assert main(["resume=s/0-scratch-llama", MODULES, "steps=2"]) == 0
-    assert "s: its summary stays as it is: job 0 was another run: " in capsys.readouterr().out
+    assert "s: its summary is not updated: job 0 was another run: " in capsys.readouterr().out
     assert jobs("s") == recorded
 
 
@@ -728,7 +729,7 @@ def test_swapped_and_missing_runs_are_said_from_python_and_by_compare(capsys):
     first.rename("elsewhere")
     assert main(["compare", "s"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "not counted: 1 run of s not there any more: 0-scratch-llama" in told
+    assert "not counted: 1 run of s no longer there: 0-scratch-llama" in told
 
 
 def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
@@ -925,7 +926,7 @@ def test_a_share_of_the_cores_that_cannot_be_is_refused_and_not_passed_over(give
 
 
 def test_how_a_process_ended_is_said_in_words():
-    assert str(JobExit(-signal.SIGSEGV, "GGML_ASSERT failed")) == "killed by SIGSEGV; its last line: GGML_ASSERT failed"
+    assert str(JobExit(-signal.SIGSEGV, "GGML_ASSERT failed")) == "killed by SIGSEGV; last output: GGML_ASSERT failed"
     assert str(JobExit(3)) == "ended with exit code 3"
 
 

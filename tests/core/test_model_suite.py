@@ -95,11 +95,11 @@ class Foreseeing(Llama):
     [
         (Operators, "computes_with_ops_alone", "unsupported operand"),
         (Method, "computes_with_ops_alone", "'Opaque' object has no attribute 'mean'"),
-        (Branching, "computes_with_ops_alone", "asks whether a tensor is true"),
+        (Branching, "computes_with_ops_alone", "used a tensor as a condition"),
         (Unused, "computes_with_ops_alone", "the result does not depend on blk.0.ffn_norm.weight, blk.1.ffn_norm"),
-        (Counting, "computes_with_ops_alone", "called again computes other numbers"),
+        (Counting, "computes_with_ops_alone", "gives other numbers when it is called again"),
         (Muted, "tensor_has_a_gradient", "blk.0.ffn_norm.weight has no gradient"),
-        (Foreseeing, "position_sees_a_later_one", "change with what follows them"),
+        (Foreseeing, "position_sees_a_later_one", "depend on later ones"),
     ],
 )
 def test_a_model_that_is_wrong_is_found(kind, test, words):

@@ -52,7 +52,7 @@ def _here(tmp_path, monkeypatch):
 def test_a_picture_of_runs_says_what_was_swept_and_how_each_choice_ended(grid, capsys):
     words = drawn(capsys, str(grid / "runs"), "curves.svg")
     assert "recipe scratch, warm × lr 0.001, 0.003, 0.01, 0.5 × 4 seeds" in words
-    common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not come to its end"
+    common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not complete"
     assert common in " ".join(words), "in one line or two, by how long the place is"
     found = Comparison.build([read_run(path) for path in find_runs(grid / "runs")]).ranking
     rows = [word for word in words if re.fullmatch(r"(scratch|warm)  lr=[\d.]+", word)]
@@ -64,7 +64,7 @@ def test_a_picture_of_runs_says_what_was_swept_and_how_each_choice_ended(grid, c
         assert mean == pytest.approx(np.mean(point.values), abs=0.02)
         assert deviation == pytest.approx(np.std(point.values, ddof=1), rel=0.06)
     assert [text.endswith("best") for text in ends] == [True] + [False] * 5
-    assert "1 run goes above what is shown, up to 40" in words
+    assert "1 run exceeds the shown range, up to 40" in words
 
 
 def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
@@ -152,15 +152,15 @@ def test_a_search_is_its_scores_by_trial_with_the_best_so_far_and_by_each_settin
     assert "tpe search of lr, optim: 10 trials" in words
     values = trials[best]["values"]
     assert f"best {scores[best]:g}, trial {best}: lr={values['lr']} optim={values['optim']}" in words, words
-    assert {"lr (matters 75%)", "optim (matters 25%)", "adamw", "lion", "0.001", f"held-out {metric}"} <= {*words}
-    assert "s · 1 stopped on their way (crosses) · 1 without a score" in words
+    assert {"lr (importance 75%)", "optim (importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}"} <= {*words}
+    assert "s · 1 stopped early (crosses) · 1 without a score" in words
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
     kept = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
     pick = np.minimum if metric == "loss" else np.maximum
     assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in kept]).tolist()
     if metric == "loss":
-        assert "1 at the edge are beyond it, up to 90" in words
+        assert "1 beyond the edge, up to 90" in words
 
 
 def test_long_names_below_a_panel_of_a_search_are_turned_so_that_they_do_not_overlap(tmp_path):

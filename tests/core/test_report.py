@@ -167,7 +167,7 @@ def test_a_sweep_leaves_its_report_unless_told_otherwise(tmp_path, monkeypatch, 
     assert [point["counted"] for point in told["points"]] == [2, 2] and told["keys"] == ["lr"]
     (tmp_path / "s/report.html").write_text("mine")
     assert main(["sweep.resume=s"]) == 0
-    assert "somebody else's" in capsys.readouterr().out and (tmp_path / "s/report.html").read_text() == "mine"
+    assert "is not a report of toyexp" in capsys.readouterr().out and (tmp_path / "s/report.html").read_text() == "mine"
     assert main(["-m", *SMALL, "seed=0,1", "hydra.sweep.dir=none", "sweep.report=false"]) == 0
     assert "report" not in capsys.readouterr().out and not (tmp_path / "none/report.html").exists()
 
@@ -177,7 +177,7 @@ def test_a_sweep_without_what_draws_says_what_to_install(tmp_path, monkeypatch, 
     pack_library.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly", None)
     SweepReport()(tmp_path / "s", True)
-    assert "pip install 'toyexp[report]', or leave it out: sweep.report=false" in capsys.readouterr().out
+    assert "pip install 'toyexp[report]'; or switch it off: sweep.report=false" in capsys.readouterr().out
 
 
 def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_new(tmp_path, monkeypatch, capsys):

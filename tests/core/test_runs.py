@@ -158,19 +158,19 @@ def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatc
     table = answered(capsys, "runs").splitlines()
     assert max(map(len, table)) <= width
     assert table[-1] == "11 runs: 10 completed, 1 killed" and "in all of them: engine ggml" in table[-3]
-    assert "no room here for: name" in table[-2] and table[-2].endswith("; --csv has all")
+    assert "columns left out to fit the terminal: name" in table[-2] and table[-2].endswith("; --csv has all")
     assert {"recipe", "lr", "held-out", "accuracy", "run"} < set(table[0].split()) and len(table) == 12 + 4
     compared = answered(capsys, "compare", "outputs").splitlines()
     assert max(map(len, compared)) <= width and "weight_decay" in compared[0] and "beta2" in compared[0]
     assert "held-out loss" in compared[0] and compared[1].endswith("best") and "speed" not in compared[0]
-    assert any(line.startswith("no room here for: speed, smoothed train loss") for line in compared)
+    assert any(line.startswith("columns left out to fit the terminal: speed, smoothed train loss") for line in compared)
 
 
 def test_of_one_run_alone_nothing_is_said_to_be_in_all_of_them(here, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
     told = answered(capsys, "runs", "seed=9").splitlines()
-    assert told[-1] == "1 of 9 runs: 1 killed" and told[-2].startswith("no room here for: ")
+    assert told[-1] == "1 of 9 runs: 1 killed" and told[-2].startswith("columns left out to fit the terminal: ")
     assert "in all of them" not in "\n".join(told)
 
 
@@ -225,10 +225,10 @@ def test_settings_that_go_along_with_another_stand_below_it(tmp_path, capsys):
 def test_runs_of_two_lengths_are_said_to_be_where_the_table_has_no_column_of_it(tmp_path, capsys):
     for recipe, steps in (("scratch", 5), ("warm", 12)):
         made(tmp_path / recipe, recipe=recipe, steps=steps)
-    assert "they were to take 5 or 12 steps" in answered(capsys, "compare", str(tmp_path))
+    assert "runs were planned with 5 or 12 steps" in answered(capsys, "compare", str(tmp_path))
     made(tmp_path / "longer", recipe="warm", steps=20)
     told = answered(capsys, "compare", str(tmp_path))  # steps are a column now
-    assert "they were to take" not in told and told.splitlines()[0].count("steps taken") == 1
+    assert "runs were planned with" not in told and told.splitlines()[0].count("steps taken") == 1
     heads = answered(capsys, "compare", str(tmp_path), "--csv").splitlines()[0].split(",")
     assert len(heads) == len(set(heads))
 
@@ -245,7 +245,7 @@ def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
 def test_where_no_run_was_evaluated_no_score_is_offered(tmp_path, capsys):
     made(tmp_path / "a", steps=20, eval_every=50, until=10)
     assert main(["compare", str(tmp_path), "--metric", "accuracy"]) == 2
-    assert "none was evaluated; without --metric they go by train loss" in capsys.readouterr().err
+    assert "no run was evaluated; leave out --metric to compare the training loss" in capsys.readouterr().err
 
 
 def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
@@ -290,10 +290,10 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["compare", "outputs", "--metric", "accuracy"], ["--metric accuracy", "no run here"]),
         (["runs", "nowhere"], ["runs nowhere", "no directory and no filter"]),
         (["runs", "optim.beta3=1"], ["optim.beta3=1", "no run here has optim.beta3", "beta2"]),
-        (["runs", "loss<"], ["loss<", "is a number"]),
-        (["runs", "loss<abc"], ["loss<abc", "is a number"]),
-        (["runs", "loss<nan"], ["loss<nan", "is a number"]),
-        (["runs", "loss<" + "x" * 10_000], ["loss<xxx", "xxx... (10006 characters) what < compares is a number"]),
+        (["runs", "loss<"], ["loss<", "needs a number"]),
+        (["runs", "loss<abc"], ["loss<abc", "needs a number"]),
+        (["runs", "loss<nan"], ["loss<nan", "needs a number"]),
+        (["runs", "loss<" + "x" * 10_000], ["loss<xxx", "xxx... (10006 characters) < needs a number"]),
         (["runs", "when>soon"], ["when>soon", "when>2026-11", "yesterday"]),
         (["runs", "recipe>abc"], ["recipe>abc", "is text", "recipe=..."]),
         (["runs", "recipe.init>3"], ["recipe.init>3", "is text (default)"]),
@@ -302,7 +302,7 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["compare", "outputs", "--html", "report.pdf"], ["--html report.pdf", "--html report.html", "help compare"]),
         (["compare", "outputs", "--html", "p.svg"], ["--html p.svg", "a file that ends in .html"]),
         (["compare", "outputs", "--html", "-"], ["--html -", "--html report.html"]),
-        (["runs", "when>16:50"], ["when>16:50", "with a date (and time), today"]),
+        (["runs", "when>16:50"], ["when>16:50", "when needs a date, a time, today"]),
         (["compare", "outputs", "--html", "dangling.html"], ["dangling.html", "choose another name"]),
         (["runs", "--last", "0"], ["--last 0"]),
         (["runs", "--sort", "colour"], ["--sort colour", "no run here has colour"]),
@@ -456,17 +456,17 @@ def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys
     assert [(p["mean"], p["counted"], p["best"]) for p in told["points"]] == [
         (1.5, 2, role == "base"), (3.5, 2, False)]  # fmt: skip
     assert told["points"][1]["settings"] == {f"{role} digest": "11223344"}
-    assert any(f"{role} digest" in note and "counted apart" in note for note in told["notes"])
-    assert any("do not compare" in note for note in told["notes"]) is (role == "data")
+    assert any(f"{role} digest" in note and "separate points" in note for note in told["notes"])
+    assert any("cannot be compared" in note for note in told["notes"]) is (role == "data")
     table = answered(capsys, "compare", "pa")
     assert f"{role} digest" in table.splitlines()[0] and "1.5000 ± 0.7071" in table and "3.5000 ± 0.7071" in table
     assert main(["compare", "pa", "--csv"]) == 0
     out, err = capsys.readouterr()
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert [row["held-out loss mean"] for row in rows] == ["1.5"] * 2 + ["3.5"] * 2 and "counted apart" in err
+    assert [row["held-out loss mean"] for row in rows] == ["1.5"] * 2 + ["3.5"] * 2 and "separate points" in err
     for form in ("--html", "--plot"):
         assert main(["compare", "pa", form, {"--html": "r.html", "--plot": "r.svg"}[form]]) == 0
-        assert "counted apart" in capsys.readouterr().err
+        assert "separate points" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["abc", [1], 10**400])
@@ -572,7 +572,7 @@ def test_a_run_whose_settings_cannot_be_read_adds_no_digest_to_those_of_others(t
     (tmp_path / "bad/config.yaml").write_text("")
     told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))
     assert not any(point["settings"] for point in told["points"])
-    assert not any("counted apart" in note for note in told["notes"])
+    assert not any("separate points" in note for note in told["notes"])
 
 
 def archive(path, **members):
@@ -642,10 +642,10 @@ def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys,
     archive("big.zip", **{"a/config.yaml": b" " * 2000})
     (here / "bad.zip").write_bytes(b"PK\x03\x04" + b"x" * 50)
     for name, told in (
-        ("out.zip", "lies outside"),
+        ("out.zip", "outside of it"),
         ("big.zip", "take more than"),
         ("bad.zip", "cannot be unzipped"),
-        ("dos.zip", "lies outside"),
+        ("dos.zip", "outside of it"),
     ):
         for command in ("runs", "compare"):
             assert main([command, name]) == 2

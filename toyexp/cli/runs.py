@@ -161,7 +161,7 @@ def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]
     table, gone = drop_columns(rows, [*alike, *DROP_ORDER])
     same, others = [head for head in gone if head in alike], [head for head in gone if head not in alike]
     notes = [f"in all of them: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
-    notes += [f"no room here for: {', '.join(others)}; --csv has all"] if others else []
+    notes += [f"columns left out to fit the terminal: {', '.join(others)}; --csv has all"] if others else []
     over = max(map(len, align_columns(table))) - (terminal_width() or sys.maxsize)
     keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
     cut = [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in table]

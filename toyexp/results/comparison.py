@@ -120,17 +120,19 @@ class Comparison:
         told = [f"the best {len(self.entries)} of {self.total_runs} runs are shown"] if self.total_runs else []
         told += self.ranking.notes()
         if changed := [key for key in self.keys if key.endswith(DIGEST)]:
-            told.append(f"runs of equal settings read different files ({', '.join(changed)}): they are counted apart")
+            told.append(f"runs with equal settings read different files ({', '.join(changed)}): separate points")
         if WHOSE in self.keys:
-            told.append(f"equal runs of different directories or names are counted apart ({WHOSE}); together: --pool")
+            told.append(
+                f"equal runs of other directories or names form separate points ({WHOSE}); to combine them: --pool"
+            )
         told += self.selection_notes
         lengths = {entry.run.of for entry in self.entries if entry.run.of is not None}
         if len(lengths) > 1 and "steps" not in self.keys:
-            told.append(f"they were to take {' or '.join(map(str, sorted(lengths)))} steps")
+            told.append(f"runs were planned with {' or '.join(map(str, sorted(lengths)))} steps")
         if versions := _join_if_several(entry.facts.get("backend", {}).get("framework") for entry in self.entries):
             told.append(f"several versions: {versions}")
         if hosts := _join_if_several(entry.facts.get("host", {}).get("name") for entry in self.entries):
-            told.append(f"several machines: {hosts}; their speeds do not compare")
+            told.append(f"several machines: {hosts}; their speeds cannot be compared")
         if repeats := sum(point.repeats for point in self.ranking.points):
             more = "a run repeats another's" if repeats == 1 else f"{repeats} runs repeat others'"
             told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")

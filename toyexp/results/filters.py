@@ -49,9 +49,11 @@ class Filter:
         if sign in ORDER_OPERATORS and name == "when":
             _parse_time(word, value)
         elif sign in ORDER_OPERATORS and name in COLUMNS and name not in NUMERIC_COLUMNS:
-            raise UserError(f"{word}: {key} is text, which {sign} cannot compare; '{key}=...' or '{key}!=...', * fits")
+            raise UserError(
+                f"{word}: {key} is text and cannot be compared with {sign}; use '{key}=...' or != (* matches any text)"
+            )
         elif sign in ORDER_OPERATORS and ((number := _to_float(value)) is None or math.isnan(number)):
-            raise UserError(f"{word}: what {sign} compares is a number, such as '{key}{sign}3'")
+            raise UserError(f"{word}: {sign} needs a number, such as '{key}{sign}3'")
         return cls(word, name, sign, value)
 
     def matches(self, value: Any) -> bool:
@@ -130,7 +132,7 @@ def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
 
 def _suggest_key(key: str, known: Iterable[str]) -> str:
     near = suggest(key, known)
-    return near if near.startswith("did you") else "its keys: toyexp runs --json, and those of its config.yaml"
+    return near if near.startswith("did you") else "all keys: toyexp runs --json, and config.yaml"
 
 
 def _is_none(value: Any) -> bool:
@@ -160,7 +162,7 @@ def _parse_time(word: str, text: str) -> datetime:
         return datetime.fromisoformat(text + "2000-01-01"[len(text) :] if len(text) in (4, 7) else text).astimezone()
     except ValueError:
         known = "'when>2026-11', 'when>2026-11-20', 'when>2026-11-20T18:00', 'when>yesterday'"
-        raise UserError(f"{word}: when is compared with a date (and time), today or yesterday: {known}") from None
+        raise UserError(f"{word}: when needs a date, a time, today or yesterday: {known}") from None
 
 
 def _to_float(value: Any) -> float | None:

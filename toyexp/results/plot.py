@@ -88,7 +88,7 @@ def draw_runs(comparison: Comparison, place: str) -> Sheet:
     comparison = comparison.best(MOST_RUNS)
     ranking = comparison.ranking
     if not any(point.values for point in ranking.points):
-        raise UserError(f"{place}: no run has come to its end with a score yet; there is nothing to draw")
+        raise UserError(f"{place}: no run has completed with a metric yet; there is nothing to draw")
     lines = [Line.read(point, ranking.column) for point in ranking.points]
     named = [line for line in lines if line.point.values][:MAX_POINTS]
     rest = [line for line in lines if line not in named]
@@ -148,8 +148,8 @@ def _footer(comparison: Comparison, place: str, total: int) -> str:
     lengths = {run.of for run in runs}
     told += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
     bad = [run for run in runs if run.state not in FINAL_STATES]
-    told += [f"{len(bad)} did not come to their end" if len(bad) > 1 else "1 did not come to its end"] if bad else []
-    told += ["other data: these losses do not compare"] if comparison.ranking.differing_data else []
+    told += [f"{len(bad)} did not complete" if len(bad) > 1 else "1 did not complete"] if bad else []
+    told += ["different data: losses cannot be compared"] if comparison.ranking.differing_data else []
     return " · ".join(filter(None, told))
 
 
@@ -207,7 +207,9 @@ def _draw_curves(
         axes.set_ylim(low - (high - low) / 20, high + (high - low) / 20)
     above = sum(any(value > high for value in curve.values()) for line in (*named, *rest) for curve, _ in line.runs)
     if above:
-        text = f"{pluralise(above, 'run')} {'goes' if above == 1 else 'go'} above what is shown, up to {max(every):.4g}"
+        text = (
+            f"{pluralise(above, 'run')} {'exceeds' if above == 1 else 'exceed'} the shown range, up to {max(every):.4g}"
+        )
         axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=SMALL, color=GREY,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
     axes.set_ylabel(column)

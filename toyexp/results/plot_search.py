@@ -44,7 +44,7 @@ class Search:
     trials: Sequence[Trial]
     importances: Mapping[str, float]
     no_importances: str  # reason if there are none
-    notes: Sequence[str]  # reasons why scores do not compare
+    notes: Sequence[str]  # reasons why scores cannot be compared
     log_keys: Set[str]  # settings on a logarithmic scale, such as lr=tag(log, interval(1e-4, 1e-1))
 
     @classmethod
@@ -84,7 +84,7 @@ def draw_search(search: Search, place: str) -> Sheet:
     """Draw a search; `place` names its directory. Raise UserError if no trial has a metric."""
     done = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
     if not done:
-        raise UserError(f"{place}: no point of this search has a score yet; there is nothing to draw")
+        raise UserError(f"{place}: no trial of this search has a score yet; there is nothing to draw")
     best = (min if search.is_minimising else max)(done, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
@@ -110,9 +110,9 @@ def _footer(search: Search, place: str, keys: Sequence[str]) -> str:
     told = [place, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
     pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
     without = sum(trial.score is None for trial in search.trials)
-    told += [f"{pruned} stopped on their way (crosses)"] if pruned else []
+    told += [f"{pruned} stopped early (crosses)"] if pruned else []
     told += [f"{without} without a score"] if without else []
-    told += [f"what matters is unknown: {search.no_importances}"] if search.no_importances else []
+    told += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     left = [key for key in search.keys if key not in keys]
     told += [f"not shown: {', '.join(left)}"] if left else []
     return " · ".join(filter(None, told))
@@ -170,7 +170,7 @@ def _draw_trials(
     beyond = [trial.score for trial in done if trial.score is not None and not low <= trial.score <= high]
     if beyond:
         far = f"up to {max(beyond):.4g}" if down else f"down to {min(beyond):.4g}"
-        text = f"{len(beyond)} at the edge are beyond it, {far}"
+        text = f"{len(beyond)} beyond the edge, {far}"
         axes.text(0.99, 0.97 if down else 0.03, text, transform=axes.transAxes, ha="right",
                   va="top" if down else "bottom", fontsize=SMALL, color=GREY)  # fmt: skip
     axes.set_xlabel("trial")
@@ -203,7 +203,7 @@ def _draw_setting(
     if best.number in places:
         _draw_star(axes, places[best.number], best)
     share = search.importances.get(key)
-    matters = f" (matters {share:.0%})" if share is not None else ""
+    matters = f" (importance {share:.0%})" if share is not None else ""
     axes.set_xlabel(f"{fit_text(name, 26)}{matters}")
     if first:
         axes.set_ylabel(f"held-out {search.metric}")

@@ -91,12 +91,10 @@ class Ranking(Generic[J]):
         """Return notes about data and files that a reader of the numbers must know."""
         told = []
         if self.changed_sources:
-            told.append(
-                f"{' and '.join(self.changed_sources)} changed between runs of equal settings: counted apart by digest"
-            )
+            told.append(f"{' and '.join(self.changed_sources)} changed between runs of equal settings: separate points")
         if self.differing_data:
             differ = ", ".join(self.differing_data[1:] or self.differing_data)
-            told.append(f"the data differ between points ({differ}): their losses do not compare")
+            told.append(f"the data differ between points ({differ}): their losses cannot be compared")
         if self.best and (tied := sum(point.mean == self.best.mean for point in self.points)) > 1:
             told.append(f"{tied} points are equally good; the first of them is marked as best")
         return told

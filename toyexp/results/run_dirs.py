@@ -146,8 +146,8 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
                 "holds no run" if exists else "matches no run" if glob.has_magic(word) else explain_missing(Path(word))
             )
             if exists and (Path(word) / SWEEP_FILE).is_file():
-                what = "is a sweep of which no run has begun"
-            raise UserError(f"{command} {display_path(word)}: {what}; what is here: toyexp runs")
+                what = "is a sweep that has started no run"
+            raise UserError(f"{command} {display_path(word)}: {what}; to list runs: toyexp runs")
         found.update(dict.fromkeys(runs))
     return list(found)
 
@@ -175,7 +175,7 @@ def _extract(archive: Path, folder: Path) -> Path:
             for info in wanted:
                 info.filename = name = info.filename.replace("\\", "/")  # the archiver of Windows writes backslashes
                 if name.startswith("/") or ".." in PurePosixPath(name).parts:
-                    raise UserError(f"{archive}: holds {printable(name)}, which lies outside of it")
+                    raise UserError(f"{archive}: holds {printable(name)}, a path outside of it")
             if sum(info.file_size for info in wanted) > MAX_UNZIPPED_BYTES:
                 raise UserError(f"{archive}: its runs take more than {MAX_UNZIPPED_BYTES >> 20} MiB; unzip it yourself")
             found.extractall(folder, wanted)

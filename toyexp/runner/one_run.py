@@ -51,7 +51,7 @@ def prepare_request(
     request, composed, found = locate(request, resume)
     if resume == AUTO:
         parent, name = _locate(composed)
-        nothing = f"no run named {name} with a checkpoint below {parent}: a new one"
+        nothing = f"no run named {name} with a checkpoint below {parent}; starting a new run"
         print_line(f"resume  {short_path(found) if found else nothing}")
     return prepare_run(composed, resume=found, callbacks=callbacks)
 
@@ -62,14 +62,14 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composition, 
     many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job keeps the hydra.sweep settings of its sweep
     for override in request.settings:
         if f"{override.key_or_group}.".startswith(many):
-            raise UserError(f"{override.input_line}: is about many runs; add -m to sweep, or sweep.resume=DIR")
+            raise UserError(f"{override.input_line}: applies to sweeps; add -m to start one, or sweep.resume=DIR")
     if resume is None:
         return request, request.compose(), None
     if resume != AUTO:
         require_run(Path(resume), "resume")
         for override in request.settings:
             if override.key_or_group == "hydra.run.dir":
-                raise UserError(f"{override.input_line}: resume={resume} goes on in that directory; leave it out")
+                raise UserError(f"{override.input_line}: resume={resume} continues in that directory; leave it out")
         request = request.use_saved_config(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()

@@ -45,9 +45,9 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
             check_brackets(override, keys)
             check_settings([override], keys, request.source)
         if override.key_or_group == "resume":
-            raise UserError(f"{override.input_line}: continues one run; a sweep goes on with sweep.resume=DIR")
+            raise UserError(f"{override.input_line}: resumes a single run; to resume a sweep, use sweep.resume=DIR")
         if override.key_or_group == "hydra.run.dir":
-            raise UserError(f"{override.input_line}: is of one run; a sweep and its jobs go to hydra.sweep.dir=...")
+            raise UserError(f"{override.input_line}: applies to a single run; for a sweep, set hydra.sweep.dir=...")
     if "sweep.resume" in request.values:
         return _resume_sweep(flags, request, Path(request.values["sweep.resume"]))
     parsed = [*experiment_sweep(request), *request.settings]
@@ -88,7 +88,7 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
     typed = request.settings
     others = input_lines([o for o in typed if not _is_sweep_setting(o) and o.key_or_group != "plugins"])
     for word in [*others, *(flag for flag in flags if flag in JOB_FLAGS)]:
-        raise UserError(f"{word}: a sweep keeps its settings; beside sweep.resume go sweep.* and plugins=[...] alone")
+        raise UserError(f"{word}: a resumed sweep keeps its settings; it accepts only sweep.* and plugins=[...]")
     folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # job directories must lie below it
     try:
         memory = folder.spec
@@ -102,15 +102,15 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
             if there := Path(memory["cwd"]).is_dir():
                 os.environ[START_DIRECTORY] = memory["cwd"]
             if "--json" not in flags:
-                where = f"are from there{'' if there else f', which is gone: they are from {Path.cwd()}'}"
-                print_line(f"begun in {printable(memory['cwd'])}: relative paths in its settings {where}")
+                where = "refer to it" if there else f"refer to {Path.cwd()}, since it no longer exists"
+                print_line(f"started in {printable(memory['cwd'])}: relative paths in its settings {where}")
         source = Source.from_flags(*(memory["flags"].get(flag) for flag in JOB_FLAGS))
         of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
         own = [o for o in typed if _is_sweep_setting(o)]
         settings = _settings(of_jobs, [*parse(memory["sweep"]), *own])
         if fixed := [o.key_or_group for o in own if o.key_or_group in SEARCH_IDENTITY]:
-            what = "search is what it began as, but for sweep.trials" if settings.search else "sweep is no search"
-            raise UserError(f"{fixed[0]}: this {what}")
+            what = "a resumed search can only change sweep.trials" if settings.search else "this sweep is not a search"
+            raise UserError(f"{fixed[0]}: {what}")
         configs = JobConfigs(of_jobs, {})
         jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
         launcher = _launcher(settings, jobs, configs)
@@ -130,7 +130,9 @@ def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]])
         return JobSource(folder.jobs)
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
-        raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs are of trials {printable(str(trials), 60)}")
+        raise UserError(
+            f"{folder.path / SWEEP_FILE}: is damaged: its jobs have the trials {printable(str(trials), 60)}"
+        )
     keys = parse_space(settings.search, parse(folder.spec["space"]), types)
     return Search(settings, keys, folder.jobs, shared_args(folder.spec))
 
@@ -144,9 +146,9 @@ def _settings(request: Request, own: Sequence[Any]) -> Sweep:
     chosen = [o for o in request.settings if o.key_or_group == "experiment"]
     settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
     if settings.isolate and getattr(os, "fork", None) is None:  # the output of jobs is read with POSIX pipes
-        raise UserError("sweep.isolate=true: no jobs in processes of their own on Windows; sweep.isolate=false, or WSL")
+        raise UserError("sweep.isolate=true: not supported on Windows; use sweep.isolate=false, or WSL")
     if not settings.isolate and settings.launcher != Serial.name:
-        what = f"runs one job after another in this process, without {settings.launcher}"
+        what = f"runs jobs one after another in this process, not with sweep.launcher={settings.launcher}"
         raise UserError(f"sweep.isolate=false: {what}")
     _launcher_class(settings).check(settings)
     return settings

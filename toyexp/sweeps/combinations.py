@@ -56,7 +56,7 @@ def _suggest_merge(key: str, *given: Override) -> str:
     if not all(o.is_choice_sweep() and "(" not in str(o.input_line) for o in given):
         return "give its values once"
     values = dict.fromkeys(word.partition("=")[2] for o in given for word, _ in sweep_values(o))
-    return f"all its values go together: {key}={','.join(values)}"
+    return f"list all its values once: {key}={','.join(values)}"
 
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
@@ -75,24 +75,24 @@ def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
     line = override.input_line
     if override.is_interval_sweep():
         raise UserError(
-            f"{line}: an interval has no end of values; use range(...), a list, or a search: "
+            f"{line}: an interval has infinitely many values; use range(...), a list, or a search: "
             "sweep.search=tpe sweep.trials=20"
         )
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-        raise UserError(f"{line}: a sweep takes no glob; name the values: {override.get_key_element()}=a,b")
+        raise UserError(f"{line}: globs are not supported; list the values: {override.get_key_element()}=a,b")
     try:
         values = list(itertools.islice(override.sweep_iterator(), MAX_JOBS + 1))
     except (HydraException, ArithmeticError, ValueError, TypeError):
-        raise UserError(f"{line}: a range takes numbers, and a step that is not 0: range(0,10,2)") from None
+        raise UserError(f"{line}: a range needs numbers, and a step other than 0: range(0,10,2)") from None
     if not values:
-        raise UserError(f"{line}: holds no value")
+        raise UserError(f"{line}: has no values")
     if len(values) > MAX_JOBS:
         raise UserError(f"{line}: a sweep has at most {MAX_JOBS} jobs")
     seen: set[str] = set()
     parts = str(line).partition("=")[2].split(",")
     for value, part in zip(values, parts if len(parts) == len(values) else itertools.repeat(""), strict=False):
         if (text := Transformer.str(value)) in seen:
-            raise UserError(f"{line}: names {text} twice, which would train the same job again")
+            raise UserError(f"{line}: lists {text} twice, which would train the same job twice")
         seen.add(text)
         if type(value) is int and part.replace("_", "") == text:  # keep names such as name=2024_01,2024_02 as typed
             text = part

@@ -62,16 +62,16 @@ class ComparisonAnswer(Answer):
         table, gone = drop_columns([heads, *rows], ["speed", *reversed(others), self._steps_head])
         lines = align_table(table, {"runs", self._steps_head, *others, "speed"})
         points = "" if len(ranking.points) == len(found.entries) else f" in {pluralise(len(ranking.points), 'point')}"
-        below = [f"no room here for: {', '.join(gone)}; --csv has all"] if gone else []
+        below = [f"columns left out to fit the terminal: {', '.join(gone)}; --csv has all"] if gone else []
         below.append(f"{pluralise(len(found.entries), 'run')}{points}")
         if ranking.has_seeds:
-            below[-1] += "; mean ± standard deviation (over n-1) of the runs that came to their end"
+            below[-1] += "; mean ± standard deviation (over n-1) of the completed runs"
         for leader, keys_along in found.linked_keys.items():
             some = ", ".join(f"{key} {'|'.join(found.values(key))}" for key in keys_along[:6])
             more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
             below.append(f"with {leader}: {some}{more}")
         also = [key for key in found.other_keys if key not in ("seed", "name")]
-        below += [f"also, without a point of its own: {', '.join(also)}"] if also else []
+        below += [f"also differ, without separating points: {', '.join(also)}"] if also else []
         below += [f"note: {note}" for note in found.notes()]
         return [*lines, "", *wrap_lines([escape_cell(line) for line in below])]
 
@@ -122,18 +122,20 @@ def compare_runs(
     paths = resolve_runs("compare", places, notes := list[str]())
     runs = filter_runs([read_run(path) for path in paths], filters, notes)
     if not runs:
-        raise UserError(
-            f"compare {' '.join(f.text for f in filters)}: none of {pluralise(len(paths), 'run')} is like that"
-        )
+        raise UserError(f"compare {' '.join(f.text for f in filters)}: none of {pluralise(len(paths), 'run')} matches")
     comparison = Comparison.build(runs, metric or sweep_metric([Path(place) for place in places]), pooled)
     for place in map(Path, places):
         with contextlib.suppress(UserError):  # no sweep, or a damaged one
             gone = [d for j in read_sweep(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()]
-            told = f"not counted: {pluralise(len(gone), 'run')} of {short_path(place)} not there any more: "
+            told = f"not counted: {pluralise(len(gone), 'run')} of {short_path(place)} no longer there: "
             notes += [told + ", ".join(gone[:3])] if gone else []
     comparison.selection_notes = notes
     if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
         evaluated = comparison.scores or any(run.loss is not None for run in runs)
-        there_is = suggest(metric, known) if evaluated else "none was evaluated; without --metric they go by train loss"
-        raise UserError(f"--metric {metric}: no run here has such a score; {there_is}")
+        there_is = (
+            suggest(metric, known)
+            if evaluated
+            else "no run was evaluated; leave out --metric to compare the training loss"
+        )
+        raise UserError(f"--metric {metric}: no run here has this metric; {there_is}")
     return ComparisonAnswer(comparison)

@@ -88,7 +88,7 @@ class JobExit:
         if self.code < 0:
             name = signal.Signals(-self.code).name
             said = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-            return f"{said}; its last line: {self.error}" if self.error else said
+            return f"{said}; last output: {self.error}" if self.error else said
         return self.error or f"ended with exit code {self.code}"
 
 
@@ -127,7 +127,7 @@ class Job:
         self.code, self.status, self.error = ended.code, STATUS_BY_CODE.get(ended.code, Status.KILLED), str(ended)
         self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _valid_numbers(found)
         if self.status == Status.COMPLETED:
-            self.error = None if found else f"ended with exit code 0 and left no result in {directory}"
+            self.error = None if found else f"ended with exit code 0 without a result in {directory}"
             self.status = Status.COMPLETED if found else Status.FAILED
             if found.get("reason") == "aborted" and str(found.get("why")).startswith(PRUNED_PREFIX):
                 self.status, self.error = Status.PRUNED, str(found["why"])
@@ -164,8 +164,8 @@ class LaunchSpec:
         except DirectoryLocked:
             raise
         except UserError:
-            what = f"{short_path(self.directory)}: is where this job runs, and is no empty directory"
-            raise UserError(f"{what}; move that away, then go on with sweep.retry=true") from None
+            what = f"{short_path(self.directory)}: is the run directory of this job and is not empty"
+            raise UserError(f"{what}; move it away, then resume the sweep with sweep.retry=true") from None
         return self.start_args
 
 
@@ -203,7 +203,7 @@ class SweepDir:
         folder = cls(path, jobs, asked)
         try:
             require_empty(path, "hydra.sweep.dir")  # again: files may have been created before the lock
-            show_status("writing down the jobs")
+            show_status("writing the list of jobs")
             folder.save()
         except BaseException:  # also KeyboardInterrupt while a long list of jobs is written
             folder.close()
@@ -347,12 +347,14 @@ def _lock(path: Path) -> int:
         path.mkdir(parents=True, exist_ok=True)
         return lock(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose: hydra.sweep.dir=...") from None
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); choose another directory: hydra.sweep.dir=..."
+        ) from None
 
 
 def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
     """Read the jobs and the `spec` of a sweep. Raise UserError if its files are damaged."""
-    alone = f"; each of its runs goes on by itself: resume={path}/RUN"
+    alone = f"; its runs can be resumed one by one: resume={path}/RUN"
     try:
         state = {"space": [], **read_json(path / SWEEP_FILE)}
         if isinstance(state.get("jobs"), list):
@@ -378,7 +380,7 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
     jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
     for job in jobs:
         if any(text.lstrip("+").startswith("plugins=") for text in job.overrides):
-            raise ValueError(f"job {job.number} names plugins, which the command line alone does")
+            raise ValueError(f"job {job.number} sets plugins, which only the command line may do")
     words = (*state["settings"], *state["space"], *(word for job in jobs for word in job.overrides))
     if any(word.startswith("-") for word in words):
         raise ValueError("a setting looks like a flag")
@@ -393,7 +395,7 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
     job.result = _valid_numbers(job.result)
     place = PurePath(job.directory or "")
     if place.is_absolute() or ".." in place.parts:
-        raise ValueError(f"job {number} lies outside, in {job.directory}")
+        raise ValueError(f"job {number} has a directory outside of the sweep: {job.directory}")
     if job.number != number:
         raise ValueError(f"job {number} has number {job.number}")
     return job
@@ -425,13 +427,13 @@ def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) ->
     except DirectoryLocked:  # the running sweep reads the result itself
         return
     except UserError as error:
-        log.warning("%s; its summary is left as it was", error)
+        log.warning("%s; its summary is not updated", error)
         return
     with contextlib.closing(folder):
         for job in [job for job in folder.jobs if job.directory == str(run.relative_to(path))]:
             if other := job.difference(before):
                 print_line(
-                    f"sweep   {short_path(path)}: its summary stays as it is: job {job.number} was another run: {other}"
+                    f"sweep   {short_path(path)}: its summary is not updated: job {job.number} was another run: {other}"
                 )
                 return
             job.attempts += 1

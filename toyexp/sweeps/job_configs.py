@@ -291,8 +291,8 @@ def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> No
             continue
         if places[0] == places[1]:
             raise UserError(
-                f"hydra.sweep.subdir gives jobs {first.number} and {job.number} one directory, {places[0].name}; "
-                "put ${hydra.job.num} into it, or leave it out"
+                f"hydra.sweep.subdir gives jobs {first.number} and {job.number} the same directory, {places[0].name}; "
+                "add ${hydra.job.num} to it, or leave it out"
             )
 
 
@@ -314,10 +314,10 @@ class JobDirectories:
     def assign(self, job: Job, root: Path, directory: Path) -> None:
         """Assign a directory to a job. Raise UserError if another job has it or it lies outside the sweep."""
         if not directory.is_relative_to(root) or ".." in directory.relative_to(root).parts or directory == root:
-            raise UserError(f"hydra.sweep.subdir leads out of the sweep's directory, to {directory}")
+            raise UserError(f"hydra.sweep.subdir points outside of the sweep's directory, to {directory}")
         require_plain_path(root, directory)
         name = str(directory.relative_to(root))
         if owner := self._owners.get(name):
-            raise UserError(f"hydra.sweep.subdir gives jobs {owner.number} and {job.number} one directory, {name}")
+            raise UserError(f"hydra.sweep.subdir gives jobs {owner.number} and {job.number} the same directory, {name}")
         job.directory = name
         self._owners[name] = job

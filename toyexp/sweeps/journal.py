@@ -76,7 +76,7 @@ class Journal:
         for line in whole.splitlines():
             entry = json.loads(line)
             if not isinstance(entry, Mapping) or not isinstance(number := entry["number"], int):
-                raise ValueError(f"{JOURNAL} holds what is no job")
+                raise ValueError(f"{JOURNAL} holds an entry that is not a job")
             if not 0 <= number <= len(entries):
                 raise ValueError(f"{JOURNAL} holds job {number} of {len(entries)}")
             entries[number : number + 1] = [entry]

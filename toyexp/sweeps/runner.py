@@ -138,7 +138,7 @@ class Runner:
         more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
         move = "move that file away, and " if os.path.lexists(place) else ""
         print_line(
-            f"[{gone[0].number}] is completed, but its run {short_path(place)} is not there{more}; "
+            f"[{gone[0].number}] is completed, but its run {short_path(place)} is missing{more}; "
             f"{move}train it: {again}"
         )
 
@@ -184,7 +184,7 @@ class Runner:
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)
             if other := self.configs.other_run(job, run):
-                what = "put the job's own run back, or move this one away, then go on with the sweep"
+                what = "put the job's own run back, or move this one away, then resume the sweep"
                 self._end(job, JobExit(NOT_STARTED, f"{short_path(run)}: holds another run: {other}; {what}"))
             return not other
         try:
@@ -261,10 +261,10 @@ class Runner:
             command = shlex.join(["toyexp", format_override("sweep.resume", short_path(folder.path)), *retry, *plugins])
         if number := self._stop.number:
             name = signal.Signals(number).name
-            self._watch.say(f"toyexp: interrupted by {name}; {done}; go on: {command}", sys.stderr)
+            self._watch.say(f"toyexp: interrupted by {name}; {done}; to resume: {command}", sys.stderr)
             return 128 + number
         if command:
-            print_line(f"{done}; go on: {command}")
+            print_line(f"{done}; to resume: {command}")
         if statuses <= {*SUCCEEDED}:
             return 0
         return 2 if statuses <= {*SUCCEEDED, Status.REFUSED, Status.WAITING} else 1

@@ -72,7 +72,7 @@ class DataSuite(PluginSuite):
         assert [batch_digest(one.batch(k)) for k in (3, 7)] == [batch_digest(b) for b in (two.batch(3), later)]
         assert any(batch_digest(one.batch(k)) != batch_digest(other.batch(k)) for k in range(4))
         assert held_out == [batch_digest(batch) for batch in two.held_out()]
-        assert held_out == [batch_digest(batch) for batch in other.held_out()], "another seed scores on the same"
+        assert held_out == [batch_digest(batch) for batch in other.held_out()], "the held-out data depends on the seed"
 
     def test_batches_fit_what_they_declare(self) -> None:
         """Training and held-out batches have the declared shapes and types, and ids below vocab."""
@@ -90,7 +90,7 @@ class DataSuite(PluginSuite):
     def test_nothing_is_both_trained_on_and_held_out(self) -> None:
         """No row of an epoch is held out, if the suite sets the length of an epoch."""
         if not self.epoch:
-            pytest.skip("its examples may be alike: epoch = 0")
+            pytest.skip("its examples may be equal: epoch = 0")
         batches = self.batches()
         trained = {row for k in range(self.epoch) for row in _rows(batches.batch(k))}
         held_out = {row for batch in batches.held_out() for row in _rows(batch)}
@@ -110,7 +110,7 @@ class DataSuite(PluginSuite):
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == fingerprint(self.data, self.context, self.rows)
 
-    @pytest.mark.skipif(not OPEN_FILES[0].is_dir(), reason="only Linux says what a process has open")
+    @pytest.mark.skipif(not OPEN_FILES[0].is_dir(), reason="only Linux lists the open files of a process")
     def test_nothing_stays_open_behind_it(self) -> None:
         """After the dataset is deleted, none of its files is open or mapped."""
         self.batches().batch(0)  # modules that this imports may keep files open

@@ -47,7 +47,7 @@ class SuiteParts:
                 data = cls()
                 data.check()
                 return data.open(None)
-        raise UserError(f"no data of {kind} open without a setting")
+        raise UserError(f"no data of {kind} opens with its defaults")
 
     def fit_model(self, model: Model) -> Model:
         """Fit the model's sizes to such data."""
@@ -71,13 +71,13 @@ def make_suite(kind: str, cls: type, beside: SuiteParts) -> type[PluginSuite]:
 def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any]:
     """Return the attributes that the suite needs besides the part."""
     if kind in ("optim", "model") and not beside.engines:
-        raise UserError("no engine works here to run it on: toyexp doctor")
+        raise UserError("no engine works on this machine; see: toyexp doctor")
     if kind == "optim":
         return {"engine": beside.engines[0]}
     if kind == "model":
         size = beside.fit_model(part).parameters()
         if size > MOST:
-            raise UserError(f"its defaults are {size:,} numbers, and the suite takes a small one")
+            raise UserError(f"its defaults are {size:,} parameters; the suite needs a small model")
         return {"engines": tuple(beside.engines), **_dataset_attribute(part, beside)}
     if kind == "recipe":
         return _recipe_attributes(part, beside)
@@ -94,7 +94,7 @@ def _dataset_attribute(model: Model, beside: SuiteParts) -> dict[str, Any]:
 
 def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
     """Return the first model that the recipe can plan by default, and data for it."""
-    refused = UserError(f"no model here reads {' or '.join(map(str, recipe.reads))}")
+    refused = UserError(f"no model reads {' or '.join(map(str, recipe.reads))}")
     for cls in (cls for cls in beside.models if cls.reads in recipe.reads):
         try:
             made = {"recipe": recipe, "model": cls(), **_dataset_attribute(cls(), beside)}
@@ -108,7 +108,7 @@ def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
 
 def _format_models(form: Format, beside: SuiteParts) -> list[Model]:
     """Return up to three small models that the format supports."""
-    refused, found = UserError("no model is here to write"), []
+    refused, found = UserError("no model is installed to write"), []
     for cls in beside.models:
         try:
             model = beside.fit_model(cls())

@@ -34,7 +34,7 @@ class Opaque:
         self._array, self._names = array, names  # names of the model's tensors that it depends on
 
     def __bool__(self) -> bool:
-        raise TypeError("a model asks whether a tensor is true: what it computes may not depend on values")
+        raise TypeError("a model used a tensor as a condition; its computation must not depend on values")
 
 
 def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:
 
 def _twice(ops: Ops, function: Callable[..., Any], x: Any, p: Params, *rest: Any) -> Any:
     first, second = (function(ops, x, p, *rest) for _ in range(2))
-    np.testing.assert_array_equal(first._array, second._array, "a block that is called again computes other numbers")
+    np.testing.assert_array_equal(first._array, second._array, "a block gives other numbers when it is called again")
     return second
 
 
@@ -123,7 +123,7 @@ class ModelSuite(PluginSuite):
         wide = {n: Opaque(v.astype(np.float64), frozenset([n])) for n, v in values.items()}
         inputs = {n: Opaque(batch[n], frozenset()) for n in plan.model.inputs()}
         logits = plan.model.forward(OpaqueOps(), plan.params(wide), inputs)
-        assert isinstance(logits, Opaque), f"forward gives {type(logits).__name__}, which no op made"
+        assert isinstance(logits, Opaque), f"forward returned {type(logits).__name__}, which is not the result of an op"
         np.testing.assert_allclose(logits._array, reference_logits(plan, values, batch), rtol=1e-12, atol=1e-12)
         idle = sorted(values.keys() - logits._names)
         assert idle == [], f"the result does not depend on {', '.join(idle)}"
@@ -145,13 +145,13 @@ class ModelSuite(PluginSuite):
         plan, batch, values = self.make_case()
         sequence = plan.model.reads.sequence
         if not (bool(sequence) if self.causal is None else self.causal):
-            pytest.skip(f"model={plan.model.name} claims no order of positions")
+            pytest.skip(f"model={plan.model.name} is not causal")
         whole = reference_logits(plan, values, batch)
         for length in (1, whole.shape[1] // 2, whole.shape[1] - 1):
             short = {**batch, sequence: batch[sequence][:, :length]}
             np.testing.assert_allclose(
                 reference_logits(plan, values, short), whole[:, :length], rtol=1e-9, atol=1e-12,
-                err_msg=f"the first {length} positions change with what follows them",
+                err_msg=f"the first {length} positions depend on later ones",
             )  # fmt: skip
 
     def test_it_says_whether_a_decoder_can_keep_positions(self) -> None:

@@ -121,7 +121,9 @@ class CallbackSuite(PluginSuite):
 
     def callback(self) -> Callback:
         """Return a fresh callback."""
-        pytest.fail(f"{type(self).__name__}: set `callback`, such as its class, in the class", pytrace=False)
+        pytest.fail(
+            f"{type(self).__name__}: set `callback` in the class, for example to the callback's class", pytrace=False
+        )
 
     def subject(self) -> type:
         """Return the callback's class."""

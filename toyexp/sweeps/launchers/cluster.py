@@ -144,10 +144,10 @@ class Cluster(Launcher):
                     continue
                 tries[job.number] = tries.get(job.number, 0) + 1
                 if tries[job.number] > self.retries:
-                    given_up = f", begun again {pluralise(self.retries, 'time')}" if self.retries else ""
+                    given_up = f", resubmitted {pluralise(self.retries, 'time')}" if self.retries else ""
                     yield job, JobExit(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
                     continue
-                again = f"begun again, {tries[job.number]} of {self.retries} times"
+                again = f"resubmitted, {tries[job.number]} of {self.retries} times"
                 watch.say(f"[{job.number}] lost ({result.why}): {again}")
                 job.attempts += 1
                 lost.append(job)

@@ -63,12 +63,12 @@ class Launcher(ABC):
     def check(cls, settings: Sweep) -> None:
         """Raise UserError for settings that this launcher does not support, Unavailable without its package."""
         if settings.jobs > 1 and not cls.has_several:
-            raise UserError(f"sweep.jobs={settings.jobs}: runs jobs side by side with sweep.launcher=processes")
+            raise UserError(f"sweep.jobs={settings.jobs}: parallel jobs need sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
-            goes = f"goes with sweep.launcher=processes or stacked{cls.shares_gpus_by}"
+            goes = f"applies to sweep.launcher=processes or stacked{cls.shares_gpus_by}"
             raise UserError(f"sweep.per_gpu={settings.per_gpu}: {goes}")
         if cls.takes_all and not settings.jobs and settings.search in ("tpe", "cmaes"):
-            how = f"learns from the runs before; say how many {cls.takes_all} at once: sweep.jobs=4"
+            how = f"learns from earlier runs; set how many {cls.takes_all} at once: sweep.jobs=4"
             raise UserError(f"sweep.search={settings.search}: {how}")
         cls.require()
 
@@ -130,9 +130,9 @@ class Launcher(ABC):
     def caveat(self, at_once: int) -> str:
         """Return a caveat of the time estimate of a dry run."""
         if at_once > 1 and not self.share.cores:
-            return "where the cluster starts so many at once, on machines like this one"
+            return "if the cluster starts that many at once, on machines like this one"
         cores = pluralise(self.share.cores, "core")
-        return f"{cores} each; tried one at a time, they may be slower side by side" if at_once > 1 else ""
+        return f"{cores} each; timed one at a time, they may be slower in parallel" if at_once > 1 else ""
 
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
@@ -158,9 +158,7 @@ class Launcher(ABC):
     def per_gpu(self, share: Resources) -> int:
         """Return how many jobs share a GPU. Raise UserError if jobs of several GPUs should share them."""
         if self.settings.per_gpu > 1 and share.gpus > 1:
-            raise UserError(
-                f"sweep.per_gpu={self.settings.per_gpu}: jobs of {share.gpus} GPUs have them for themselves"
-            )
+            raise UserError(f"sweep.per_gpu={self.settings.per_gpu}: jobs of {share.gpus} GPUs cannot share them")
         return max(self.settings.per_gpu, 1)
 
 

@@ -68,7 +68,7 @@ class OnRay(Cluster):
     """Launcher that submits jobs as Ray tasks. In each task a worker starts and watches the job's process."""
 
     name = package = "ray"
-    shares_gpus_by = "; a job of ray takes a part of one with sweep.ray.gpus=0.25"
+    shares_gpus_by = "; with sweep.launcher=ray set a fraction: sweep.ray.gpus=0.25"
     _cores: int
     _gpus: float
     _nodes: Sequence[Node] = ()  # of the cluster, once joined
@@ -103,13 +103,11 @@ class OnRay(Cluster):
             )
             given = f"sweep.ray.address={address}" if address else "sweep.launcher=ray"
             raise UserError(
-                f"{given}: no node can take a job of {each} (nodes of {there}); "
-                "a cluster that grows when jobs wait is told how many may: sweep.jobs=8"
+                f"{given}: no node can run a job of {each} (nodes: {there}); "
+                "for a cluster with autoscaling, set the parallel jobs: sweep.jobs=8"
             )
         self.share = own._replace(jobs=limit)
-        where = (
-            f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a cluster of its own on this machine"
-        )
+        where = f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a new cluster on this machine"
         print_line(f"ray     {where}: {pluralise(limit, 'job')} at once, {each} each")
         self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_run_on_node)
 
@@ -168,7 +166,7 @@ def _run_on_node(work: NodeJob, cwd: str) -> JobExit:
         os.chdir(cwd)
     except OSError as error:
         return JobExit(
-            NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes have to see this disk"
+            NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes must share this file system"
         )
     signal.pthread_sigmask(
         signal.SIG_UNBLOCK, ending_signals()
@@ -212,8 +210,8 @@ def _require_answer(address: str, given: str) -> None:
     """Raise UserError unless a server answers at an address."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        where = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; a port is from 1 to 65535"
-        raise UserError(f"{printable(given)}: takes auto, or {where}")
+        where = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; ports are 1 to 65535"
+        raise UserError(f"{printable(given)}: must be auto, or {where}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except OSError as error:

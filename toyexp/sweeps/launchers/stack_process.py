@@ -157,7 +157,7 @@ class StackProcess:
         if len(alike) == 1:
             if len(pool) > 1:
                 self._say_once(
-                    f"job {first.number} trains alone, the next one is another program: {first.why_apart(pool[1])}"
+                    f"job {first.number} trains alone, the next job is a different program: {first.why_apart(pool[1])}"
                 )
             return alike
         size = next((size for known, size in self._sizes if not first.why_apart(known)), 0)
@@ -176,7 +176,7 @@ class StackProcess:
         try:
             return choose_size(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
         except Exception as error:  # training will show which part caused it
-            return 1, f"jobs train one after another: their steps could not be tried ({error})"
+            return 1, f"jobs train one after another: timing their steps failed ({error})"
 
     def _say_once(self, line: str) -> None:
         if line not in self._told:
@@ -296,11 +296,11 @@ def choose_size(alike: Sequence[Prepared], steps: int, limit: int, shared_by: in
     most = min(limit or len(alike), len(alike))
     trained = sum(t.size for t in plan.trainable)
     jobs = f"{pluralise(len(alike), 'job')} of one program"
-    words = f"{jobs}, {trained:,} parameters that train, about {format_bytes(each)} each"
+    words = f"{jobs}, {trained:,} trainable parameters, about {format_bytes(each)} each"
     if free is not None:
         frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # stored once for each stack
         free = max(free // shared_by - frozen, 0)
-        words += f" of {format_bytes(free)} that are free"
+        words += f" of {format_bytes(free)} free"
         if each * most > MEMORY_SHARE * free:
             most = max(int(MEMORY_SHARE * free / each), 1)
             words += f": at most {most} at once"
@@ -336,7 +336,7 @@ def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) 
         if on_gpu and best == most and share < FAST_ENOUGH * alone:
             break
     if best == 1:
-        return 1, f"{words}; together they are no faster here than alone: they train one after another"
+        return 1, f"{words}; a stack is no faster here: they train one after another"
     took = f"a step of {best} takes {best * share * 1e3:,.4g} ms, of one {alone * 1e3:,.4g} ms"
     return best, f"{words}; {took}: {alone / share:.1f} times as fast"
 

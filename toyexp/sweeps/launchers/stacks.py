@@ -66,10 +66,10 @@ class Stacks(Processes):
         return share._replace(jobs=at_once, cores=max(cores // at_once, 1), stacks=stacks)
 
     def describe(self, at_once: int) -> str:
-        return "together as far as they are one program"
+        return "in stacks of jobs with the same program"
 
     def caveat(self, at_once: int) -> str:
-        return "counted one after another; what training together saves is measured when it begins"
+        return "timed one after another; the gain of stacks is measured when training starts"
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         """Train all jobs together; a search with sweep.jobs trains one generation of trials at a time."""
@@ -94,7 +94,7 @@ class Stacks(Processes):
                 return
             looked_at = {number for number in given.jobs if number == given.prepares}
             for number in sorted(given.begun or looked_at or given.jobs):
-                said = ended if ended.code else JobExit(1, "its process ended without a word of it")
+                said = ended if ended.code else JobExit(1, "its process ended without reporting it")
                 hand_on((given.jobs.pop(number), said))
             given.begun, given.prepares = set(), None
 

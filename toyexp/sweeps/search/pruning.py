@@ -77,7 +77,7 @@ class Pruning(Callback):
         if step == 0 or self._judge is None:
             return
         if self.metric not in metrics:
-            raise UserError(f"sweep.metric={self.metric}: an eval has {', '.join(metrics)}")
+            raise UserError(f"sweep.metric={self.metric}: unknown metric; evaluations have {', '.join(metrics)}")
         score = metrics[self.metric]
         try:
             stops = self._judge.should_stop(step, score)
@@ -86,7 +86,7 @@ class Pruning(Callback):
             return
         if stops and step < run.steps:
             told = f"the held-out {self.metric} {format_value(round(score, 4))} after step {step}"
-            self._why = f"{PRUNED_PREFIX}{self.prune}: {told} is bad beside that of other points"
+            self._why = f"{PRUNED_PREFIX}{self.prune}: {told} is worse than that of other trials"
 
     @hookimpl
     def stop_reason(self) -> str | None:

@@ -89,8 +89,8 @@ class Search(JobSource):
 
     def _describe_size(self) -> str:
         asked, repeats = self._settings.trials or 0, self._settings.repeats
-        no_more = " (there are no more)" if self._points < asked else ""
-        return pluralise(self._points, "point") + no_more + (f" of {pluralise(repeats, 'run')}" if repeats > 1 else "")
+        no_more = " (all combinations)" if self._points < asked else ""
+        return pluralise(self._points, "trial") + no_more + (f" of {pluralise(repeats, 'run')}" if repeats > 1 else "")
 
     def _check_metric(self, configs: JobConfigs) -> None:
         settings = self._settings
@@ -102,7 +102,7 @@ class Search(JobSource):
                 continue
             cfg = configs.config(probe).cfg
             if not cfg.eval_every:
-                raise UserError(f"{asked}: needs evals of the held-out data: eval_every must be above 0")
+                raise UserError(f"{asked}: needs held-out evaluations: eval_every must be above 0")
             if settings.prune and cfg.epochs is not None:
                 raise UserError(f"epochs={cfg.epochs:g}: {asked} compares runs at equal steps; give steps=... instead")
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
@@ -112,10 +112,10 @@ class Search(JobSource):
         if settings.prune and varied:
             raise UserError(f"{varied.line}: with {asked} runs are compared at the same steps: give it one value")
         if settings.prune and every >= steps:
-            raise UserError(f"{asked}: no eval comes before the last step: eval_every={every}, steps={steps}")
+            raise UserError(f"{asked}: there is no evaluation before the last step: eval_every={every}, steps={steps}")
         self._first_asked = first_pruning_step(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
-            raise UserError(f"sweep.repeats={settings.repeats}: gives each point seeds of its own; leave out seed=...")
+            raise UserError(f"sweep.repeats={settings.repeats}: sets the seeds of each trial; leave out seed=...")
 
     # -- which job is next --
 
@@ -177,12 +177,12 @@ class Search(JobSource):
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
             known = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
-            told = ", ".join([*known, *(job.result.get("eval_scores") or {})]) or "no held-out score"
+            told = ", ".join([*known, *(job.result.get("eval_scores") or {})]) or "no held-out metric"
             job.status, job.error = Status.FAILED, f"sweep.metric={self._settings.metric}: the run ended with {told}"
         jobs = self._group_by_trial()[job.trial]
         before, self._data = len(self._data), self._data | {job_sources(job).get("data", "")} - {""}
         if len(self._data) > 1 >= before:
-            print_line("note    the data differ between points: the search goes on, and their scores do not compare")
+            print_line("note    trials read different data: the search continues, but their scores cannot be compared")
         if self._is_finished_trial(jobs):
             self._study.tell(job.trial, None if any(map(_is_bad, jobs)) else statistics.fmean(self._scores(jobs)))
 
@@ -213,7 +213,7 @@ class Search(JobSource):
         bad = sum(any(map(_is_bad, jobs)) for jobs in ended)
         without = f", {bad} of them without a score" if bad else ""
         left = len(ended) < self._points or any(job.status in UNFINISHED for job in self.jobs)
-        return f"{len(ended)} of {self._points} points are done{without}", left
+        return f"{len(ended)} of {self._points} trials are done{without}", left
 
     def _is_finished_trial(self, jobs: Sequence[Job]) -> bool:
         whole = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)
@@ -223,16 +223,16 @@ class Search(JobSource):
         """Print the best trial, the importances and commands to type; write all trials to search.json."""
         assert self._study is not None
         study, settings, ranking = self._study, self._settings, folder.rank()
-        shares, why = ({}, "the scores do not compare") if ranking.differing_data else study.importances()
+        shares, why = ({}, "the scores cannot be compared") if ranking.differing_data else study.importances()
         best = None
         if ranking.differing_data:
-            print_line("best    none: the scores of these points do not compare")
+            print_line("best    none: the scores of these trials cannot be compared")
         elif (trial := study.best()) is None:
-            print_line(f"best    none: no point has a held-out {settings.metric}")
+            print_line(f"best    none: no trial has a held-out {settings.metric}")
         else:
             best = self._describe_best(trial)
             told = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
-            print_line(f"keys    what matters: {told}" if shares else f"keys    what matters is unknown: {why}")
+            print_line(f"keys    importance: {told}" if shares else f"keys    importance unknown: {why}")
             print_line(f"again   {best['command']}")
         kept = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,

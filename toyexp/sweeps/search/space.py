@@ -75,7 +75,7 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
             f"sweep.search={search}: no key has several values, such as 'lr=tag(log, interval(1e-4, 1e-1))'"
         )
     if loads := [key.line for key in keys if key.key.lstrip("+") == "plugins"]:
-        raise UserError(f"{loads[0]}: what is loaded is the same for all points: plugins=[a,b]")
+        raise UserError(f"{loads[0]}: plugins cannot vary; load all of them: plugins=[a,b]")
     intervals = [key for key in keys if key.is_interval]
     for key in intervals:
         name, _, value = key.line.partition("=")
@@ -84,13 +84,13 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
             raise UserError(f"{key.line}: {key.key} takes {told}")
     if search == "grid" and intervals:
         raise UserError(
-            f"{intervals[0].line}: an interval has no end of values, and sweep.search=grid takes them all; "
-            "name them, or search by random, tpe or cmaes"
+            f"{intervals[0].line}: an interval has infinitely many values, too many for sweep.search=grid; "
+            "list the values, or use random, tpe or cmaes"
         )
     if search == "cmaes":
         cmaes, named = "sweep.search=cmaes takes", [key for key in keys if not key.numbers]
         if named:
-            raise UserError(f"{named[0].line}: {cmaes} intervals and ranges of numbers alone; tpe takes lists")
+            raise UserError(f"{named[0].line}: {cmaes} numeric intervals and ranges; tpe takes lists too")
         if len(keys) < 2:
             raise UserError(f"{keys[0].line}: {cmaes} two keys or more; tpe takes one")
     return keys
@@ -102,15 +102,13 @@ def _key(override: Override) -> Key:
     tags: set[str] = getattr(value, "tags", set())  # a glob has no tags
     is_interval, log = override.is_interval_sweep(), "log" in tags
     if wrong := sorted(tags - {"log"} if is_interval else tags):
-        raise UserError(
-            f"{line}: tag {wrong[0]} is not known here; an interval takes log: tag(log, interval(1e-4, 1e-1))"
-        )
+        raise UserError(f"{line}: tag {wrong[0]} is unknown; an interval takes log: tag(log, interval(1e-4, 1e-1))")
     if is_interval:
         low, high = value.start, value.end
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise UserError(f"{line}: an interval goes from a number to a higher one: interval(0.1, 0.5)")
+            raise UserError(f"{line}: an interval needs two finite numbers, the lower one first: interval(0.1, 0.5)")
         if log and low <= 0:
-            raise UserError(f"{line}: with log an interval begins above 0")
+            raise UserError(f"{line}: an interval with log must start above 0")
         return Key(
             key, line, [f"{key}={format_value(low)}", f"{key}={format_value(high)}"], [low, high], is_interval, log
         )

@@ -90,7 +90,7 @@ class Study:
     def require_trials(self, points: int) -> None:
         """Raise UserError if the journal holds fewer than `points` trials."""
         if (found := len(self._trials())) < points:
-            raise UserError(f"{self.path}: holds {found} trials, and the sweep has begun {points}")
+            raise UserError(f"{self.path}: holds {found} trials, but the sweep has started {points}")
 
     def best(self) -> int | None:
         """Return the number of the best completed trial, or None."""

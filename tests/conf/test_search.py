@@ -391,7 +391,10 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         (["seed=1,2", "sweep.search=grid", "sweep.repeats=2"], ["sweep.repeats=2", "leave out seed"]),
         (["seed=1,2", "sweep.search=grid", "sweep.metric=acuracy"], ["sweep.metric=acuracy", "loss, ppl"]),
         (["seed=1,2", "sweep.search=grid", "eval_every=0"], ["sweep.metric=loss: needs held-out evaluations"]),
-        (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=0"], ["sweep.prune=asha: needs held-out evaluations"]),
+        (
+            ["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=0"],
+            ["sweep.prune=asha: needs held-out evaluations"],
+        ),
         (["eval_every=2,0", "sweep.search=grid"], ["sweep.metric=loss: needs held-out evaluations"]),
         (
             ["eval_every=2,4", "sweep.search=grid", "sweep.prune=asha"],

@@ -361,8 +361,8 @@ def done(begun):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 lies outside"),
-        (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 lies outside"),
+        (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 has a directory outside"),
+        (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(status="done"), "'done' is not a valid Status"),
         (lambda state: state["jobs"][1].update(number=7), "job 1 has number 7"),
         (lambda state: state["jobs"][1].update(overrides=["--config-path=/tmp"]), "a setting looks like a flag"),
@@ -494,7 +494,7 @@ def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
     for subdir, seeds in (("x", "seed=0"), ("'${steps}'", "seed=0,1"), ("'${hydra:job.id}'", "seed=0")):
         assert main([*line, seeds, "hydra.sweep.dir=s", f"hydra.sweep.subdir={subdir}"]) == 2
         err = capsys.readouterr().err
-        assert "hydra.sweep.subdir gives jobs 0 and 1 one directory" in err or "hydra.sweep.subdir: " in err
+        assert "hydra.sweep.subdir gives jobs 0 and 1 the same directory" in err or "hydra.sweep.subdir: " in err
         assert not Path("s").exists()
     assert main([*line, "seed=1", "hydra.sweep.dir=s", "hydra.sweep.subdir='${steps}-${hydra:job.num}'"]) == 0
     assert sorted(job["directory"] for job in jobs("s")) == ["2-0", "3-1"]

@@ -1,7 +1,7 @@
-// The curves. One colour a point; raw and smoothed are two weights of it.
+// Charts of curves. Each point has a colour; raw curves are paler than smoothed ones.
 
 const AXES = { step: "step", tokens: "tokens", seconds: "time (s)" };
-const SCREEN = 60000; // points that are drawn at once: more would only make the page slow
+const SCREEN = 60000; // values drawn at once; more would slow the page down
 
 function style(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -16,7 +16,7 @@ const HUES = [[217, 62], [22, 75], [152, 52], [285, 45], [43, 72], [340, 62], [1
 function colour(place, alpha = 1) {
   const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length, dark = isDark();
   let [hue, much] = HUES[place % HUES.length], light = dark ? 66 : 45;
-  if (data.points.length > HUES.length) { // by rank: blue is the best, orange the last, grey what has no score
+  if (data.points.length > HUES.length) { // by rank: blue is best, orange worst, grey has no metric
     hue = 225 - (205 * place) / Math.max(ranked - 1, 1);
     if (place < ranked) much = 58;
     else [much, light] = [0, dark ? 42 : 72];
@@ -24,13 +24,13 @@ function colour(place, alpha = 1) {
   return `hsla(${hue.toFixed(1)}, ${much}%, ${light}%, ${alpha})`;
 }
 
-function plain(text) {
+function escapeHtml(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
 
 function layout(extra) {
   const grid = { gridcolor: style("line"), zerolinecolor: style("line"), linecolor: style("line"), automargin: true };
-  const ends = reach();
+  const ends = xRange();
   const x = {
     ...grid, title: { text: AXES[state.over], standoff: 6 }, exponentformat: "SI",
     ...(state.xlog ? { type: "log", tickformat: state.over === "seconds" ? "~g" : "~s", nticks: 5 } : { type: "linear" }),
@@ -50,28 +50,28 @@ function layout(extra) {
   };
 }
 
-// plotly.js 3 brings a button that uploads a chart: nothing may leave this page.
+// Remove plotly's button that uploads a chart: the page must not send anything.
 const CONFIG = {
   responsive: true, displaylogo: false, doubleClick: false, plotlyServerURL: "",
   modeBarButtonsToRemove: ["select2d", "lasso2d", "resetScale2d", "sendChartToCloud"], toImageButtonOptions: { scale: 2 },
 };
 
-// What is zoomed into, or the whole length of the curves; null leaves it to plotly.
-function reach() {
+// Return the zoomed range of x, or the full length of the curves; null lets plotly choose.
+function xRange() {
   if (state.zoom || state.xlog) return state.zoom;
   const ends = visible().flatMap(runsOf).flatMap((run) => {
     const steps = [run.curves.loss.x, ...Object.values(run.held).map(([xs]) => xs)].filter((xs) => xs.length);
-    return steps.map((xs) => at(run, xs[xs.length - 1], state.over));
+    return steps.map((xs) => clockAt(run, xs[xs.length - 1], state.over));
   });
   const last = ends.reduce((a, b) => Math.max(a, b), 0);
   return last > 0 ? [-0.012 * last, 1.012 * last] : null;
 }
 
-// From the lowest to the highest that is seen of smoothed curves and held-out points, and most of what is raw. Where the highest
-// hundredth would make all else flat, it leaves the picture; a switch brings back what is outside.
-function height(traces, raw) {
+// Return the range of y: smoothed curves and held-out values in full, raw values without outliers. The top 1 % is cut off
+// if it would flatten the rest; the switch "outliers" shows everything.
+function yRange(traces, raw) {
   const f = state.ylog ? Math.log10 : (v) => v;
-  const [from, to] = limits(), seen = (x, y) => x >= from && x <= to && y !== null && (!state.ylog || y > 0);
+  const [from, to] = zoomLimits(), seen = (x, y) => x >= from && x <= to && y !== null && (!state.ylog || y > 0);
   const sorted = (some) => Float64Array.from(some.flatMap((trace) => trace.y.filter((y, i) => seen(trace.x[i], y)))).sort();
   const part = (ys, share) => f(ys[Math.floor((ys.length - 1) * share)]), ys = sorted(traces), raws = sorted(raw);
   state.cut = false;
@@ -86,77 +86,77 @@ function height(traces, raw) {
   return [low - room, high + room];
 }
 
-function limits() {
+function zoomLimits() {
   if (!state.zoom) return [-Infinity, Infinity];
   return state.xlog ? state.zoom.map((v) => 10 ** v) : state.zoom;
 }
 
-// A run's curve over what is chosen: [x, y], smoothed where that is asked for.
-function series(run, name, smooth) {
+// Return a run's curve [xs, ys] over the chosen x axis, optionally smoothed.
+function readCurve(run, name, smooth) {
   const curve = run.curves[name];
   const xs = smooth ? curve.mx : curve.x;
   let ys = smooth ? curve.my : curve.y;
-  if (smooth && xs.length) ys = smoothed(xs, ys, ((xs[xs.length - 1] - xs[0]) * state.smooth ** 2) / 60000);
-  return [over(run, xs), ys];
+  if (smooth && xs.length) ys = smoothCurve(xs, ys, ((xs[xs.length - 1] - xs[0]) * state.smooth ** 2) / 60000);
+  return [xValues(run, xs), ys];
 }
 
-function over(run, xs) {
-  return state.over === "step" ? xs : xs.map((x) => at(run, x, state.over));
+function xValues(run, xs) {
+  return state.over === "step" ? xs : xs.map((x) => clockAt(run, x, state.over));
 }
 
-function line(xs, ys, name, look) {
+function lineTrace(xs, ys, name, look) {
   return { type: "scatter", mode: "lines", x: xs, y: ys, name, hoverinfo: "skip", ...look };
 }
 
-// Of a mean its deviation too, which the point brings along.
-function told(label, what, form = ".4f", mean = false) {
+// Return plotly's hover text. For a mean it shows the deviation, which is in customdata.
+function hoverTemplate(label, what, form = ".4f", mean = false) {
   const value = mean ? `<br>%{y:${form}} ± %{customdata:.4f}` : ` %{y:${form}}`;
-  return `<b>${plain(label)}</b><br>${what}${value}<br>${AXES[state.over]} %{x:.6~g}<extra></extra>`;
+  return `<b>${escapeHtml(label)}</b><br>${what}${value}<br>${AXES[state.over]} %{x:.6~g}<extra></extra>`;
 }
 
-function ofRun(run) {
+function runLabel(run) {
   const label = data.points[run.point].label, many = runsOf(run.point).length > 1;
   return many ? `${label}  seed=${run.seed}` : label;
 }
 
-function filled(xs, means, deviations, place, log) {
+function bandTrace(xs, means, deviations, place, log) {
   const least = log ? Math.min(...means.filter((m) => m > 0)) / 100 : -Infinity;
   const up = means.map((m, i) => m + deviations[i]), down = means.map((m, i) => Math.max(m - deviations[i], least));
-  return line([...xs, ...xs.slice().reverse()], [...up, ...down.reverse()], "", {
+  return lineTrace([...xs, ...xs.slice().reverse()], [...up, ...down.reverse()], "", {
     fill: "toself", fillcolor: colour(place, 0.16), line: { width: 0 }, hoverinfo: "skip",
   });
 }
 
 function lossTraces() {
   const back = [], bands = [], front = [], marks = [], shown = visible();
-  const [low, high] = limits(), count = shown.reduce((n, p) => n + runsOf(p).length, 0) || 1;
+  const [low, high] = zoomLimits(), count = shown.reduce((n, p) => n + runsOf(p).length, 0) || 1;
   const most = Math.max(Math.floor(SCREEN / count / 2), 40);
   for (const place of shown.slice().reverse()) {
     const runs = runsOf(place).filter((run) => run.curves.loss.x.length), label = data.points[place].label;
     const together = state.bands && runs.length > 1, wide = state.hot === place ? 4 : count > 30 ? 1.3 : 2.2;
     if (state.raw && !together) {
       for (const run of runs) {
-        const [xs, ys] = within(...series(run, "loss", false), low, high, Math.min(most, 4000));
-        back.push(line(xs, ys, "raw", { line: { width: 1, color: colour(place, count > 12 ? 0.16 : 0.3) } }));
+        const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, 4000));
+        back.push(lineTrace(xs, ys, "raw", { line: { width: 1, color: colour(place, count > 12 ? 0.16 : 0.3) } }));
       }
     } else if (state.raw && count <= 30) {
       for (const run of runs) {
-        const [xs, ys] = within(...series(run, "loss", false), low, high, Math.min(most, 1500));
-        back.push(line(xs, ys, "raw", { line: { width: 0.7, color: colour(place, 0.16) } }));
+        const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, 1500));
+        back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, 0.16) } }));
       }
     }
     if (together) {
-      const [xs, means, deviations] = band(runs.map((run) => series(run, "loss", true)));
-      bands.push(filled(xs, means, deviations, place, state.ylog));
-      const about = told(label, `training loss, mean of ${runs.length} seeds`, ".4f", true);
-      front.push(line(xs, means, label, {
+      const [xs, means, deviations] = band(runs.map((run) => readCurve(run, "loss", true)));
+      bands.push(bandTrace(xs, means, deviations, place, state.ylog));
+      const about = hoverTemplate(label, `training loss, mean of ${runs.length} seeds`, ".4f", true);
+      front.push(lineTrace(xs, means, label, {
         line: { width: wide, color: colour(place) }, hoverinfo: "all", customdata: deviations, hovertemplate: about,
       }));
     } else {
       for (const run of runs) {
-        const [xs, ys] = within(...series(run, "loss", true), low, high, most);
-        front.push(line(xs, ys, label, {
-          line: { width: wide, color: colour(place) }, hoverinfo: "all", hovertemplate: told(ofRun(run), "training loss"),
+        const [xs, ys] = clipAndThin(...readCurve(run, "loss", true), low, high, most);
+        front.push(lineTrace(xs, ys, label, {
+          line: { width: wide, color: colour(place) }, hoverinfo: "all", hovertemplate: hoverTemplate(runLabel(run), "training loss"),
         }));
       }
     }
@@ -175,17 +175,17 @@ function heldTraces(place, score, mode) {
   if (state.bands && runs.length > 1) {
     const steps = [...new Set(runs.flatMap((run) => run.held[score][0]))].sort((a, b) => a - b);
     const each = steps.map((step) => runs.filter((run) => run.held[score][0].includes(step)));
-    const found = each.map((some, i) => spread(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
-    const xs = steps.map((step, i) => spread(each[i].map((run) => at(run, step, state.over)))[0]);
-    const about = told(data.points[place].label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
+    const found = each.map((some, i) => meanAndDeviation(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
+    const xs = steps.map((step, i) => meanAndDeviation(each[i].map((run) => clockAt(run, step, state.over)))[0]);
+    const about = hoverTemplate(data.points[place].label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
     return [{
       ...look, x: xs, y: found.map((f) => f[0]), customdata: found.map((f) => f[1]), hovertemplate: about,
       error_y: { type: "data", array: found.map((f) => f[1]), thickness: 1, width: 3, color: colour(place, 0.7) },
     }];
   }
   return runs.map((run) => ({
-    ...look, x: over(run, run.held[score][0]), y: run.held[score][1],
-    hovertemplate: told(ofRun(run), `held-out ${score}`),
+    ...look, x: xValues(run, run.held[score][0]), y: run.held[score][1],
+    hovertemplate: hoverTemplate(runLabel(run), `held-out ${score}`),
   }));
 }
 
@@ -194,8 +194,8 @@ function drawMain() {
   const loss = state.score === "loss";
   const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score, "lines+markers"));
   const [traces, front, back] = loss ? lossTraces() : [marks, marks, []];
-  const range = state.tall || height(front, back);
-  by("outliers-label").hidden = !state.cut;
+  const range = state.tall || yRange(front, back);
+  byId("outliers-label").hidden = !state.cut;
   const y = {
     title: { text: loss ? "loss" : `held-out ${state.score}`, standoff: 4 },
     ...(state.ylog ? { type: "log", tickformat: "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
@@ -205,22 +205,22 @@ function drawMain() {
 
 function drawSmall(name) {
   if (!Plotly) return;
-  const [low, high] = limits(), shown = visible(), traces = [], form = name === "lr" ? ".3~e" : ".4~g";
+  const [low, high] = zoomLimits(), shown = visible(), traces = [], form = name === "lr" ? ".3~e" : ".4~g";
   const count = shown.reduce((n, p) => n + (state.bands ? 1 : runsOf(p).length), 0) || 1;
   const most = Math.max(Math.floor(SCREEN / 4 / count), 30), what = name.replace("_", " ");
   for (const place of shown.slice().reverse()) {
     const look = { line: { width: state.hot === place ? 3 : count > 30 ? 0.9 : 1.5, color: colour(place, 0.9) }, hoverinfo: "all" };
     const runs = runsOf(place).filter((run) => run.curves[name].x.length);
-    const curves = runs.map((run) => series(run, name, name !== "lr"));
+    const curves = runs.map((run) => readCurve(run, name, name !== "lr"));
     if (state.bands && runs.length > 1) {
       const [xs, ys] = band(curves);
-      const of = told(data.points[place].label, `${what}, mean of ${runs.length} seeds:`, form);
-      traces.push(line(...within(xs, ys, low, high, most), "", { ...look, hovertemplate: of }));
+      const of = hoverTemplate(data.points[place].label, `${what}, mean of ${runs.length} seeds:`, form);
+      traces.push(lineTrace(...clipAndThin(xs, ys, low, high, most), "", { ...look, hovertemplate: of }));
       continue;
     }
     runs.forEach((run, i) => {
-      const [xs, ys] = within(...curves[i], low, high, most);
-      traces.push(line(xs, ys, "", { ...look, hovertemplate: told(ofRun(run), what, form) }));
+      const [xs, ys] = clipAndThin(...curves[i], low, high, most);
+      traces.push(lineTrace(xs, ys, "", { ...look, hovertemplate: hoverTemplate(runLabel(run), what, form) }));
     });
   }
   const y = {
@@ -232,7 +232,7 @@ function drawSmall(name) {
   return Plotly.react(name, traces, layout({ yaxis: { ...y, fixedrange: true }, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet);
 }
 
-function unzoomed() {
+function resetZoom() {
   state.zoom = state.tall = null;
   drawCharts();
 }
@@ -242,19 +242,19 @@ function drawCharts() {
   ["lr", "grad_norm", "speed"].forEach(drawSmall);
 }
 
-// Zooming one zooms all of them, and what is drawn is thinned anew within what is seen.
+// Zooming one chart zooms all of them; curves are then thinned again within the visible range.
 function listen() {
   for (const id of ["main", "lr", "grad_norm", "speed"]) {
     const chart = document.getElementById(id);
     chart.on("plotly_relayout", (change) => {
       const ranges = ["xaxis", "yaxis"].map((axis) => change[`${axis}.range`] ||
         (change[`${axis}.range[0]`] === undefined ? null : [change[`${axis}.range[0]`], change[`${axis}.range[1]`]]));
-      if (change["xaxis.autorange"]) return unzoomed();
+      if (change["xaxis.autorange"]) return resetZoom();
       if (!ranges[0] && !ranges[1]) return;
       if (ranges[0]) state.zoom = ranges[0].map(Number);
       if (ranges[1]) state.tall = ranges[1].map(Number);
       drawCharts();
     });
-    chart.on("plotly_doubleclick", unzoomed);
+    chart.on("plotly_doubleclick", resetZoom);
   }
 }

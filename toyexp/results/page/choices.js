@@ -1,8 +1,8 @@
-// A sweep's settings against its score: parallel coordinates, which filter by a drag along an axis, and importance.
+// Settings against the metric: parallel coordinates (drag along an axis to filter) and importances.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function drawn(tag, attributes, parent, text) {
+function addSvg(tag, attributes, parent, text) {
   const element = document.createElementNS(SVG, tag);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   if (text !== undefined) element.textContent = text;
@@ -10,25 +10,25 @@ function drawn(tag, attributes, parent, text) {
   return element;
 }
 
-// Where each value stands on an axis, from 0 at its foot to 1: numbers by size, over orders of magnitude by their
-// logarithm, and words side by side. `turned` has the lowest at the top, as of a loss.
-function scaleOf(values, turned = false, exact = true) {
+// Return the position of each value on an axis, from 0 (bottom) to 1. Numbers are linear, or logarithmic over orders of
+// magnitude; names are evenly spaced. `turned` puts the lowest value at the top, as for a loss.
+function makeScale(values, turned = false, exact = true) {
   const known = [...new Set(values.filter((v) => v !== null && v !== undefined))];
   const numbers = known.map(Number);
   if (known.length > 1 && known.every((v) => v !== "" && Number.isFinite(Number(v)))) {
     const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && high / low >= 8;
     const f = log ? Math.log : (v) => v;
     const up = (v) => (f(Number(v)) - f(low)) / (f(high) - f(low)), place = (v) => (turned ? 1 - up(v) : up(v));
-    const few = exact && known.length <= 6 ? numbers : round(low, high, log);
-    return { place, ticks: few.map((v) => [place(v), short(v)]) };
+    const few = exact && known.length <= 6 ? numbers : roundTicks(low, high, log);
+    return { place, ticks: few.map((v) => [place(v), shortNumber(v)]) };
   }
   known.sort();
   const place = (v) => (known.length > 1 ? known.indexOf(v) / (known.length - 1) : 0.5);
   return { place, ticks: known.map((v) => [place(v), v]) };
 }
 
-// Some numbers between two that are easy to read: 1, 2 and 5 times a power of ten, or multiples of one of these.
-function round(low, high, log) {
+// Return round numbers between two: 1, 2 or 5 times a power of ten, or multiples of one of these.
+function roundTicks(low, high, log) {
   const power = (v) => 10 ** Math.floor(Math.log10(v)), found = [];
   if (log) {
     for (let p = power(low); p <= high; p *= 10) found.push(...(high / low < 200 ? [1, 2, 5] : [1]).map((m) => m * p));
@@ -39,7 +39,7 @@ function round(low, high, log) {
   return found.filter((v) => v >= low && v <= high);
 }
 
-function short(value) {
+function shortNumber(value) {
   return String(Number(Number(value).toPrecision(4)));
 }
 
@@ -53,12 +53,12 @@ function drawChoices() {
   const width = Math.max(box.clientWidth, 280), height = 340, top = 50, foot = height - 26, left = 44;
   const several = (key) => new Set(scored.map((p) => p.settings[key])).size > 1;
   const axes = [...data.keys.filter(several).slice(0, 11), data.metric];
-  const scales = axes.map((key, i) => i === axes.length - 1 ? scaleOf(means, !data.rising, false) : scaleOf(scored.map((p) => p.settings[key])));
+  const scales = axes.map((key, i) => i === axes.length - 1 ? makeScale(means, !data.rising, false) : makeScale(scored.map((p) => p.settings[key])));
   const x = (i) => left + (i * (width - left - 62)) / Math.max(axes.length - 1, 1);
   const y = (t) => foot - t * (foot - top);
   const valueOf = (p, i) => (i === axes.length - 1 ? p.mean : p.settings[axes[i]]);
-  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "settings against score" }, box);
-  for (const p of scored.slice().reverse()) { // the best one above the others
+  const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "settings against score" }, box);
+  for (const p of scored.slice().reverse()) { // draws the best one on top
     const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([, v]) => v !== null && v !== undefined);
     const path = stops.map(([i, v], n) => {
       const [px, py] = [x(i), y(scales[i].place(v))];
@@ -66,41 +66,41 @@ function drawChoices() {
       const before = x(stops[n - 1][0]), middle = (before + px) / 2;
       return `C${middle},${y(scales[stops[n - 1][0]].place(stops[n - 1][1]))} ${middle},${py} ${px},${py}`;
     }).join(" ");
-    const element = drawn("path", { class: "run", d: path, stroke: colour(p.place), "data-point": p.place }, svg);
+    const element = addSvg("path", { class: "run", d: path, stroke: colour(p.place), "data-point": p.place }, svg);
     element.classList.toggle("off", !shows(p.place));
     const tell = () => `${p.label}\n${data.metric} ${value(p)}`;
-    element.addEventListener("pointermove", (event) => tip(event, tell()));
-    element.addEventListener("pointerleave", () => { tip(null); hot(null); });
-    element.addEventListener("pointerenter", () => { element.classList.add("hot"); hot(p.place); });
-    element.addEventListener("click", () => alone(p.place));
+    element.addEventListener("pointermove", (event) => showTip(event, tell()));
+    element.addEventListener("pointerleave", () => { showTip(null); highlight(null); });
+    element.addEventListener("pointerenter", () => { element.classList.add("hot"); highlight(p.place); });
+    element.addEventListener("click", () => showOnly(p.place));
   }
   const left_out = data.points.length - scored.length;
-  if (left_out) put(box, "p", "small", `Without a score, and not drawn: ${left_out} ${left_out === 1 ? "point" : "points"}.`);
+  if (left_out) addElement(box, "p", "small", `Not drawn, without a metric: ${left_out} ${left_out === 1 ? "point" : "points"}.`);
   axes.forEach((key, i) => {
     const narrow = (width - left - 62) / Math.max(axes.length - 1, 1);
-    const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // where it is narrow, names stand in two lines
+    const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // narrow axes put names in two lines
     const last = key.split(/[. ]/).pop(), name = key.length > most ? last : key;
     const title = name.length > most ? `${name.slice(0, most - 1)}…` : name;
-    const head = drawn("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
-    drawn("title", {}, head, key);
-    drawn("line", { x1: x(i), x2: x(i), y1: top, y2: foot }, svg);
+    const head = addSvg("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
+    addSvg("title", {}, head, key);
+    addSvg("line", { x1: x(i), x2: x(i), y1: top, y2: foot }, svg);
     const apart = (some, tick) => (some.some(([t]) => Math.abs(t - tick[0]) < 0.05) ? some : [...some, tick]);
-    for (const [t, text] of scales[i].ticks.reduce(apart, [])) { // outside of where curves begin, and of each other
+    for (const [t, text] of scales[i].ticks.reduce(apart, [])) { // labels must not overlap curves or each other
       const cut = text.length > 14 ? `${text.slice(0, 13)}…` : text;
-      drawn("text", { class: "tick", x: x(i) + 5, y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
+      addSvg("text", { class: "tick", x: x(i) + 5, y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
     }
-    brushable(svg, key, x(i), top, foot, (t) => scored.filter((p) => {
+    addBrush(svg, key, x(i), top, foot, (t) => scored.filter((p) => {
       const v = valueOf(p, i);
       return v !== null && v !== undefined && scales[i].place(v) >= t[0] - 1e-9 && scales[i].place(v) <= t[1] + 1e-9;
     }).map((p) => p.place));
   });
 }
 
-// A drag along an axis leaves the points that pass there; a click on it takes that back.
-function brushable(svg, key, x, top, foot, taken) {
-  const grip = drawn("rect", { class: "grip", x: x - 12, y: top - 6, width: 24, height: foot - top + 12, "data-axis": key }, svg);
+// Dragging along an axis keeps the points that cross the range; a click removes the filter.
+function addBrush(svg, key, x, top, foot, taken) {
+  const grip = addSvg("rect", { class: "grip", x: x - 12, y: top - 6, width: 24, height: foot - top + 12, "data-axis": key }, svg);
   const old = state.brushes.get(key);
-  const mark = drawn("rect", { class: "brush", x: x - 7, y: top, width: 14, height: 0, rx: 3 }, svg);
+  const mark = addSvg("rect", { class: "brush", x: x - 7, y: top, width: 14, height: 0, rx: 3 }, svg);
   const show = ([a, b]) => {
     mark.setAttribute("y", foot - b * (foot - top));
     mark.setAttribute("height", (b - a) * (foot - top));
@@ -132,13 +132,13 @@ function drawImportance() {
   const box = document.getElementById("importance"), found = Object.entries(data.importance);
   box.textContent = "";
   if (!data.keys.length) return;
-  put(box, "p", "small", found.length ? "How much each setting matters: its share in the order of the points by score." :
-    `How much each setting matters is unknown: ${data.no_importance}.`);
+  addElement(box, "p", "small", found.length ? "Importance: each setting's share in the ranking of the points." :
+    `Importance unknown: ${data.no_importance}.`);
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
-    const row = put(box, "div", "row");
-    broken(put(row, "span", "label"), key);
-    const bar = put(put(row, "span", "track"), "i");
+    const row = addElement(box, "div", "row");
+    addBreakable(addElement(row, "span", "label"), key);
+    const bar = addElement(addElement(row, "span", "track"), "i");
     bar.style.width = `${(Math.min(share, 1) * 100).toFixed(1)}%`;
-    put(row, "span", "value", share > 0 && share < 0.005 ? "<1 %" : `${(share * 100).toFixed(0)} %`);
+    addElement(row, "span", "value", share > 0 && share < 0.005 ? "<1 %" : `${(share * 100).toFixed(0)} %`);
   }
 }

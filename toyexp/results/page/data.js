@@ -1,12 +1,12 @@
-// What the page was written with, unpacked, and what is computed from it: clocks, smoothing, thinning, bands.
+// Unpack the page's data, and compute clocks, smoothed and thinned curves, and bands from it.
 
-async function unpacked(id) {
+async function unpack(id) {
   const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).text();
 }
 
-function summed(differences) {
+function cumulativeSum(differences) {
   let at = 0;
   return differences.map((d) => (at += d));
 }
@@ -14,16 +14,16 @@ function summed(differences) {
 function prepare(data) {
   for (const run of data.runs) {
     for (const curve of Object.values(run.curves)) {
-      curve.x = summed(curve.x);
-      curve.mx = curve.mx ? summed(curve.mx) : curve.x;
+      curve.x = cumulativeSum(curve.x);
+      curve.mx = curve.mx ? cumulativeSum(curve.mx) : curve.x;
       curve.my = curve.my || curve.y;
     }
   }
   return data;
 }
 
-// The step, the tokens or the seconds at a step; between two that are known along a straight line.
-function at(run, step, over) {
+// Return the step, tokens or seconds at a step, interpolated linearly.
+function clockAt(run, step, over) {
   if (over === "step") return step;
   const [steps, seconds, tokens] = run.clock;
   const values = over === "tokens" ? tokens : seconds;
@@ -38,8 +38,8 @@ function at(run, step, over) {
   return values[low] + ((values[high] - values[low]) * (step - steps[low])) / (steps[high] - steps[low]);
 }
 
-// An exponential mean that forgets half within `half` steps, and is not drawn to its first value.
-function smoothed(xs, ys, half) {
+// Return an exponential moving average with a half-life of `half` steps and no bias to the first value.
+function smoothCurve(xs, ys, half) {
   if (!(half > 0)) return ys;
   let sum = 0, weight = 0, before = xs[0];
   return ys.map((y, i) => {
@@ -51,8 +51,8 @@ function smoothed(xs, ys, half) {
   });
 }
 
-// The points between low and high, of more than `most` the lowest and highest of each stretch; one more at either side.
-function within(xs, ys, low, high, most) {
+// Return the values between low and high, and one beyond each end; if over `most`, the lowest and highest of each bin.
+function clipAndThin(xs, ys, low, high, most) {
   let from = 0, to = xs.length;
   while (from < to && xs[from] < low) from++;
   while (to > from && xs[to - 1] > high) to--;
@@ -86,13 +86,13 @@ function valueAt(xs, ys, x) {
   return xs[high] === xs[low] ? ys[low] : ys[low] + ((ys[high] - ys[low]) * (x - xs[low])) / (xs[high] - xs[low]);
 }
 
-function spread(values) {
+function meanAndDeviation(values) {
   const mean = values.reduce((a, b) => a + b, 0) / values.length;
   if (values.length < 2) return [mean, 0];
   return [mean, Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / (values.length - 1))];
 }
 
-// Mean and standard deviation over curves, where at least two of them reach; [xs, means, deviations].
+// Return [xs, means, deviations] over curves, where at least two of them have values.
 function band(curves, most = 220) {
   const firsts = curves.map(([xs]) => xs[0]), lasts = curves.map(([xs]) => xs[xs.length - 1]);
   const low = Math.min(...firsts), high = Math.max(...lasts);
@@ -102,7 +102,7 @@ function band(curves, most = 220) {
   for (const x of grid) {
     const values = curves.map(([xs, ys]) => valueAt(xs, ys, x)).filter((v) => v !== null);
     if (values.length < Math.min(curves.length, 2)) continue;
-    const [mean, deviation] = spread(values);
+    const [mean, deviation] = meanAndDeviation(values);
     out[0].push(x);
     out[1].push(mean);
     out[2].push(deviation);

@@ -1,4 +1,4 @@
-// The page: what is shown, and everything but the charts. Text of runs is only ever set as text.
+// The page and all of it but the charts. Text of runs is never set as HTML.
 
 let data, Plotly;
 const state = {
@@ -7,7 +7,7 @@ const state = {
   sort: null, falling: false, every: false,
 };
 
-function put(parent, tag, kind, text) {
+function addElement(parent, tag, kind, text) {
   const element = document.createElement(tag);
   if (kind) element.className = kind;
   if (text !== undefined && text !== null) element.textContent = text;
@@ -15,17 +15,17 @@ function put(parent, tag, kind, text) {
   return element;
 }
 
-function by(id) {
+function byId(id) {
   return document.getElementById(id);
 }
 
-// Text that may be broken behind each dot and underscore.
-function broken(parent, text) {
-  text.split(/(?<=[._])/).forEach((part, n) => { if (n) put(parent, "wbr"); parent.append(part); });
+// Add text with possible line breaks after each dot and underscore.
+function addBreakable(parent, text) {
+  text.split(/(?<=[._])/).forEach((part, n) => { if (n) addElement(parent, "wbr"); parent.append(part); });
 }
 
-// Whether fingers do what a mouse does elsewhere.
-function touched() {
+// Return true on a touch screen.
+function isTouch() {
   return matchMedia("(pointer: coarse)").matches;
 }
 
@@ -50,7 +50,7 @@ function visible() {
   return data.points.map((_, place) => place).filter(shows);
 }
 
-function alone(place) {
+function showOnly(place) {
   const others = data.points.map((_, p) => p).filter((p) => p !== place);
   const was = others.every((p) => state.hidden.has(p)) && !state.hidden.has(place);
   state.hidden = new Set(was ? [] : others);
@@ -58,7 +58,7 @@ function alone(place) {
 }
 
 let soon = 0;
-function hot(place) {
+function highlight(place) {
   if (state.hot === place || data.points.length > 60) return;
   state.hot = place;
   cancelAnimationFrame(soon);
@@ -67,25 +67,25 @@ function hot(place) {
 
 // -- words and numbers --
 
-function digits(number) {
+function formatNumber(number) {
   return number === null || number === undefined ? "–" : Number(number).toFixed(4);
 }
 
 function value(point) {
-  return digits(point.mean) + (point.deviation !== null ? ` ± ${point.deviation.toFixed(4)}` : "");
+  return formatNumber(point.mean) + (point.deviation !== null ? ` ± ${point.deviation.toFixed(4)}` : "");
 }
 
-function counted(number) {
+function formatCount(number) {
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (number >= size) return `${(number / size).toPrecision(3)}${unit}`;
   return String(Number(Number(number).toPrecision(3)));
 }
 
-function lasted(seconds) {
+function formatDuration(seconds) {
   if (seconds >= 6000) return `${(seconds / 3600).toFixed(1)} h`;
   return seconds >= 100 ? `${(seconds / 60).toFixed(1)} min` : `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
 }
 
-function moment(time) {
+function formatTime(time) {
   return new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 }
 
@@ -94,8 +94,8 @@ function mean(values) {
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
 }
 
-function tip(event, text) {
-  const box = by("tip");
+function showTip(event, text) {
+  const box = byId("tip");
   box.hidden = !event;
   if (!event) return;
   box.textContent = text;
@@ -109,54 +109,54 @@ function drawAbout() {
   const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   const running = data.runs.filter((run) => run.state === "running").length;
   const parts = [many(data.runs.length, "run"), ...(data.points.length < data.runs.length ? [many(data.points.length, "point")] : []),
-    `by ${data.metric}`, `written ${moment(data.written)}`, ...(running ? [`${running} still running`] : [])];
-  by("about").textContent = parts.join(" · ");
-  data.notes.forEach((note) => put(by("notes"), "li", "", note));
+    `by ${data.metric}`, `written ${formatTime(data.written)}`, ...(running ? [`${running} still running`] : [])];
+  byId("about").textContent = parts.join(" · ");
+  data.notes.forEach((note) => addElement(byId("notes"), "li", "", note));
   const thin = data.runs.filter((run) => run.curves.loss.n > run.curves.loss.x.length);
   const longest = Math.max(0, ...data.runs.map((run) => run.curves.loss.n));
-  by("said").textContent = [
-    touched() ? "Tap a curve to read it; the buttons that then appear zoom." : "Drag to zoom, double click to zoom out.",
-    thin.length ? `Of curves of up to ${longest} steps at most ${data.most} points are kept: the lowest and the highest loss of each stretch; smoothing begins from means of stretches.` : "Every step is kept.",
-    "A zoomed curve is drawn from all points that are kept.",
+  byId("said").textContent = [
+    isTouch() ? "Tap a curve to read its values; buttons to zoom then appear." : "Drag to zoom, double click to zoom out.",
+    thin.length ? `Curves of up to ${longest} steps are reduced to at most ${data.most} values: the lowest and highest loss of each bin; smoothing uses bin means.` : "Every step is kept.",
+    "Zooming shows all values that were kept.",
     data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
   ].join(" ");
 }
 
-// Where the parts are that are far below; how many warnings there are is told at the top.
-function drawWays() {
+// Add links to the sections of the page, with the number of warnings.
+function drawLinks() {
   const warned = data.runs.reduce((n, run) => n + run.warned, 0);
   for (const section of document.querySelectorAll("main section:not([hidden])")) {
     const title = section.querySelector("h2");
     if (!title) continue;
     const more = section.id === "warnings" ? ` (${warned})` : "";
-    put(by("ways"), "a", more && "best", title.textContent.toLowerCase() + more).href = `#${section.id}`;
+    addElement(byId("ways"), "a", more && "best", title.textContent.toLowerCase() + more).href = `#${section.id}`;
   }
 }
 
 function drawLegend() {
-  const box = by("legend"), shown = data.points.filter((_, place) => passes(place)).length;
+  const box = byId("legend"), shown = data.points.filter((_, place) => passes(place)).length;
   box.textContent = "";
   data.points.forEach((point, place) => {
     if (!passes(place)) return;
-    const button = put(box, "button");
+    const button = addElement(box, "button");
     button.setAttribute("aria-pressed", String(!state.hidden.has(place)));
-    put(button, "span", "chip").style.background = colour(place);
-    put(button, "span", "label", point.label);
-    put(button, "span", place === 0 && data.best ? "value best" : "value", value(point));
+    addElement(button, "span", "chip").style.background = colour(place);
+    addElement(button, "span", "label", point.label);
+    addElement(button, "span", place === 0 && data.best ? "value best" : "value", value(point));
     button.addEventListener("click", (event) => {
-      if (event.altKey || event.shiftKey) return alone(place);
+      if (event.altKey || event.shiftKey) return showOnly(place);
       if (!state.hidden.delete(place)) state.hidden.add(place);
       refresh();
     });
-    button.addEventListener("dblclick", () => alone(place));
-    button.addEventListener("pointerenter", () => hot(place));
-    button.addEventListener("pointerleave", () => hot(null));
+    button.addEventListener("dblclick", () => showOnly(place));
+    button.addEventListener("pointerenter", () => highlight(place));
+    button.addEventListener("pointerleave", () => highlight(null));
   });
-  const hint = touched() ? "Tap to hide or show, twice for one alone." : "Click to hide or show, double click for one alone.";
-  put(box, "p", "small hint", shown ? hint : "No point passes the filter.");
+  const hint = isTouch() ? "Tap to hide or show, double tap to show only one." : "Click to hide or show, double click to show only one.";
+  addElement(box, "p", "small hint", shown ? hint : "No point passes the filter.");
 }
 
-function listed(values) {
+function formatValues(values) {
   const numbers = values.every((v) => v !== "" && Number.isFinite(Number(v)));
   const sorted = values.slice().sort((a, b) => (numbers ? a - b : a.localeCompare(b)));
   if (numbers && values.length > 12) return `${values.length} numbers from ${sorted[0]} to ${sorted[sorted.length - 1]}`;
@@ -165,15 +165,15 @@ function listed(values) {
 
 function drawDifferences() {
   const table = document.querySelector("#differences table"), entries = Object.entries(data.differ);
-  by("differences").hidden = !entries.length;
+  byId("differences").hidden = !entries.length;
   const leader = {};
   for (const [key, along] of Object.entries(data.along)) for (const one of along) leader[one] = key;
   for (const [key, values] of entries) {
-    const row = put(table, "tr");
-    put(row, "td", "key", key);
-    const cell = put(row, "td", "wraps", listed(values));
-    if (leader[key]) put(cell, "div", "small", `goes along with ${leader[key]}`);
-    else if (!data.keys.includes(key)) put(cell, "div", "small", "alone it makes no other point");
+    const row = addElement(table, "tr");
+    addElement(row, "td", "key", key);
+    const cell = addElement(row, "td", "wraps", formatValues(values));
+    if (leader[key]) addElement(cell, "div", "small", `varies together with ${leader[key]}`);
+    else if (!data.keys.includes(key)) addElement(cell, "div", "small", "does not separate points");
   }
 }
 
@@ -181,36 +181,36 @@ function drawSamples() {
   const cards = document.querySelector("#samples .cards");
   cards.textContent = "";
   const some = visible().map((place) => runsOf(place).find((run) => run.samples.length)).filter(Boolean);
-  by("samples").hidden = !data.runs.some((run) => run.samples.length);
+  byId("samples").hidden = !data.runs.some((run) => run.samples.length);
   for (const run of some.slice(0, 12)) {
-    const card = put(cards, "div", "card"), last = run.samples[run.samples.length - 1];
-    const title = put(card, "h3");
-    put(title, "span", "chip").style.background = colour(run.point);
-    put(title, "span", "", ` ${ofRun(run)}, step ${last.step ?? "?"}`);
-    said(card, last);
+    const card = addElement(cards, "div", "card"), last = run.samples[run.samples.length - 1];
+    const title = addElement(card, "h3");
+    addElement(title, "span", "chip").style.background = colour(run.point);
+    addElement(title, "span", "", ` ${runLabel(run)}, step ${last.step ?? "?"}`);
+    addSample(card, last);
   }
-  if (some.length > 12) put(cards, "p", "small", `and ${some.length - 12} more points: hide some, or look below at the runs`);
+  if (some.length > 12) addElement(cards, "p", "small", `and ${some.length - 12} more points: hide some, or see the runs below`);
 }
 
-function said(parent, sample) {
-  const text = put(parent, "pre");
-  put(text, "span", "prompt", sample.prompt);
-  put(text, "span", "", sample.text.startsWith(sample.prompt) ? sample.text.slice(sample.prompt.length) : sample.text);
+function addSample(parent, sample) {
+  const text = addElement(parent, "pre");
+  addElement(text, "span", "prompt", sample.prompt);
+  addElement(text, "span", "", sample.text.startsWith(sample.prompt) ? sample.text.slice(sample.prompt.length) : sample.text);
 }
 
 function drawWarnings() {
   const box = document.querySelector("#warnings div"), some = data.runs.filter((run) => run.warned && shows(run.point));
-  by("warnings").hidden = !data.runs.some((run) => run.warned);
+  byId("warnings").hidden = !data.runs.some((run) => run.warned);
   box.textContent = "";
-  const same = new Map(); // what many runs say is said once
+  const same = new Map(); // a text that many runs share is shown once
   for (const run of some) for (const w of run.warnings) {
     if (!same.has(w.text)) same.set(w.text, []);
-    same.get(w.text).push(`${ofRun(run)}${w.step === null ? "" : `, step ${w.step}`}`);
+    same.get(w.text).push(`${runLabel(run)}${w.step === null ? "" : `, step ${w.step}`}`);
   }
   for (const [text, runs] of same) {
-    const details = put(box, "details");
-    put(details, "summary", "", `${text} (${runs.length})`);
-    put(details, "p", "small", runs.slice(0, 60).join(" · ") + (runs.length > 60 ? ` · and ${runs.length - 60} more` : ""));
+    const details = addElement(box, "details");
+    addElement(details, "summary", "", `${text} (${runs.length})`);
+    addElement(details, "p", "small", runs.slice(0, 60).join(" · ") + (runs.length > 60 ? ` · and ${runs.length - 60} more` : ""));
   }
 }
 
@@ -218,38 +218,38 @@ function drawRuns() {
   const box = document.querySelector("#runs div");
   box.textContent = "";
   const shown = data.runs.filter((run) => shows(run.point));
-  furtherRows("more-runs", shown.length);
+  showMoreButton("more-runs", shown.length);
   for (const run of state.every ? shown : shown.slice(0, MOST_ROWS)) {
-    const details = put(box, "details"), summary = put(details, "summary");
-    put(summary, "span", "chip").style.background = colour(run.point);
+    const details = addElement(box, "details"), summary = addElement(details, "summary");
+    addElement(summary, "span", "chip").style.background = colour(run.point);
     const state = run.state === "completed" ? "" : ` · ${run.state}`, warned = run.warned ? ` · warnings: ${run.warned}` : "";
-    put(summary, "span", "", ` ${ofRun(run)}${state}${warned} · ${data.metric} ${digits(scoreOf(run, data.metric))}`);
+    addElement(summary, "span", "", ` ${runLabel(run)}${state}${warned} · ${data.metric} ${formatNumber(scoreOf(run, data.metric))}`);
     details.addEventListener("toggle", () => details.childElementCount === 1 && drawRun(details, run));
   }
 }
 
 function drawRun(box, run) {
-  const again = put(box, "div", "again");
-  put(again, "pre", "", run.again);
-  const copy = put(again, "button", "", "copy");
+  const again = addElement(box, "div", "again");
+  addElement(again, "pre", "", run.again);
+  const copy = addElement(again, "button", "", "copy");
   copy.addEventListener("click", async () => {
     try { await navigator.clipboard.writeText(run.again); copy.textContent = "copied"; } catch { getSelection().selectAllChildren(again.firstChild); }
   });
-  const list = put(box, "dl");
+  const list = addElement(box, "dl");
   const facts = { directory: run.path, state: run.why ? `${run.state}: ${run.why}` : run.state, ...run.facts };
-  for (const [key, text] of Object.entries(facts)) { put(list, "dt", "", key); put(list, "dd", "", text); }
-  put(box, "pre", "", Object.entries(run.all).map(([key, text]) => `${key}=${text}`).join("\n"));
-  run.warnings.forEach((w) => put(box, "p", "small", `warning${w.step === null ? "" : ` at step ${w.step}`}: ${w.text}`));
-  run.samples.forEach((sample) => { put(box, "p", "small", `step ${sample.step ?? "?"}`); said(box, sample); });
+  for (const [key, text] of Object.entries(facts)) { addElement(list, "dt", "", key); addElement(list, "dd", "", text); }
+  addElement(box, "pre", "", Object.entries(run.all).map(([key, text]) => `${key}=${text}`).join("\n"));
+  run.warnings.forEach((w) => addElement(box, "p", "small", `warning${w.step === null ? "" : ` at step ${w.step}`}: ${w.text}`));
+  run.samples.forEach((sample) => { addElement(box, "p", "small", `step ${sample.step ?? "?"}`); addSample(box, sample); });
 }
 
-// -- all of it --
+// -- start --
 
-function choice(id, options, key, then) {
-  const box = by(id);
+function addChoice(id, options, key, then) {
+  const box = byId(id);
   box.hidden = options.length < 2;
   for (const [option, text] of options) {
-    const button = put(box, "button", "", text);
+    const button = addElement(box, "button", "", text);
     button.setAttribute("aria-pressed", String(state[key] === option));
     button.addEventListener("click", () => {
       state[key] = option;
@@ -269,34 +269,34 @@ function refresh() {
   drawRuns();
 }
 
-function themed(theme) {
+function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
 }
 
 function controls() {
-  choice("score", [["loss", "loss"], ...data.scores.map((s) => [s, s])], "score", () => { state.tall = null; drawMain(); });
-  choice("over", [["step", "steps"], ["tokens", data.unit], ["seconds", "time"]], "over", unzoomed);
+  addChoice("score", [["loss", "loss"], ...data.scores.map((s) => [s, s])], "score", () => { state.tall = null; drawMain(); });
+  addChoice("over", [["step", "steps"], ["tokens", data.unit], ["seconds", "time"]], "over", resetZoom);
   const rows = data.points.length < data.runs.length ? [["points", "points"], ["runs", "runs"]] : [];
-  choice("rows", rows, "rows", () => { state.sort = null; drawTable(); });
+  addChoice("rows", rows, "rows", () => { state.sort = null; drawTable(); });
   for (const name of ["xlog", "ylog", "raw", "held", "bands", "outliers"]) {
-    by(name).checked = state[name];
-    by(name).addEventListener("change", () => {
-      state[name] = by(name).checked;
-      if (name === "xlog" || name === "ylog") unzoomed();
+    byId(name).checked = state[name];
+    byId(name).addEventListener("change", () => {
+      state[name] = byId(name).checked;
+      if (name === "xlog" || name === "ylog") resetZoom();
       else if (name === "bands") drawCharts();
       else drawMain();
     });
   }
-  by("bands-label").hidden = !data.points.some((_, place) => runsOf(place).length > 1);
-  by("smooth").addEventListener("input", () => { state.smooth = Number(by("smooth").value); drawCharts(); });
+  byId("bands-label").hidden = !data.points.some((_, place) => runsOf(place).length > 1);
+  byId("smooth").addEventListener("input", () => { state.smooth = Number(byId("smooth").value); drawCharts(); });
   let waiting = 0;
-  by("filter").addEventListener("input", () => {
+  byId("filter").addEventListener("input", () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => { state.words = by("filter").value.toLowerCase().split(/\s+/).filter(Boolean); refresh(); }, 150);
+    waiting = setTimeout(() => { state.words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean); refresh(); }, 150);
   });
-  by("theme").addEventListener("click", () => { themed(isDark() ? "light" : "dark"); refresh(); drawImportance(); });
+  byId("theme").addEventListener("click", () => { setTheme(isDark() ? "light" : "dark"); refresh(); drawImportance(); });
   for (const id of ["more-rows", "more-runs"]) {
-    by(id).addEventListener("click", () => { state.every = true; drawTable(); drawRuns(); });
+    byId(id).addEventListener("click", () => { state.every = true; drawTable(); drawRuns(); });
   }
   let resized = 0;
   addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(drawChoices, 150); });
@@ -304,35 +304,35 @@ function controls() {
 
 async function begin() {
   const asked = matchMedia("(prefers-color-scheme: dark)");
-  themed(asked.matches ? "dark" : "light");
+  setTheme(asked.matches ? "dark" : "light");
   if (!window.DecompressionStream) throw new Error("this page needs a browser of 2023 or later");
-  data = prepare(JSON.parse(await unpacked("data")));
-  AXES.tokens = by("unit").textContent = data.unit;
+  data = prepare(JSON.parse(await unpack("data")));
+  AXES.tokens = byId("unit").textContent = data.unit;
   state.rows = data.points.length < data.runs.length ? "points" : "runs";
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
-  by("opening").remove();
+  byId("opening").remove();
   document.querySelector("main").hidden = false;
   drawAbout();
   controls();
   drawDifferences();
   drawImportance();
   refresh();
-  drawWays();
-  // What draws takes longer than all else to load: meanwhile the rest can be read. A page in the background has no frames.
+  drawLinks();
+  // plotly loads slowly, so show the rest first. A page in the background gets no animation frames.
   await new Promise((done) => (document.hidden ? done() : requestAnimationFrame(() => setTimeout(done))));
   const script = document.createElement("script");
-  script.textContent = await unpacked("library");
+  script.textContent = await unpack("library");
   document.head.append(script);
   Plotly = window.Plotly;
   drawCharts();
   listen();
-  asked.addEventListener("change", () => { themed(asked.matches ? "dark" : "light"); refresh(); });
+  asked.addEventListener("change", () => { setTheme(asked.matches ? "dark" : "light"); refresh(); });
   document.documentElement.dataset.ready = "yes";
 }
 
 begin().catch((error) => {
   const told = `This page could not be drawn: ${error.message}`;
-  if (by("opening")) by("opening").textContent = told;
-  else by("main").textContent = told;
+  if (byId("opening")) byId("opening").textContent = told;
+  else byId("main").textContent = told;
   throw error;
 });

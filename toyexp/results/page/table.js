@@ -1,21 +1,21 @@
-// The table of results: which columns it has, in which order its rows stand, and how many are shown at first.
+// The table of results: its columns, sorting, and the button that shows all rows.
 
-// A run's score by the name that it has in heads.
+// Return a run's metric by its name in table heads.
 function scoreOf(run, head) {
   const name = head.replace("held-out ", "");
   if (head === "smoothed train loss") return run.train_loss;
   return name === "loss" ? run.loss : run.scores[name] ?? (name === "ppl" && run.loss !== null ? Math.exp(run.loss) : null);
 }
 
-// What decides stands first, where a phone has it in sight; what is alike in all rows, or follows from others, is left out.
-function columnsOf() {
+// The ranking metric comes first, visible on a phone. Columns with equal values in all rows are left out.
+function listColumns() {
   const points = state.rows === "points", each = (of) => (row) => (points ? mean(row.runs.map(of)) : of(row));
   const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));
   const scores = ["held-out loss", ...data.scores.map((s) => `held-out ${s}`), "smoothed train loss"].filter((s) => s !== data.metric);
   const numbers = [
     ...scores.map((s) => ({ head: s, of: each((r) => scoreOf(r, s)), number: true })),
-    { head: "speed", of: each((r) => r.speed), form: (v) => `${counted(v)}/s`, number: true },
-    { head: "time", of: each((r) => r.seconds), form: lasted, number: true }];
+    { head: "speed", of: each((r) => r.speed), form: (v) => `${formatCount(v)}/s`, number: true },
+    { head: "time", of: each((r) => r.seconds), form: formatDuration, number: true }];
   if (points) {
     return [{ head: data.metric, of: (p) => p.mean, text: value, number: true, best: true },
       ...(keys.length ? keys : [{ head: "name", of: (p) => p.label }]),
@@ -29,34 +29,34 @@ function columnsOf() {
     ...(several((r) => r.seed) ? [{ head: "seed", of: (r) => r.seed, form: String, number: true }] : []),
     { head: "state", of: (r) => r.state }, { head: "steps", of: (r) => r.steps, form: String, number: true }, ...numbers,
     ...(warned ? [{ head: "warnings", of: (r) => r.warned, form: (n) => n || "", number: true }] : []),
-    { head: "begun", of: (r) => r.when || null, form: moment }];
+    { head: "begun", of: (r) => r.when || null, form: formatTime }];
 }
 
-const MOST_ROWS = 20; // of a table or a list, until all are asked for
+const MOST_ROWS = 20; // rows shown before "show all" is clicked
 
-// Behind the first rows: how many more there are, and what shows them.
-function furtherRows(id, count) {
-  const box = by(id);
+// Update the button that shows all rows.
+function showMoreButton(id, count) {
+  const box = byId(id);
   box.hidden = count <= MOST_ROWS || state.every;
   box.textContent = `show all ${count}`;
 }
 
-function compared(a, b) {
-  if (a === null || b === null) return a === b ? 0 : a === null ? 1 : -1; // what has none comes last
+function compareCells(a, b) {
+  if (a === null || b === null) return a === b ? 0 : a === null ? 1 : -1; // missing values come last
   const [m, n] = [Number(a), Number(b)];
   const order = a !== "" && b !== "" && Number.isFinite(m) && Number.isFinite(n) ? m - n : String(a).localeCompare(String(b));
   return state.falling ? -order : order;
 }
 
 function drawTable() {
-  const head = document.querySelector("#table thead"), body = document.querySelector("#table tbody"), columns = columnsOf();
+  const head = document.querySelector("#table thead"), body = document.querySelector("#table tbody"), columns = listColumns();
   head.textContent = body.textContent = "";
-  const line = put(head, "tr");
-  put(line, "th");
+  const line = addElement(head, "tr");
+  addElement(line, "th");
   for (const column of columns) {
-    const cell = put(line, "th", column.number ? "number" : ""), sorted = state.sort === column.head;
+    const cell = addElement(line, "th", column.number ? "number" : ""), sorted = state.sort === column.head;
     cell.setAttribute("aria-sort", sorted ? (state.falling ? "descending" : "ascending") : "none");
-    const button = put(cell, "button", "", column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
+    const button = addElement(cell, "button", "", column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
     button.addEventListener("click", () => {
       state.falling = sorted && !state.falling;
       state.sort = column.head;
@@ -66,17 +66,17 @@ function drawTable() {
   let rows = state.rows === "points" ? data.points.map((p, place) => ({ ...p, point: place, runs: runsOf(place) })) : data.runs.slice();
   rows = rows.filter((row) => shows(row.point));
   const order = columns.find((column) => column.head === state.sort);
-  if (order) rows.sort((a, b) => compared(order.of(a), order.of(b)));
-  furtherRows("more-rows", rows.length);
+  if (order) rows.sort((a, b) => compareCells(order.of(a), order.of(b)));
+  showMoreButton("more-rows", rows.length);
   for (const row of state.every ? rows : rows.slice(0, MOST_ROWS)) {
-    const cells = put(body, "tr");
-    put(put(cells, "td"), "span", "chip").style.background = colour(row.point);
+    const cells = addElement(body, "tr");
+    addElement(addElement(cells, "td"), "span", "chip").style.background = colour(row.point);
     for (const column of columns) {
-      const known = column.of(row), form = column.form || (column.number ? digits : (v) => v);
+      const known = column.of(row), form = column.form || (column.number ? formatNumber : (v) => v);
       const text = column.text ? column.text(row) : known === null || known === undefined ? "–" : form(known);
       const best = column.best && row.point === 0 && known !== null && data.best;
-      const cell = put(cells, "td", (column.number ? "number" : "") + (best ? " best" : ""));
-      if (best) put(cell, "span", "badge", "best");
+      const cell = addElement(cells, "td", (column.number ? "number" : "") + (best ? " best" : ""));
+      if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }
   }

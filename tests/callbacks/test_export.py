@@ -121,7 +121,7 @@ def test_an_export_whose_place_is_taken_fails_the_run_and_leaves_the_other_resul
     plugins = f"plugins=[toyexp.testing.null,{local_plugin(ALIEN)}]"
     run = train("callbacks=[default,plots,alien]", plugins, engine="noop")
     assert run.code == 1 and (run.dir / "model.gguf" / "mine").exists()
-    assert run.err.startswith("toyexp: error: ") and "model.gguf: could not be written: it is there already" in run.err
+    assert run.err.startswith("toyexp: error: ") and "model.gguf: could not be written: it exists" in run.err
     assert run.events[-1]["exit_code"] == 1 and run.events[-1]["reason"] == "completed"
     assert run.result["eval_loss"] is not None
     assert (run.dir / "plots" / "curves.png").exists()

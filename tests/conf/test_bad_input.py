@@ -95,7 +95,7 @@ def register_optimisers(register):
         ("optim.pace=0", "optim.pace=0.0: must be above 0"),
         ("optim.grad_clip=-1", "optim.grad_clip=-1.0: must be at least 0"),
         ("optim.groups={blk.*: {lr: '0.1'}}", "lr='0.1': must be a finite number from 0; it is a string"),
-        ("optim.groups={blk.*: {lr: 1e300}}", "lr=1e+300: must be a number that float32 holds"),
+        ("optim.groups={blk.*: {lr: 1e300}}", "lr=1e+300: must be within float32's range"),
         ("optim.groups={blk.*: {lr: 0.1, frozen: true}}", "lr=0.1: has no effect with frozen=true; leave one"),
         ("optim.groups={blk.*: 3}", "optim.groups: blk.*: expected settings in braces"),
     ],

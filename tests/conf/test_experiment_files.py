@@ -137,7 +137,7 @@ def test_steps_that_are_typed_stand_before_the_epochs_of_a_file(refused):
         (os.mkfifo, "is a pipe"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device"),
         (Path.mkdir, "is a folder"),
-        (lambda path: path.symlink_to("gone"), "is a link to gone, which is not there"),
+        (lambda path: path.symlink_to("gone"), "is a link to gone, which does not exist"),
     ],
 )
 def test_an_experiment_that_is_no_file_is_called_what_it_is(refused, make, said):

@@ -455,7 +455,7 @@ def test_a_sweep_json_cannot_load_code(done, capsys):
         (["sweep.resume=s", MODULES, "lr=1"], "lr=1: a resumed sweep keeps its settings"),
         (["-m", "sweep.resume=s", MODULES, "seed=1,2"], "seed=1,2: a resumed sweep keeps its settings"),
         (["sweep.resume=s", MODULES, "--config-dir", "."], "--config-dir: a resumed sweep keeps its settings"),
-        (["-m", *QUICK, "seed=1,2", "hydra.sweep.dir=s"], "already holds a sweep; go on with it: sweep.resume="),
+        (["-m", *QUICK, "seed=1,2", "hydra.sweep.dir=s"], "already holds a sweep; continue it: sweep.resume="),
     ],
 )
 def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
@@ -922,7 +922,7 @@ def test_a_share_of_the_cores_is_kept_to(monkeypatch):
 def test_a_share_of_the_cores_that_cannot_be_is_refused_and_not_passed_over(given, monkeypatch, capsys):
     monkeypatch.setenv(CORES_VARIABLE, given)
     assert main([*QUICK, "engine.threads=1"]) == 2
-    assert f"{CORES_VARIABLE}={given}: takes how many cores to use" in capsys.readouterr().err
+    assert f"{CORES_VARIABLE}={given}: must be a number of cores from 1" in capsys.readouterr().err
 
 
 def test_how_a_process_ended_is_said_in_words():

@@ -353,7 +353,7 @@ def test_bad_input_that_a_callback_finds_at_the_first_eval_is_told_as_its_own(ca
 def test_what_is_raised_on_purpose_and_without_a_word_is_told_with_its_line(capsys):
     assert main([*NOOP, CALLBACKS, "callbacks.clumsy.at=on_start", "callbacks.clumsy.kind=mute"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("toyexp: error: UserError, of which nothing is said (clumsy_plugin.py, line ")
+    assert line.startswith("toyexp: error: UserError without a message (clumsy_plugin.py, line ")
 
 
 def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
@@ -383,9 +383,9 @@ def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([CALLBACKS, "callbacks.clumsy.at=text"], "Clumsy.warnings() gave 'a sentence', expected sentences in a list"),
-        ([CALLBACKS, "callbacks.clumsy.at=nothing"], "Clumsy.warnings() gave None, expected sentences in a list"),
-        (["engine=clumsy_engine", "engine.at=describe"], "Session.describe() gave None, expected dict"),
+        ([CALLBACKS, "callbacks.clumsy.at=text"], "Clumsy.warnings() returned 'a sentence', expected sentences"),
+        ([CALLBACKS, "callbacks.clumsy.at=nothing"], "Clumsy.warnings() returned None, expected sentences in a list"),
+        (["engine=clumsy_engine", "engine.at=describe"], "Session.describe() returned None, expected dict"),
     ],
 )
 def test_an_answer_of_another_kind_is_told(words, told, capsys):

@@ -108,7 +108,7 @@ def test_a_blob_that_was_deleted_is_named_as_unreadable(home, registry):
     found = find_models(registry)
     assert found.files == []
     assert [(f.name, f.error) for f in found.unreadable] == [
-        ("gone", "is a link to ../../blobs/1234, which is not there")
+        ("gone", "is a link to ../../blobs/1234, which does not exist")
     ]
 
 

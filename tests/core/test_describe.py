@@ -381,7 +381,7 @@ def make(kind):
     [
         ("a directory", "run/model.gguf: is a directory"),
         ("a pipe", "run/model.gguf: is a pipe"),
-        ("a link that leads nowhere", "run/model.gguf: is a link to gone.gguf, which is not there"),
+        ("a link that leads nowhere", "run/model.gguf: is a link to gone.gguf, which does not exist"),
         ("unreadable", "run/model.gguf: cannot be opened: Permission denied"),
         ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp converts"),
         ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),

@@ -360,7 +360,7 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt x --min-p 1.1", "from 0 to 1"),
         ("text.gguf --ids 1,x", "--ids 1,x: takes token ids"),
         ("text.gguf --ids 1,-2", "takes token ids"),
-        ("https://host/m.gguf --prompt x", "https://host/m.gguf: is an address, and files are read from this machine"),
+        ("https://host/m.gguf --prompt x", "https://host/m.gguf: is an address, and only local files can be read"),
         ("text.gguf --prompt x --adapter empty", "empty: is a directory without adapter.gguf or adapter_config.json"),
         ("text.gguf --prompt x --adapter of", "of/adapter.gguf: is not a GGUF file"),
         ("text.gguf --ids 1,,2", "--ids 1,,2: takes token ids"),

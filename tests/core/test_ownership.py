@@ -160,7 +160,7 @@ def test_a_pipe_in_the_place_of_a_runs_file_is_named_and_not_waited_for(name, ca
 def test_a_run_that_is_there_says_how_it_goes_on_if_it_can(capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     line = refused(capsys, *NOOP, "hydra.run.dir=D")
-    assert "already holds a run; go on with it: resume=" in line and "hydra.run.dir=..." in line
+    assert "already holds a run; continue it: resume=" in line and "hydra.run.dir=..." in line
     shutil.rmtree("D/checkpoints")
     line = refused(capsys, *NOOP, "hydra.run.dir=D")
     assert "without a checkpoint" in line and "resume=" not in line
@@ -246,7 +246,7 @@ def test_a_copied_or_renamed_run_still_knows_its_files():
 def test_a_file_that_comes_during_a_run_fails_its_export_and_stays():
     run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
     put("model.gguf")
-    refusal = r"model.gguf: could not be written: .* this run did not write it"
+    refusal = r"model.gguf: could not be written: .* was not written by this run"
     with pytest.raises(RunFailed, match=refusal), run.output(Path("model.gguf").absolute()) as place:
         place.write_text("ours")
     assert contents() == {"model.gguf": b"mine"}
@@ -331,7 +331,7 @@ def test_an_experiment_from_elsewhere_does_not_choose_where_something_is_written
 @pytest.mark.parametrize("name", ["link", "link/below"])
 def test_a_link_to_nothing_is_called_one(capsys, name):
     Path("link").symlink_to("gone")
-    assert "link: is a link to gone, which is not there" in refused(capsys, *NOOP, f"hydra.run.dir={name}")
+    assert "link: is a link to gone, which does not exist" in refused(capsys, *NOOP, f"hydra.run.dir={name}")
     assert not Path("gone").exists()
 
 
@@ -394,7 +394,7 @@ def test_a_file_that_grows_and_has_a_second_name_is_refused(name, run_of_a_stran
     shutil.copytree(run_of_a_stranger, "D")
     os.link(f"D/{name}", "mine")
     line = refused(capsys, "resume=D", PLUGINS, "steps=9")
-    assert f"D/{name}" in line and "second name" in line
+    assert f"D/{name}" in line and "hard link" in line
 
 
 def test_processes_that_ask_whether_a_directory_is_written_do_not_refuse_each_other():
@@ -438,7 +438,7 @@ def test_a_file_of_a_sweep_that_grows_and_has_a_second_name_is_refused(name):
     require_inside(Path("S"))
     Path("S", name).write_text("mine")
     os.link(f"S/{name}", "mine")
-    with pytest.raises(UserError, match=f"S/{name}: it has a second name"):
+    with pytest.raises(UserError, match=f"S/{name}: it has a hard link"):
         require_inside(Path("S"))
 
 

@@ -77,7 +77,7 @@ def test_a_broken_package_is_one_line_with_the_reason_each_time(package, how):
     assert said[0] == said[1]
     assert said[0].startswith("Some-Package is installed but cannot be loaded (")
     assert words.replace("{name}", name) in said[0] and "\n" not in said[0] and len(said[0]) < 500
-    assert said[0].endswith("); install it again: pip install --force-reinstall Some-Package")
+    assert said[0].endswith("); reinstall it: pip install --force-reinstall Some-Package")
 
 
 def test_a_missing_package_says_how_to_install_it_and_is_found_once_it_is_there(tmp_path, monkeypatch):
@@ -333,7 +333,7 @@ def test_a_requirement_that_cannot_be_loaded_is_one_line_too(beside, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "toyexp: error: tokenizers is installed but cannot be loaded (OSError: libnothing.so.1: cannot open shared "
-        "object file); install it again: pip install --force-reinstall tokenizers\n"
+        "object file); reinstall it: pip install --force-reinstall tokenizers\n"
     )
     assert not (tmp_path / "run").exists()
 

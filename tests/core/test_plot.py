@@ -193,11 +193,11 @@ def test_runs_of_a_search_that_are_chosen_are_compared_as_curves(tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--plot", "a.jpg"], "--plot a.jpg: draws .png, .svg, .pdf; name such a file: --plot a.svg"),
+        (["--plot", "a.jpg"], "--plot a.jpg: must end in .png, .svg, .pdf; type --plot a.svg"),
         (["--plot", "nowhere/a.svg"], "there is no directory nowhere"),
         (["--plot", "folder.svg"], "is a directory"),
-        (["--plot", "theirs.svg"], "theirs.svg: is there already, and is no picture of toyexp's; choose another name"),
-        (["--plot", "link.svg"], "link.svg: is there already"),
+        (["--plot", "theirs.svg"], "theirs.svg: exists and is not a plot of toyexp; choose another name"),
+        (["--plot", "link.svg"], "link.svg: exists"),
         (["--plot", "a.svg", "--csv"], "--plot a.svg --csv: are two answers"),
     ],
 )

@@ -357,7 +357,7 @@ def test_a_working_directory_that_was_deleted_is_told_as_that(tmp_path, monkeypa
     gone.rmdir()
     for words in (["plugins=toyexp.testing.null", "engine=noop", "data=random", "steps=2"], ["plugins"], ["doctor"]):
         assert main(words) == 2
-        assert "the working directory is no longer there" in capsys.readouterr().err
+        assert "the working directory was deleted" in capsys.readouterr().err
 
 
 def test_an_installed_plugin_whose_fields_hold_what_no_setting_can_is_left_out_of_a_run(

@@ -304,7 +304,7 @@ def run_told(capsys, *words):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["data.at=open"], ["open() gave None", "Dataset"]),
+        (["data.at=open"], ["open() returned None", "Dataset"]),
         (["data.vocab=0"], ["vocab is 0", "from 1"]),
         (["data.vocab=-3"], ["vocab is -3"]),
     ],
@@ -317,7 +317,7 @@ def test_data_that_are_none_are_named_before_anything_is_made(words, wanted, cap
 
 def test_batches_that_are_none_are_refused_before_anything_is_made(capsys):
     line = run_told(capsys, "data=odd", "data.at=batches")
-    assert line == "data.odd.batches() gave None, expected Batches"
+    assert line == "data.odd.batches() returned None, expected Batches"
     assert not Path("run").exists()
 
 
@@ -361,7 +361,7 @@ def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(ca
 
 def test_data_that_describe_nothing_are_named(capsys):
     line = run_told(capsys, "data=odd", "data.at=describe")
-    assert line.startswith("data.odd.") and line.endswith(" gave None, expected Mapping")
+    assert line.startswith("data.odd.") and line.endswith(" returned None, expected Mapping")
 
 
 def test_ids_that_are_no_integers_are_refused_before_anything_is_made(capsys):
@@ -375,7 +375,7 @@ def test_eval_names_the_data_too(capsys):
     Path("x.txt").write_text("words")
     given = ["eval", "run", PLUGINS, "engine=noop"]
     assert told(capsys, *given, "--data", "x.txt").startswith("data.odd failed in recognises(): KeyError")
-    assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd.open() gave None, expected Dataset")
+    assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd.open() returned None, expected ")
     line = told(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
     assert line.startswith("data.odd ") and "-1 is not one of 0..49" in line
 
@@ -440,7 +440,7 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("None", "format.odd.read() gave None, expected ModelExport"),
+        ("None", "format.odd.read() returned None, expected ModelExport"),
         ("model", "x.odd: format.odd read [<class"),
         ("shape", "x.odd: format.odd read shape [3, 3] for token_embd.weight, expected [8, 8]"),
         ("list", "x.odd: format.odd read [1.0] for token_embd.weight, expected an array [8, 8]"),
@@ -471,11 +471,11 @@ def test_a_session_that_is_not_open_is_told_at_once(capsys):
 @pytest.mark.parametrize(
     ("at", "wanted"),
     [
-        ("none", "OddModel.scores() gave None, expected dict"),
-        ("text", "OddModel.scores() gave {'bleu': 'high'}, expected numbers by their names"),
-        ("array", "OddModel.scores() gave {'bleu': array([1., 1.])}, expected numbers by their names"),
-        ("unnamed", "OddModel.scores() gave {1: 0.5}, expected numbers by their names"),
-        ("settings", "OddModel.settings() gave None, expected dict"),
+        ("none", "OddModel.scores() returned None, expected dict"),
+        ("text", "OddModel.scores() returned {'bleu': 'high'}, expected numbers by their names"),
+        ("array", "OddModel.scores() returned {'bleu': array([1., 1.])}, expected numbers by their names"),
+        ("unnamed", "OddModel.scores() returned {1: 0.5}, expected numbers by their names"),
+        ("settings", "OddModel.settings() returned None, expected dict"),
     ],
 )
 def test_a_models_scores_and_sizes_that_are_none_are_named(at, wanted, capsys):
@@ -485,7 +485,7 @@ def test_a_models_scores_and_sizes_that_are_none_are_named(at, wanted, capsys):
 @pytest.mark.parametrize(
     ("at", "wanted"),
     [
-        ("nothing", " gave None, expected Mapping"),
+        ("nothing", " returned None, expected Mapping"),
         ("less", ": the snapshot lacks token_embd.weight, unlike the plan"),
         ("shape", ": token_embd.weight has the shape [49, 16], not [50, 16]"),
         ("list", ": token_embd.weight is a list, no array"),

@@ -95,12 +95,12 @@ def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatc
     [
         (
             {"WORLD_SIZE": "2"},
-            "WORLD_SIZE=2: .* without RANK, MASTER_ADDR, MASTER_PORT this",
+            "WORLD_SIZE=2: .* RANK, MASTER_ADDR, MASTER_PORT is not set, so this",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "WORLD_SIZE=2: .* without MASTER_ADDR this"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "WORLD_SIZE=2: .* MASTER_ADDR is not set, so this"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: "),
         ({"RANK": "abc"}, "RANK=abc: "),
-        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4: each of these processes trains alone; torchrun starts"),
+        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4: each of these processes trains a run of its own; use torchrun"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: each"),
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_NTASKS": "1", "MASTER_ADDR": "here", "RANK": "0", "WORLD_SIZE": "1"}, None),
@@ -119,7 +119,7 @@ def test_a_port_that_cannot_be_is_told(book, monkeypatch, capsys, port):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", port), strict=True):
         monkeypatch.setenv(name, value)
     assert main(RUN) == 2
-    assert f"MASTER_PORT={port}: takes a port from 1 to 65535" in capsys.readouterr().err
+    assert f"MASTER_PORT={port}: must be a port from 1 to 65535" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_and_a_host_that_is_unknown_are_told(monkeypatch):
@@ -140,7 +140,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_unknown_are_told(monkeypatch):
 def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
     for name, value in zip(RANKS, (rank, count, "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^RANK={rank}, WORLD_SIZE={count}: a process started as a rank has a number"):
+    with pytest.raises(UserError, match=f"^RANK={rank}, WORLD_SIZE={count}: RANK must be a whole number"):
         started_ranks()
 
 

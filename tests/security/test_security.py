@@ -84,9 +84,9 @@ BAD = {
     "name: '${ oc.env:TOKEN}'": "key=$NAME",
     r"name: '\\${oc.env:TOKEN}'": "key=$NAME",
     "name: ${oc.create:x}": "is not taken from a file",
-    "a: &a [1, *a]": "holds itself",
+    "a: &a [1, *a]": "contains itself",
     "a: &a " + "[" * 1100 + "]" * 1100: "nested too deeply",
-    "a: 1\n" + "# " + "x" * 300_000: "more than 256 KiB",
+    "a: 1\n" + "# " + "x" * 300_000: "larger than the limit of 256 KiB",
 }
 
 

@@ -363,7 +363,7 @@ def test_a_bad_image_is_refused_by_name_or_skipped_and_counted(tmp_path, name):
 
 def test_a_link_that_leads_nowhere_is_a_bad_image(tmp_path):
     (folder(tmp_path, red=6, blue=6) / "red" / "lost.png").symlink_to("moved.png")
-    with pytest.raises(UserError, match=r"red/lost\.png: is a link to moved\.png, which is not there \(data\.on_error"):
+    with pytest.raises(UserError, match=r"lost\.png: is a link to moved\.png, which does not exist \(data\.on_error"):
         opened(tmp_path)
     facts = opened(tmp_path, on_error="skip").describe()
     assert facts["skipped"] == 1 and facts["train_images"] + facts["held_out_images"] == 12

@@ -122,7 +122,7 @@ def test_a_link_in_a_folder_that_leads_nowhere_is_told_and_the_rest_is_classifie
     root, _ = here
     (tmp_path / "lost.png").symlink_to(tmp_path / "moved" / "away.png")
     assert main(["predict", str(root / "run"), str(tmp_path)]) == 2
-    assert f"lost.png: is a link to {tmp_path}/moved/away.png, which is not there" in capsys.readouterr().err
+    assert f"lost.png: is a link to {tmp_path}/moved/away.png, which does not exist" in capsys.readouterr().err
     shutil.copy(root / "pictures" / "left" / "00.png", tmp_path / "here.png")
     found = predicted(capsys, root / "run", tmp_path, code=1)["images"]
     assert [(Path(one["file"]).name, one["class"] is None) for one in found] == [

@@ -1,4 +1,4 @@
-"""Python, files and words for people; no experiment in it. What plugins may use of it stands here."""
+"""General helpers that know nothing of experiments. The names listed here are open to plugins."""
 
 from typing import TYPE_CHECKING
 

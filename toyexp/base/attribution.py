@@ -1,4 +1,4 @@
-"""Whose fault it is: what a plugin raises without meaning to, told in one line that names the plugin."""
+"""Attribute an exception to the plugin that raised it, in a one-line error that names the plugin."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MESSAGE_LIMIT = 300  # characters of what an exception says
 
 
 def has_own_message(error: BaseException) -> bool:
-    """Whether an error has words of its own for the person who runs this: it was raised on purpose, or by a signal."""
+    """Return True for an error that needs no attribution: raised on purpose, by a signal or by lack of memory."""
     return isinstance(error, ToyexpError | MemoryError) or hidden_interrupt(error) is not None
 
 
 def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
-    """Return an error as one of `who`, with where its traceback is; one with words of its own stays as it is."""
+    """Return `error` as a PluginFailed of `who`, with the traceback's location; return other toyexp errors as is."""
     if has_own_message(error) and isinstance(error, Exception):
         return error
     if broken := broken_requirement(error):
@@ -41,7 +41,10 @@ def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path
 
 
 class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter in each step
-    """Raise what goes wrong inside as `failure` of `who`, of the plugin that raised it, or of memory or `data`."""
+    """Context manager that attributes exceptions to the plugin that raised them, or else to `who`.
+
+    A BadBatch is attributed to the data plugin `data`. It is a class because it is entered in each training step.
+    """
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
         self._who, self._when, self._log, self._data = who, when, log, data
@@ -67,7 +70,7 @@ class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter
 
 
 def call_checked(wanted: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
-    """Return what a method of a plugin's part gives; PluginFailed of `who`, or its class, for another type."""
+    """Call a plugin's method and return its result; raise PluginFailed unless it is of type `wanted`."""
     found = method(*arguments)
     if not isinstance(found, wanted):
         raise wrong_return(method, found, wanted.__name__, who)
@@ -75,7 +78,10 @@ def call_checked(wanted: type, method: Callable[..., T], *arguments: object, who
 
 
 def call_for_lines(method: Callable[..., object], *arguments: object) -> list[str]:
-    """What a method of a plugin's part tells, each on one line; PluginFailed for a text, told letter by letter else."""
+    """Call a plugin's method that returns sentences, and return each on one line.
+
+    Raise PluginFailed for a plain string, which would be iterated letter by letter.
+    """
     found = method(*arguments)
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise wrong_return(method, found, "sentences in a list")
@@ -83,14 +89,14 @@ def call_for_lines(method: Callable[..., object], *arguments: object) -> list[st
 
 
 def wrong_return(method: Callable[..., object], found: object, wanted: str, who: str = "") -> PluginFailed:
-    """What a method of a plugin's part gave, and what was expected of it."""
+    """Return the PluginFailed for a method that returned another type than expected."""
     who = who or type(getattr(method, "__self__", None)).__name__
-    return PluginFailed(f"{who}.{method.__name__}() gave {printable(repr(found))}, expected {wanted}")
+    return PluginFailed(f"{who}.{method.__name__}() returned {printable(repr(found))}, expected {wanted}")
 
 
 @contextlib.contextmanager
 def attribute_part_errors(log: Path | None = None) -> Iterator[None]:
-    """Raise what comes out of a plugin's part as its `failure`; toyexp's own mistakes and OSErrors stay as they are."""
+    """Attribute exceptions to the plugin they came from; leave OSErrors and toyexp's own errors as they are."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -100,7 +106,7 @@ def attribute_part_errors(log: Path | None = None) -> Iterator[None]:
 
 
 def _failing_method(error: BaseException) -> tuple[str, str, str] | None:
-    """Whose method, of all outside of toyexp, the error came out of last: the part's kind, its name, the method's."""
+    """Return the kind, name and method of the innermost plugin part in the error's traceback."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         if not str(frame.f_globals.get("__name__")).startswith("toyexp."):
             owner = frame.f_locals.get("self", frame.f_locals.get("cls"))

@@ -1,8 +1,7 @@
-"""Pictures that one would print: how all of them look, and how they are written. All that is style stands here.
+"""Style of all plots, and how they are written.
 
-The colours are those that Okabe and Ito chose to be told apart by everyone ("Color Universal Design", 2008), but for
-their yellow, which white paper swallows; curves that lie over one another have a mark each besides, so that a print
-without colour can be read.
+The colours are those of Okabe and Ito ("Color Universal Design", 2008), without their yellow, which is hard to see on
+white. Overlapping curves also differ by marker, so that a print in greyscale can be read.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _style_lock = threading.RLock()
 
 
 def require_drawing() -> None:
-    """Raise Unavailable without matplotlib."""
+    """Raise Unavailable if matplotlib is missing or broken."""
     with require_package("matplotlib", "pip install 'toyexp[plots]'"):
         import matplotlib.backends.backend_agg
         import matplotlib.backends.backend_svg
@@ -61,10 +60,10 @@ def require_drawing() -> None:
 
 @contextlib.contextmanager
 def use_plot_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults, whatever the user's matplotlibrc says (text.usetex), one thread at a time.
+    """Use matplotlib's defaults and toyexp's style, and ignore the user's matplotlibrc; one thread at a time.
 
-    Artists read these settings when they are made and when they are drawn: the context belongs around both.
-    Raises what `require_drawing` raises.
+    Artists read these settings when they are created and again when they are drawn, so enter this around both. Raise
+    Unavailable as `require_drawing` does.
     """
     require_drawing()
     import matplotlib
@@ -75,17 +74,15 @@ def use_plot_style() -> Iterator[None]:
 
 
 def check_plot_path(option: str, typed: str) -> Path:
-    """Where a picture is to be written; UserError where it cannot be, Unavailable without matplotlib.
+    """Return the path of a plot to write; raise UserError if it is unsuitable, Unavailable without matplotlib.
 
-    A file that is there is only replaced by a picture where toyexp drew it.
+    An existing file is only accepted if toyexp drew it.
     """
     path, asked = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
-        raise UserError(
-            f"{asked}: draws {', '.join(FILE_METADATA)}; name such a file: {option} {path.with_suffix('.svg')}"
-        )
+        raise UserError(f"{asked}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")
     if path.is_dir():
-        raise UserError(f"{asked}: is a directory; name a file, such as {option} {path / 'plot.svg'}")
+        raise UserError(f"{asked}: is a directory, expected a file; type {option} {path / 'plot.svg'}")
     require_writable(asked, path)
     _require_own_plot(path)
     require_drawing()
@@ -94,35 +91,39 @@ def check_plot_path(option: str, typed: str) -> Path:
 
 def _require_own_plot(path: Path) -> None:
     if os.path.lexists(path) and not is_own_plot(path):
-        raise UserError(f"{path}: is there already, and is no picture of toyexp's; choose another name")
+        raise UserError(f"{path}: exists and is not a plot of toyexp; choose another name")
 
 
 def is_own_plot(path: Path) -> bool:
-    """Whether a file is a picture that toyexp drew."""
+    """Return True if a file is a plot that toyexp drew."""
     try:
         with open_file(path) as file:
             head = file.read(4096)
-            file.seek(max(path.stat().st_size - 65536, 0))  # a PDF says it at its end
+            file.seek(max(path.stat().st_size - 65536, 0))  # where a PDF has its metadata
             return any(sign in part for part in (head, file.read()) for sign in _SIGNATURES)
     except (UserError, OSError):
         return False
 
 
 class Sheet:
-    """A picture on white paper: a title, what it is of, and panels below."""
+    """Figure on a white page: a title, a subtitle and panels below each other."""
 
     def __init__(
         self, height: float, title: str, below: str, rows: Sequence[float] = (1,), columns: Sequence[int] = ()
     ):
-        """`height` is in inches, `rows` the shares of it; without `columns`, panels in each, all have one x axis."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and no global state
+        """Create the figure; `height` is in inches.
+
+        `rows` are the relative heights of the rows. Without `columns` (panels per row) each row is one panel and all
+        share the x axis.
+        """
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs neither a display nor global state
         from matplotlib.figure import Figure
         from matplotlib.transforms import ScaledTranslation
 
         self.figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
         FigureCanvasAgg(self.figure)
         self.panels: list[Any] = []
-        if columns:  # each row as wide as what stands beside it allows
+        if columns:  # subfigures, so that each row has its own margins
             parts = self.figure.subfigures(len(rows), 1, height_ratios=list(rows), squeeze=False)
             for part, count in zip(parts.flat, columns, strict=True):
                 self.panels += list(part.subplots(1, count, squeeze=False).flat)
@@ -131,7 +132,7 @@ class Sheet:
             self.panels = list(found.flat)
             self.figure.align_ylabels()
         lines = textwrap.wrap(below, 112, max_lines=2, placeholder=" …")
-        # The title keeps the place for what stands below it, which is set in other letters.
+        # The empty lines reserve space for the subtitle, which has another font.
         self.figure.suptitle(fit_text(title, TITLE_LENGTH) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
                              fontweight="bold")  # fmt: skip
         place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
@@ -139,10 +140,10 @@ class Sheet:
         self.figure.text(0.01, 1, told, transform=place, va="top", fontsize=SMALL, color=GREY)
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
-        """The picture in several formats, by their endings; what is the same is so to the byte."""
+        """Render the figure in several formats, by suffix. Equal figures give equal bytes."""
         found = {}
         with use_plot_style(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # of letters that the font has no picture for: a box
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
             for suffix in suffixes:
                 file = io.BytesIO()
                 self.figure.savefig(file, format=suffix[1:], metadata=FILE_METADATA[suffix], dpi=RESOLUTION)
@@ -150,7 +151,7 @@ class Sheet:
         return found
 
     def write(self, path: Path) -> int:
-        """Write it in one piece, and return its bytes; raise UserError if the file there is somebody else's."""
+        """Write the figure atomically and return its size in bytes; raise UserError for a foreign file."""
         _require_own_plot(path)
         suffix = path.suffix.lower()
         picture = self.pictures(suffix)[suffix]
@@ -160,7 +161,7 @@ class Sheet:
 
 
 def thin_curve(steps: Any, values: Any, most: int) -> tuple[Any, Any]:
-    """Return at most so many points of a curve: of each of `most`/2 stretches the lowest and the highest."""
+    """Reduce a curve to about `most` points, keeping the minimum and maximum of each stretch."""
     import numpy as np
 
     x, y = np.asarray(steps), np.asarray(values, np.float64)
@@ -174,13 +175,13 @@ def thin_curve(steps: Any, values: Any, most: int) -> tuple[Any, Any]:
 
 
 def set_step_axis(axes: Any) -> None:
-    """An x axis of steps."""
+    """Label the x axis "step" and give it integer ticks."""
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
-    """Makes the axis `x` or `y` logarithmic where its values are wide apart, with plain numbers; whether it did."""
+    """Make the axis `which` (`x`, `y`) logarithmic if its values span a factor of LOG_RATIO; return True if so."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     known = [value for value in values if math.isfinite(value)]
@@ -197,13 +198,13 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
 
 
 def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Values, texts and colours behind the ends of lines, moved apart where they would lie over one another."""
-    axes.get_ylim()  # its limits are worked out when they are asked for, and places go by them
+    """Write (value, text, colour) labels at the right end of lines, and move them apart where they overlap."""
+    axes.get_ylim()  # matplotlib computes the limits lazily
     known = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
     height = axes.bbox.height * 72 / axes.figure.dpi
     apart = 1.25 * LABEL / height  # of the height of the axes
     places = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in known]
-    for i in (i for _ in places for i in range(1, len(places))):  # to move two may bring others together
+    for i in (i for _ in places for i in range(1, len(places))):  # moving two may create a new overlap
         missing = apart - (places[i] - places[i - 1])
         if missing > 0:
             places[i - 1], places[i] = places[i - 1] - missing / 2, places[i] + missing / 2
@@ -212,7 +213,7 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def fit_text(text: str, most: int) -> str:
-    """A text that fits and means itself; what is no letter would make an SVG that nobody reads."""
+    """Shorten a text to `most` characters and escape what matplotlib or SVG would misread."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     text = text if len(text) <= most else text[: most - 1] + "…"
-    return text.replace("$", r"\$")  # or matplotlib reads formulas
+    return text.replace("$", r"\$")  # matplotlib reads $ as a formula

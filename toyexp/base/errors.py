@@ -1,4 +1,4 @@
-"""The errors a person can meet, and the words they are told in."""
+"""Error classes, suggestions for misspelled names, and escaping of untrusted text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from collections.abc import Iterable
 
 
 class ToyexpError(Exception):
-    """Any error toyexp raises on purpose; `exit_code` is what the command line returns for it."""
+    """Base of all errors that toyexp raises on purpose; `exit_code` is the command line's exit code."""
 
     exit_code = 1
 
 
 class UserError(ToyexpError):
-    """Bad input, found before anything is built: what was asked, what is true, what to type."""
+    """Invalid input, detected before anything is built.
+
+    The message says what is wrong, what is allowed, what to type.
+    """
 
     exit_code = 2
 
 
 class Unavailable(UserError):
-    """An engine or an optional package that was asked for and is not here, with the remedy in the text."""
+    """An engine or optional package that was requested but cannot be used; the message says how to install it."""
 
 
 class Absent(Unavailable):
@@ -29,7 +32,7 @@ class Absent(Unavailable):
 
 
 class Broken(Unavailable):
-    """What is here and does not work; `fact` is the text without the remedy."""
+    """A package or engine that is installed but does not work; `fact` is the message without the remedy."""
 
     def __init__(self, fact: str, remedy: str = ""):
         self.fact = fact
@@ -37,7 +40,7 @@ class Broken(Unavailable):
 
 
 class UnknownCharacter(UserError):
-    """A text holds a character that a tokenizer has no token for."""
+    """A character in a text that a tokenizer has no token for."""
 
     def __init__(self, character: str, kind: str):
         self.character = character
@@ -45,19 +48,19 @@ class UnknownCharacter(UserError):
 
 
 class SessionError(ToyexpError):
-    """A session used out of order or with a wrong tensor: names what was expected and what came."""
+    """A session method called out of order or with a wrong tensor."""
 
 
 class BadBatch(SessionError):
-    """A batch that is not what its plan says: whoever knows whose data it is names them."""
+    """A batch that does not match its plan. The caller that knows the data adds its name."""
 
 
 class RunFailed(ToyexpError):
-    """A run that started and could not go on, such as one whose loss became NaN."""
+    """A run that started but could not continue, for example because its loss became NaN."""
 
 
 class RankFailed(RunFailed):
-    """Another process of the run that failed, or is gone; `trace` is the traceback that it told, if it could."""
+    """A failed or lost process of a distributed run; `trace` is its traceback, if it sent one."""
 
     def __init__(self, fact: str, trace: str = ""):
         self.trace = trace
@@ -65,11 +68,11 @@ class RankFailed(RunFailed):
 
 
 class PluginFailed(RunFailed):
-    """A plugin that raised something it did not mean to: names it, when that was, and what it said."""
+    """An unexpected exception in a plugin; the message names the plugin, the moment and the exception."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word`, with its letters or all its parts (batch: batch_size); None when none is."""
+    """Return the choice most similar to `word` by spelling or by its parts (batch: batch_size), or None."""
     others = [c for c in choices if c != word]
     if word.lower() in others:
         return word.lower()
@@ -77,14 +80,14 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     wider = [choice for choice in others if parts <= set(re.split("[._]", choice))]
     swapped = [choice for choice in others if sorted(choice) == sorted(word)]
     begun = [choice for choice in others if word.lower().startswith(f"{choice}_")]  # adamw_torch: adamw
-    cutoff = 0.72 if len(word) > 3 else 0.66  # of three letters two
+    cutoff = 0.72 if len(word) > 3 else 0.66  # two letters of three
     close = difflib.get_close_matches(word.lower(), others, 1, cutoff)
     found = close or swapped or difflib.get_close_matches(word, wider, 1, cutoff=0.0) or begun
     return found[0] if found else None
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """A hint that ends an error: the nearest choice, or all of them when none is near."""
+    """Return the hint that ends an error: the nearest choice, or all of them if none is similar."""
     names = sorted(choices)
     best = nearest(word, names)
     if best:
@@ -93,23 +96,23 @@ def suggest(word: str, choices: Iterable[str]) -> str:
 
 
 def printable(text: str, limit: int = 60) -> str:
-    """Text from a stranger's file, made safe to print: ASCII, no control characters, at most `limit` characters."""
+    """Return untrusted text as printable ASCII of at most `limit` characters."""
     safe = ascii(text)[1:-1]
     return safe if len(safe) <= limit else safe[: limit - 3] + "..."
 
 
 def require_visible(asked: str, text: str) -> None:
-    """Raise UserError for a name with line breaks, or marks that change how text near them is shown."""
-    joiners = "\u200c\u200d"  # which some scripts are written with
+    """Raise UserError for a name with line breaks or with characters that change how nearby text is displayed."""
+    joiners = "\u200c\u200d"  # some scripts need them
     if bad := next((c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c not in joiners), None):
-        raise UserError(f"{asked}={printable(text)}: holds {bad!a}, which nobody can see; leave it out")
+        raise UserError(f"{asked}={printable(text)}: contains the invisible character {bad!a}; leave it out")
 
 
 def escape_controls(text: str) -> str:
-    """Text with whatever a terminal would obey escaped; lines stay lines."""
+    """Escape everything that a terminal would interpret, except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def escape_cell(text: str) -> str:
-    """The same of a name that stands in a line of a table: new lines and tabs are escaped too."""
+    """Escape a name for a table cell: as `escape_controls`, and also newlines and tabs."""
     return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")

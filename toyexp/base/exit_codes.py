@@ -1,4 +1,4 @@
-"""How a command line ends: every error that a person can meet is one line, and an exit code."""
+"""Turn every expected error into one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TORCHRUN_GRACE = 5.0  # seconds in which torchrun ends the other ranks when one 
 
 
 def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = str) -> int:
-    """Does the work; returns its exit code, or that of what ended it: 1 failed, 2 bad input, 130/143 interrupted.
+    """Run `work` and return its exit code: 1 for failure, 2 for invalid input, 130 or 143 if interrupted.
 
-    An error is told as `explained` has it.
+    Errors are printed as `explained` returns them.
     """
     open_standard_files()
     replace_unencodable()
@@ -37,7 +37,7 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
         with catch_signals() as signals:
             code = work()
             if sys.stdout:
-                sys.stdout.flush()  # while an error of it can still be told
+                sys.stdout.flush()  # here a failure can still be reported
             return code
     except KeyboardInterrupt as error:
         return _report_interrupt(error)
@@ -45,7 +45,7 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
         drop_output()
         return 0
     except Exception as error:
-        # It came in the middle of someone's clean-up, or of native code that raises its own error, as imports in C do.
+        # A signal may surface as another error, raised by interrupted clean-up or native code (such as C imports).
         hidden = hidden_interrupt(error) or (signals.final_interrupt() if signals else None)
         if hidden is not None and not isinstance(error, RunFailed):
             return _report_interrupt(hidden)
@@ -54,7 +54,7 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
             raise
         if isinstance(error, UserError) and (rank := _torchrun_rank()):
             with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(TORCHRUN_GRACE)  # torchrun ends this process where the first rank has said the same
+                time.sleep(TORCHRUN_GRACE)  # torchrun ends this process if rank 0 reported the same
             told = f"rank {rank} (on {platform.node()}): {told}"
         print_error(f"error: {explained(told)}")
         return error.exit_code if isinstance(error, ToyexpError) else 1
@@ -63,7 +63,7 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
 
 
 def _torchrun_rank() -> int:
-    """The number of this process, where `torchrun` watches over it and it is not the first; else 0."""
+    """Return this process's rank if `torchrun` started it, else 0."""
     try:
         return started_ranks().rank if "TORCHELASTIC_RUN_ID" in os.environ else 0
     except UserError:
@@ -71,20 +71,20 @@ def _torchrun_rank() -> int:
 
 
 def _report_interrupt(error: KeyboardInterrupt) -> int:
-    if not _torchrun_rank():  # whose first rank says so for all
+    if not _torchrun_rank():  # otherwise rank 0 reports it
         print_error(str(error) or "interrupted")
     return end_process(getattr(error, "exit_code", 130))
 
 
 def _error_message(error: Exception) -> str | None:
-    """An error in words for a person; None for a mistake of ours, which needs its traceback."""
+    """Return the message of an expected error; None for a bug, which needs its traceback."""
     if isinstance(error, ToyexpError):
-        return str(error) or f"{type(error).__name__}, of which nothing is said{error_location(error)}"
+        return str(error) or f"{type(error).__name__} without a message{error_location(error)}"
     if isinstance(error, MemoryError):
         return f"out of memory{f' ({error})' if str(error) else ''}"
     if broken := broken_requirement(error):
         return str(broken)
-    if isinstance(error, OSError):  # a disk that is full, a directory that went away, too many open files
+    if isinstance(error, OSError):  # such as a full disk, a deleted directory, too many open files
         what = error.filename or ("the output could not be written" if has_output_failed() else "a file")
         return f"{what}: {error.strerror or error}"
     return None

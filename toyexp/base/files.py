@@ -1,4 +1,4 @@
-"""What a person names as a file or a folder has to be one; what else stands there is never opened, or waited for."""
+"""Open and check files that users name; pipes, devices and directories are rejected without being opened."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KINDS = {
 }
 NODE_LIMIT = 20_000  # values in a YAML file; aliased values count each time they are used
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # never waits for a pipe's writer
-HEAD_SIZE = 512  # first bytes of a file, by which is told what it is instead of text
-# How files begin that are met in the place of text, and what makes text of them.
+HEAD_SIZE = 512  # leading bytes of a file, from which its format is guessed
+# Magic bytes of formats that users pass instead of text, and how to convert them.
 NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
     (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: gunzip it (or unxz, ...) first",
     b"PK\x03\x04": "it is a zip archive: unzip it first",
@@ -34,35 +34,35 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def wrong_kind(mode: int, wanted: int = stat.S_IFREG) -> str | None:
-    """What stands in the place of a file (or of what else is `wanted`), by its mode; None where it is one."""
+    """Return why a file mode is not of the kind `wanted` (a regular file), as a phrase; None if it is."""
     kind = stat.S_IFMT(mode)
     if kind == wanted:
         return None
-    if kind == stat.S_IFIFO and wanted == stat.S_IFREG:  # as <(command) is, and /dev/stdin behind a |
-        return "is a pipe, which can be read only once; write what comes out of it to a file, and name that"
+    if kind == stat.S_IFIFO and wanted == stat.S_IFREG:  # such as <(command), or /dev/stdin after a |
+        return "is a pipe, which can be read only once; write its output to a file and name that file"
     return f"is {KINDS.get(kind, 'something else')}, not {KINDS[wanted]}"
 
 
 def working_directory() -> Path:
-    """Where the process stands; UserError when that directory was deleted under it."""
+    """Return the current directory; raise UserError if it was deleted."""
     try:
         return Path.cwd()
     except OSError:
-        raise UserError("the working directory is no longer there (it was deleted); cd to one that is") from None
+        raise UserError("the working directory was deleted; cd to an existing one") from None
 
 
-ADDRESS_MESSAGE = "is an address, and files are read from this machine alone; download it, and name the file"
+ADDRESS_MESSAGE = "is an address, and only local files can be read; download it and name the file"
 
 
 def is_address(path: Path) -> bool:
-    """Whether what was meant for a path is of the network, https://...: a Path has one / of the two."""
+    """Return True if a path was written as a URL; pathlib turns https:// into https:/."""
     return re.match(r"(https?|ftp|s3|gs|hf):/", str(path)) is not None
 
 
 def explain_missing(path: Path) -> str:
-    """That nothing is there, and where the way to it ends."""
+    """Return why a path does not exist, and where its existing part ends."""
     if (link := dangling_link(path)) is not None:
-        return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which is not there"
+        return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which does not exist"
     if is_address(path):
         return ADDRESS_MESSAGE
     if not path.is_absolute():
@@ -72,12 +72,12 @@ def explain_missing(path: Path) -> str:
 
 
 def dangling_link(path: Path) -> Path | None:
-    """The link on the way to `path`, or at it, that leads to nothing, if one does."""
+    """Return the link in `path` or its parents whose target does not exist, or None."""
     return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
 
 
 def require_file(path: str | Path, asked: str, *wanted: int) -> Path:
-    """The path, if there is a file (or one of what is `wanted`); UserError that begins with what was `asked`."""
+    """Return the path if it is a file, or one of the kinds `wanted`; raise UserError starting with `asked` if not."""
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -91,25 +91,25 @@ def require_file(path: str | Path, asked: str, *wanted: int) -> Path:
 
 
 def require_directory(path: str | Path, asked: str) -> Path:
-    """The path, if there is a folder; UserError that begins with what was `asked`."""
+    """Return the path if it is a directory; raise UserError starting with `asked` if not."""
     return require_file(path, asked, stat.S_IFDIR)
 
 
 def open_file(path: Path) -> BufferedReader:
-    """A file for reading; UserError for what is none, or cannot be read. It never waits for a writer."""
+    """Open a regular file for reading, without ever waiting for a pipe's writer; raise UserError if it is none."""
     require_file(path, str(path))
     try:
         descriptor = os.open(path, READ_FLAGS)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
-    if reason := wrong_kind(os.fstat(descriptor).st_mode):  # of what was opened, whatever has happened in between
+    if reason := wrong_kind(os.fstat(descriptor).st_mode):  # check again: the path may have changed since
         os.close(descriptor)
         raise UserError(f"{path}: {reason}")
     return open(descriptor, "rb")
 
 
 def read_head(path: Path, size: int) -> bytes:
-    """Return the first bytes of a file, or none if it cannot be read."""
+    """Return the first `size` bytes of a file; b"" if it cannot be read."""
     try:
         with open_file(path) as file:
             return file.read(size)
@@ -118,21 +118,24 @@ def read_head(path: Path, size: int) -> bytes:
 
 
 def read_file(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a file, no more than it says it has; UserError for what is none, cannot be read, or has too many."""
+    """Return the bytes of a file; raise UserError if it is not readable or has more than `most` bytes.
+
+    Bytes appended while reading are ignored.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
-            raise UserError(f"{path}: has more than {most >> 10} KiB, which is too long for what it is read as")
+            raise UserError(f"{path}: is larger than the limit of {most >> 10} KiB")
         try:
             return file.read(size)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
         except MemoryError:
-            raise UserError(f"{path}: is larger than the memory that there is") from None
+            raise UserError(f"{path}: does not fit into memory") from None
 
 
 def read_text(path: Path, most: int | None = None) -> str:
-    """A UTF-8 text file; UserError for one of more than `most` bytes, and for a byte that is not UTF-8, or NUL."""
+    """Return a UTF-8 text file; raise UserError for more than `most` bytes, a NUL, or a byte that is not UTF-8."""
     raw = read_file(path, most)
     text, nul, _ = raw.partition(b"\0")
     try:
@@ -145,17 +148,17 @@ def read_text(path: Path, most: int | None = None) -> str:
 
 
 def not_text_error(path: Path, place: int, byte: int, start: bytes) -> UserError:
-    """That a file is no UTF-8 text, or holds a NUL: where, and by its first START bytes, what it is instead."""
+    """Return the error for a file that is not UTF-8 text: the byte's position, and a guess from its first bytes."""
     hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if start.startswith(magic)), None)
     if byte:
         hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
         return UserError(f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint}")
-    hint = hint or "if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if all else is text: tr -d '\\0' takes NULs out"
-    return UserError(f"{path}: no text (byte {place} is NUL); {hint}")
+    hint = hint or "if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if the rest is text: tr -d '\\0' removes the NULs"
+    return UserError(f"{path}: not text (byte {place} is NUL); {hint}")
 
 
 def system_message(error: BaseException) -> str:
-    """What the system says."""
+    """Return the operating system's message for an OSError, or the error as text."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -169,8 +172,8 @@ def check_nodes(root: Any, path: Path) -> None:
             inside = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
             sizes[id(node)] = 1 + (0 if isinstance(node.value, str) else sum(map(size, inside)))
         elif not sizes[id(node)]:
-            raise UserError(f"{path}, line {node.start_mark.line + 1}: a value holds itself")
+            raise UserError(f"{path}, line {node.start_mark.line + 1}: a value contains itself")
         return sizes[id(node)]
 
     if size(root) > NODE_LIMIT:
-        raise UserError(f"{path}: holds more than {NODE_LIMIT} values, repeated ones counted again")
+        raise UserError(f"{path}: contains more than {NODE_LIMIT} values (aliases are expanded)")

@@ -1,4 +1,4 @@
-"""Numbers, paths and tables as people read them."""
+"""Format numbers, paths and tables for reading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNZIP_PREFIX = "toyexp-zip-"  # begins the name of a directory that stands for a
 
 
 def format_count(n: float) -> str:
-    """A number as people say it: 950, 12.3k, 4.5M."""
+    """Format a number with a metric prefix: 950, 12.3k, 4.5M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if n >= size:
             return f"{n / size:.3g}{unit}"
@@ -22,17 +22,17 @@ def format_count(n: float) -> str:
 
 
 def display_path(path: Path | str) -> str:
-    """Return a path as people know it: in a zip archive, below the archive's name."""
+    """Return a path as the user knows it: inside a zip archive, below the archive's name."""
     return re.sub(rf"^(.*[/\\])?{UNZIP_PREFIX}\w+[/\\]", "", str(path))
 
 
 def short_path(path: Path) -> str:
-    """Relative to here when it is below here."""
+    """Return a path relative to the working directory if it is below it."""
     return display_path(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def format_value(value: Any) -> str:
-    """The value of a setting as it is typed: null, true, [a,b], {a: 1}."""
+    """Format a setting's value as it is typed in an override: null, true, [a,b], {a: 1}."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {format_value(one)}' for key, one in value.items())}}}"
     if isinstance(value, list):
@@ -41,31 +41,31 @@ def format_value(value: Any) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """Names of settings without their parts, `beta2` of optim.beta2, where no other one is called so."""
+    """Shorten setting keys to their last component (`beta2` for optim.beta2) where that is unique."""
     last = [key.rpartition(".")[2] for key in keys]
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 
 
 def describe_parameters(model: Mapping[str, Any]) -> str:
-    """Return how many parameters a run's exported model has and how many train, as its run_start says; "" if not."""
+    """Return the parameter count of a run's exported model and how many train; "" if it is not recorded."""
     total, trainable = model.get("parameters"), model.get("trainable")
     share = f", {trainable:,} train" if isinstance(trainable, int) and trainable != total else ""
     return f"{total:,} parameters{share}" if isinstance(total, int) else ""
 
 
 def pluralise(n: int, what: str = "thread") -> str:
-    """`1 thread`, `2 threads`."""
+    """Return `1 thread`, `2 threads`."""
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def format_bytes(n: int) -> str:
-    """Bytes as people say them: 948 kB, 145 MB, 4.92 GB."""
+    """Format a size in bytes: 948 kB, 145 MB, 4.92 GB."""
     size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= 0.9995 * s), (1e3, "kB"))
     return f"{n / size:.3g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as people say them: 0.35 ms, 41 s, 12 min, 3.4 h, 2.1 days."""
+    """Format seconds: 0.35 ms, 41 s, 12 min, 3.4 h, 2.1 days."""
     for most, size, unit in ((1, 1e-3, "ms"), (100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
         if seconds < most:
             return f"{seconds / size:.3g} {unit}"
@@ -73,7 +73,7 @@ def format_duration(seconds: float) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows of cells as aligned lines, the columns in `right` at their right edge; a row of one cell stands alone."""
+    """Align rows of cells into lines; columns in `right` are right-aligned. A row of one cell is left as it is."""
     table = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
@@ -107,5 +107,5 @@ def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
 
 
 def format_metric(value: float | None) -> str:
-    """Return a score as all tables show it."""
+    """Format a metric as all tables show it."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Packages whose public names are loaded when they are first asked for."""
+"""Load the public names of a package on first use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[],
     def get(name: str) -> object:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        from toyexp.base.signals import protect_imports  # deferred: its package is loaded by this function
+        from toyexp.base.signals import protect_imports  # deferred: this function loads its package
 
         with protect_imports():
             value = getattr(import_module(home_of[name]), name)
-        # The next time it is simply there; what a module of that name has put there meanwhile stays.
+        # Cache it; importing a submodule of that name may have set it already.
         return vars(sys.modules[package]).setdefault(name, value)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *home_of}), sorted(home_of)

@@ -1,4 +1,4 @@
-"""Memory: what this process may still take, and what a run takes at least."""
+"""Available memory of this process, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from toyexp.base.errors import RunFailed, printable
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
-TRAIN_REMEDY = f"{REMEDY}, and so does engine.recompute=true"  # of what the check before a run does not count
-EVALUATE_REMEDY = "a smaller batch_size or model.context takes less"  # where nothing is trained
+TRAIN_REMEDY = (
+    f"{REMEDY}, and so does engine.recompute=true"  # activations, which the check before a run does not count
+)
+EVALUATE_REMEDY = "a smaller batch_size or model.context takes less"  # for commands that do not train
 
 
 def available_bytes() -> int | None:
-    """What the machine, a container and ulimit -v leave to this process; None where the system does not say."""
+    """Return the memory that the machine, the container and ulimit -v leave to this process; None if unknown."""
     left = list(_cgroup_limits())
     with contextlib.suppress(OSError, KeyError):
         known = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
@@ -36,7 +38,7 @@ def available_bytes() -> int | None:
 
 
 def _cgroup_limits() -> Iterator[int]:
-    """What the control groups (version 2) of this process leave to it, as containers set them."""
+    """Yield the free memory of each version 2 control group of this process, as containers set them."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         own = CGROUP_ROOT / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
@@ -53,12 +55,12 @@ def _read(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def convert_memory_errors(remedy: str = TRAIN_REMEDY) -> Iterator[None]:
-    """Turns the many ways to say that memory ran out into RunFailed with the `remedy`."""
+    """Convert out-of-memory errors of Python and PyTorch to RunFailed with the `remedy`."""
     try:
         yield
     except MemoryError as error:
-        raise RunFailed(f"out of memory ({str(error) or 'no more was given'}); {remedy}") from error
-    except RuntimeError as error:  # PyTorch says it in words alone
+        raise RunFailed(f"out of memory ({str(error) or 'allocation failed'}); {remedy}") from error
+    except RuntimeError as error:  # PyTorch only says so in the message
         if not re.search(r"out of memory|allocate memory", str(error)):
             raise
         told = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]

@@ -1,4 +1,4 @@
-"""Whose files are in a directory: a run begins in an empty one, and replaces what it wrote itself, nothing else."""
+"""Locks and ownership of run directories: a run starts in an empty one and replaces only files it wrote."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ except ImportError:  # Windows
 
 LEDGER = "written.json"
 LOCK_FILE = "run.lock"
-SWEEP_FILE = "sweep.json"  # of the directory of a sweep
-LEDGER_LIMIT = 1 << 20  # bytes that are read of it
-# What systems and people put into a directory that they call empty. No run writes under these names.
+SWEEP_FILE = "sweep.json"  # in a sweep's directory
+LEDGER_LIMIT = 1 << 20  # bytes
+# Files that do not count as content of an empty directory. No run writes under these names.
 IGNORED_NAMES = (".DS_Store", ".localized", "Thumbs.db", "desktop.ini", "lost+found", ".gitkeep", ".gitignore")
-GROWING_FILES = (LOCK_FILE, "log.txt", "events.jsonl", "sweep.jsonl", "study.log")  # what changes where it is
-RUN_DIRECTORIES = ("checkpoints", "logs", "plots", "tensorboard")  # that toyexp fills
-RUN_FILES = ("config.yaml", "events.jsonl", LEDGER)  # of a run
-TEMPORARY_NAME = re.compile(r"\.tmp-\d+(-\d+)?|\..+\.(yaml|json)\.\d+\.tmp")  # what a killed process had not finished
+GROWING_FILES = (LOCK_FILE, "log.txt", "events.jsonl", "sweep.jsonl", "study.log")  # changed in place, not replaced
+RUN_DIRECTORIES = ("checkpoints", "logs", "plots", "tensorboard")  # created by toyexp
+RUN_FILES = ("config.yaml", "events.jsonl", LEDGER)  # any of these marks a run
+TEMPORARY_NAME = re.compile(r"\.tmp-\d+(-\d+)?|\..+\.(yaml|json)\.\d+\.tmp")  # left by a killed process
 
 
 class DirectoryLocked(UserError):
-    """Another process writes there."""
+    """Another process is writing in the directory."""
 
 
 def lock(path: Path) -> int:
-    """Lock a directory for this process and return the file to close; Owned if another process has the lock."""
+    """Lock a directory for this process and return the lock's file descriptor. Raise DirectoryLocked if it is taken."""
     file = open_for_writing(path / LOCK_FILE)
     try:
         _lock(file, path)
-        with contextlib.suppress(OSError):  # the owner's name is a courtesy, and the disk may be full
+        with contextlib.suppress(OSError):  # the owner's name is optional, and the disk may be full
             os.ftruncate(file, 0)
             os.write(file, f"{os.getpid()} on {platform.node()}\n".encode())
     except BaseException:
@@ -64,7 +64,7 @@ def lock(path: Path) -> int:
 
 
 def require_unlocked(path: Path) -> None:
-    """Raise Owned if another process writes in the directory `path`."""
+    """Raise DirectoryLocked if another process is writing in the directory `path`."""
     if (path / LOCK_FILE).is_file():
         with open_file(path / LOCK_FILE) as file:
             _lock(file.fileno(), path, shared=True)
@@ -76,7 +76,7 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         else:
             windows: Any = importlib.import_module("msvcrt")
-            os.lseek(file, LEDGER_LIMIT, os.SEEK_SET)  # behind the owner's name, which others are to read
+            os.lseek(file, LEDGER_LIMIT, os.SEEK_SET)  # after the owner's name, which must stay readable
             windows.locking(file, windows.LK_NBLCK, 1)
             os.lseek(file, 0, os.SEEK_SET)
     except (BlockingIOError, PermissionError):
@@ -86,23 +86,26 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
 
 
 def require_empty(path: Path, key: str) -> None:
-    """Raises UserError, which says what to type, unless `path` is missing or empty; `key` is what chose it."""
+    """Raise UserError unless `path` is missing or empty.
+
+    The message says what to type; `key` is the setting of `path`.
+    """
     other = f"choose another directory: {key}=..."
     runs = (p for p in path.absolute().parents if key == "hydra.sweep.dir" and (p / LOCK_FILE).exists())
     if run := next((p for p in runs if (p / "config.yaml").exists()), None):
-        raise UserError(f"{path} is inside {run}, which is the directory of a run; {other}")
+        raise UserError(f"{path} is inside {run}, which is a run directory; {other}")
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         found = [entry.name for entry in entries if not _is_ignorable(entry)]
     except FileNotFoundError:
         if (link := dangling_link(path)) is not None:
-            raise UserError(f"{link}: is a link to {link.readlink()}, which is not there; {other}") from None
+            raise UserError(f"{link}: is a link to {link.readlink()}, which does not exist; {other}") from None
         return
-    except OSError as error:  # it is a file, or its name is too long
+    except OSError as error:  # such as a file, or too long a name
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
     begun = "log.txt" in found and any(
         entry.name == LOCK_FILE for entry in entries
-    )  # another process is a moment ahead
+    )  # another process has just created it
     begun = begun or any(name in RUN_FILES or TEMPORARY_NAME.fullmatch(name) for name in found)
     if begun or SWEEP_FILE in found:
         try:
@@ -110,22 +113,22 @@ def require_empty(path: Path, key: str) -> None:
         except DirectoryLocked as error:
             raise DirectoryLocked(f"{error}, or {other}") from None
     if SWEEP_FILE in found:
-        raise UserError(f"{path} already holds a sweep; go on with it: sweep.resume={path}, or {other}")
+        raise UserError(f"{path} already holds a sweep; continue it: sweep.resume={path}, or {other}")
     if begun:
         saved = any((path / "checkpoints").glob("step-*"))
-        go_on = f"go on with it: resume={path}, or" if saved else "without a checkpoint to go on from; remove it, or"
+        go_on = f"continue it: resume={path}, or" if saved else "without a checkpoint to resume; remove it, or"
         raise UserError(f"{path} already holds a run{';' if saved else ''} {go_on} {other}")
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise UserError(f"{path} is not empty ({printable(found[0])}{more}), and nothing there is replaced; {other}")
+        raise UserError(f"{path} is not empty ({printable(found[0])}{more}); {other}")
 
 
 def require_inside(directory: Path) -> None:
-    """Raise UserError if a link leads out of a run's or sweep's directory; hidden links are never written to."""
+    """Raise UserError if a link leads out of a run's or sweep's directory. Hidden links are never written to."""
     for folder in (directory, *(directory / name for name in RUN_DIRECTORIES)):
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith((".", "study.log.lock")):  # the second is a link that Optuna locks by
+                if entry.name.startswith((".", "study.log.lock")):  # Optuna's lock is a link
                     continue
                 kind = (
                     stat.S_IFDIR
@@ -136,29 +139,29 @@ def require_inside(directory: Path) -> None:
 
 
 def _is_ignorable(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry leaves its directory an empty one: see NOTHING; our own lock; or where our output goes."""
+    """Return True for an entry that an empty directory may have: see IGNORED_NAMES, our lock, or our own output."""
     if entry.name in IGNORED_NAMES or entry.name.startswith(("._", ".nfs")):
         return True
     if entry.name == LOCK_FILE and entry.is_file(follow_symlinks=False):
         with open(entry.path, "rb") as file:
-            return re.fullmatch(rb"\d*( o?n? ?\S*\n?)?", file.read(200)) is not None  # or as far as a disk took it
+            return re.fullmatch(rb"\d*( o?n? ?\S*\n?)?", file.read(200)) is not None  # possibly cut off by a full disk
     if entry.name in (*RUN_FILES, "log.txt", "result.json") or entry.name.endswith((".gguf", ".safetensors")):
-        return False  # which the run would write over its own output
-    with contextlib.suppress(OSError):  # `toyexp > DIR/out.txt`, and what a cluster keeps of a job's output
+        return False  # the run would overwrite its own redirected output
+    with contextlib.suppress(OSError):  # `toyexp > DIR/out.txt`, or a cluster's log of the job
         there = entry.stat()
         return any(os.path.samestat(os.fstat(number), there) for number in (1, 2))
     return False
 
 
 class Ledger:
-    """Digests of what a run wrote into its directory (written.json): two of a file that is being replaced."""
+    """Digests of the files that a run wrote (written.json); a file being replaced has two."""
 
     def __init__(self, root: Path, known: Mapping[str, list[str]] | None = None):
         self._root, self._known = root, dict(known or {})
 
     @classmethod
     def open(cls, root: Path) -> Ledger:
-        """That of a run which goes on; empty where there is none. UserError for one that is damaged."""
+        """Read the ledger of a run; empty if there is none. Raise UserError if it is damaged."""
         path = root / LEDGER
         try:
             with open(path, "rb") as file:
@@ -170,19 +173,19 @@ class Ledger:
         if not isinstance(known, dict) or not all(
             isinstance(v, list) and all(isinstance(digest, str) for digest in v) for v in known.values()
         ):
-            raise UserError(f"{path}: is damaged; remove it to go on, and what the run exported")
+            raise UserError(f"{path}: is damaged; to continue, remove it and the files that the run exported")
         return cls(root, known)
 
     def foreign_paths(self, names: Iterable[str]) -> list[Path]:
-        """Those of the names below the run's directory under which something stands that the run did not write."""
+        """Return the paths of the given names that exist but were not written by this run."""
         return [path for name in names if os.path.lexists(path := self._root / name) and not self.owns(path)]
 
     def is_replaced(self, path: Path) -> bool:
-        """Return whether the run wrote a file at `path`, and another one is there now."""
+        """Return True if the run wrote a file at `path` and another file is there now."""
         return self._name(path) in self._known and not self.owns(path)
 
     def owns(self, path: Path) -> bool:
-        """Whether what stands at `path` is what the run wrote."""
+        """Return True if the file at `path` is the one that the run wrote."""
         known = self._known.get(self._name(path), [])
         try:
             return any((_head_digest(path, entry) if "+" in entry else _digest(path)) == entry for entry in known)
@@ -191,9 +194,13 @@ class Ledger:
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
-        """Yield a place to write what becomes `path` in one piece; OSError, or FileExistsError for a foreign file."""
+        """Yield a temporary path; on success, rename it to `path` and record its digest.
+
+        Raise FileExistsError if `path` holds a file that this run did not write. `grows` records only the current
+        beginning.
+        """
         if self.foreign_paths([self._name(path)]):
-            raise FileExistsError(errno.EEXIST, "it is there already, and this run did not write it", str(path))
+            raise FileExistsError(errno.EEXIST, "it exists and was not written by this run", str(path))
         place = path.parent / f".tmp-{os.getpid()}"
         try:
             require_plain_path(self._root, path.parent)
@@ -219,7 +226,7 @@ class Ledger:
 
 
 def owning_run(path: Path) -> Path | None:
-    """Return the run that has `path`, or a directory above it, in its ledger, or `path` below its checkpoints/."""
+    """Return the run whose ledger or checkpoints/ directory has `path` or a parent of it, or None."""
     path = path.parent.resolve() / path.name
     runs = (folder for folder in path.parents if any((folder / name).is_file() for name in (LOCK_FILE, *RUN_FILES[1:])))
     written = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._known))
@@ -227,7 +234,7 @@ def owning_run(path: Path) -> Path | None:
 
 
 def rename_aside(path: Path) -> Path:
-    """Renames what stands at `path` to the first of path.1, path.2, ... that is free, and returns it."""
+    """Rename `path` to the first free name of path.1, path.2, ... and return the new path."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
         number += 1
@@ -236,7 +243,7 @@ def rename_aside(path: Path) -> Path:
 
 
 def _head_digest(path: Path, as_in: str = "") -> str:
-    """Tells apart how files begin, in as many bytes as an entry is about, or all there are."""
+    """Return length and digest of a file's beginning, of the length that the entry `as_in` has."""
     length = as_in.partition("+")[0]
     with open(path, "rb") as file:
         head = file.read(int(length) if length.isdigit() else -1)
@@ -252,7 +259,7 @@ def _digest(path: Path) -> str:
 
 
 def cached_fingerprint(path: Path) -> str:
-    """Return the fingerprint of a file; one that has not changed is read once in a process."""
+    """Return the fingerprint of a file; an unchanged file is read once per process."""
     status = path.stat()
     return _fingerprint_version(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -263,7 +270,7 @@ def _fingerprint_version(path: Path, *_version: int) -> str:
 
 
 def fingerprint(path: Path, samples: int = 64, size: int = 1 << 16) -> str:
-    """16 hex digits of a file's length, first megabyte and samples throughout: enough to tell that it was replaced."""
+    """Return 16 hex digits over a file's length, first megabyte and samples, enough to detect a replacement."""
     digest = hashlib.sha256()
     with open_file(path) as file:
         length = os.fstat(file.fileno()).st_size

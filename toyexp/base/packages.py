@@ -1,4 +1,4 @@
-"""Import packages that may be missing or broken, and say in one line why one cannot be used."""
+"""Import optional packages, and explain in one line why one cannot be used."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from typing import NoReturn
 from toyexp.base.errors import Absent, Broken, Unavailable, UserError, printable
 from toyexp.base.signals import hidden_interrupt
 
-# Packages that failed, and the first reason: a second attempt would fail over what is left of the first.
+# First failure of each package: a second import attempt would fail on the remains of the first.
 _broken_packages: dict[str, str] = {}
 
 
 @contextlib.contextmanager
 def require_package(package: str, how: str, distribution: str = "") -> Iterator[None]:
-    """Import a package inside, or raise Absent (`how` to install it) or Broken; pip's name is `distribution`."""
+    """Import a package inside this context; raise Absent with the install command `how`, or Broken.
+
+    `distribution` is the package's name on PyPI, if it differs.
+    """
     title = distribution or package
     if package in _broken_packages:
         raise broken_package(title, _broken_packages[package])
@@ -46,13 +49,13 @@ def _record_broken(package: str, title: str, error: BaseException) -> Broken:
 
 
 def broken_package(distribution: str, reason: str) -> Broken:
-    """What to say of a package that is installed and cannot be loaded."""
+    """Return the error for a package that is installed but cannot be loaded."""
     fact = f"{distribution} is installed but cannot be loaded ({reason})"
-    return Broken(fact, f"install it again: pip install --force-reinstall {distribution}")
+    return Broken(fact, f"reinstall it: pip install --force-reinstall {distribution}")
 
 
 def _namespace_problem(spec: ModuleSpec | None) -> str:
-    """What is wrong with a package that is only a folder, which Python imports too; else empty."""
+    """Return why a package is only a directory without __init__.py (Python imports those too), or ""."""
     if not isinstance(spec, ModuleSpec) or spec.origin is not None:
         return ""
     return f"{next(iter(spec.submodule_search_locations or ()), spec.name)} holds no __init__.py"
@@ -60,7 +63,7 @@ def _namespace_problem(spec: ModuleSpec | None) -> str:
 
 @contextlib.contextmanager
 def block_exit() -> Iterator[None]:
-    """Have os._exit raise SystemExit in this process: a module that is loaded could end toyexp without a word."""
+    """Make os._exit raise SystemExit in this process, so that an imported module cannot end toyexp silently."""
     leave, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
@@ -76,8 +79,8 @@ def block_exit() -> Iterator[None]:
 
 
 def explain_import_error(error: BaseException) -> str:
-    """What went wrong while something was loaded, in one line."""
-    while isinstance(error, ImportError) and error.__cause__ is not None:  # numpy wraps a page of advice around it
+    """Return in one line what went wrong in an import."""
+    while isinstance(error, ImportError) and error.__cause__ is not None:  # numpy wraps it in a page of advice
         error = error.__cause__
     words = " ".join(str(error).split())
     if isinstance(error, UserError):
@@ -86,14 +89,14 @@ def explain_import_error(error: BaseException) -> str:
         return f"there is no module {error.name}{error_location(error, of_plugins=True)}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if isinstance(owner, ModuleType) and owner.__spec__ is not None:
-        words += f" in {owner.__spec__.origin}"  # it may be a file of the same name
+        words += f" in {owner.__spec__.origin}"  # it may be a local file of the same name
     return printable(f"{type(error).__name__}: {words}", 300)
 
 
 def error_location(error: BaseException, of_plugins: bool = False) -> str:
-    """Return the last line outside of toyexp and the standard library that an error came through.
+    """Return " (FILE, line N)" of the last frame outside toyexp and the standard library.
 
-    If there is none, return the last of all, or nothing if only those `of_plugins` count.
+    If there is no such frame, return the last of all, or "" if `of_plugins`.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
     known = {"toyexp", *sys.stdlib_module_names}
@@ -104,19 +107,19 @@ def error_location(error: BaseException, of_plugins: bool = False) -> str:
 
 @contextlib.contextmanager
 def prefix_unavailable(who: str) -> Iterator[None]:
-    """Says who it is that needs what is not here."""
+    """Prefix an Unavailable error with `who` needs the package."""
     try:
         yield
     except Unavailable as reason:
-        if str(reason).startswith(who):  # as where one of its settings asks for it
+        if str(reason).startswith(who):  # already named, as for a setting
             raise
         raise Unavailable(f"{who}: {reason}") from None
 
 
 @functools.cache
 def probe_import(package: str) -> str | None:
-    """Why a process of its own cannot import a package, or None when it can: for one that may end its process."""
-    import subprocess  # deferred: every command imports this module, and few ask for it
+    """Try importing a package in a child process, which a crash cannot harm; return why it fails, or None."""
+    import subprocess  # deferred: every command imports this module, few need it
 
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -131,7 +134,7 @@ def probe_import(package: str) -> str | None:
 
 
 def broken_requirement(error: BaseException) -> Broken | None:
-    """What to say of an error that came out of the import of a package, wherever that stood; None of any other."""
+    """Return the Broken error if `error` came from importing a third-party package, else None."""
     imported, trace = [], error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -139,7 +142,7 @@ def broken_requirement(error: BaseException) -> Broken | None:
             imported.append(str(frame.f_globals.get("__name__")).partition(".")[0])
     found = None
     if imported:
-        from importlib.metadata import entry_points, packages_distributions  # deferred: to look through all takes long
+        from importlib.metadata import entry_points, packages_distributions  # deferred: scanning all packages is slow
 
         plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
         known = packages_distributions()

@@ -1,4 +1,4 @@
-"""Process-wide state that a call of the Python API, and a job in the process of its sweep, puts back."""
+"""Process-wide state that API calls, and jobs run inside the sweep's process, restore when they end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 
-LIBRARY_VARIABLES = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")  # by a library, as it starts
+LIBRARY_VARIABLES = (
+    "GOMP_SPINCOUNT",
+    "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+)  # read once, when the library loads
 
 
 @contextlib.contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Put back random state, environment, working directory, logging, and where modules are looked for."""
-    torch: Any = sys.modules.get("torch")  # where a plugin has loaded it; this never does
+    """Restore random state, environment, working directory, logging and module search path on exit."""
+    torch: Any = sys.modules.get("torch")  # only if a plugin loaded it
     seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
     environment, here, path = dict(os.environ), Path.cwd(), list(sys.path)
     loggers = [
@@ -48,7 +52,7 @@ def restore_process_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_torch_defaults(torch: Any) -> Iterator[None]:
-    """Compute under PyTorch's defaults, whatever context the caller is in, and restore the caller's settings."""
+    """Compute under PyTorch's default settings, whatever the caller set, and restore the caller's on exit."""
     with contextlib.ExitStack() as entered:
         plain = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda", "mps")]
         plain += [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []
@@ -56,7 +60,7 @@ def use_torch_defaults(torch: Any) -> Iterator[None]:
             entered.enter_context(context)
         entered.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        with contextlib.suppress(RuntimeError):  # of a caller who sets backends.fp32_precision, beside which it fails
+        with contextlib.suppress(RuntimeError):  # fails if the caller set backends.fp32_precision
             entered.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
         yield

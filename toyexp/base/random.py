@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a key alone, the same on every machine."""
+"""Random streams that depend only on a key, equal on every machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def stream(*key: object) -> np.random.Philox:
-    """A counter-based stream of 64-bit words that is a function of its key alone; numpy promises it never changes."""
+    """Return a stream of 64-bit words that depends only on `key`; numpy guarantees that Philox never changes."""
     import numpy as np
 
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
@@ -18,7 +18,7 @@ def stream(*key: object) -> np.random.Philox:
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
-    """Return the random stream of `name` under `seed`; no draw depends on which others were drawn before it."""
+    """Return the random generator `name` under `seed`, independent of all others."""
     import numpy as np
 
     return np.random.Generator(stream(seed, name))

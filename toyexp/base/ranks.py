@@ -1,4 +1,4 @@
-"""The number of this process among the ranks of a run, by the environment that `torchrun` sets."""
+"""Rank of this process in a distributed run, from the environment variables that `torchrun` sets."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from dataclasses import dataclass
 from toyexp.base.errors import UserError, printable
 from toyexp.base.validators import MAX_INT, is_integer
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, for each rank
-TASK_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # by srun and mpirun
-MAX_PORT = 65535  # the highest
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
+TASK_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and mpirun
+MAX_PORT = 65535  # highest port
 
-FORK_SERVER_FILE = "TOYEXP_FORKS"  # of a sweep's fork server: the number of the file that tells it of the jobs
+FORK_SERVER_FILE = "TOYEXP_FORKS"  # descriptor of the file from which a sweep's fork server reads its jobs
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of a rank, from 0, and how many ranks there are."""
+    """Rank of a process, from 0, and the number of ranks."""
 
     rank: int
     count: int
 
 
 def started_ranks() -> Ranks:
-    """Return this process's rank: rank 0 of 1 unless all variables are set. UserError for impossible values."""
+    """Return this process's rank, or rank 0 of 1 unless all variables are set. Raise UserError for invalid values."""
     told = {name: os.environ.get(name, "") for name in RANK_VARIABLES}
     if not all(told.values()):
         return Ranks(0, 1)
     count = told["WORLD_SIZE"]
     if not is_integer(count, 1, MAX_INT) or not is_integer(told["RANK"], 0, int(count) - 1):
         asked = f"RANK={printable(told['RANK'])}, WORLD_SIZE={printable(count)}"
-        raise UserError(f"{asked}: a process started as a rank has a number from 0, below how many there are")
+        raise UserError(f"{asked}: RANK must be a whole number from 0 to WORLD_SIZE - 1")
     if not is_integer(told["MASTER_PORT"], 1, MAX_PORT):
-        raise UserError(f"MASTER_PORT={printable(told['MASTER_PORT'])}: takes a port from 1 to {MAX_PORT}")
+        raise UserError(f"MASTER_PORT={printable(told['MASTER_PORT'])}: must be a port from 1 to {MAX_PORT}")
     return Ranks(int(told["RANK"]), int(count))
 
 
 def rank_warnings() -> list[str]:
-    """Return a warning if the environment names several processes that cannot train together."""
+    """Return a warning if the environment names several processes that will not train together."""
     if started_ranks().count > 1:
         return []
     told = {name: value for name in RANK_VARIABLES if (value := os.environ.get(name, ""))}
@@ -47,8 +47,8 @@ def rank_warnings() -> list[str]:
     missing = [name for name in RANK_VARIABLES if name not in told]
     if asked and missing:
         one_of = f"a rank has {', '.join(RANK_VARIABLES[:-1])} and {RANK_VARIABLES[-1]}, as torchrun sets them"
-        return [f"{', '.join(asked)}: {one_of}; without {', '.join(missing)} this process trains alone"]
+        return [f"{', '.join(asked)}: {one_of}; {', '.join(missing)} is not set, so this process trains alone"]
     name = next(filter(os.environ.get, TASK_VARIABLES), None)
     if name is None or not is_integer(count := os.environ[name], 2, MAX_INT):
         return []
-    return [f"{name}={count}: each of these processes trains alone; torchrun starts those that train one run"]
+    return [f"{name}={count}: each of these processes trains a run of its own; use torchrun for one distributed run"]

@@ -1,6 +1,6 @@
-"""Where modules are looked for: `python -m toyexp` does as the command `toyexp`, and not in the working directory.
+"""Keep the working directory off the module search path when started as `python -m toyexp`.
 
-There a person's random.py would be taken for the library. toyexp/__init__.py imports this first.
+There a user's random.py would shadow the standard library. toyexp/__init__.py imports this first.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 
 
 def drop_working_directory() -> None:
-    """Takes away what `python -m` puts first on the path, while it imports this package; does nothing otherwise."""
-    if sys.argv[:1] != ["-m"] or sys.flags.safe_path:  # what Python says there until the module is found
+    """Remove the entry that `python -m` puts first on sys.path; do nothing otherwise."""
+    if sys.argv[:1] != ["-m"] or sys.flags.safe_path:  # Python's placeholder until it has found the module
         return
     try:
         here = os.getcwd()  # noqa: PTH109 - pathlib would be looked for first
-    except OSError:  # the directory is gone
+    except OSError:  # the directory was deleted
         return
     if sys.path[:1] in ([""], [here]):
         del sys.path[0]

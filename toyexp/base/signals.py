@@ -1,4 +1,4 @@
-"""Signals that end a run or have it save: noted, raised where that is safe, and heard while native code is busy."""
+"""Signals that end a run or make it save: recorded, raised at safe points, and noticed during native code."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from typing import Any, NoReturn, TypeVar
 from toyexp.base.errors import UserError, printable
 
 T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], Any]  # what the interpreter calls
+Handler = Callable[[int, FrameType | None], Any]  # signature of a Python signal handler
 
-IMPORT_TIMEOUT = 10.0  # seconds that a signal waits for the end of an import, which it would break
+IMPORT_TIMEOUT = 10.0  # seconds that a signal waits for an import to finish
 SIGHUP, SIGUSR1 = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)  # Windows has neither
-USR1_VARIABLE = (
-    "TOYEXP_SIGUSR1"  # in the environment: save (and go on), or end; for what a cluster sends before time is up
-)
+USR1_VARIABLE = "TOYEXP_SIGUSR1"  # environment variable for a cluster's warning signal: save (and continue), or end
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a run: not SIGHUP under `nohup`; UserError if TOYEXP_SIGUSR1 is not save or end."""
+    """Return the signals that end a run; not SIGHUP under `nohup`. Raise UserError for a bad TOYEXP_SIGUSR1."""
     asked = os.environ.get(USR1_VARIABLE) or "save"
     if asked not in ("save", "end"):
-        raise UserError(f"{USR1_VARIABLE}={printable(asked)}: takes save or end")
+        raise UserError(f"{USR1_VARIABLE}={printable(asked)}: must be save or end")
     numbers = [signal.SIGINT, signal.SIGTERM]
     numbers += [SIGHUP] if SIGHUP and signal.getsignal(SIGHUP) != signal.SIG_IGN else []
     return numbers + ([SIGUSR1] if SIGUSR1 and asked == "end" else [])
@@ -39,15 +37,15 @@ _sweep_is_gone = threading.Event()
 
 
 def end_with_sweep() -> None:
-    """Signal this process to save and exit. After another such signal this one does not make it exit at once."""
+    """Signal this process to save and exit. A later signal does not force an immediate exit."""
     _sweep_is_gone.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Signals:
-    """The first signal that ends: raised as Interrupted, or once steps are taken, noted until the step is done.
+    """Handler of ending signals: the first raises Interrupted, or during training is only recorded until the step ends.
 
-    In the middle of an import, which it would break, it is raised after that. A second one acts at once.
+    During an import the first signal is delayed until the import is over. A second signal raises at once.
     """
 
     def __init__(self) -> None:
@@ -55,15 +53,15 @@ class Signals:
         self._count = 0
         self._is_deferring = False
         self._is_resent = False
-        self._first = 0.0  # when the first one came
-        self._over = threading.Event()  # nobody handles signals with this any more
+        self._first = 0.0  # time of the first signal
+        self._over = threading.Event()  # set when this object is no longer the handler
         self.is_save_requested = False
         self._final_interrupt: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls."""
+        """Record an ending signal and raise Interrupted unless it is deferred."""
         self._number = self._number or number
-        if self._count and _sweep_is_gone.is_set():  # it was told so before, by what the sweep ran on
+        if self._count and _sweep_is_gone.is_set():  # the sweep has already asked this process to end
             _sweep_is_gone.clear()
             return
         again, self._is_resent = self._is_resent, False
@@ -81,36 +79,36 @@ class Signals:
             self._is_resent = True
             if sys.platform == "win32":
                 signal.raise_signal(number)
-            else:  # whose system call a signal to this thread would not end
+            else:  # only a signal to the main thread interrupts its system call
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def close(self) -> None:
-        """What waits for the end of an import is not raised any more."""
+        """Stop re-sending a signal that waits for an import."""
         self._over.set()
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls on SIGUSR1."""
+        """Record SIGUSR1."""
         self.is_save_requested = True
 
     def take_save_request(self) -> bool:
-        """Whether that was asked for since the last call."""
+        """Return True if a save was requested since the last call."""
         asked, self.is_save_requested = self.is_save_requested, False
         return asked
 
     def defer_to_step_end(self) -> None:
-        """From now on a signal is only noted."""
+        """Only record further signals; the training loop acts on them after each step."""
         self._is_deferring = True
 
     def is_ending(self) -> bool:
-        """Whether one came."""
+        """Return True once a signal asked the run to end."""
         return bool(self._number)
 
     def count(self) -> int:
-        """How many came."""
+        """Return how many ending signals arrived."""
         return self._count
 
     def final_interrupt(self) -> Interrupted | None:
-        """The one that came before this was first asked: a later one finds the run over, and changes no more of it."""
+        """Return the Interrupted known at the first call; signals after that find the run over and change nothing."""
         if self._final_interrupt is None:
             self._final_interrupt = (Interrupted(self._number) if self._number else None,)
         return self._final_interrupt[0]
@@ -118,7 +116,7 @@ class Signals:
 
 @contextlib.contextmanager
 def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
-    """Gives signals to handlers for a while, if so: outside the main thread they are someone else's, and left alone."""
+    """Install signal handlers and restore the old ones; yield False, changing nothing, outside the main thread."""
     ours = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items() if ours}
     try:
@@ -129,7 +127,7 @@ def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
 
 
 class CommonSignals(Signals):
-    """Those of a process that several runs share: the first is only noted, and each run hears of it."""
+    """Signals of a process shared by several runs: each run is informed, and the first signal is only recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,27 +135,27 @@ class CommonSignals(Signals):
         self._runs: list[Signals] = []
 
     def add_run(self) -> Signals:
-        """What another run knows of them: those that came already, and those that come."""
+        """Return the signals of another run: those already received and those to come."""
         run = Signals()
         run._number, run._count = self._number, self._count
         self._runs.append(run)
         return run
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls."""
+        """Record an ending signal in every run."""
         for run in self._runs:
             run._number, run._count = run._number or number, run._count + 1
         super().handle(number, frame)
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
-        """What the interpreter calls on SIGUSR1."""
+        """Record SIGUSR1 in every run."""
         for run in self._runs:
             run.is_save_requested = True
 
 
 @contextlib.contextmanager
 def catch_signals(signals: Signals | None = None) -> Iterator[Signals]:
-    """Give the signals that end or save a run to `signals`, or to new ones, for a while."""
+    """Handle ending and saving signals with `signals`, or with new ones, inside this context."""
     signals = signals or Signals()
     handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), signals.handle)
     if SIGUSR1 and signal.getsignal(SIGUSR1) != signal.SIG_IGN:
@@ -171,7 +169,7 @@ def catch_signals(signals: Signals | None = None) -> Iterator[Signals]:
 
 @contextlib.contextmanager
 def protect_imports() -> Iterator[None]:
-    """Delay Ctrl-C until an import is over, in a program that leaves SIGINT to Python."""
+    """Delay Ctrl-C until an import is over, if SIGINT has Python's default handler."""
     python = signal.getsignal(signal.SIGINT) == signal.default_int_handler
     with handle_signals({signal.SIGINT: Signals().handle} if python else {}):
         yield
@@ -184,7 +182,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run."""
+    """A signal that ends the run."""
 
     def __init__(self, number: int):
         super().__init__(f"interrupted by {signal.Signals(number).name}")
@@ -192,17 +190,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
-    """The signal in the middle of which `error` was raised, by code whose clean-up expects to have got further."""
+    """Return the Interrupted during whose handling `error` was raised, or None."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error
 
 
-_is_thread_abandoned = False  # whether a thread still works for someone who was interrupted
+_is_thread_abandoned = False  # whether an interrupted call left its thread running
 
 
 def run_interruptibly(work: Callable[[], T]) -> T:
-    """The result of `work`, for native code that returns late: done in a thread, so that a signal acts meanwhile."""
+    """Return the result of `work`, run in a thread so that signals are handled during long native calls."""
     global _is_thread_abandoned
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -219,7 +217,7 @@ def run_interruptibly(work: Callable[[], T]) -> T:
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(0.2)  # a signal may wake another thread than this one
+            thread.join(0.2)  # the signal may be delivered to another thread
     except BaseException:
         _is_thread_abandoned = True
         raise
@@ -229,14 +227,14 @@ def run_interruptibly(work: Callable[[], T]) -> T:
 
 
 def end_process(code: int) -> int:
-    """Return the exit code, or exit here if a thread was abandoned: to end it later aborts inside Rust."""
+    """Return the exit code, or exit here if a thread was abandoned: a later exit would abort inside Rust."""
     if _is_thread_abandoned:
         exit_now(code)
     return code
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends the process here: what is to be done at exit is done, and nothing that is loaded is taken apart."""
+    """Run exit handlers, flush the streams and end the process without unloading libraries."""
     atexit._run_exitfuncs()  # temporary directories, log files
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

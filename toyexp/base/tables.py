@@ -1,4 +1,4 @@
-"""Tables and sentences as wide as the terminal."""
+"""Tables and sentences that fit the terminal's width."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from toyexp.base.terminal import is_terminal
 
 
 def terminal_width() -> int | None:
-    """Return the characters of a line; None if output goes to no terminal, where a line may have any length."""
+    """Return the number of columns; None if the output is no terminal, where lines may have any length."""
     return shutil.get_terminal_size().columns if is_terminal() else None
 
 
 def drop_columns(rows: Sequence[Sequence[str]], expendable: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Return rows that fit the terminal, the first of them the heads, and the columns that were left out.
+    """Drop columns until the table fits the terminal; return the rows and the dropped heads.
 
-    The columns of `expendable` go one after another, the first of them first, as long as there is too little room.
+    The first row has the heads. Columns of `expendable` are dropped in that order.
     """
     table, gone = [list(row) for row in rows], []
     for head in expendable:
@@ -32,18 +32,18 @@ def drop_columns(rows: Sequence[Sequence[str]], expendable: Sequence[str]) -> tu
 
 
 def fits_terminal(rows: Sequence[Sequence[str]]) -> bool:
-    """Return True if a table has room."""
+    """Return True if a table fits the terminal's width."""
     width = terminal_width()
     return width is None or max(map(len, align_columns(rows))) <= width
 
 
 def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
-    """Return rows as lines, the columns with these heads at their right edge."""
+    """Return rows as aligned lines; columns with the heads `right` are right-aligned."""
     return align_columns(rows, right={place for place, head in enumerate(rows[0]) if head in right})
 
 
 def wrap_lines(lines: Sequence[str]) -> list[str]:
-    """Return sentences, broken between words where they are too long."""
+    """Wrap sentences at the terminal's width, between words."""
     width = terminal_width()
     if width is None:
         return list(lines)

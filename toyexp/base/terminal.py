@@ -1,4 +1,4 @@
-"""What a person sees: lines as they come, the outcome of a run, the table of a sweep."""
+"""Output on the terminal: lines, the status line, errors and notes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from toyexp.base.errors import escape_controls
 
 
 def replace_unencodable() -> None:
-    """Lets what the terminal's encoding lacks (a C locale, PYTHONIOENCODING=ascii) become a question mark."""
+    """Print characters that the terminal's encoding lacks as question marks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-_silence_depth = 0  # how many have asked for silence, in this process
+_silence_depth = 0  # nesting depth of `silence`
 
 
 @contextlib.contextmanager
 def silence(wanted: bool = True) -> Iterator[None]:
-    """Nobody watches: no line, no status and no bar, for a while, if so; errors are raised as ever."""
+    """Suppress lines, status and progress bars inside this context, if `wanted`; errors are raised as usual."""
     global _silence_depth
     _silence_depth += wanted
     try:
@@ -34,26 +34,26 @@ def silence(wanted: bool = True) -> Iterator[None]:
 
 
 def is_silent() -> bool:
-    """Whether nobody watches."""
+    """Return True inside `silence`."""
     return _silence_depth > 0
 
 
 def is_notebook() -> bool:
-    """Whether what is shown appears on the page of a notebook: a kernel of Jupyter's runs this."""
-    shell = sys.modules.get("IPython")  # which such a kernel has loaded
+    """Return True if a Jupyter kernel runs this process, so that output appears in a notebook."""
+    shell = sys.modules.get("IPython")  # a Jupyter kernel has it loaded
     return shell is not None and "kernel" in dir(shell.get_ipython())
 
 
 def is_terminal() -> bool:
-    """Whether what is printed appears on a terminal; a process may have no standard output at all (`>&-`)."""
+    """Return True if standard output is a terminal. It may also be closed (`>&-`)."""
     return bool(sys.stdout and sys.stdout.isatty())
 
 
-_status = ""  # what stands in the terminal's last line, to be gone when the next line comes
+_status = ""  # text of the status line, erased before the next line
 
 
 def show_status(text: str) -> None:
-    """What is being done, on a terminal alone and until the next line; "" takes it away."""
+    """Show the current activity in the terminal's last line until the next line; "" erases it."""
     global _status
     if text == _status or _silence_depth or not is_terminal():
         return
@@ -63,13 +63,13 @@ def show_status(text: str) -> None:
 
 
 def print_output(line: str) -> None:
-    """A line of what a command is for: where it cannot be written, on a full disk, that has failed."""
+    """Print a line of a command's output; errors such as a full disk are raised."""
     show_status("")
     print(escape_controls(line), flush=True)
 
 
 def print_line(line: str) -> None:
-    """A line for the person who watches. A reader who went away (`| head`) or a full disk ends them, not the run."""
+    """Print a line of progress; if the reader is gone or the disk is full, stop printing but not the run."""
     if _silence_depth:
         return
     try:
@@ -78,20 +78,20 @@ def print_line(line: str) -> None:
         drop_output()
     except OSError as error:
         drop_output()
-        print_error(f"warning: the output could not be written: {error.strerror}; the work goes on unseen")
+        print_error(f"warning: the output could not be written: {error.strerror}; the run continues without output")
 
 
 def drop_output() -> None:
-    """Lets whatever is still printed vanish."""
+    """Discard everything printed from now on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def has_output_failed() -> bool:
-    """Whether nothing more can be printed, as on a full disk; whatever follows then vanishes."""
+    """Return True if standard output cannot be written, as on a full disk; discard later output."""
     if not sys.stdout or sys.stdout.isatty():
         return False
     try:
-        print(flush=True)  # an empty line: of an error one does not see which file it was about
+        print(flush=True)  # probe: the error does not name its file
     except OSError:
         drop_output()
         return True
@@ -99,22 +99,22 @@ def has_output_failed() -> bool:
 
 
 def open_standard_files() -> None:
-    """Opens those of files 0, 1 and 2 that are closed: else the next file opened would get what is printed."""
+    """Open closed standard streams (0, 1, 2) on /dev/null, so that no other file gets their number."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 def print_text(text: str) -> None:
-    """Text as it comes, without a new line."""
+    """Print text as it is generated, without a newline."""
     show_status("")
     print(text, end="", flush=True)
 
 
 def print_note(line: str) -> None:
-    """A line on stderr beside what a command writes; where that cannot be written, nothing is lost."""
+    """Print a line on stderr next to a command's output; write errors are ignored."""
     if _silence_depth:
         return
     show_status("")
@@ -123,7 +123,7 @@ def print_note(line: str) -> None:
 
 
 def print_error(line: str) -> None:
-    """A line on stderr, long words of it cut; where that cannot be written, the exit code has to do."""
+    """Print a line on stderr with very long words cut; write errors are ignored."""
     show_status("")
     line = re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}... ({len(word[0])} characters)", line)
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""How many threads a computation may use, and how they wait for one another."""
+"""Number of threads that a computation may use, and how waiting threads behave."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 from toyexp.base.errors import UserError
 from toyexp.base.validators import MAX_INT, is_integer
 
-_WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # either one is the user's own choice of how threads wait
+_WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # if the user set one of these, it is left alone
 
 
-MAX_THREADS = 512  # that ggml takes; of OpenMP's too many ends the process
+MAX_THREADS = 512  # ggml's limit; too many OpenMP threads end the process
 
 CORES_VARIABLE = (
-    "TOYEXP_CORES"  # how many of the machine's cores a process shall use: jobs side by side each have their share
+    "TOYEXP_CORES"  # environment variable: number of cores that this process may use; parallel jobs share them
 )
 
 
 def available_cores() -> int:
-    """Return how many cores this process uses: all, or what TOYEXP_CORES says; UserError for what is no number."""
+    """Return the number of cores to use: TOYEXP_CORES, or all. Raise UserError if it is no whole number."""
     given = os.environ.get(CORES_VARIABLE, "")
     if given and not is_integer(given, 0, MAX_INT):
-        raise UserError(f"{CORES_VARIABLE}={given}: takes how many cores to use, from 1; 0, or nothing, for all")
+        raise UserError(f"{CORES_VARIABLE}={given}: must be a number of cores from 1; 0 or unset uses all")
     return min(int(given or 0) or MAX_INT, machine_cores())
 
 
 def machine_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # only Linux can tell
@@ -36,7 +36,7 @@ def machine_cores() -> int:
 
 
 def core_variables(count: int) -> dict[str, str]:
-    """What tells a process and its libraries of its share of the machine's cores; 0: nothing."""
+    """Return the environment variables that limit a process and its libraries to `count` cores; 0 sets none."""
     libraries = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
     return (
         {CORES_VARIABLE: str(count), **{name: os.environ.get(name, str(count)) for name in libraries}} if count else {}
@@ -44,19 +44,19 @@ def core_variables(count: int) -> dict[str, str]:
 
 
 def reduce_spinning() -> None:
-    """Let GNU OpenMP's threads spin less: on busy cores spinning makes a run 20 to 50 times slower."""
+    """Make GNU OpenMP threads spin less: on busy cores spinning makes a run 20 to 50 times slower."""
     if not _WAIT_VARIABLES & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"
 
 
 def check_threads(threads: int) -> None:
-    """Raises UserError for a number of threads that cannot be, where 0 means as many as there are cores."""
+    """Raise UserError for an invalid number of threads; 0 means one per core."""
     if not 0 <= threads <= MAX_THREADS:
         raise UserError(f"engine.threads={threads}: must be from 0 (all cores) to {MAX_THREADS}")
 
 
 def crowding_note(threads: int, watched: bool = True) -> str:
-    """Return a remark if so many threads would share cores, with each other or, if `watched`, with other processes."""
+    """Return a note if threads would compete for cores, with each other or, if `watched`, with other processes."""
     cores = machine_cores()
     if threads > cores:
         return f"{threads} threads share {cores} cores; engine.threads={cores} is faster"
@@ -66,16 +66,16 @@ def crowding_note(threads: int, watched: bool = True) -> str:
 
 
 def count_busy() -> int:
-    """How many other processes run, the fewest at three moments: threads that have just worked need one to rest."""
+    """Return how many other processes run, the minimum of three samples."""
     fewest = MAX_INT
-    for _ in range(3):  # one moment says little: only what goes on is a crowd
+    for _ in range(3):  # a thread that has just finished still counts for a moment
         time.sleep(0.001)
         fewest = min(fewest, _count_busy_now())
     return fewest
 
 
 def _count_busy_now() -> int:
-    """Processes other than this one that run right now; 0 where the system does not tell."""
+    """Return the number of other running processes; 0 if the system does not tell."""
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""Words of the command line with `~` and letters of any script; the cache, and whether a file is the user's own."""
+"""Paths on the command line (`~`, letters of any script), the cache directory, and private files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_TEXT_FLAGS = ("--prompt",)  # flags whose value is a text, where ~ is a character like any other
+_TEXT_FLAGS = ("--prompt",)  # flags whose value is text, not a path
 
 
 def expand_overrides(words: Sequence[str]) -> list[str]:
-    """Words with what a shell has left to us: ~ behind `key=`, and quotes around a path; what is a file stays so."""
+    """Expand `~` and quote non-ASCII values in command-line words; a word that names a file is kept."""
     return [word if os.path.lexists(word) else quote_letters(expand_home(word)) for word in words]
 
 
 def expand_home(word: str) -> str:
-    """Replace each `~` that begins an unquoted value by the home directory: `key=~/a,~/b`, `--to=~/c`."""
+    """Expand each `~` that begins an unquoted value: `key=~/a,~/b`, `--to=~/c`."""
     key, equals, value = word.partition("=")
     if not equals or key in _TEXT_FLAGS:
         return word
@@ -26,7 +26,7 @@ def expand_home(word: str) -> str:
 
 
 def quote_letters(word: str) -> str:
-    """Quote each value with letters beyond ASCII, which Hydra's grammar lacks; leave quoted values alone."""
+    """Quote values with non-ASCII letters, which Hydra's grammar does not accept; keep quoted values."""
     key, equals, value = word.partition("=")
     if not equals or key.startswith("-") or value.isascii() or set(value) & set("\"'\\"):
         return word
@@ -35,7 +35,7 @@ def quote_letters(word: str) -> str:
 
 
 def expand_path(value: Any) -> Any:
-    """A setting from a file, which is a path below a home directory if it begins with `~/`."""
+    """Expand a setting from a file if it begins with `~/`."""
     return _expand_user(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
@@ -44,7 +44,7 @@ def _expand_user(path: str) -> str:
 
 
 def cache_dir() -> Path | None:
-    """$TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None for a user without a home."""
+    """Return $TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None for a user without a home."""
     own, shared = os.environ.get("TOYEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own or shared:
         return Path(own) if own else Path(shared or "", "toyexp")
@@ -55,7 +55,7 @@ def cache_dir() -> Path | None:
 
 
 def is_private(path: Path) -> bool:
-    """Return True if only this user or root can have put there what is at `path`; False where there are no users."""
+    """Return True if only this user or root can have written `path`; False on systems without users."""
     if getattr(os, "getuid", None) is None:
         return False
     try:

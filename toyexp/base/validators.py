@@ -1,4 +1,4 @@
-"""What a setting's number may be: engines compute in float32, and a GGUF counts in 32 bits."""
+"""Checks of numeric settings: engines compute in float32, and GGUF files count in 32 bits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from operator import ge, gt, le, lt
 
 from toyexp.base.errors import UserError, suggest
 
-MAX_INT = 2**31 - 1  # of anything that is counted
-SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of float32; a start waits for no numpy here
+MAX_INT = 2**31 - 1  # largest count
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 range, without importing numpy
 
 
 def require_float32(key: str, value: float) -> None:
-    """Raises UserError for a number that float32 would make infinite, or 0."""
+    """Raise UserError for a number that float32 would round to infinity or 0."""
     if value and not SMALLEST <= abs(value) <= LARGEST:
-        raise UserError(f"{key}={value}: must be a number that float32 holds, from {SMALLEST:.3g} to {LARGEST:.3g}")
+        raise UserError(f"{key}={value}: must be within float32's range, from {SMALLEST:.3g} to {LARGEST:.3g}")
 
 
 def require_positive(key: str, value: float) -> None:
-    """Raises UserError unless a number is above 0, and no more than float32 holds or 31 bits count."""
+    """Raise UserError unless a number is above 0 and fits float32 or 31 bits."""
     if value <= 0:
         raise UserError(f"{key}={value}: must be above 0")
     if isinstance(value, float):
@@ -29,14 +29,14 @@ def require_positive(key: str, value: float) -> None:
 
 
 def require_choice(place: str, part: object, **words: Collection[str]) -> None:
-    """Raises UserError for a setting of a part that is none of its words; `place` is what stands before the dot."""
+    """Raise UserError unless each named setting of `part` is one of its allowed words; `place` prefixes the key."""
     for name, known in words.items():
         if (given := getattr(part, name)) not in known:
             raise UserError(f"{place}.{name}={given}: {suggest(given, known)}")
 
 
 def require_range(place: str, part: object, **bounds: str) -> None:
-    """Raise UserError for a setting outside of its interval, such as `[1,inf)` or `(0,1]`; None is inside of all."""
+    """Raise UserError for a setting outside its interval, such as `[1,inf)` or `(0,1]`; None is always allowed."""
     for name, bound in bounds.items():
         holds, words = _interval(bound)
         if (given := getattr(part, name)) is not None and not holds(given):
@@ -54,6 +54,6 @@ def _interval(bound: str) -> tuple[Callable[[float], bool], str]:
 
 
 def is_integer(text: str, least: int, most: int) -> bool:
-    """Whether a text is a whole number from least to most."""
+    """Return True if a text is a whole number from `least` to `most`."""
     digits = text.lstrip("0") or text[:1]
     return text.isascii() and text.isdecimal() and least <= int(digits[:20]) <= most

@@ -1,7 +1,7 @@
-"""Files and directories that appear under their names once they are whole, and strict JSON.
+"""Atomic writes of files and directories, and strict JSON.
 
-Every file and folder that toyexp writes inside a run or a sweep is opened by a function of this module, which follows
-no link: the directory may come from a stranger. `tests/core/test_house.py` lists the exceptions.
+Every file inside a run or sweep is opened through this module, which follows no links, because the directory may come
+from someone else. `tests/core/test_house.py` lists the exceptions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toyexp.base.files import KINDS
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a place to write a file or directory to; flushed, it becomes `path` once it is whole, or goes away."""
+    """Yield a temporary path; on success, flush it and rename it to `path`, else remove it."""
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     place = folder / path.name
     try:
@@ -33,7 +33,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
             sync_directory(place)
             swap(place, path)
         else:
-            with open(place, "rb+") as file:  # Windows flushes no file that is open for reading alone
+            with open(place, "rb+") as file:  # Windows only flushes files opened for writing
                 os.fsync(file.fileno())
             place.replace(path)
         sync_directory(path.parent)
@@ -43,7 +43,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def convert_write_errors(path: Path) -> Iterator[None]:
-    """Says of an OSError which file could not be written, as RunFailed: it ends whoever cannot do without."""
+    """Convert an OSError to RunFailed with the file's path."""
     try:
         yield
     except OSError as error:
@@ -53,20 +53,20 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reject_bad_names() -> Iterator[None]:
-    """Raise UserError for a name that no file can have: it is too long, or holds half a character."""
+    """Raise UserError for a file name that is too long or not valid Unicode."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:
         if getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG:
             raise
-        raise UserError(f"no file can have such a name: {printable(str(error), 120)}") from None
+        raise UserError(f"invalid file name: {printable(str(error), 120)}") from None
 
 
 def unwritable_reason(path: Path) -> str | None:
-    """Return why no file or folder can be made at `path`, or None if nothing is known against it yet."""
+    """Return why `path` cannot be created, or None if nothing is known to prevent it."""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            Path(f"{path}.{os.getpid()}.tmp").lstat()  # too long a name, or a loop of links
+            Path(f"{path}.{os.getpid()}.tmp").lstat()  # fails for too long a name or a loop of links
         there = next(folder for folder in path.absolute().parents if folder.exists())
     except OSError as error:
         return error.strerror
@@ -76,15 +76,15 @@ def unwritable_reason(path: Path) -> str | None:
 
 
 def require_writable(asked: str, path: Path) -> None:
-    """Raise UserError unless a file can be made at `path`, which a person typed in the words `asked`."""
+    """Raise UserError unless a file can be created at `path`; `asked` is what the user typed."""
     if not path.parent.is_dir():
         raise UserError(f"{asked}: there is no directory {path.parent}")
     if why := unwritable_reason(path):
-        raise UserError(f"{asked}: cannot be written ({why}); choose another place")
+        raise UserError(f"{asked}: cannot be written ({why}); choose another path")
 
 
 def swap(new: Path, path: Path) -> None:
-    """Renames the file or directory `new` to `path`; a directory that was there is gone afterwards. Raises OSError."""
+    """Rename `new` to `path`, replacing a file or directory there. Raise OSError if that fails."""
     if path.is_symlink() or not path.is_dir():
         new.replace(path)
         return
@@ -93,13 +93,16 @@ def swap(new: Path, path: Path) -> None:
         path.rename(old)
         new.rename(path)
     finally:
-        if not path.exists():  # interrupted between the two names
+        if not path.exists():  # interrupted between the two renames
             old.rename(path)
         shutil.rmtree(old, ignore_errors=True)
 
 
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
-    """Raise UserError for a link, or another `kind`, in the place of what we write; a hard link if it `grows`."""
+    """Raise UserError if `path` is a link or of another kind; a file that `grows` must have no hard links.
+
+    A missing path is allowed.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -107,35 +110,35 @@ def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> 
     if (found := stat.S_IFMT(status.st_mode)) != kind:
         what = f"it is {KINDS.get(found, 'something else')}, not {KINDS[kind]}"
     elif grows and stat.S_ISREG(kind) and status.st_nlink > 1:
-        what = "it has a second name (a hard link), under which it would change too"
+        what = "it has a hard link, and writing would change that file too"
     else:
         return
     raise UserError(f"{path}: {what}; move it away")
 
 
 def require_plain_path(root: Path, path: Path) -> None:
-    """Raise UserError if `path`, or a folder between `root` and it, is a link or no folder."""
+    """Raise UserError if `path`, or a directory between `root` and it, is a link or not a directory."""
     for folder in (path, *path.parents)[: len(path.parts) - len(root.parts)]:
         require_plain(folder, stat.S_IFDIR)
 
 
 def open_for_writing(path: Path, flags: int = 0) -> int:
-    """Open a file that changes where it is, or create it, and return its descriptor; see `require_plain`."""
+    """Open or create a file that is changed in place, and return its descriptor; see `require_plain`."""
     require_plain(path, grows=True)
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
 
 
 def make_directory(path: Path) -> Path:
-    """Make a folder that may be there already, and return its path; see `require_plain`."""
+    """Create a directory if it is missing, and return its path; see `require_plain`."""
     require_plain(path, stat.S_IFDIR)
     path.mkdir(exist_ok=True)
     return path
 
 
 def make_empty_directory(path: Path) -> None:
-    """Make an empty folder in place of one that a killed process left."""
-    shutil.rmtree(path, ignore_errors=True)  # not of a link, at which mkdir fails
+    """Create an empty directory, replacing one that a killed process left."""
+    shutil.rmtree(path, ignore_errors=True)  # ignores a link, on which mkdir fails
     path.mkdir()
 
 
@@ -148,7 +151,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_synced(path: Path, content: bytes) -> None:
-    """Write a small file in one piece without waiting for its name to be on the disk, unlike `in_one_piece`."""
+    """Replace a small file atomically; unlike `write_atomically`, do not flush its directory entry."""
     place = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         place.unlink(missing_ok=True)
@@ -159,8 +162,8 @@ def replace_synced(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flushes the names in a directory to the disk."""
-    if getattr(os, "O_DIRECTORY", None) is None:  # Windows opens no directories
+    """Flush a directory's entries to disk."""
+    if getattr(os, "O_DIRECTORY", None) is None:  # Windows cannot open directories
         return
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -170,14 +173,14 @@ def sync_directory(path: Path) -> None:
 
 
 def total_bytes(path: Path) -> int:
-    """The size of a file, or of the files in a directory."""
+    """Return the size of a file, or of the files in a directory."""
     return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
-    """Strict JSON: numbers that are not finite become null."""
+    """Serialise to strict JSON; non-finite numbers become null."""
     if indent is None:
-        with contextlib.suppress(ValueError):  # of a number that is not finite
+        with contextlib.suppress(ValueError):  # a non-finite number
             return LINE_ENCODER.encode(fields if type(fields) is dict else {**fields})
     return json.dumps(
         {k: _replace_nonfinite(v) for k, v in fields.items()}, indent=indent, allow_nan=False, default=_to_json
@@ -185,7 +188,7 @@ def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _to_json(value: object) -> Any:
-    """What JSON has no word for: numbers and arrays of numpy's as plain numbers, and the rest as text."""
+    """Convert what JSON lacks: numpy scalars and arrays to plain numbers, anything else to text."""
     import numpy as np
 
     if isinstance(value, Mapping):

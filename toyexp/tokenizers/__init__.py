@@ -1,4 +1,4 @@
-"""Text to token ids and back, as llama.cpp does it. What plugins may use of it stands here."""
+"""Convert text to token ids and back exactly as llama.cpp does. The names listed here are open to plugins."""
 
 from typing import TYPE_CHECKING
 

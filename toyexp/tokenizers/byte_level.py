@@ -1,7 +1,7 @@
-"""The three kinds of tokenizer that are made here, all of them byte-level BPE to llama.cpp.
+"""Byte, character and BPE tokenizers that toyexp makes itself; all are byte-level BPE to llama.cpp.
 
-`bytes` has no merges, `characters` has merges only inside the UTF-8 form of one character, and `bpe` has what training
-found. So one export serves them all.
+`byte` has no merges, `char` only merges bytes of the same character, and `bpe` has trained merges, so one export serves
+all.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from toyexp.base.errors import UnknownCharacter, UserError
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOL_BYTES, SYMBOLS, Tokenizer
 
-MOST_LEARNED = 1 << 20  # tokens of a BPE made here; the library takes memory for as many as are asked for
+MOST_LEARNED = 1 << 20  # tokens; the library allocates memory for the number asked for
 
 
 class Bytes(Tokenizer):
-    """One token per byte, and end-of-text as id 256."""
+    """Tokenizer with one token per byte, and end-of-text as id 256."""
 
     kind = "byte"
 
@@ -40,7 +40,7 @@ class Bytes(Tokenizer):
 
 
 class Characters(Tokenizer):
-    """One token per character of a corpus, and end-of-text as the last id."""
+    """Tokenizer with one token per character of a corpus, and end-of-text as the last id."""
 
     kind = "char"
 
@@ -57,11 +57,11 @@ class Characters(Tokenizer):
 
     @classmethod
     def from_texts(cls, texts: Sequence[str]) -> Characters:
-        """The vocabulary of all characters in the texts, in code-point order."""
+        """Make the vocabulary of all characters in the texts, in code-point order."""
         return cls(sorted(set().union(*map(set, texts))))
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """One id per character; UnknownCharacter for a character the corpus did not have."""
+        """Return one id per character; raise UnknownCharacter for a character outside the vocabulary."""
         found = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
         for text, ids in zip(texts, found, strict=True):
             if (ids < 0).any():
@@ -83,7 +83,7 @@ class Characters(Tokenizer):
 
 
 def check_bpe_vocab(vocab: int) -> None:
-    """Raises UserError for a number of tokens that cannot be learned."""
+    """Raise UserError for a number of tokens that BPE cannot learn."""
     if not 258 <= vocab <= MOST_LEARNED:
         least = "at least 258 (256 bytes, end, one merge)"
         raise UserError(f"data.bpe_vocab={vocab}: must be {least} and at most {MOST_LEARNED}")
@@ -102,13 +102,13 @@ class BPE(Tokenizer):
         pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"],
         unreachable: Collection[int] = (),
     ):
-        """`unreachable` are tokens that no text produces, however it is merged."""
+        """Take pieces by id; `unreachable` are tokens that no text may produce."""
         self.pieces, self.merges, self.bos, self.eos = list(pieces), list(merges), eos, eos
         self._pre, self._unreachable = pre, unreachable
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
-        """Learns `vocab` tokens from the texts (Sennrich et al. 2016); the same texts give the same tokens."""
+        """Learn `vocab` tokens from texts (Sennrich et al. 2016); deterministic."""
         from tokenizers import Tokenizer as Engine
         from tokenizers import models, trainers
 
@@ -125,7 +125,7 @@ class BPE(Tokenizer):
         return cls([*pieces, END_OF_TEXT], merges, len(pieces), pre)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """BPE ids, of several texts on all cores; UnknownCharacter for a byte that has no token."""
+        """Return BPE ids, of several texts on all cores; raise UnknownCharacter for a byte without a token."""
         if self._missing:
             self._check(texts)
         if len(texts) == 1:
@@ -154,7 +154,7 @@ class BPE(Tokenizer):
 
     @cached_property
     def _missing(self) -> frozenset[int]:
-        """The bytes that have no token."""
+        """Bytes that have no token."""
         return frozenset(SYMBOL_BYTES[symbol] for symbol in set(SYMBOLS).difference(self.pieces))
 
     def _check(self, texts: Iterable[str]) -> None:

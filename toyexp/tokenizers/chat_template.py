@@ -1,6 +1,6 @@
-"""Conversations as a GGUF's own chat template (Jinja) writes them, and the ids of what it wrote.
+"""Render conversations with a GGUF's own chat template (Jinja).
 
-Templates are written for transformers' renderer: what it knows, they find here, and what it would write is written.
+Templates are written for transformers' renderer, so they get the same names, filters and extensions here.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from toyexp.base.packages import prefix_unavailable, require_package
 from toyexp.tokenizers.tokenizer import Tokenizer
 
 TEMPLATE_LIMIT = 1 << 16  # characters of a chat template
-RENDERED_LIMIT = 1 << 24  # characters of a conversation it has rendered
-SECONDS = 3.0  # of computing that it may take for one
-# What a template may call the end of a text and its kind, by the key that names the token.
+RENDERED_LIMIT = 1 << 24  # characters of a rendered conversation
+SECONDS = 3.0  # CPU seconds per rendering
+# Names of special tokens in templates, by the GGUF key of the token. "seperator" is GGUF's spelling.
 TOKENS = {"unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token", "mask": "mask_token"}
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message calls what was thought before its answer
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold its reasoning
 
 
 class BadChat(UserError):
-    """A conversation that the template does not write, and why."""
+    """A conversation that the template rejects, with the reason."""
 
 
 class Rendered(NamedTuple):
-    """What a template wrote, and which ranges of it stood in {% generation %}: the assistant's words."""
+    """Text that a template wrote, and the ranges inside {% generation %}, which are the assistant's words."""
 
     text: str
     marked: list[tuple[int, int]]
 
 
 class Template:
-    """A chat template in Jinja's sandbox, in a process of its own with limits to time, memory and what it writes.
+    """Chat template in Jinja's sandbox, run in a child process with limits on time, memory and output.
 
-    A template that asks what day it is (`strftime_now`) is told `now`, or else the truth; `dated` says whether one did.
-    Raises UserError for a template that cannot be used, Unavailable without jinja2.
+    A template that asks for the date (`strftime_now`) gets `now`, or else the real time; `is_dated` tells whether one
+    did. Raise UserError for an invalid template, Unavailable without jinja2.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
@@ -56,14 +56,14 @@ class Template:
         self._request = {"template": text, "now": now.isoformat() if now else "", "limit": RENDERED_LIMIT}
         self._renderer = _renderer()
         self._names = _special_names(tokenizer)
-        self._added = self._names["bos_token"] if tokenizer.add_bos else ""  # what every text begins with anyway
+        self._added = self._names["bos_token"] if tokenizer.add_bos else ""  # removed here; the tokenizer adds it
         with prefix_unavailable(f"the chat template of {path}"):
             reply = self._ask([], None, [])
         if "invalid" in reply:
             raise UserError(f"{path}: its chat template is not valid ({printable(reply['invalid'])})")
 
     def render(self, messages: Sequence[Mapping[str, Any]], answer: bool, tools: Any = None) -> Rendered:
-        """Return the messages as text; with `answer`, up to where the assistant's next one begins. Raises BadChat."""
+        """Return the messages as text; `answer` appends the start of the assistant's next message. Raise BadChat."""
         (found,) = self.render_beginnings(messages, [(len(messages), answer)], tools)
         if isinstance(found, BadChat):
             raise found
@@ -72,9 +72,9 @@ class Template:
     def render_beginnings(
         self, messages: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[int, bool]], tools: Any = None
     ) -> list[Rendered | BadChat]:
-        """Return the first messages as text, for each wanted number of them, or why the template does not write them.
+        """Return the conversation's first messages as text, or the rejection, for each (count, answer) in `wanted`.
 
-        A message has a role and content. `tools` are those that the assistant may call, as JSON schemas.
+        A message has a role and content. `tools` are JSON schemas of the tools that the assistant may call.
         """
         reply = self._ask(messages, tools, wanted)
         reasons = [reply.get("invalid")] * len(wanted)
@@ -94,18 +94,18 @@ class Template:
 
 
 class _Renderer:
-    """The process in which templates run; it is started anew after a template has ended it, and in a fork."""
+    """The child process in which templates run; it is restarted after a template killed it, and after a fork."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.Lock(), 0
         self._end: Callable[[], int | None] = lambda: 0
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer of renderer.py; in the place of one that ran into a limit, which limit that was."""
+        """Return renderer.py's answer; if the process died, return the limit it hit as an invalid template."""
         with self._lock:
             if self._pid != os.getpid():
                 self._start()
-            line, self._pid = b"", 0  # after a signal, its answer would be taken for that to the next request
+            line, self._pid = b"", 0  # if a signal interrupts us, its late answer must not be read
             with contextlib.suppress(BrokenPipeError):
                 self._stdin.write(json.dumps(request).encode() + b"\n")
                 self._stdin.flush()
@@ -129,10 +129,10 @@ class _Renderer:
 
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> int:
-    """End the process that `owner` has started, and return its exit status."""
+    """Kill the child process if we are its owner, and return its exit status."""
     if os.getpid() != owner:
         return 0
-    with contextlib.suppress(OSError), process:  # which closes its pipes and waits for it
+    with contextlib.suppress(OSError), process:  # leaving the context closes its pipes and waits
         process.kill()
     return process.returncode
 
@@ -141,18 +141,18 @@ _shared = weakref.WeakValueDictionary[str, _Renderer]()
 
 
 def _renderer() -> _Renderer:
-    """Return the one that all templates of this process share, as long as there is any."""
+    """Return the renderer shared by all templates of this process."""
     return _shared.setdefault("", _Renderer())
 
 
 def require_jinja() -> None:
-    """Raise Unavailable when jinja2 is missing or broken."""
+    """Raise Unavailable if jinja2 is missing or broken."""
     with require_package("jinja2", "pip install 'toyexp[data]'"):
-        import jinja2.sandbox  # noqa: F401 - what renderer.py uses
+        import jinja2.sandbox  # noqa: F401 - renderer.py uses it
 
 
 def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The tokens that templates know by name, as they spell them."""
+    """Return the special tokens by the names that templates use, as templates spell them."""
     names = {
         "bos_token": "" if tokenizer.bos is None else tokenizer.spelling(tokenizer.bos),
         "eos_token": tokenizer.spelling(tokenizer.eos),
@@ -165,12 +165,12 @@ def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with what was thought under each name that templates have for it."""
+    """Return the message with its reasoning under every key that templates use."""
     thought = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Matches the tokenizer's control tokens as templates spell them."""
+    """Return a pattern of the tokenizer's control tokens as templates spell them."""
     literals = sorted((tokenizer.pieces[i] for i in {tokenizer.eos, *tokenizer.controls}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, literals)))

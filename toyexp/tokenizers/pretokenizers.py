@@ -1,8 +1,8 @@
-"""How llama.cpp cuts text into words, within which byte-level BPE then merges, by `tokenizer.ggml.pre`.
+"""Pre-tokenizers of llama.cpp by `tokenizer.ggml.pre`: they cut text into words, within which BPE merges.
 
-Patterns are applied one after another: each cuts what those before it have left, at its matches and between them.
-They are in Oniguruma's syntax and say what llama.cpp does, which now and then is not what a model's own tokenizer
-does: it keeps letters apart by case in ASCII alone, for one. Tests hold every name here against llama.cpp.
+The patterns of a pre-tokenizer are applied in turn, each to the pieces left by the one before. They use Oniguruma's
+syntax and follow llama.cpp, which sometimes differs from the model's own tokenizer: for example, it only knows case in
+ASCII. Tests compare every name with llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,42 +14,41 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-TAIL = 1 << 14  # characters at the end of a text in which a place to cut it is looked for
-REACH = 1000  # characters on each side that are held against one another there
-TRIES = 16  # places of a kind that are tried
-# No counted repetition, whose phase depends on what stands far before, crosses these: a letter and the end of its line,
-# the end of a line and a letter, and within a line a blank and a letter, or a letter and the end of its sentence.
+TAIL = 1 << 14  # characters at the end of a text that are searched for a cut
+REACH = 1000  # characters on each side that are compared to check a cut
+TRIES = 16  # positions tried per pattern
+# Cuts must not lie inside a counted repetition (such as digits in threes), which depends on far earlier text. So they
+# lie between a letter and a line end, a line end and a letter, a space and a letter, or a letter and punctuation.
 LINE_ENDS = re.compile(r"(?<=[^\W\d_])(?=[\r\n])|(?<=\S\n)(?=[^\W\d_])")
 WORD_ENDS = re.compile(r"(?<=\S)(?= [^\W\d_])|(?<=[^\W\d_])(?=[.,;:!?\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The patterns of one `tokenizer.ggml.pre`, and what else llama.cpp takes from that name."""
+    """Patterns of one `tokenizer.ggml.pre`, and the other behaviour that llama.cpp ties to that name."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token becomes that token, whatever merging gives
-    add_bos: bool = False  # unless the file says otherwise
+    ignore_merges: bool = False  # a word that is a token is used as is, without merging
+    add_bos: bool = False  # default if the file does not say
 
     def build(self) -> Any:
-        """The tokenizers library's object that cuts text so and writes it in byte symbols."""
+        """Return the tokenizers library's pre-tokenizer that cuts text so and writes it in byte symbols."""
         from tokenizers import Regex, pre_tokenizers  # deferred: only runs that use BPE need the library
 
         cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def cuts(self, text: str) -> Iterator[int]:
-        """Where a text that begins so and goes on may be cut, the last places first: its words stay what they are.
+        """Yield positions, last first, where this beginning of a longer text may be cut without changing its words.
 
-        Lines and words end in the same places whatever stands far from there, in most patterns; whether they do in
-        these is tried on the text around.
+        Candidates are ends of lines and words; each is verified on the text around it.
         """
         for ends in (LINE_ENDS, WORD_ENDS):
             places = [m.start() for m in ends.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
             yield from (place for place in islice(reversed(places), TRIES) if self._words_end(text, place))
 
     def _words_end(self, text: str, place: int) -> bool:
-        """Whether the words on both sides of a place are the same without the other side."""
+        """Return True if the words on both sides of a position do not depend on the other side."""
         before, behind = text[max(place - REACH, 0) : place], text[place : place + REACH]
         return self._words(before) + self._words(behind) == self._words(before + behind)
 
@@ -78,19 +77,19 @@ LLAMA3 = rf"{ENDING}|{WORD}|\p{{N}}{{1,3}}|{SIGNS}[\r\n]*|{SPACE}"
 QWEN2 = rf"{ENDING}|{WORD}|\p{{N}}|{SIGNS}[\r\n]*|{SPACE}"
 DEEPSEEK3 = rf"{ASCII_SIGN}[A-Za-z]+|{MARKED_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACE}"
 BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-# Numbers in threes, counted from their end; the first group takes along the text before it.
+# Digits in threes, counted from the number's end; the first group includes the text before it.
 THREES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
 def cased_words(upper: str, lower: str, ending: str, numbers: str) -> str:
-    """Words as capitals followed by small letters."""
+    """Return a pattern of words that are capitals followed by small letters."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{ending}|{lead}{upper}+{lower}*{ending}"
     return rf"{words}|{numbers}|{SIGNS}[\r\n/]*|{SPACE}"
 
 
 def code_points(ranges: str) -> str:
-    """A class of characters from ranges of code points in hexadecimal."""
+    """Return a character class from ranges of hexadecimal code points."""
     return "[" + "".join("-".join(chr(int(end, 16)) for end in part.split("-")) for part in ranges.split()) + "]"
 
 
@@ -131,7 +130,7 @@ _add(
 _add("dbrx smaug-bpe chatglm-bpe", LLAMA3)
 _add("glm4 glm5", LLAMA3, ignore_merges=True)
 _add("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", QWEN2)
-_add("bailingmoe bailingmoe2 llada-moe", QWEN2)  # whose own pattern is another one for the same cuts
+_add("bailingmoe bailingmoe2 llada-moe", QWEN2)  # their own pattern differs but cuts the same
 _add("ufakzeka", rf"{WORD}|\p{{N}}|{SIGNS}[\r\n]*|{SPACE}")
 _add("laguna", r"[^\n]+|\n+", QWEN2)
 _add(

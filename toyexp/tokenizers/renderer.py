@@ -1,7 +1,7 @@
-"""The process in which chat templates run: it reads a request a line on standard input and answers with a line.
+"""Child process that renders chat templates: it reads one JSON request per line and answers with one line.
 
-Its memory is limited, and the system ends it when one text takes too long: Jinja's sandbox limits neither. It is a
-script that imports nothing of toyexp, so that it starts quickly.
+Jinja's sandbox limits neither memory nor time, so the process has a memory limit and the system kills it if one
+rendering takes too long. It imports nothing from toyexp, to start quickly.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from functools import lru_cache
 from typing import Any
 
 MEMORY = 1 << 30  # bytes of address space
-ERROR_LIMIT = 1000  # characters of an error that are passed on
+ERROR_LIMIT = 1000  # characters of an error message
 
 
 class TemplateError(Exception):
-    """A conversation that the template does not write, and why."""
+    """Rejection of a conversation by the template."""
 
 
 class Compiled:
-    """A chat template in Jinja's sandbox."""
+    """A compiled chat template."""
 
     def __init__(self, text: str):
         self._now, self._dated, self._length, self._marked = "", False, 0, list[tuple[int, int]]()
@@ -33,7 +33,7 @@ class Compiled:
         self._template = environment.from_string(text)
 
     def render(self, asked: Mapping[str, Any], count: int, ask: bool) -> dict[str, Any]:
-        """Return the text of the first messages, the ranges in {% generation %}, and whether the day was asked for."""
+        """Return the first messages as text, the ranges of {% generation %}, and whether the date was used."""
         self._now, self._dated, self._length, self._marked = asked["now"], False, 0, []
         told = {**asked["told"], "messages": asked["told"]["messages"][:count], "add_generation_prompt": ask}
         pieces: list[str] = []
@@ -45,7 +45,7 @@ class Compiled:
         return {"text": "".join(pieces), "marked": self._marked, "dated": self._dated}
 
     def _mark(self, words: str) -> None:
-        """Note that the template writes `words` next, in {% generation %}."""
+        """Record that the template writes `words` next, inside {% generation %}."""
         self._marked.append((self._length, self._length + len(words)))
 
     def _strftime_now(self, form: str) -> str:
@@ -54,7 +54,7 @@ class Compiled:
 
 
 def _environment(mark: Callable[[str], None]) -> Any:
-    """Return the sandbox as chat templates expect it; `mark` gets what stands in {% generation %}."""
+    """Return the sandbox that chat templates expect; `mark` receives the text inside {% generation %}."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -65,7 +65,7 @@ def _environment(mark: Callable[[str], None]) -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Return a call of `_marked` with what stands between the tag and its end."""
+            """Return a call of `_marked` with the tag's content."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -85,7 +85,7 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """Return the value as plain JSON; Jinja's own filter escapes it for HTML."""
+    """Serialise to plain JSON; Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -97,7 +97,7 @@ compile_template = lru_cache(maxsize=8)(Compiled)
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Render each beginning of a conversation that is asked for, or say why the template does not write it."""
+    """Render each requested beginning of a conversation, or say why the template rejects it."""
     seconds = asked["seconds"]
     template = _attempt(seconds, compile_template, asked["template"])
     if isinstance(template, str):
@@ -106,7 +106,7 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(seconds: float, work: Callable[..., Any], *given: Any) -> Any:
-    """Return the result of `work`, or in words what went wrong; the system ends a process that computes for longer."""
+    """Return the result of `work`, or an error message; the system kills the process after `seconds` of CPU time."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -115,12 +115,12 @@ def _attempt(seconds: float, work: Callable[..., Any], *given: Any) -> Any:
         return str(reason)
     except MemoryError:
         return f"takes more than {MEMORY >> 30} GB of memory"
-    except Exception as error:  # a template may fail in all the ways of Python
+    except Exception as error:  # a template can raise anything
         return f"refuses it ({str(error)[:ERROR_LIMIT]})"
 
 
 def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on Windows; macOS may refuse it
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows lacks it; macOS may reject it
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -129,9 +129,9 @@ def _limit_memory() -> None:
 
 def main() -> None:
     """Answer requests until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides what Ctrl-C does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _limit_memory()
-    _environment(lambda words: None)  # ends with an error where jinja2 cannot be loaded
+    _environment(lambda words: None)  # fails early if jinja2 cannot be loaded
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -1,7 +1,7 @@
-"""SentencePiece's BPE as llama.cpp runs it: merges by the score of their result, from the text alone.
+"""SentencePiece BPE as llama.cpp runs it: merges are chosen by the score of their result.
 
-The tokenizers library merges by a list of pairs, which cannot say that among equal scores the leftmost goes first, so
-the merging is done here.
+The tokenizers library merges by a list of pairs and cannot express that the leftmost of equal scores goes first, so the
+merging is implemented here.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from toyexp.base.errors import UnknownCharacter
 from toyexp.tokenizers.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
 
-BLANK = "\u2581"  # how a blank is written in a token
-CACHED = 1 << 17  # words whose ids are kept
-TAIL = 1 << 14  # characters at the end of a text in which a place to cut it is looked for
+BLANK = "\u2581"  # how tokens write a space
+CACHED = 1 << 17  # words in the cache of ids
+TAIL = 1 << 14  # characters at the end of a text that are searched for a cut
 
 
 class SentencePiece(Tokenizer):
-    """Text in characters, of which the neighbours whose token scores highest are joined, again and again.
+    """Tokenizer that repeatedly joins the neighbours whose joined token has the highest score.
 
-    What is no token in the end is written in byte tokens.
+    Characters that end up without a token are written in byte tokens.
     """
 
     kind = "spm"
@@ -39,7 +39,7 @@ class SentencePiece(Tokenizer):
         unreachable: frozenset[int] = frozenset(),
         prefix: bool = True,
     ):
-        """`unreachable` are tokens that no text produces; `prefix`: a blank is thought before a text."""
+        """Take pieces by id; `unreachable` tokens come from no text, and `prefix` adds a space before a text."""
         self.pieces, self.eos, self.prefix = list(pieces), eos, prefix
         self.types, self.scores, self._unreachable = types, scores, unreachable
         self._ids = {piece: i for i, piece in enumerate(self.pieces) if i not in unreachable}
@@ -50,26 +50,26 @@ class SentencePiece(Tokenizer):
 
     @property
     def unknown(self) -> int | None:
-        """What stands for text that has no token, where there are no byte tokens: the one named so, or the first."""
+        """Id of text without a token, for a vocabulary without byte tokens; None if there is none."""
         named = self.source.get("ggml.unknown_token_id")
         if isinstance(named, int) and 0 <= named < self.vocab and self.types[named] in (UNKNOWN, CONTROL):
             return named
         return next(iter(np.flatnonzero(self.types == UNKNOWN).tolist()), None)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """int32 ids; UnknownCharacter for a character that has neither a token nor byte tokens."""
+        """Return int32 ids; raise UnknownCharacter for a character with neither a token nor byte tokens."""
         return [
             np.array([i for word in self._words(text, start) for i in self._word_ids(word)], np.int32)
             for text, start in zip(texts, starts, strict=True)
         ]
 
     def _words(self, text: str, start: bool) -> list[str]:
-        """The text cut between any two characters that stand side by side in no token: no merge crosses there."""
+        """Cut the text between characters that are adjacent in no token, where no merge can happen."""
         text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
         return [text[begin:end] for begin, end in itertools.pairwise([0, *self._break_points(text), len(text)])]
 
     def _break_points(self, text: str) -> list[int]:
-        """The places in a text without blanks before and behind which no token has those two characters."""
+        """Return the positions in a text without spaces between two characters that no token contains."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
         pairs = codes[:-1] << 21 | codes[1:]
         place = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
@@ -89,7 +89,7 @@ class SentencePiece(Tokenizer):
         return found
 
     def _merge(self, word: str) -> list[str]:
-        """The word's characters after all merges: highest score first, the leftmost among equals."""
+        """Return the word's symbols after all merges: highest score first, leftmost among equals."""
         symbols = list(word)
         before, after = list(range(-1, len(word) - 1)), [*range(1, len(word)), -1]
         heap: list[tuple[float, int, int, str]] = []
@@ -106,7 +106,7 @@ class SentencePiece(Tokenizer):
         while heap:
             _, left, right, joined = heapq.heappop(heap)
             if not symbols[left] or not symbols[right] or symbols[left] + symbols[right] != joined:
-                continue  # one of the two has been joined with another since
+                continue  # outdated: one of the two has been merged since
             symbols[left], symbols[right] = joined, ""
             after[left] = after[right]
             if after[left] >= 0:
@@ -116,7 +116,7 @@ class SentencePiece(Tokenizer):
         return [symbol for symbol in symbols if symbol]
 
     def _token(self, symbol: str) -> list[int]:
-        """A token's id, or those of its bytes."""
+        """Return a token's id, or the ids of its bytes."""
         found = self._ids.get(symbol)
         if found is not None:
             return [found]
@@ -131,7 +131,7 @@ class SentencePiece(Tokenizer):
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of the ids, as of a whole text's: without the blank that was thought before it."""
+        """Return the text of ids of a whole text, without the space that `prefix` added."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.prefix else text
 
@@ -153,16 +153,16 @@ class SentencePiece(Tokenizer):
         return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
     def _splits(self, pieces: Iterable[str]) -> Iterator[tuple[float, str, str]]:
-        """Cost and halves of every way in which two neighbours join to these, be they tokens or mere characters."""
+        """Yield cost and halves of every pair of tokens or characters that joins to one of these pieces."""
         for piece in pieces:
             for n in range(1, len(piece)):
                 if all(len(half) == 1 or half in self._ids for half in (piece[:n], piece[n:])):
                     yield self._cost[self._ids[piece]], piece[:n], piece[n:]
 
     def count_reordered(self) -> int:
-        """How many tokens the tokenizers library may join in another order, or never.
+        """Return how many tokens the tokenizers library may merge in another order, or never.
 
-        It joins nothing but tokens, and of two pairs with one score always the same first, where here the leftmost is.
+        It merges only tokens, and of two pairs with equal score always the same first; llama.cpp takes the leftmost.
         """
         ids, shared = self._ids, Counter(self._cost[i] for i in self._ids.values())
         normal = ((p, i) for p, i in ids.items() if self.types[i] == NORMAL)
@@ -179,10 +179,10 @@ class SentencePiece(Tokenizer):
         return len(found)
 
     def _library(self) -> Any:
-        """As near as the library comes: merges in the order of their scores.
+        """Return the closest tokenizers.Tokenizer: merges in the order of their scores.
 
-        Among equal ones the longest left half goes first, so that runs of one character, whose tokens have one score
-        in some vocabularies, grow from the left as they do here.
+        Among equal scores the longest left half goes first, so that runs of one character grow from the left, as in
+        llama.cpp.
         """
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers

@@ -1,7 +1,7 @@
-"""Text to token ids and back, in forms that GGUF and llama.cpp know: what all tokenizers have; long texts in pieces.
+"""Base class of all tokenizers, and tokenization of long texts in pieces.
 
-Those that are made here are in byte_level.py. The tokenizer of a GGUF is one of these or a `SentencePiece`
-(sentencepiece.py), and leaves as it came.
+Every tokenizer can be stored in a GGUF and gives the same ids in llama.cpp. byte_level.py has those that toyexp trains,
+sentencepiece.py the other kind that a GGUF may hold. A tokenizer read from a GGUF is exported with its keys unchanged.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from toyexp.base.memory import available_bytes
 from toyexp.base.signals import run_interruptibly
 from toyexp.base.terminal import print_error
 
-WHITE = " \t\n\v\f\r"  # white space to llama.cpp where a special token swallows it
-PIECE = 1 << 15  # characters of a piece at least, and twice as many unless it can only be cut later
-BATCH = 1 << 21  # characters that are tokenized at once, on all cores
-LARGE = PIECE << 9  # characters of a piece that is worth a word
-CHARACTER_MEMORY = 100  # bytes that a character takes while it is tokenized
+WHITE = " \t\n\v\f\r"  # what llama.cpp strips next to some special tokens
+PIECE = 1 << 15  # minimum characters of a piece; at most twice as many if the text can be cut there
+BATCH = 1 << 21  # characters tokenized at once, on all cores
+LARGE = PIECE << 9  # characters of a piece so large that a warning is printed
+CHARACTER_MEMORY = 100  # bytes of memory per character during tokenization
 END_OF_TEXT = "<|endoftext|>"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's printable stand-in for each byte: itself where printable Latin-1, else U+0100 and up (Radford 2019)."""
+    """Return GPT-2's printable symbol for each byte: itself if printable Latin-1, else U+0100 and up (Radford 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
@@ -41,41 +41,41 @@ SYMBOL_BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 
 
 class Tokenizer(ABC):
-    """Ids 0..vocab-1; `eos` separates documents.
+    """Tokenizer with ids 0..vocab-1, in which `eos` separates documents.
 
-    Whoever makes one sets what differs from the values here before the first text.
+    Constructors must set attributes that differ from the defaults here before the first text is encoded.
     """
 
     kind: str
     pieces: Sequence[str]  # each token's text as GGUF writes it: control tokens are literal
     merges: Sequence[tuple[str, str]] = ()
     eos: int
-    bos: int | None = None  # what a text begins with, if anything; the models of this tokenizer expect it if `add_bos`
+    bos: int | None = None  # id put before each text if `add_bos`; None if there is none
     add_bos: bool = False
     add_eos: bool = False  # whether llama.cpp ends a prompt with `eos`
-    stops: frozenset[int] = frozenset()  # tokens beside `eos` that end generation; see `ends`
-    controls: frozenset[int] = frozenset()  # control tokens beside `eos`, such as those of a chat template; in no text
-    user_defined: frozenset[int] = frozenset()  # tokens that are found as they are spelled, before all others
-    swallow_before: frozenset[int] = frozenset()  # special tokens that swallow the white space before them in a text
-    swallow_after: frozenset[int] = frozenset()  # special tokens that swallow the white space after them
-    family: str = ""  # what `general.name` has to say so that llama.cpp makes the same ids
-    silent: frozenset[int] = frozenset()  # tokens that stand for no text, such as those that only fill up rows
-    chat_template: str = ""  # how a conversation becomes text, in Jinja; the export passes it on
+    stops: frozenset[int] = frozenset()  # tokens besides `eos` that end generation; see `ends`
+    controls: frozenset[int] = frozenset()  # control tokens besides `eos`, which plain text never produces
+    user_defined: frozenset[int] = frozenset()  # tokens matched literally, before all others
+    swallow_before: frozenset[int] = frozenset()  # special tokens that strip the white space before them
+    swallow_after: frozenset[int] = frozenset()  # special tokens that strip the white space after them
+    family: str = ""  # what `general.name` must contain for llama.cpp to use the same rules
+    silent: frozenset[int] = frozenset()  # tokens that decode to nothing, such as padding
+    chat_template: str = ""  # Jinja template of conversations; exported with the model
     source: Mapping[str, Any] = {}  # the `tokenizer.*` keys of the GGUF it was read from, without that prefix
 
     @property
     def vocab(self) -> int:
-        """How many ids there are."""
+        """Number of token ids."""
         return len(self.pieces)
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids at which generation stops."""
+        """Ids at which generation stops."""
         return self.stops | {self.eos}
 
     @property
     def padding(self) -> int:
-        """What fills up the rows of a batch: the end where the GGUF names no token of its own."""
+        """Id that pads the rows of a batch: the GGUF's padding token, or else `eos`."""
         named = self.source.get("ggml.padding_token_id")
         return named if isinstance(named, int) and 0 <= named < self.vocab else self.eos
 
@@ -83,21 +83,21 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """int32 ids of texts in which nothing is special; `starts`: which begin a text or follow a special token."""
+        """Return the int32 ids of texts without special tokens; `starts`: it begins a text or follows one."""
 
     def encode(self, text: str, special: bool = False, after: int | None = None) -> np.ndarray:
-        """int32 ids of the text, where the token `after` stands before it, or nothing.
+        """Return the int32 ids of a text that follows the token `after`, or nothing.
 
-        With `special`, control tokens that are spelled out in the text are meant; otherwise no text produces one.
+        With `special`, control tokens spelled out in the text become their ids; otherwise no text produces one.
         """
         if after in self.swallow_after:
             text = text.lstrip(WHITE)
         return self.encode_pieces([text], [after is None or after in self._special], special)[0]
 
     def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
-        """int32 ids of each text: one that `begins`, or goes on where `cuts` allowed to cut what stands before it.
+        """Return the int32 ids of each text; `begins` says which begin a document rather than continue a cut.
 
-        Special tokens are cut out first, and what is left is encoded in one go.
+        Special tokens are extracted first; all remaining text is encoded in one call.
         """
         before, behind = self.swallow_before, self.swallow_after
         texts_cut = [_extract_special(text, self._literals[special], before, behind) for text in texts]
@@ -116,19 +116,19 @@ class Tokenizer(ABC):
         ]
 
     def cuts(self, text: str) -> Iterator[int]:
-        """Where a text that begins so and goes on may be cut, the last places first: its ids stay what they are."""
+        """Yield positions, last first, where this beginning of a longer text may be cut without changing its ids."""
         literals = self._literals[False]
         ahead = max(map(len, literals), default=1) - 1
         white = WHITE if self.swallow_before or self.swallow_after else ""
         for place in self._places(text):
-            before, behind = text[:place].rstrip(white), text[place:].lstrip(white)  # a token may swallow it from afar
+            before, behind = text[:place].rstrip(white), text[place:].lstrip(white)  # a token may strip it
             near = before[-ahead - 1 :] + behind[:ahead]
             if len(behind) >= ahead and not any(spelled in near for spelled in literals):
                 yield place
 
     @abstractmethod
     def _places(self, text: str) -> Iterator[int]:
-        """The same where nothing is special."""
+        """Yield such positions for text without special tokens."""
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -136,7 +136,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What to look for in a text, and in one whose control tokens are meant: longer ones first."""
+        """Return the texts to search for, longest first: without and with control tokens."""
         wanted = (
             sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special)
         )
@@ -144,42 +144,42 @@ class Tokenizer(ABC):
         return first, second
 
     def prompt(self, text: str) -> np.ndarray:
-        """int32 ids of a text that a model is to continue, as llama.cpp hands it over; never none."""
+        """Return the int32 ids of a text to continue, as llama.cpp passes it to the model; never empty."""
         ids = [self.bos] * self.add_bos + self.encode(text).tolist() + [self.eos] * self.add_eos
         return np.array(ids or [self.eos if self.bos is None else self.bos], np.int32)
 
     # -- ids to text --------------------------------------------------------------------------------------------
 
     def token_bytes(self, i: int) -> bytes:
-        """What token `i` stands for in a text: a control token for nothing, another perhaps for part of a character."""
+        """Return the bytes that token `i` decodes to: b"" for a control token, possibly part of a character."""
         if i == self.eos or i in self.controls or i in self.silent:
             return b""
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
 
     def _token_bytes(self, i: int) -> bytes:
-        """The bytes of an ordinary token; one that is not written in byte symbols stands for its own text."""
+        """Return the bytes of an ordinary token; a token not written in byte symbols is its own text."""
         piece = self.pieces[i]
         return bytes(SYMBOL_BYTES[c] for c in piece) if SYMBOL_BYTES.keys() >= set(piece) else piece.encode()
 
     def spelling(self, i: int) -> str:
-        """How a chat template writes token `i`."""
+        """Return token `i` as chat templates write it."""
         return self.pieces[i] if i in self._special else self.token_bytes(i).decode("utf-8", errors="replace")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of the ids; control tokens are skipped and broken UTF-8 becomes the replacement character."""
+        """Return the text of ids; control tokens are skipped and invalid UTF-8 becomes the replacement character."""
         return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
 
     # -- to files -----------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """16 hex digits that identify whatever decides about the ids of a document."""
+        """Return 16 hex digits of everything that determines the ids of a document."""
         told: list[Any] = [self.kind, list(self.pieces), [list(m) for m in self.merges]]
         rest = self._rules()
         text = json.dumps([*told, rest] if rest else told)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _rules(self) -> dict[str, Any]:
-        """What decides about ids beside pieces and merges; nothing where all is as in the trained kinds."""
+        """Return what determines ids besides pieces and merges; empty if all has the values of trained tokenizers."""
         rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
         if self.add_bos:
             rules["bos"] = self.bos
@@ -190,13 +190,13 @@ class Tokenizer(ABC):
         return rules
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """The `tokenizer.*` keys, without that prefix: those it was read with, if it was."""
+        """Return the `tokenizer.*` keys without that prefix: the ones it was read with, if any."""
         own = dict(self.source) or self._own_metadata()
         return {**own, "chat_template": self.chat_template} if self.chat_template else own
 
     def _own_metadata(self) -> dict[str, Any]:
-        # llama.cpp wants a merge list and gguf-py cannot write an empty one. No UTF-8 holds the byte 0xFF, so this
-        # pair never meets: a merge that wins without being a token would lose its bytes in llama.cpp.
+        # llama.cpp requires a merge list, and gguf-py cannot write an empty one. No UTF-8 contains the byte 0xFF, so
+        # this merge never applies; one that applied without being a token would lose bytes in llama.cpp.
         merges = self.merges or [(SYMBOLS[0xFF], SYMBOLS[0xFF])]
         types = np.full(self.vocab, NORMAL, np.int32)
         types[[*self.user_defined]], types[[self.eos, *self.controls]] = USER_DEFINED, CONTROL
@@ -214,15 +214,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _library(self) -> Any:
-        """A tokenizers.Tokenizer of the same ids that knows every piece."""
+        """Return a tokenizers.Tokenizer with the same ids that knows every piece."""
 
     def to_huggingface(self) -> tuple[str, dict[str, Any]]:
-        """What tokenizer.json and tokenizer_config.json hold for the tokenizers and transformers libraries."""
+        """Return the contents of tokenizer.json and tokenizer_config.json."""
         from tokenizers import AddedToken  # deferred: only runs that use BPE or export need the library
 
         engine = self._library()
         for i in sorted(self._special):
-            # llama.cpp's converter decodes those that are not normalised, and "\u00f6" then means a byte, not itself.
+            # llama.cpp's converter decodes tokens that are not normalised, and "\u00f6" would then become a byte.
             is_byte = engine.normalizer is None and engine.decoder.decode([self.pieces[i]]) != self.pieces[i]
             token = AddedToken(self.pieces[i], normalized=is_byte, special=i not in self.user_defined)
             (engine.add_tokens if i in self.user_defined else engine.add_special_tokens)([token])
@@ -234,7 +234,7 @@ class Tokenizer(ABC):
             "bos_token": bos,
             "eos_token": self.pieces[self.eos],
             "pad_token": self.pieces[self.padding],
-            "padding_side": "left",  # what continues the rows of a batch has to see their ends
+            "padding_side": "left",  # generation continues each row at its end
             "add_bos_token": self.add_bos,
             "add_eos_token": self.add_eos,
             "clean_up_tokenization_spaces": False,
@@ -245,7 +245,7 @@ class Tokenizer(ABC):
 
 
 def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
-    """Puts tokens around a text, as tokenizer.json has it."""
+    """Return tokenizer.json's post-processor that puts tokens around a text."""
     tokens = [i for i in (*start, *end) if i is not None]
     if not tokens:
         return None
@@ -261,14 +261,14 @@ def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[
 
 
 def placeholder(i: int) -> str:
-    """A text for an id that has none."""
+    """Return the stand-in text of an id without text."""
     return f"<{i}>"
 
 
 def placeholder_metadata(rows: int) -> dict[str, Any]:
-    """The `tokenizer.*` keys of a model of ids without text, as `gguf_metadata`.
+    """Return the `tokenizer.*` keys of a model of ids without text, as `gguf_metadata` does.
 
-    llama.cpp loads one without a vocabulary too, but its server aborts at the first token it generates.
+    llama.cpp also loads a model without a vocabulary, but its server aborts at the first generated token.
     """
     keys = {
         "model": "llama",
@@ -285,9 +285,9 @@ def placeholder_metadata(rows: int) -> dict[str, Any]:
 def _extract_special(
     text: str, literals: Mapping[str, int], before: Collection[int], behind: Collection[int]
 ) -> list[str | int]:
-    """Cut special tokens out of a text as llama.cpp does: every literal, in the order given, becomes its id.
+    """Replace special tokens in a text by their ids as llama.cpp does: each literal in the given order.
 
-    The ids `before` swallow the white space before them, and the ids `behind` the white space after them.
+    The ids `before` strip the white space before them, and the ids `behind` the white space after them.
     """
     parts: list[str | int] = [text] if text else []
     for literal, i in literals.items():
@@ -313,7 +313,7 @@ def _split(text: str, literal: str, i: int, before: bool, behind: bool) -> list[
 
 
 class Piece(NamedTuple):
-    """A piece of a document, and whether it is the first and the last."""
+    """A piece of a document, and whether it is the first and the last one."""
 
     text: str
     begins: bool
@@ -321,10 +321,9 @@ class Piece(NamedTuple):
 
 
 def split_text(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[Piece]:
-    """A text that comes in chunks, in pieces of at most 2 x `size` characters that end where `cuts` allows it.
+    """Yield a chunked text in pieces of at most 2 x `size` characters that end where `cuts` allows.
 
-    `cuts` is given text that goes on, and says where it may be cut, the last place first. Where it finds none, a piece
-    grows, in the end to the whole text.
+    `cuts` is called with text that continues, and yields cut positions, last first. If it yields none, the piece grows.
     """
     text, wanted, begins = "", size, True
     for chunk in chunks:
@@ -342,18 +341,18 @@ def split_text(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size
 
 
 def _check_memory(size: int) -> None:
-    """Raises UserError for a piece that takes more memory than there is; one that takes much is announced."""
+    """Raise UserError for a piece that needs more memory than is free; print a warning for a very large one."""
     left = available_bytes() if size >= LARGE else None
     if left is not None and size * CHARACTER_MEMORY > left:
         needed = f"needs {size * CHARACTER_MEMORY / 1e9:.3g} GB of memory, {left / 1e9:.3g} GB are free"
         run = f"a run of {size / 1e6:.0f} million characters cannot be cut"
         raise UserError(f"{run} and {needed}: choose another data.tokenizer")
     if size == LARGE:
-        print_error("this tokenizer finds no place to cut the text: it is tokenized in one piece, which takes memory")
+        print_error("this tokenizer cannot cut the text: it is tokenized in one piece, which needs much memory")
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
-    """int32 ids of documents that come in chunks: each begun as `add_bos` says, and followed by the end-of-text id."""
+    """Yield the int32 ids of chunked documents, with `bos` before each if `add_bos`, and `eos` after each."""
     start = np.array([tokenizer.bos] if tokenizer.add_bos else [], np.int32)
     end = np.array([tokenizer.eos], np.int32)
     for batch in _batches(tokenizer, documents):
@@ -364,7 +363,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -
 
 
 def _batches(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
-    """The documents' pieces, as many at a time as are tokenized at once."""
+    """Yield the documents' pieces in batches of about BATCH characters."""
     batch: list[Piece] = []
     held = 0
     for chunks in documents:

@@ -123,7 +123,7 @@ class Inputs:
     def flat_ids(self, ids: Ids, below: int) -> Node:
         """Return ids [..] as one list, and check them in every batch: they must be 0..below-1."""
         if not isinstance(ids, Ids):
-            raise GraphError("rows: the ids must be an int32 array of the batch")
+            raise GraphError("rows: ids must be an int32 array of the batch")
         self._require_below(ids.name, below)
         return ids.flat
 

@@ -78,7 +78,7 @@ class GGMLOps(Products):
         g = self.g
         rest = table.shape[0] - n
         if rest < 0 or n < 1:  # ggml ends the process at a row that is out of range
-            raise GraphError(f"first_rows: {n} rows of {list(table.shape)}")
+            raise GraphError(f"first_rows: {list(table.shape)} does not have {n} rows")
 
         def widened(dy: Node) -> Node:
             return self._concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0) if rest else dy
@@ -115,7 +115,7 @@ class GGMLOps(Products):
     def mul(self, a: Node, b: Node) -> Node:
         g = self.g
         if a.shape != b.shape:
-            raise GraphError(f"mul: {list(a.shape)} and {list(b.shape)} differ")
+            raise GraphError(f"mul: the shapes {list(a.shape)} and {list(b.shape)} differ")
         return self._record(g.mul(a, b), (a, b), lambda dy: (lambda: g.mul(dy, b), lambda: g.mul(dy, a)))
 
     def scale(self, x: Node, factor: float) -> Node:
@@ -123,12 +123,12 @@ class GGMLOps(Products):
 
     def heads(self, x: Node, n: int) -> Node:
         if len(x.shape) != 3 or n < 1 or x.shape[2] % n:
-            raise GraphError(f"heads: {list(x.shape)} into {n}")
+            raise GraphError(f"heads: {list(x.shape)} cannot be split into {n} heads")
         return super().heads(x, n)
 
     def split(self, x: Node, n: int) -> tuple[Node, ...]:
         if n < 1 or x.shape[-1] % n:
-            raise GraphError(f"split: {list(x.shape)} into {n}")
+            raise GraphError(f"split: {list(x.shape)} cannot be split into {n} parts")
         g, axis, d = self.g, len(x.shape) - 1, x.shape[-1] // n
         parts = tuple(g.part(x, axis, i * d, (i + 1) * d) for i in range(n))
 
@@ -149,7 +149,7 @@ class GGMLOps(Products):
     def _check_axis(self, op: str, axis: int, *nodes: Node) -> None:
         for node in nodes:
             if not 0 <= axis < len(node.shape):
-                raise GraphError(f"{op}: axis {axis} of {list(node.shape)}")
+                raise GraphError(f"{op}: {list(node.shape)} has no axis {axis}")
 
     def _widen(self, dy: Node, x: Node, axis: int, start: int) -> Node:
         """Return dy of a part of x, padded with zeros to the shape of x."""
@@ -181,7 +181,7 @@ class GGMLOps(Products):
     def _check_features(self, op: str, x: Node, *vectors: Node) -> None:
         for vector in vectors:
             if vector.shape != x.shape[-1:]:  # a length that divides d would silently repeat
-                raise GraphError(f"{op}: a vector {list(vector.shape)} for features {list(x.shape)}")
+                raise GraphError(f"{op}: expected a vector [{x.shape[-1]}], got {list(vector.shape)}")
 
     def rms_norm(self, x: Node, w: Node, eps: float) -> Node:
         g = self.g
@@ -240,7 +240,7 @@ class GGMLOps(Products):
 
     def rope(self, x: Node, rotary: Rotary) -> Node:
         if len(x.shape) != 4:
-            raise GraphError(f"rope: {list(x.shape)} is not [B, T, H, D]")
+            raise GraphError(f"rope: expected [B, T, H, D], got {list(x.shape)}")
         positions = self._inputs.span(0, x.shape[1])
         factors = self._inputs.vector(rotary.factors) if rotary.factors else None
 
@@ -257,7 +257,9 @@ class GGMLOps(Products):
         g = self.g
         rows, length, heads, size = q.shape
         if k.shape != v.shape or k.shape != (rows, length, k.shape[2], size) or heads % k.shape[2]:
-            raise GraphError(f"attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}")
+            raise GraphError(
+                f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
+            )
         layout = Heads(g, rows, heads, k.shape[2])
         n = self._profile.query_block if causal else length
         q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]

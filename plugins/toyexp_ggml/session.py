@@ -267,7 +267,7 @@ class GGMLSession(Session):
                 graph.outputs = getattr(self, f"_build_{kind}")(graph, *share)
                 missing = graph.unsupported_in_place() or {op for op in graph.ops() if not self._profile.has(op)}
                 if missing:
-                    raise GraphError(f"{self._profile.label} does not compute {', '.join(sorted(missing))}")
+                    raise GraphError(f"{self._profile.label} does not support {', '.join(sorted(missing))}")
                 graph.finish()
             except BaseException:
                 graph.close()

@@ -74,7 +74,7 @@ class Graph(StaticGraph):
     def add_to_rows(self, x: Node, rows: Node) -> Node:
         """Return x [a, n, d] with `rows` [a, m, d] added to the first m of n, in place: x must not be used again."""
         if x.shape[::2] != rows.shape[::2] or rows.shape[1] > x.shape[1]:
-            raise GraphError(f"add_to_rows: {list(rows.shape)} to {list(x.shape)}")
+            raise GraphError(f"add_to_rows: cannot add {list(rows.shape)} to rows of {list(x.shape)}")
         _, n, d = x.shape
         size = x.size * 4
         return self._node(ggml.ggml_acc_inplace(self._context, x.ptr, rows.ptr, d * 4, n * d * 4, size, 0), x.shape)
@@ -86,14 +86,14 @@ class Graph(StaticGraph):
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
-            raise GraphError(f"mul_mat: {list(x.shape)} by {list(w.shape)}")
+            raise GraphError(f"mul_mat: cannot multiply {list(x.shape)} by the transpose of {list(w.shape)}")
         return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
 
     def out_prod(self, a: Node, b: Node, transposed: bool = False) -> Node:
         """Return b^T a: a [.., k, m], b [.., k, n] -> [.., n, m]; with `transposed`, b is [.., n, k], not copied."""
         k, n = reversed(b.shape[-2:]) if transposed else b.shape[-2:]
         if a.shape[:-1] != (*b.shape[:-2], k):
-            raise GraphError(f"out_prod: {list(a.shape)} by {list(b.shape)}")
+            raise GraphError(f"out_prod: the shapes {list(a.shape)} and {list(b.shape)} do not fit")
         b_ptr = self._transpose_view(b) if transposed else b.ptr
         return self._node(ggml.ggml_out_prod(self._context, a.ptr, b_ptr), (*b.shape[:-2], n, a.shape[-1]))
 
@@ -167,9 +167,11 @@ class Graph(StaticGraph):
         self._check_float32("rope", x)
         size = x.shape[-1]
         if len(x.shape) != 4 or size % 2 or positions.shape != (x.shape[1],):
-            raise GraphError(f"rope: {list(x.shape)} at positions {list(positions.shape)}; D must be even")
+            raise GraphError(
+                f"rope: expected [B, T, H, even D] and positions [T], got {list(x.shape)} and {list(positions.shape)}"
+            )
         if factors and factors.shape != (size // 2,):
-            raise GraphError(f"rope: {factors.shape[0]} factors for heads of {size}: expected one for each pair")
+            raise GraphError(f"rope: expected {size // 2} factors, got {factors.shape[0]}")
         make = ggml.ggml_rope_ext_back if back else ggml.ggml_rope_ext
         mode = ggml.GGML_ROPE_TYPE_NEOX if rotary.halves else ggml.GGML_ROPE_TYPE_NORMAL
         rest = (size, mode, 0, rotary.base, 1 / rotary.scale, 0.0, 1.0, 32.0, 1.0)  # no YaRN
@@ -196,19 +198,19 @@ class Graph(StaticGraph):
 
     def _check_same(self, op: str, a: Node, b: Node) -> None:
         if a.shape != b.shape:
-            raise GraphError(f"{op}: {list(a.shape)} and {list(b.shape)} differ")
+            raise GraphError(f"{op}: the shapes {list(a.shape)} and {list(b.shape)} differ")
 
     def _check_repeats(self, op: str, a: Node, b: Node) -> None:
         """Raise GraphError unless each axis of b, counted from the last, divides that of a."""
         padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
         if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
-            raise GraphError(f"{op}: {list(b.shape)} does not repeat over {list(a.shape)}")
+            raise GraphError(f"{op}: {list(b.shape)} cannot be repeated over {list(a.shape)}")
 
     def reshape(self, x: Node, *shape: int) -> Node:
         """Return a view of x in another shape."""
         self._check_float32("reshape", x)
         if math.prod(shape) != x.size or not 1 <= len(shape) <= 4 or min(shape) < 1:
-            raise GraphError(f"reshape: {list(x.shape)} to {list(shape)}")
+            raise GraphError(f"reshape: {list(x.shape)} cannot be reshaped to {list(shape)}")
         make = getattr(ggml, f"ggml_reshape_{len(shape)}d")
         return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
 
@@ -262,7 +264,7 @@ class Graph(StaticGraph):
     def halves(self, x: Node, shape: tuple[int, ...]) -> tuple[Node, Node]:
         """Return the first and the second half of x as views of the given shape."""
         if x.size != 2 * math.prod(shape):
-            raise GraphError(f"halves: {list(x.shape)} into {list(shape)}")
+            raise GraphError(f"halves: {list(x.shape)} cannot be split into two of {list(shape)}")
         first, second = (self._view(x, (x.size // 2,), start) for start in (0, x.size // 2))
         return self.reshape(first, *shape), self.reshape(second, *shape)
 
@@ -293,7 +295,7 @@ class Graph(StaticGraph):
         """Return indices start to stop - 1 of one axis, contiguous; x itself if that is all of it."""
         self._check_float32("part", x)
         if not 0 <= start < stop <= x.shape[axis]:
-            raise GraphError(f"part {start}..{stop} of axis {axis} of {list(x.shape)}")
+            raise GraphError(f"part: {start}..{stop} is not within axis {axis} of {list(x.shape)}")
         if (start, stop) == (0, x.shape[axis]):
             return x
         inner = math.prod(x.shape[axis + 1 :])
@@ -306,13 +308,13 @@ class Graph(StaticGraph):
     def number(self, x: Node, i: int) -> Node:
         """Return number `i` of x [n] as a view [1]."""
         if len(x.shape) != 1 or not 0 <= i < x.shape[0]:
-            raise GraphError(f"number {i} of {list(x.shape)}")
+            raise GraphError(f"number: {list(x.shape)} has no index {i}")
         return self._view(x, (1,), i)
 
     def first_rows(self, x: Node, count: int) -> Node:
         """Return the first rows of x [n, d] as a view."""
         if len(x.shape) != 2 or not 1 <= count <= x.shape[0]:
-            raise GraphError(f"the first {count} rows of {list(x.shape)}")
+            raise GraphError(f"first_rows: {list(x.shape)} does not have {count} rows")
         return self._view(x, (count, x.shape[1]), 0, x.shape[1])
 
     def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
@@ -323,7 +325,7 @@ class Graph(StaticGraph):
         first = parts[0].shape
         for other in (part.shape for part in parts[1:]):
             if len(other) != len(first) or first[:axis] + first[axis + 1 :] != other[:axis] + other[axis + 1 :]:
-                raise GraphError(f"concat: {list(first)} and {list(other)} along axis {axis}")
+                raise GraphError(f"concat: {list(first)} and {list(other)} differ in more than axis {axis}")
         shape = (*first[:axis], sum(part.shape[axis] for part in parts), *first[axis + 1 :])
         if by_set and len(parts) > 1 and 4 * math.prod(shape) < SET_LIMIT:
             return self._set_side_by_side(parts, axis, shape)
@@ -359,13 +361,17 @@ class Graph(StaticGraph):
     def get_rows(self, table: Node, ids: Node) -> Node:
         """Return rows of table [n, d] at ids [m] -> [m, d]; the caller guarantees that ids are in range."""
         if len(table.shape) != 2 or len(ids.shape) != 1:
-            raise GraphError(f"get_rows: {list(table.shape)} at {list(ids.shape)}")
+            raise GraphError(
+                f"get_rows: expected a table [n, d] and ids [m], got {list(table.shape)} and {list(ids.shape)}"
+            )
         return self._node(ggml.ggml_get_rows(self._context, table.ptr, ids.ptr), (ids.shape[0], table.shape[1]))
 
     def set_rows(self, table: Node, rows: Node, ids: Node) -> Node:
         """Return `table` [n, d] with `rows` [m, d] written at ids [m], in place: `table` must not be used again."""
         if table.shape[1] != rows.shape[1] or rows.shape[0] != ids.shape[0]:
-            raise GraphError(f"set_rows: {list(rows.shape)} into {list(table.shape)} at {list(ids.shape)}")
+            raise GraphError(
+                f"set_rows: {list(rows.shape)} at ids {list(ids.shape)} do not fit into {list(table.shape)}"
+            )
         return self._node(ggml.ggml_set_rows(self._context, table.ptr, rows.ptr, ids.ptr), table.shape)
 
     def copy_into(self, x: Node, target: Node) -> Node:

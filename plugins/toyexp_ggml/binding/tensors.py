@@ -62,9 +62,9 @@ class Memory(_Tensors):
     def tensor(self, shape: tuple[int, ...], dtype: type = np.float32, trainable: bool = False) -> Node:
         """Return a new tensor, whose memory `allocate` provides. Raise GraphError for an impossible shape or dtype."""
         if not 1 <= len(shape) <= 4 or min(shape) < 1 or max(shape) > LIMIT or math.prod(shape) > 2**40:
-            raise GraphError(f"ggml holds tensors of 1 to 4 dimensions, each from 1 to 2^31 - 1, not {list(shape)}")
+            raise GraphError(f"expected a tensor of 1 to 4 axes, each from 1 to 2^31 - 1, got {list(shape)}")
         if np.dtype(dtype) not in TYPES:
-            raise GraphError(f"the graph holds float32 and int32 numbers, not {np.dtype(dtype)}")
+            raise GraphError(f"expected a tensor of float32 or int32, got {np.dtype(dtype)}")
         ptr = self._new(shape, TYPES[np.dtype(dtype)])
         if trainable:
             ggml.ggml_set_param(ptr)
@@ -79,7 +79,7 @@ class Memory(_Tensors):
         if not self._backend.memory or self._bytes <= self._backend.memory:
             self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
         if not self._buffer:
-            raise GraphError(f"the device has too little memory: weights and inputs are {self._bytes / 2**30:.1f} GiB")
+            raise GraphError(f"the device has too little memory: weights and inputs need {self._bytes / 2**30:.1f} GiB")
         ggml.ggml_backend_buffer_clear(self._buffer, 0)
         self._backend.buffer_bytes += ggml.ggml_backend_buffer_get_size(self._buffer)
 
@@ -98,7 +98,7 @@ class MappedFile(_Tensors):
         """Return the tensor of a ggml type at an offset of the file; the caller guarantees that both are right."""
         ptr = self._new(shape, type_id)
         if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:
-            raise GraphError(f"{nbytes} bytes at {offset} for a tensor of {list(shape)}")
+            raise GraphError(f"a tensor of {list(shape)} does not fit {nbytes} bytes at offset {offset} of its file")
         if self._buffer:
             ggml.ggml_backend_tensor_alloc(self._buffer, ptr, self._bytes.ctypes.data + offset)
         else:
@@ -125,7 +125,7 @@ class MappedFile(_Tensors):
 def put(node: Node, array: np.ndarray) -> None:
     """Copy a contiguous array of the node's size into the node."""
     if array.size != node.size or TYPES.get(array.dtype) != node.ptr.contents.type:
-        raise GraphError(f"{array.size} numbers of type {array.dtype} for a tensor of {list(node.shape)}")
+        raise GraphError(f"a tensor of {list(node.shape)} cannot take {array.size} numbers of type {array.dtype}")
     ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data, 0, array.nbytes)
 
 
@@ -140,7 +140,7 @@ def get_all(backend: Backend, pairs: Iterable[tuple[Node, np.ndarray]]) -> None:
     """Copy the values of several nodes into contiguous float32 arrays, with a single wait for all copies."""
     for node, out in pairs:
         if out.dtype != np.float32 or out.shape != node.shape or not out.flags.c_contiguous or not out.flags.writeable:
-            raise GraphError(f"{list(out.shape)} of {out.dtype} for a tensor of {list(node.shape)}")
+            raise GraphError(f"expected a float32 array of {list(node.shape)}, got {list(out.shape)} of {out.dtype}")
         ggml.ggml_backend_tensor_get_async(backend.ptr, node.ptr, out.ctypes.data, 0, out.nbytes)
     ggml.ggml_backend_synchronize(backend.ptr)
 

@@ -1,4 +1,4 @@
-"""engine=cuda: captured steps beside the same steps launched one kernel at a time, where there is an NVIDIA GPU."""
+"""engine=cuda on an NVIDIA GPU: captured steps against the same steps launched kernel by kernel."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -28,9 +28,9 @@ STEPS = 8
 
 
 def outcome(the_plan, bad=None, **settings):
-    """Every step's numbers, a held-out loss, the state at the end, and why it was not captured.
+    """Return metrics of all steps, a held-out loss, the final state, and why steps were not captured.
 
-    The step `bad` alone reads a token whose embedding is infinite.
+    Only the step `bad` contains a token whose embedding is infinite.
     """
     data = batches(rows=the_plan.rows * the_plan.accumulate)
     engine = TorchCUDA(deterministic=True, **settings)
@@ -66,17 +66,17 @@ def test_what_a_plan_asks_for_gives_the_same_bits(changes):
     assert_same(apply_optimiser(plan("llama", **changes), OPTIMISERS["adamw"], 1e-2))
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # advice from the compiler
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}, {"tf32": True}])
 def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
     assert_same(apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2), **settings)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # of the compiler
+@pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # raised by the compiler
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"skip_nonfinite": True}])
 @pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}])
 def test_positions_that_weigh_nothing_are_left_out_of_a_large_loss(monkeypatch, changes, settings):
-    """A graph for each number of them that comes; the numbers are those of all."""
+    """One graph is captured for each number of selected positions; results equal those with all positions."""
     the_plan = apply_optimiser(plan("llama", rows=8, **changes), OPTIMISERS["adamw"], 1e-3)
     whole = outcome(the_plan, **settings)
     counts, found = [], head.ProjectedLoss.forward
@@ -90,7 +90,7 @@ def test_positions_that_weigh_nothing_are_left_out_of_a_large_loss(monkeypatch, 
     monkeypatch.setattr(resident, "ROWS", 4)
     some = assert_same(the_plan, **settings)
     assert set(counts) > {None} and 96 > max(filter(None, counts)) > 60, "of 96 some four fifths weigh something"
-    if settings.get("dtype"):  # the norms of a model this small part with its weights, which bfloat16 rounds
+    if settings.get("dtype"):  # bfloat16 rounds the weights, on which the norms of so small a model depend
         np.testing.assert_allclose(some[0][0], whole[0][0], rtol=2e-2)
         np.testing.assert_allclose([m.loss for m in some[0]], [m.loss for m in whole[0]], rtol=2e-2)
     else:
@@ -115,7 +115,7 @@ def test_a_bad_step_leaves_everything_as_it_was(name):
 
 @dataclass
 class Waits(Llama):
-    """A llama that looks at what is on the GPU: in a step, or where nothing is to have a gradient."""
+    """A llama that reads a value from the GPU during the forward pass: in training, or only in evaluation."""
 
     name: ClassVar[str] = "waits"
     in_a_step: bool = True
@@ -168,7 +168,6 @@ def test_a_clipped_step_is_that_of_pytorch():
 
 
 def test_any_number_of_an_optimiser_can_change_from_step_to_step():
-    """The graph reads all of them."""
     the_plan = apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2)
     data = batches(rows=3)
     curves = []

@@ -1,4 +1,4 @@
-"""engine=cuda against engine=cpu, where there is an NVIDIA GPU."""
+"""engine=cuda against engine=cpu, on an NVIDIA GPU."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def curve(engine, name, steps):
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "gpt2"])
 def test_50_steps_in_float32_are_the_cpus(name):
-    # Both are float32 with sums in another order; 50 steps of training let the last bits grow.
+    # Both are float32, with sums in a different order; over 50 steps the differences grow.
     np.testing.assert_allclose(curve(TorchCUDA(), name, 50), curve(TorchCPU(), name, 50), rtol=1e-4)
 
 
@@ -66,7 +66,7 @@ def test_a_decoders_logits_are_the_cpus(name, settings, atol):
 
 
 def test_a_snapshot_is_locked_in_the_hosts_memory_and_the_next_one_lies_where_it_lay():
-    """A copy there needs no staging, and a weight's array is a part of the vector that is copied in one piece."""
+    """Pinned memory needs no staging copy; each array is a view of the vector that is copied at once."""
     data = batches(rows=8)
     with TorchCUDA().realize(plan("llama", rows=8)) as session:
         session.build()

@@ -1,4 +1,4 @@
-"""The ggml engines on real GPUs, where there is one; the same graphs run emulated in tests/engines."""
+"""The ggml engines on real GPUs. tests/engines runs the same graphs emulated on the CPU."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ GPUS = {"metal": (GGMLMetal(), 5e-3), "ggml_cuda": (GGMLCUDA(), 2e-5), "vulkan":
 
 @pytest.fixture(autouse=True)
 def _alone():
-    """cuBLAS is told about TF32 once in a process: where PyTorch's tests came first, these need one of their own."""
+    """Skip if PyTorch has used the GPU: cuBLAS reads its TF32 setting once, so these tests need their own process."""
     try:
         GGMLCUDA().check()
     except Unavailable:

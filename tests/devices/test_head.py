@@ -1,4 +1,4 @@
-"""engine=cuda: the loss of a large vocabulary, computed a chunk of positions at a time, against float64."""
+"""engine=cuda: the chunked loss of a large vocabulary against float64."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def by_float64(x, w, targets, weights):
 @pytest.mark.parametrize("vocab", [50257, 4096, 33])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_loss_and_gradients_are_float64s(vocab, dtype, tolerance, monkeypatch):
-    """Also where chunks do not divide the positions, vocabularies are odd, and targets weigh nothing."""
+    """Includes numbers of positions that chunks do not divide, odd vocabularies, and targets of weight 0."""
     monkeypatch.setattr(head, "CHUNK_BYTES", 300 * vocab * 4)
     generator = torch.Generator("cuda").manual_seed(1)
     x = torch.randn(1000, 64, device="cuda", generator=generator).to(dtype).float()
@@ -60,7 +60,7 @@ def test_infinite_logits_give_no_finite_loss():
 
 
 def test_a_packed_weight_has_the_loss_and_gradient_of_its_numbers():
-    """Of Q8_0: blocks of a float16 and 32 bytes."""
+    """The type is Q8_0, with blocks of a float16 scale and 32 bytes."""
     from toyexp_torch.kernels.packed import Packed
 
     generator = torch.Generator("cuda").manual_seed(2)

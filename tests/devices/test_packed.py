@@ -1,4 +1,4 @@
-"""engine=cuda with engine.packed=true: a base kept in its file's bytes, where there is an NVIDIA GPU."""
+"""engine=cuda with engine.packed=true: a base kept in the bytes of its file."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_every_type_is_what_gguf_py_makes_of_it(kind):
     from toyexp_torch.kernels.packed import Packed
 
     type_id, per_block, block_bytes = KINDS[kind]
-    # Scales below 1, and those that are exponents above where a GPU makes 0 of small numbers.
+    # Scales below 1; scales that are exponents are large enough that a GPU does not flush the numbers to 0.
     raw = np.random.default_rng(type_id).integers(8, 0x3C, (300, 256 // per_block * block_bytes), np.uint8)
     expected = torch.from_numpy(dequantise(raw, type_id)).cuda()
     for dtype in (torch.float32, torch.bfloat16):
@@ -83,7 +83,7 @@ def test_more_numbers_than_32_bits_count():
 
 
 def steps(base, **settings):
-    """The numbers of ten steps of lora on a model whose rows are blocks of 256, and whether they were captured."""
+    """Return the metrics of ten LoRA steps on a model with rows of 256 numbers, and whether they were captured."""
     path, model = base
     recipe, data = Lora(base=str(path), rank=4, targets=["q", "gate"]), batches(rows=3)
     the_plan = apply_optimiser(recipe.plan(model, Setup(data.inputs, rows=3)), AdamWOptimiser().with_mode("lora"), 1e-2)
@@ -95,7 +95,7 @@ def steps(base, **settings):
 
 @pytest.fixture(params=["Q4_K", "Q6_K", "Q5_0", "Q8_0"])
 def base(request, tmp_path):
-    """A base with matrices of that type, some made plainly here where gguf-py cannot write it, and its model."""
+    """Return a base with matrices of that type (built here if gguf-py cannot quantise to it), and its model."""
     model = write_base(tmp_path / "base.gguf", "llama", d_model=256, d_ff=512)
     kind = GGMLQuantizationType[request.param]
 
@@ -114,11 +114,11 @@ def base(request, tmp_path):
 @pytest.mark.parametrize("large", [loss.LARGE, 0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_captured_step_on_bytes_is_that_on_numbers(base, dtype, large, monkeypatch):
-    """With logits of all positions in memory, and without."""
+    """Runs with all logits in memory, and with chunks."""
     monkeypatch.setattr(loss, "LARGE", large)
     (numbers, _), (packed, captured) = (steps(base, packed=packed, dtype=dtype) for packed in (False, True))
     assert captured is True
-    # The same numbers; in bfloat16 products may sum them in another order, ten steps long.
+    # The numbers are equal, but bfloat16 products may sum them in a different order, over ten steps.
     np.testing.assert_allclose(packed, numbers, rtol=1e-5 if dtype == "float32" else 1e-2)
 
 
@@ -129,7 +129,7 @@ def test_captured_or_not_the_bits_are_the_same(base, large, monkeypatch):
     np.testing.assert_array_equal(captured, one_by_one)
 
 
-# The compiler's advice, and what its own look at the logits' input tells.
+# Warnings: advice from the compiler, and what it reports when it inspects the logits' input.
 @pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")
 @pytest.mark.parametrize("large", [loss.LARGE, 0])
 def test_a_compiled_step_follows_the_eager_one(base, large, monkeypatch):

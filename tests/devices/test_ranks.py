@@ -1,4 +1,4 @@
-"""engine.devices=2 on two NVIDIA GPUs, captured and not: the numbers of one GPU, and the end of a rank that fails."""
+"""engine.devices=2 on two NVIDIA GPUs: results against one GPU, captured and not, and failures of a rank."""
 
 import json
 import os
@@ -52,11 +52,11 @@ def test_every_optimiser_has_the_same_bits_captured_or_not_and_in_shards_or_not(
     assert_same(taken(on_two(capture=False), the_plan), whole)
     assert_same(taken(on_two(shard=True), the_plan), whole)
     assert_same(taken(on_two(shard=True, capture=False), the_plan), whole)
-    # A sign or a root makes much of a last bit: the first steps tell.
+    # Rules with a sign or a root amplify rounding, so only the first steps are compared.
     np.testing.assert_allclose(whole[0][:2], taken(TorchCUDA(deterministic=True), the_plan)[0][:2], rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # advice from the compiler
 @pytest.mark.parametrize(
     "settings",
     [{"dtype": "bfloat16"}, {"compile": True}, {"dtype": "bfloat16", "compile": True}, {"tf32": True},

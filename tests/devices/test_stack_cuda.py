@@ -1,4 +1,4 @@
-"""engine=cuda: steps of a stack as one graph, beside the same launched one by one, and beside each run alone."""
+"""engine=cuda: steps of a stack as one graph, against the same kernels launched one by one, and against single runs."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def given(session, i, step):
 
 
 def begin(stack, rows, step):
-    """Begin a step of these rows; what waits for each."""
+    """Begin a step of these rows; return a function for each that waits for its metrics."""
     return stack.step({i: given(stack.sessions[i], i, step) for i in rows})
 
 
@@ -51,7 +51,7 @@ def opened(plans, engine):
 
 
 def together(plans, engine, lengths=(STEPS,) * 3, ahead=1):
-    """Losses and norms of each run's steps, its held-out loss and state at its end, and why it was not captured."""
+    """Return each run's losses and norms, its held-out loss and final state, and why steps were not captured."""
     stack = opened(plans, engine)
     sessions = stack.sessions
     metrics, under_way, ends = [[] for _ in plans], [[] for _ in plans], {}
@@ -79,7 +79,7 @@ def alone(the_plan, i, engine, steps=STEPS):
 
 
 def assert_same(plans, lengths=(STEPS,) * 3, **settings):
-    """To the bit, captured or not; and each run's first losses are those of the run alone."""
+    """Check that captured and uncaptured steps agree bit for bit, and that first losses equal those of single runs."""
     engine = TorchCUDA(deterministic=True, **settings)
     captured = together(plans, engine, lengths)
     one_by_one = together(plans, dataclasses.replace(engine, capture=False), lengths, ahead=0)
@@ -89,13 +89,13 @@ def assert_same(plans, lengths=(STEPS,) * 3, **settings):
         np.testing.assert_equal(ours[1], theirs[1])
         for name, array in ours[2].items():
             np.testing.assert_array_equal(array, theirs[2][name], err_msg=name)
-        rtol = 2e-2 if settings else 1e-5  # what rounds more, rounds more where sums are of another order
+        rtol = 2e-2 if settings else 1e-5  # lower precision increases the effect of a different order of sums
         lone = alone(plans[i], i, engine, lengths[i])[0]
         np.testing.assert_allclose([m.loss for m in ours[0]], [m.loss for m in lone], rtol=rtol)
 
 
 def test_several_steps_at_once_give_the_same_bits():
-    """Also more of them than numbers are kept of before one is waited for."""
+    """Also with more steps under way than result buffers exist."""
     plans, engine = plans_of(accumulate=2, rows=2), TorchCUDA(deterministic=True)
     one_by_one = together(plans, engine, (24,) * 3)
     stack = opened(plans, engine)

@@ -1,4 +1,4 @@
-"""The GPU of a virtual Mac is there in name: what asks for it is told, and engine=auto takes another."""
+"""Virtual Macs have a GPU that does not work: engines report it, and engine=auto takes another."""
 
 import platform
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def _mac(monkeypatch):
 
 
 def test_metal_without_the_kernels_of_a_layer_is_not_here(monkeypatch):
-    """The CPU stands for its device; of what it computes, some is refused."""
+    """The CPU replaces the Metal device, and some of its ops are declared unsupported."""
     monkeypatch.setattr(binding, "devices", lambda: {"MTL0": "Apple Paravirtual device"})
     monkeypatch.setattr("toyexp_ggml.binding.static_graph.find_device", lambda name: ggml.ggml_backend_dev_get(0))
     assert probe.unsupported_ops("MTL") == set()

@@ -17,7 +17,7 @@ from toyexp_ggml.engines import GGMLVulkan
 
 TINY = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.d_model=32", "model.context=16", "lr=1e-3"]
 
-# Metal's profile, plain ops and scaled gradients, on a device whose products round to float16 as Metal's do.
+# Metal's profile (plain ops, scaled gradients) on a device whose products round to float16, like Metal's.
 METAL = '''
 from dataclasses import dataclass, replace
 
@@ -42,7 +42,7 @@ def register_engines(register):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def require_vulkan(tmp_path, monkeypatch):
     try:
         GGMLVulkan().check()
     except Unavailable as reason:
@@ -55,7 +55,7 @@ def here(tmp_path, monkeypatch):
 
 
 def alone(*words):
-    """What a process of its own prints, and its exit code."""
+    """Run a process; return its exit code and output."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
@@ -69,15 +69,15 @@ def parity(*words, plain=TINY):
 
 @pytest.mark.device("vulkan")
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_float32_is_what_it_computes_in(here, model):
+def test_float32_is_what_it_computes_in(require_vulkan, model):
     rounds_to, loss, gradient = parity(f"model={model}", "engine=cpu:threads=1,vulkan")
     assert rounds_to == "float32"
     assert loss < 1e-5 and gradient < 1e-5
 
 
 @pytest.mark.device("vulkan")
-def test_what_stands_beside_a_quantised_base_is_float32s_too(here):
-    """ggml's own way there is to round what it multiplies to 8 bits."""
+def test_what_stands_beside_a_quantised_base_is_float32s_too(require_vulkan):
+    """By default ggml would round the other factor to 8 bits."""
     base = [*TINY[:3], "model.d_model=64", "engine=ggml", "steps=2", "callbacks.gguf_export.type=q8_0"]
     code, _, err = alone("-m", "toyexp", *base, "hydra.run.dir=base")
     assert code == 0, err
@@ -87,8 +87,8 @@ def test_what_stands_beside_a_quantised_base_is_float32s_too(here):
 
 
 @pytest.mark.device("vulkan")
-def test_products_that_are_cut_into_more_groups_are_the_same_products(here):
-    """Of 256 positions and 128 features, a quantised matrix's too."""
+def test_products_that_are_cut_into_more_groups_are_the_same_products(require_vulkan):
+    """Checks 256 positions and 128 features, also with a quantised matrix."""
     large = [*TINY[:3], "model.d_model=128", "model.n_layers=1", "model.context=256", "lr=1e-3"]
     _, loss, gradient = parity("batch_size=2", "steps=1", "engine=cpu:threads=1,vulkan", plain=large)
     assert loss < 1e-5 and gradient < 1e-5
@@ -104,8 +104,8 @@ def test_products_that_are_cut_into_more_groups_are_the_same_products(here):
 @pytest.mark.device("vulkan")
 @pytest.mark.parametrize("engine", ["vulkan:half=true", "metals_graph"])
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_float16_and_metals_very_graph_hold_what_is_stated_for_metal(here, model, engine):
-    """Curves within 1e-3 and gradients within 5e-3 of torch's; and not nearer than float16 could be."""
+def test_float16_and_metals_very_graph_hold_what_is_stated_for_metal(require_vulkan, model, engine):
+    """Losses must be within 1e-3 and gradients within 5e-3 of torch's, but not closer than float16 can be."""
     rounds_to, loss, gradient = parity("plugins=[metals_graph]", f"model={model}", f"engine=cpu:threads=1,{engine}")
     assert rounds_to == "float16"
     assert loss < 1e-3
@@ -114,14 +114,14 @@ def test_float16_and_metals_very_graph_hold_what_is_stated_for_metal(here, model
 
 @pytest.mark.device("vulkan")
 @pytest.mark.parametrize("engine", ["vulkan", "vulkan:half=true", "metals_graph"])
-def test_doctor_finds_every_op_within_what_it_rounds_to(here, engine):
+def test_doctor_finds_every_op_within_what_it_rounds_to(require_vulkan, engine):
     code, out, _ = alone("-m", "toyexp", "doctor", "--numerics", "plugins=[metals_graph]", f"engine={engine}")
     assert code == 0, out
     assert out.splitlines()[0].endswith(f"products in {'float32' if engine == 'vulkan' else 'float16'}")
 
 
 @pytest.mark.device("vulkan")
-def test_doctor_names_the_device_and_says_when_it_is_software(here):
+def test_doctor_names_the_device_and_says_when_it_is_software(require_vulkan):
     _, out, _ = alone("-m", "toyexp", "doctor")
     (line,) = (line for line in out.splitlines() if line.split()[:1] == ["vulkan"])
     assert "PASS  ggml on Vulkan: " in line and line.endswith("products in float32")
@@ -129,8 +129,8 @@ def test_doctor_names_the_device_and_says_when_it_is_software(here):
 
 
 @pytest.mark.device("vulkan")
-def test_the_wish_for_float32_is_told_to_ggml_alone(here):
-    """What else the process starts finds the environment as it was."""
+def test_the_wish_for_float32_is_told_to_ggml_alone(require_vulkan):
+    """Processes started later must not inherit the variables."""
     before = dict(os.environ)
     GGMLVulkan().realize(plan("llama")).close()
     assert dict(os.environ) == before
@@ -154,8 +154,8 @@ def test_the_wish_for_float32_is_told_to_ggml_alone(here):
         ),
     ],
 )
-def test_a_process_that_opened_the_device_the_other_way_is_told(here, first, half, told, way_out):
-    """By toyexp, or by whoever else uses ggml there."""
+def test_a_process_that_opened_the_device_the_other_way_is_told(require_vulkan, first, half, told, way_out):
+    """Either toyexp or other code opened it."""
     code = (
         "from toyexp.testing import op_plan\nfrom toyexp_ggml.engines import GGMLVulkan\n"
         f"from toyexp_ggml.probe import rounds_products\np = op_plan('matmul')\n{first}\n"
@@ -166,7 +166,7 @@ def test_a_process_that_opened_the_device_the_other_way_is_told(here, first, hal
 
 
 @pytest.mark.device("vulkan")
-def test_an_environment_that_forbids_float16_is_told(here, monkeypatch):
+def test_an_environment_that_forbids_float16_is_told(require_vulkan, monkeypatch):
     monkeypatch.setenv("GGML_VK_DISABLE_F16", "1")
     code, _, err = alone("-m", "toyexp", "doctor", "--numerics", "engine=vulkan:half=true")
     assert code == 2
@@ -177,8 +177,8 @@ def test_an_environment_that_forbids_float16_is_told(here, monkeypatch):
 
 
 @pytest.fixture
-def found(monkeypatch):
-    """What ggml is said to find; a process that has not asked yet."""
+def found_devices(monkeypatch):
+    """Return the devices that ggml reports, which a test can change, in a process that has not opened one."""
     devices = {}
     monkeypatch.setattr("toyexp_ggml.binding.devices", lambda: devices)
     monkeypatch.setattr("toyexp_ggml.binding.is_built_with", lambda name: True)
@@ -188,15 +188,15 @@ def found(monkeypatch):
     return devices
 
 
-def test_a_device_in_software_is_called_so_and_a_gpu_is_not(found):
-    found["Vulkan0"] = "llvmpipe (LLVM 15.0.6, 256 bits)"
+def test_a_device_in_software_is_called_so_and_a_gpu_is_not(found_devices):
+    found_devices["Vulkan0"] = "llvmpipe (LLVM 15.0.6, 256 bits)"
     note = "ggml on Vulkan: llvmpipe (LLVM 15.0.6, 256 bits), software on the CPU, products in float32"
     assert GGMLVulkan().check() == note
-    found["Vulkan0"] = "NVIDIA H200"
+    found_devices["Vulkan0"] = "NVIDIA H200"
     assert GGMLVulkan().check() == "ggml on Vulkan: NVIDIA H200, products in float32"
 
 
-def test_where_none_is_found_it_is_told_how_one_in_software_is(found, monkeypatch):
+def test_where_none_is_found_it_is_told_how_one_in_software_is(found_devices, monkeypatch):
     with pytest.raises(Unavailable, match=r"no such device here; .* software device.* GGML_VK_VISIBLE_DEVICES=0"):
         GGMLVulkan().check()
     monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "3")
@@ -204,8 +204,8 @@ def test_where_none_is_found_it_is_told_how_one_in_software_is(found, monkeypatc
         GGMLVulkan().check()
 
 
-def test_one_process_has_it_one_way_and_what_is_emulated_is_free(found):
-    found["Vulkan0"] = "NVIDIA H200"
+def test_one_process_has_it_one_way_and_what_is_emulated_is_free(found_devices):
+    found_devices["Vulkan0"] = "NVIDIA H200"
     assert GGMLVulkan(half=True).check().endswith("products in float16")
     with pytest.raises(UserError, match=r"^engine\.half=false: .* once per process, .* engine=vulkan:half=true beside"):
         GGMLVulkan().check()
@@ -214,9 +214,9 @@ def test_one_process_has_it_one_way_and_what_is_emulated_is_free(found):
     assert GGMLVulkan(half=True, emulate=True).rounds_to() == GGMLVulkan().rounds_to() == "float32"
 
 
-def test_ggml_opens_a_device_for_float32_without_float16_8_bits_and_matrix_cores(found, monkeypatch):
-    """Each by a variable of its own; afterwards the environment is as it was."""
-    found["Vulkan0"] = "NVIDIA H200"
+def test_ggml_opens_a_device_for_float32_without_float16_8_bits_and_matrix_cores(found_devices, monkeypatch):
+    """Each is disabled by its own variable, and the environment is restored."""
+    found_devices["Vulkan0"] = "NVIDIA H200"
     seen, before = {}, dict(os.environ)
     monkeypatch.setattr(GGMLVulkan, "_is_exact", False)
     monkeypatch.setattr("toyexp_ggml.probe.rounds_products", lambda device: seen.update(os.environ) or True)

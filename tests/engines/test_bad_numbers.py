@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are no numbers: where they are noticed, what is told, and what is kept."""
+"""NaN and infinity in losses, gradients and weights: where they are noticed, reported, and what is kept."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from toyexp_torch.engines import TorchCPU
 
 ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
 MODEL = Llama(d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=48, context=16, vocab=257)
-RARE = "Z"  # a character that few batches hold
+RARE = "Z"  # a character in few batches
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _here(tmp_path, monkeypatch):
 
 
 def write_base(path, **changed):
-    """A random llama; `changed` maps a tensor's name to what is done with its array."""
+    """Write a random llama; `changed` maps a tensor's name to a function that changes its array."""
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in MODEL.tensors()}
     for name, change in changed.items():
         change(values[name])
@@ -44,7 +44,7 @@ def write_base(path, **changed):
 
 
 def run(capsys, engine, *words):
-    """The exit code, what was printed, and the events of a tiny run."""
+    """Train a tiny model; return the exit code, the output, and the events."""
     capsys.readouterr()
     common = ["data=text", "data.path=book.txt", "batch_size=4", "model.context=16", "engine.threads=1",
               "hydra.run.dir=run", f"engine={engine}", *ENGINES[engine]]  # fmt: skip
@@ -57,7 +57,7 @@ def run(capsys, engine, *words):
 SMALL = ["data.tokenizer=byte", "model.d_model=32", "model.n_layers=1", "model.d_ff=48"]
 
 
-@pytest.mark.parametrize("engine", ["cpu", "ggml"])  # Metal's plain norm takes any number to a finite one
+@pytest.mark.parametrize("engine", ["cpu", "ggml"])  # Metal's norm makes every number finite
 def test_a_step_that_overflows_stops_the_run_and_says_where(engine, capsys, tmp_path):
     words = [*SMALL, "lr=1e8", "steps=30", "eval_every=0", "checkpoint_every=1"]
     code, _, err, events = run(capsys, engine, *words)
@@ -93,22 +93,22 @@ def test_so_is_a_higher_rate_of_one_of_the_optimisers_rules(capsys, setting):
 
 
 @pytest.fixture
-def unchecked(monkeypatch):
-    """A reader that takes weights as they are: a model whose numbers went bad in another way than its file's."""
+def skip_weight_checks(monkeypatch):
+    """Let the reader accept weights with NaN, as if they became bad after they were read."""
     monkeypatch.setattr(GGUFFile, "weights", GGUFFile.read)
     monkeypatch.setattr(GGUFFile, "check_finite", lambda self, name, rows=None: None)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recipe", ["full", "lora"])
-def test_a_bad_weight_is_told_by_its_name(engine, recipe, capsys, unchecked):
+def test_a_bad_weight_is_told_by_its_name(engine, recipe, capsys, skip_weight_checks):
     base = write_base("base.gguf", **{"blk.0.ffn_up.weight": lambda w: w.__setitem__((3, 5), np.nan)})
     code, out, err, events = run(capsys, engine, *base, f"recipe={recipe}", "steps=3")
     assert code == 1
     step = next(e for e in events if e["kind"] == "step")
     assert f"step 1 (batch 0, digest {step['batch']}): the loss is nan" in err
     assert "held-out loss nan" in out
-    if recipe == "lora":  # of full all weights are bad after that step
+    if recipe == "lora":  # with recipe=full all weights are bad after that step
         assert "the first weight that is not finite is blk.0.ffn_up.weight (1 of 1536 numbers)" in err
 
 
@@ -121,7 +121,7 @@ def test_a_base_of_huge_weights_is_told_too(engine, capsys):
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), GGMLCPU(threads=1)], ids=["cpu", "ggml"])
 def test_a_step_whose_gradient_alone_overflows_is_left_out_too(engine):
-    """Its loss is a usual one: what is huge is multiplied by what is tiny."""
+    """The loss is finite: a huge number is multiplied by a tiny one."""
     plan = replace(op_plan("matmul"), skip_nonfinite=True)
     with engine.realize(plan) as session:
         for name, size in (("x", 1e25), ("w", 1e-25)):
@@ -140,8 +140,10 @@ def of_rare(w):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good(engine, capsys, tmp_path, unchecked):
-    """Only batches with one rare token are bad: its row of the embedding is."""
+def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good(
+    engine, capsys, tmp_path, skip_weight_checks
+):
+    """Only batches with one rare token are bad, because its row of the embedding is."""
     base = write_base("base.gguf", **{"token_embd.weight": of_rare})
     words = [*base, "recipe=full", "steps=40", "eval_every=20", "nonfinite=skip"]
     code, out, err, events = run(capsys, engine, *words)
@@ -162,7 +164,7 @@ def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good
         for name in file.tensors:
             values = file.read(name)
             assert np.isfinite(np.delete(values, ord(RARE), 0) if name == "token_embd.weight" else values).all()
-    # That row is still bad, so no checkpoint is written, and it is said; the export is kept, and it is said.
+    # That row is still bad, so no checkpoint is written, but the export is kept; both are reported.
     assert "token_embd.weight is not finite" in err and not list_checkpoints(tmp_path / "run" / "checkpoints")
     assert "model.gguf: token_embd.weight holds numbers that are NaN or infinite" in out
     warnings = [e["text"] for e in events if e["kind"] == "warning"]

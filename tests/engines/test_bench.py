@@ -1,4 +1,4 @@
-"""toyexp bench: what it reports is what it measured, and the baselines train the same model."""
+"""toyexp bench: it reports what it measured, and the baselines train the same model."""
 
 import importlib.util
 import json
@@ -99,7 +99,7 @@ def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_pat
         assert engine["seconds_per_step"] < engine["first_step_seconds"] < 120
         assert 0 < engine["beyond_import_bytes"] < engine["peak_rss_bytes"] < 2e9
     assert ggml["ratio"] == pytest.approx(cpu["seconds_per_step"] / ggml["seconds_per_step"])
-    assert ggml["peak_rss_bytes"] < cpu["peak_rss_bytes"] - 50e6  # its process has no torch in it
+    assert ggml["peak_rss_bytes"] < cpu["peak_rss_bytes"] - 50e6  # its process does not load torch
     assert cpu["device_bytes"] is None and 0 < ggml["device_bytes"] < ggml["peak_rss_bytes"]
 
 
@@ -111,7 +111,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_anything_is_measured(ca
 
 
 def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, monkeypatch):
-    """The step of a small model is far below it; what it was is told, and a baseline is held against it too."""
+    """A small model's steps are far below the peak. The report states the peak, and compares a baseline with it too."""
     monkeypatch.setattr(stepper, "SIZES", ((64, 2), (128, 4)))
     words = [word for word in QUICK if word != "--no-peak"]
     assert main(["bench", *TINY, *words, "engine=ggml:threads=1", "--no-memory", "--json"]) == 0
@@ -126,7 +126,7 @@ def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, 
 
 
 def test_products_of_an_engine_are_as_many_as_are_counted(monkeypatch):
-    """Each doubles what it multiplies: four of them give sixteen times the values."""
+    """Each product doubles its input, so four give sixteen times the values."""
     model = stepper.Products(size=4, products=4)
     p = {"table": np.eye(8, 4, dtype=np.float32), "w": 2 * np.eye(4, dtype=np.float32), "out": np.eye(8, 4)}
     found = model.forward(ReferenceOps(), p, {"tokens": np.array([[0, 1, 2, 3]])})
@@ -134,7 +134,7 @@ def test_products_of_an_engine_are_as_many_as_are_counted(monkeypatch):
 
 
 def test_products_are_spread_over_the_devices_of_an_engine(monkeypatch):
-    """Each has one, and all of them count: three rows for three devices, though a step has twelve."""
+    """Each device gets one row and all are counted: three rows for three devices, though a step has twelve."""
     monkeypatch.setattr(stepper, "SIZES", ((32, 2),))
     seen = []
     monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: seen.append(plan.rows) or 0.5)
@@ -145,7 +145,7 @@ def test_products_are_spread_over_the_devices_of_an_engine(monkeypatch):
 
 def test_the_peak_is_of_the_fastest_products_and_none_follow_those_that_take_long(monkeypatch):
     monkeypatch.setattr(stepper, "SIZES", ((32, 2), (64, 2), (128, 2), (256, 2)))
-    times = iter([0.001, 0.012, 1.0])  # of them the first are fastest; the fourth are never tried
+    times = iter([0.001, 0.012, 1.0])  # seconds for each size: the first is the fastest, and the fourth is never tried
     monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: next(times))
     assert stepper.measure_peak(TorchCPU(), 1) == stepper.Peak(2 * 2 * 32**3 / 0.001, 32)
 
@@ -164,14 +164,14 @@ def test_flops_are_those_counted_by_hand():
     attention = 2 * (2 * length * length * d)  # q k^T, and its softmax times v, over all heads
     output = 2 * length * d * vocab
     by_hand = 3 * rows * (layers * (linears + attention) + output)
-    for tied in (True, False):  # the embedding's look-up is no product
+    for tied in (True, False):  # looking up an embedding is not a product
         of_one = a_plan(Llama(**sizes, n_kv_heads=2, tied=tied), rows)
         assert step_flops(of_one) == by_hand
         assert step_flops(replace(of_one, accumulate=3)) == 3 * by_hand
     linears = 2 * length * (4 * d * d + 2 * d * ff)
     by_hand = 3 * rows * (layers * (linears + attention) + output)
     assert step_flops(a_plan(GPT2(**sizes), rows)) == by_hand
-    # A frozen matrix has no gradient of its own; an adapter's two, of rank 2 beside q, have.
+    # A frozen matrix has no gradient; the two matrices of an adapter of q, of rank 2, have.
     base = a_plan(Llama(**sizes, n_kv_heads=2), rows)
     pair = [PlanTensor("blk.0.attn_q.weight.lora_a", (2, d), Constant(1)),
             PlanTensor("blk.0.attn_q.weight.lora_b", (d, 2), Constant(0))]  # fmt: skip
@@ -188,7 +188,7 @@ def test_flops_are_those_counted_by_hand():
 
 
 class Counter(Stepper):
-    """Takes a step by writing down its name."""
+    """An object whose steps only record their names."""
 
     note = "counts"
 
@@ -282,7 +282,7 @@ def test_the_peak_of_memory_is_seen_and_forgotten():
     del block
     present, peak = memory_bytes()
     assert peak > with_block - 1e6  # Linux counts in batches of pages
-    if present < peak - 50e6:  # where the system tells what is held now
+    if present < peak - 50e6:  # if the system reports current memory
         reset_peak()
         assert memory_bytes()[1] < peak - 50e6
 
@@ -327,7 +327,7 @@ def test_a_baseline_trains_the_same_model(file, name, rows, kv_heads, tied):
 @pytest.mark.parametrize("name", ["nanoGPT-style eager", pytest.param("nanoGPT-style", marks=pytest.mark.full)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loop_in_nanogpts_manner_trains_the_same_model(name, tied):
-    """On the CPU, where it can be held against an engine to the last digits."""
+    """Runs on the CPU, where it can be compared with an engine to the last digits."""
     plan = a_plan(GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=48, context=12, tied=tied), 3)
     follows(lambda adamw: baseline("nanogpt_style", name)(plan, adamw, TorchCPU(threads=1)), plan, Scratch())
 
@@ -344,7 +344,7 @@ def test_pefts_loop_trains_the_same_adapters(tmp_path):
 
 
 def follows(opened, plan, recipe):
-    """Asserts that a loop has the losses of an engine, and that its updates are seen."""
+    """Check that a loop has the losses of an engine, and that its updates are visible."""
     data, adamw = batches(plan.rows), replace(AdamW.for_lora(), lr=0.01)
     with start_session(recipe, TorchCPU(threads=1), plan) as session:
         expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
@@ -448,7 +448,7 @@ def test_bad_words_are_told_in_one_line(capsys, words, expected):
 
 
 def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(capsys, monkeypatch):
-    """Of what came after the imports the first one's alone is known; what this one holds is given, as it may shrink."""
+    """Memory beyond imports is known only for the first process; a process's current memory may shrink."""
     child = subprocess.Popen(
         [sys.executable, "-c", "held = b'1' * 300_000_000; print(flush=True); input()"], stdin=-1, stdout=-1
     )

@@ -1,4 +1,4 @@
-"""The best model is the model: what a run exports that keeps its best, and a checkpoint wherever a file is taken."""
+"""checkpoint_best: exports and commands use the checkpoint with the best metric."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from toyexp.plugins.discovery import current_registry
 from toyexp.results.run_dirs import read_run
 from toyexp.training import checkpoint
 
-# A rate so high that the held-out loss does not only fall; the same steps whatever their number.
+# A rate so high that the held-out loss also rises, and a constant one: steps do not depend on their number.
 WILD = [*words("scratch", "llama", "ggml"), "lr=0.5", "eval_every=2", "checkpoint_every=100", "steps=12"]
 CALLBACKS = "constant,events,gguf_export"
 
@@ -37,7 +37,7 @@ def events(directory, kind):
 
 
 def best_look(directory):
-    """The step and loss of the best eval after a step, by the record."""
+    """Return step and loss of the best evaluation after a step, from the events."""
     evals = [(e["loss"], e["step"]) for e in events(directory, "eval") if e["step"]]
     return min(evals)[1], min(evals)[0]
 
@@ -53,7 +53,7 @@ def result(directory):
 
 @pytest.fixture
 def wild(capsys):
-    """A run whose best eval was not its last, and that step."""
+    """Train a run whose best evaluation is not its last; return that step."""
     run("wild/run", "checkpoint_best=loss", callbacks=f"{CALLBACKS},safetensors_export,hf_export")
     step, loss = best_look("wild/run")
     assert 0 < step < 12, "the rate is not as wild as it should be"
@@ -66,7 +66,7 @@ def test_a_run_that_keeps_its_best_exports_it_in_every_format_and_says_its_step(
     assert tensors(Path("wild/run/model.gguf")) == tensors(Path("short/run/model.gguf"))
     for name in ("model.safetensors", "model-hf/model.safetensors"):
         one, two = (Path(directory, name).read_bytes() for directory in ("wild/run", "short/run"))
-        assert one == two or name == "model.safetensors"  # whose keys hold the configuration's hash
+        assert one == two or name == "model.safetensors"  # its metadata contains the configuration's hash
     assert {(e["step"], e["weights"]) for e in events("wild/run", "export")} == {(step, "best")}
     assert result("wild/run")["best"] == {"step": step, "metric": "loss", "score": loss}
     assert set(result("wild/run")["artifact_steps"].values()) == {step}
@@ -102,7 +102,7 @@ def test_early_stop_alone_keeps_the_best_even_without_other_checkpoints(wild):
 
 @pytest.mark.parametrize("at", [-2, 1])
 def test_a_resumed_run_exports_the_same_bytes(wild, at):
-    """Stopped before its best, and after it."""
+    """The run is stopped before its best evaluation, and after it."""
     step, _, _ = wild
     run("part/run", "checkpoint_best=loss", f"steps={step + at}")
     assert main(["resume=part/run", "steps=12"]) == 0
@@ -165,7 +165,7 @@ def test_what_a_checkpoint_does_not_hold_comes_from_where_the_run_had_it(recipe)
 
 @pytest.mark.parametrize("own", [[], ["model_seed=5"]])
 def test_what_a_recipe_draws_and_does_not_train_is_drawn_again_by_the_seed_of_the_model(own):
-    """Which holds of recipes of plugins: all that those of toyexp draw is in the checkpoint."""
+    """This concerns plugins' recipes: the checkpoints of built-in recipes contain all drawn values."""
     assert main([*WILD, "callbacks=[events]", "steps=1", "seed=3", *own, "hydra.run.dir=run"]) == 0
     _, plan, _, _ = _load_run(Path("run/checkpoints/step-1"), current_registry())
     assert plan.seed == (5 if own else 3)

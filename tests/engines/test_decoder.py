@@ -1,4 +1,4 @@
-"""A decoder's logits are those of the whole forward pass, however the sequence is cut."""
+"""A decoder's logits equal those of the whole forward pass, however the sequence is divided."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import CHUNK, CachedDecoder
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).astype(np.int32)
-# Where the sequence is cut: all at once, token by token, and in pieces of several sizes.
+# Divisions of the sequence: one piece, single tokens, and pieces of several sizes.
 CUTS = {"whole": [CONTEXT], "tokens": [1] * CONTEXT, "pieces": [5, 1, 4, 2], "prompt": [7, *[1] * (CONTEXT - 7)]}
 
 
@@ -34,8 +34,8 @@ def built(the_plan, engine=None, **settings):
     return session
 
 
-def fed(decoder, ids, sizes):
-    """The logits after each piece, and the positions that they stand at."""
+def feed_pieces(decoder, ids, sizes):
+    """Feed the pieces; return the logits after each, and their positions."""
     ends = np.cumsum(sizes)
     return np.array([decoder.feed(part) for part in np.split(ids, ends[:-1])]), ends - 1
 
@@ -44,7 +44,7 @@ def assert_decodes(session, ids=IDS, atol=1e-5):
     whole = session.logits({"tokens": ids[None]})[0]
     for name, sizes in CUTS.items():
         decoder = session.decoder()
-        found, at = fed(decoder, ids, sizes)
+        found, at = feed_pieces(decoder, ids, sizes)
         np.testing.assert_allclose(found, whole[at], atol=atol, rtol=0, err_msg=name)
         assert found.dtype == np.float32 and decoder.position == decoder.context == len(ids)
 
@@ -77,7 +77,7 @@ def test_a_prompt_is_read_in_chunks():
     with built(dataclasses.replace(the_plan, model=small, inputs=inputs)) as session:
         ids = np.resize(IDS, long)
         whole = session.logits({"tokens": ids[None]})[0]
-        found, at = fed(session.decoder(), ids, [CHUNK + 3, CHUNK - 1, 8])
+        found, at = feed_pieces(session.decoder(), ids, [CHUNK + 3, CHUNK - 1, 8])
         np.testing.assert_allclose(found, whole[at], atol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_a_new_decoder_sees_the_new_weights_and_an_old_one_says_so():
 
 
 class Scan(Llama):
-    """Sums earlier positions in log2(T) steps, of which one position has none."""
+    """Model that sums earlier positions in log2(T) steps; a single position takes none."""
 
     def embed(self, ops, table, tokens):
         x, shift = super().embed(ops, table, tokens), 1
@@ -128,7 +128,7 @@ class Scan(Llama):
 
 
 class Dynamic(Llama):
-    """Turns by angles that depend on the number of positions."""
+    """Model that rotates by angles that depend on the number of positions."""
 
     def forward(self, ops, p, batch):
         length = batch["tokens"].shape[1]
@@ -139,7 +139,7 @@ class Dynamic(Llama):
 
 
 class Scaled(Llama):
-    """Scales by the number of positions, and calls the same ops for any."""
+    """Model that scales by the number of positions; its ops do not depend on it."""
 
     def embed(self, ops, table, tokens):
         x = super().embed(ops, table, tokens)
@@ -147,7 +147,7 @@ class Scaled(Llama):
 
 
 class Split(Llama):
-    """Looks at pairs of positions, and at single ones where they are odd."""
+    """Model that reads pairs of positions, and single ones if their number is odd."""
 
     def embed(self, ops, table, tokens):
         x = super().embed(ops, table, tokens)
@@ -155,7 +155,7 @@ class Split(Llama):
 
 
 class Saying(Llama):
-    """Says that no decoder keeps its positions."""
+    """Model that declares that no decoder can cache its positions."""
 
     cached_decoding = False
 
@@ -240,8 +240,8 @@ def test_only_a_model_that_continues_a_sequence_has_one():
 
 
 @pytest.fixture
-def generated(tmp_path, monkeypatch, capsys):
-    """Runs `toyexp generate` and returns its JSON."""
+def run_generate(tmp_path, monkeypatch, capsys):
+    """Run `toyexp generate` and return its JSON."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
 
@@ -257,20 +257,20 @@ ENGINES = ["cpu:threads=1", "cpu:dtype=float64:threads=1", "ggml:threads=1", "me
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_every_engine_writes_the_same_text(name, kind, generated, tmp_path):
+def test_every_engine_writes_the_same_text(name, kind, run_generate, tmp_path):
     write_base(tmp_path / "model.gguf", name, kind, tokenizer=Bytes(), context=40)
     for words in (["--temperature=0"], ["--seed=5", "--top-p=0.9"]):
-        # ggml's own kernels round what a quantised matrix is multiplied by: its text may part ways there.
+        # ggml's kernels round the factor of a quantised matrix, so its text may differ from there on.
         engines = ENGINES if kind == "f32" else ENGINES[:2]
-        texts = [generated("model.gguf", "--prompt=Once", *words, f"--engine={engine}") for engine in engines]
+        texts = [run_generate("model.gguf", "--prompt=Once", *words, f"--engine={engine}") for engine in engines]
         assert len({tuple(text["ids"]) for text in texts}) == 1 and len(texts[0]["ids"]) > 3
 
 
-def test_a_sample_of_the_trained_model_is_what_generate_writes(generated, tmp_path, capsys):
+def test_a_sample_of_the_trained_model_is_what_generate_writes(run_generate, tmp_path, capsys):
     words = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=30", "model.d_model=32", "model.n_layers=1"]
     words += ["engine=cpu", "engine.threads=1", "callbacks=[default,sample]", "callbacks.sample.temperature=0"]
     assert main([*words, "callbacks.sample.tokens=30", "hydra.run.dir=run"]) == 0
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (sample,) = (event["text"] for event in events if event["kind"] == "sample")
     capsys.readouterr()
-    assert generated("run", "--prompt=def ", "--temperature=0", "--engine=cpu:threads=1")["text"] == sample
+    assert run_generate("run", "--prompt=def ", "--temperature=0", "--engine=cpu:threads=1")["text"] == sample

@@ -1,6 +1,6 @@
-"""Plans, models and batches that cannot work: each must raise, and none may reach an assertion of ggml's.
+"""Invalid plans, models and batches: each must raise, and none may reach an assertion of ggml.
 
-A failed assertion would end the process, so all cases run in a child; it names each case before it tries it.
+A failed assertion would end the process, so all cases run in a child process, which names each case before trying it.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ def batch(rows=ROWS, length=LENGTH):
 
 
 def good_plan(function=lambda ops, p, batch: ops.embed(p["x"], batch["tokens"]), **shapes):
-    """A plan whose function finds the embedding x [VOCAB, WIDTH] and tensors of these shapes."""
+    """Return a plan whose function receives the embedding x [VOCAB, WIDTH] and tensors of these shapes."""
     draw = np.random.default_rng(1)
     arrays = {n: float32(draw.standard_normal(s)) for n, s in {"x": (VOCAB, WIDTH), **shapes}.items()}
     return probe_plan(Probe(arrays, function), ROWS, dict.fromkeys(batch(), (LENGTH,)))
 
 
 def use(engine, plan, data=None, hp=HP):
-    """Everything a session can be asked."""
+    """Call everything that a session offers."""
     with engine.realize(plan) as session:
         session.build()
         data = data or batch()
@@ -55,14 +55,14 @@ def use(engine, plan, data=None, hp=HP):
 
 
 class Cases(list):
-    """(name, what must raise, as a function of the engine, what it may raise)."""
+    """Cases: a name, a function of the engine that must raise, and the allowed exceptions."""
 
     def plan(self, name, plan, allowed=ToyexpError):
-        """`plan` is made inside the case: making it may be what raises."""
+        """Add a case that builds `plan` inside, because building it may raise."""
         self.append((name, lambda engine: use(engine, plan()), allowed))
 
     def model(self, name, function, allowed=ToyexpError, **shapes):
-        """`function(ops, p, x, batch)` with x [ROWS, LENGTH, WIDTH]; its tensors train, and then are frozen."""
+        """Add `function(ops, p, x, batch)` with x [ROWS, LENGTH, WIDTH], with trainable and with frozen tensors."""
 
         def forward(ops, p, batch):
             return function(ops, p, ops.embed(p["x"], batch["tokens"]), batch)
@@ -77,7 +77,7 @@ class Cases(list):
             self.plan(f"{name}, frozen", frozen, allowed)
 
     def batch(self, name, call, allowed=ToyexpError, **changes):
-        """`call(session, batch)` with some arrays of the batch replaced; None takes one out."""
+        """Add `call(session, batch)` with some arrays of the batch replaced, or removed by None."""
 
         def act(engine):
             data = {n: a for n, a in {**batch(), **changes}.items() if a is not None}
@@ -89,13 +89,13 @@ class Cases(list):
 
 
 def attend(q, k, v, causal=True):
-    """A model that attends between three tensors of its own."""
+    """Add a model with attention between three tensors of its own."""
     function = lambda ops, p, x, batch: ops.attention(p["q"], p["k"], p["v"], causal)  # noqa: E731
     return {"function": function, "q": q, "k": k, "v": v}
 
 
 def models(cases, draw):
-    """Forward passes that do not fit their tensors; `draw` gives sizes."""
+    """Add forward passes that do not fit their tensors; `draw` returns sizes."""
 
     def n(low=1, high=9):
         return int(draw.integers(low, high + 1))
@@ -177,7 +177,7 @@ def models(cases, draw):
     cases.model("attention without heads", lambda o, p, x, b: o.attention(x, x, x), allowed=Exception)
     cases.model("split into none", lambda o, p, x, b: o.split(x, 0)[0], allowed=Exception)
 
-    # Ids of the batch where numbers belong, and numbers where ids belong.
+    # Ids in place of numbers, and numbers in place of ids.
     cases.model("add ids", lambda o, p, x, b: o.add(x, b["tokens"]))
     cases.model("add to ids", lambda o, p, x, b: o.add(b["tokens"], b["targets"]))
     cases.model("scale ids", lambda o, p, x, b: o.scale(b["tokens"], 2.0))
@@ -206,7 +206,7 @@ def models(cases, draw):
     cases.model("weights as ids", lambda o, p, x, b: o.rows(p["x"], b["weights"]))
     cases.model("a tensor as ids", lambda o, p, x, b: o.rows(p["x"], p["x"]))
 
-    # Logits that are none.
+    # Results that are not logits.
     cases.model("logits of the last position", lambda o, p, x, b: o.first_rows(p["x"], ROWS))
     cases.model("logits of too many positions", lambda o, p, x, b: o.heads(x, 2))
     cases.model("one number", lambda o, p, x, b: o.cross_entropy(x, b["targets"], b["weights"]))
@@ -221,7 +221,7 @@ def models(cases, draw):
         return x
 
     cases.model("100000 layers", deep)
-    # Attention between so many positions that no machine has an address for each of their scores.
+    # Attention between so many positions that their scores exceed any address space.
     length = 2**23
     wide = lambda: good_plan(lambda o, p, b: o.attention(*[p["q"]] * 3, causal=False), q=(1, length, 1, 1))  # noqa: E731
     shapes = {n: InputSpec((length,), "float32" if n == "weights" else "int32") for n in batch()}
@@ -229,7 +229,7 @@ def models(cases, draw):
 
 
 def class_tokens(cases):
-    """Frozen class tokens of other sizes than the features, some of which ggml would repeat."""
+    """Add frozen class tokens of wrong sizes, some of which ggml would repeat."""
     data = {"tokens": batch()["tokens"], "targets": np.zeros(ROWS, np.int32), "weights": np.ones(ROWS, np.float32)}
 
     def classify(ops, p, batch):
@@ -246,8 +246,8 @@ def class_tokens(cases):
         cases.append((f"a class token of {size}", act, ToyexpError))
 
 
-def quantised(cases, folder):
-    """Ops on a frozen matrix w [32, 32] that is read as it lies in its file, which only some of them can."""
+def add_quantised(cases, folder):
+    """Add ops on a frozen matrix w [32, 32] that stays quantised, which few ops support."""
     weights, calls = (
         float32(np.random.default_rng(2).standard_normal((32, 32))),
         {
@@ -280,7 +280,7 @@ def quantised(cases, folder):
 
 
 def plans(cases):
-    """Plans that no session can hold."""
+    """Add plans that no session can hold."""
     good = good_plan()
     change = lambda **changes: lambda: dataclasses.replace(good, **changes)  # noqa: E731
     shapes = [
@@ -336,7 +336,7 @@ def plans(cases):
 
 
 def batches(cases):
-    """A good plan, fed with what it cannot take."""
+    """Add a good plan with invalid batches."""
     calls = {
         "step": lambda session, data: session.step(data, HP),
         "evaluate": lambda session, data: session.evaluate([data]),
@@ -383,21 +383,21 @@ def all_cases(folder):
     cases = Cases()
     models(cases, np.random.default_rng(0))
     class_tokens(cases)
-    quantised(cases, folder)
+    add_quantised(cases, folder)
     plans(cases)
     batches(cases)
     return cases
 
 
 def main(engine):
-    """Tries every case and prints a line before and after each."""
+    """Try every case."""
     with tempfile.TemporaryDirectory() as folder:
         try_all(all_cases(folder), ENGINES[engine])
     print("all tried", flush=True)
 
 
 def try_all(cases, engine):
-    """One line before each case, and one after it."""
+    """Try all cases; print a line before and after each."""
     for number, (name, act, allowed) in enumerate(cases):
         print(number, name, flush=True)
         try:

@@ -1,4 +1,4 @@
-"""A frozen base on ggml: read where it lies, in the file's own types, with the numbers of the dequantised weights."""
+"""A frozen base on ggml: mapped from its file in the file's types, compared with dequantised weights."""
 
 import hashlib
 from dataclasses import replace
@@ -19,8 +19,8 @@ from toyexp_torch.engines import TorchCPU
 
 MODEL = Llama(d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=256, context=12, vocab=40, tied=True)
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"]
-# Relative tolerances of the loss and of a gradient. BLAS multiplies by the numbers; ggml's own kernels round the other
-# factor to 8 bits first, as llama.cpp does (to 16 where the file has 16).
+# Relative tolerances of the loss and of a gradient. BLAS multiplies dequantised numbers; ggml's kernels first round the
+# other factor to 8 bits, like llama.cpp (to 16 bits if the file has 16).
 ENGINES = {
     "blas": (GGMLCPU(threads=1), 1e-6, 2e-5),
     "cpu": (GGMLCPU(threads=1, blas=False), 5e-3, 0.1),
@@ -29,11 +29,11 @@ ENGINES = {
 
 
 def packed(values, kind):
-    """The matrix in a type; for K-quants, which gguf-py cannot make, random blocks around zero."""
+    """Return a matrix in a type; for K-quants, which gguf-py cannot write, random blocks around zero."""
     made = GGMLQuantizationType[kind]
     if not kind.endswith("_K"):
         return quants.quantize(values, made), made
-    # Bytes of a block, where its float16 scales stand, and scales that give weights of about 0.05.
+    # Bytes of a block, offsets of its float16 scales, and scales that give weights of about 0.05.
     size, scales_at, scales = {"Q4_K": (144, slice(0, 4), [2e-4, 1.5e-3]), "Q6_K": (210, slice(208, 210), [6e-5])}[kind]
     draw = np.random.default_rng(values.size)
     raw = draw.integers(0, 256, (values.shape[0], values.shape[1] // 256, size), dtype=np.uint8)
@@ -89,7 +89,7 @@ def test_the_adapters_gradients_are_those_of_the_dequantised_weights(kind, tmp_p
     loss, gradients, after = run(TorchCPU(threads=1, dtype="float64"), plan(path, dequantised))
     for name, (engine, of_loss, of_gradient) in ENGINES.items():
         if name == "blas" and engine.profile is not CPU_BLAS:
-            continue  # this ggml-python is built without; the other forms are held all the same
+            continue  # this ggml-python is built without BLAS
         if kind == "F32":
             of_loss, of_gradient = 1e-6, 1e-5
         ours = run(engine, plan(path, FromGGUF))
@@ -117,7 +117,7 @@ def test_the_base_takes_no_memory_of_its_own_and_cannot_be_overwritten(tmp_path)
 def test_a_large_vocabulary_is_unpacked_in_parts(tmp_path, monkeypatch):
     path = base(tmp_path / "base.gguf", "Q8_0")
     whole = run(GGMLCPU(threads=1), plan(path, FromGGUF))
-    monkeypatch.setattr("toyexp_ggml.products.UNPACKED_ROWS", 16)  # 40 tokens: two full parts and a rest
+    monkeypatch.setattr("toyexp_ggml.products.UNPACKED_ROWS", 16)  # 40 tokens: two full parts and a shorter one
     parts = run(GGMLCPU(threads=1), plan(path, FromGGUF))
     assert UNPACKED_ROWS > 40
     for tensor, gradient in whole[1].items():

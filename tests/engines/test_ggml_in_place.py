@@ -1,6 +1,6 @@
-"""ggml's allocator may put an op's result over a source that nobody reads later: the fused gradients must stand that.
+"""ggml's allocator may put an op's result over a source that nothing reads later; fused gradients must allow that.
 
-Each op is computed twice: on weights, which the allocator never overwrites, and on sources made inside the graph.
+Each op is computed twice: on weights, which the allocator never overwrites, and on sources computed in the graph.
 """
 
 import ggml
@@ -15,7 +15,7 @@ from toyexp_ggml.binding.tensors import Memory, Node, get, put
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
 ROWS, WIDTH = 6, 40
-IN_PLACE = ["RMS_NORM_BACK", "SILU_BACK"]  # ops whose result the allocator does put over a source
+IN_PLACE = ["RMS_NORM_BACK", "SILU_BACK"]  # ops whose result the allocator puts over a source
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def place(node):
 
 
 def compute(backend, op, computed, kept):
-    """The op's result, what it should be, and the source it lies over.
+    """Return the op's result, the expected result, and the source whose memory it uses.
 
-    Sources in `computed` are made inside the graph; those in `kept` have a later reader.
+    Sources in `computed` are computed in the graph; those in `kept` have a later reader.
     """
     build, define = OPS[op]
     draw = np.random.default_rng(0)
@@ -101,11 +101,11 @@ def test_a_fused_gradient_survives_in_place(backend, op, kept):
     ours, expected, over = compute(backend, op, computed="ab", kept=kept)
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
     if op in IN_PLACE:
-        assert over == ["b" if kept == "a" else "a"]  # or this test would show nothing
+        assert over == ["b" if kept == "a" else "a"]  # otherwise the test would prove nothing
 
 
 def test_soft_max_back_destroys_its_result_in_place(backend):
-    """Why a graph that uses it must keep the softmax alive. Should this fail one day, ggml has mended it."""
+    """Therefore a graph with it must keep the softmax alive. If this test fails, ggml has fixed the fault."""
     ours, expected, over = compute(backend, "SOFT_MAX_BACK", computed="", kept="")
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
     assert over == []

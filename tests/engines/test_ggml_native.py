@@ -1,4 +1,4 @@
-"""The kernels in C that ggml's CPU calls: what they compute, and what there is without a compiler."""
+"""kernels.c for ggml on the CPU: its results, and what happens without a compiler."""
 
 import ctypes
 import json
@@ -20,7 +20,7 @@ SHAPES = [(1, 1, 1), (1, 16, 16), (2, 32, 48), (1, 17, 33), (3, 5, 64), (2, 64, 
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """Takes the compiler away when it is called."""
+    """Return a function that removes the compiler."""
 
     def take_away():
         monkeypatch.setenv("CC", "false")
@@ -50,8 +50,8 @@ def test_a_transpose_is_numpys_however_many_threads_share_it(shape, threads):
         np.testing.assert_array_equal(found, np.concatenate(given).transpose(0, 2, 1))
 
 
-def stepped(name):
-    """A model's weights after two steps, and how many nodes of which ops took them."""
+def take_steps(name):
+    """Return a model's weights after two steps, and the number of nodes by op."""
     with GGMLCPU(threads=2, blas=False).realize(plan(name, rows=3)) as session:
         session.build()
         for k in range(2):
@@ -64,9 +64,9 @@ def stepped(name):
 def test_steps_are_the_same_to_the_bit_without_a_compiler(name, no_compiler):
     if native.unavailable_reason():
         pytest.skip(native.unavailable_reason())
-    weights, ops = stepped(name)
+    weights, ops = take_steps(name)
     no_compiler()
-    without, own = stepped(name)
+    without, own = take_steps(name)
     assert ops["CUSTOM"] > own.get("CUSTOM", 0)
     assert own["CONT"] > ops.get("CONT", 0)
     for tensor, array in weights.items():
@@ -121,7 +121,7 @@ def test_blas_that_is_left_out_of_a_build_without_it_is_a_warning_and_a_remark_o
 
 @pytest.fixture
 def builds(tmp_path, monkeypatch):
-    """Looks for the kernel as another process would, and says how often a compiler has built it so far."""
+    """Return a function that loads the kernel as a new process would, and returns how often a compiler has run."""
     if native.unavailable_reason():
         pytest.skip(native.unavailable_reason())
     compiler, log = tmp_path / "compiler", tmp_path / "log"
@@ -177,7 +177,7 @@ def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open
             file.unlink()
             file.symlink_to(stranger)
     assert builds() == 2
-    if open_to_others in ("file", "replaced"):  # there is another of our own in its place
+    if open_to_others in ("file", "replaced"):  # it is replaced by one of our own
         assert builds() == 2 and not kept(tmp_path).is_symlink()
 
 

@@ -1,4 +1,4 @@
-"""Whole models on the ggml engine: against float64 code that shares nothing with it, and against the torch engine."""
+"""Whole models on the ggml engine, against independent float64 code, and against the torch engine."""
 
 import ctypes
 import dataclasses
@@ -23,7 +23,7 @@ from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {
-    "cpu": GGMLCPU(threads=1),  # with BLAS, where it is built in
+    "cpu": GGMLCPU(threads=1),  # with BLAS, if it is built in
     "cpu_without_blas": GGMLCPU(threads=1, blas=False),
     "metal": GGMLMetal(threads=1, emulate=True),
     "cuda": GGMLCUDA(threads=1, emulate=True),
@@ -41,7 +41,7 @@ def test_loss_logits_and_every_gradient_of_a_model(name, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_context_that_attention_takes_in_several_blocks_of_queries(engine):
-    """Of unequal lengths, with shared key/value heads, in four layers."""
+    """The blocks have unequal lengths; four layers share key/value heads."""
     length = 300
     assert ENGINES[engine].profile.query_block < length or engine == "cuda"
     data = token_dataset(VOCAB, count=2000, seed=5).batches(length, 2, 0)
@@ -78,14 +78,14 @@ def test_40_steps_repeat_to_the_bit():
 def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
     whole = curve(ENGINES["cpu"], plan(name, rows=8), MODES["lora"], 40)
     parts = curve(ENGINES["cpu"], plan(name, rows=2, accumulate=4), MODES["lora"], 40)
-    # Summing in another order changes the last bits, and 40 steps of training let them grow.
+    # A different order of sums changes the last bits, and the differences grow over 40 steps.
     np.testing.assert_allclose(whole, parts, rtol=2e-4)
 
 
 @pytest.mark.parametrize("engine", ["cpu_without_blas", "metal", "cuda", "vulkan"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_norm_is_that_of_all_gradients(name, engine):
-    """Each device sums squares in its own way, of vectors and matrices of several sizes."""
+    """Each device sums squares in its own way; the tensors are vectors and matrices of several sizes."""
     batch = batches().batch(0)
     with ENGINES[engine].realize(plan(name)) as session:
         session.build()
@@ -96,7 +96,7 @@ def test_the_norm_is_that_of_all_gradients(name, engine):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_clipping_limits_the_norm_that_reaches_adamw(accumulate):
-    """With both betas 0, eps 1 and one step, the update is g / (|g| + 1): the clipped gradient shows."""
+    """With both betas 0, eps 1 and one step, the update is g / (|g| + 1), which reveals the clipped gradient."""
     hp = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     batch = batches(rows=4).batch(0)
     results = []
@@ -110,7 +110,7 @@ def test_clipping_limits_the_norm_that_reaches_adamw(accumulate):
 
 
 def test_a_beta_that_is_1_in_float32_leaves_finite_numbers():
-    """Such a moment stays as it is: there is no share of the gradient to make up for."""
+    """Such a moment does not change, so no factor corrects its gradient."""
     adamw = AdamW(beta1=1 - 1e-9, beta2=1 - 1e-9, mode="from_scratch")
     assert float32_hp(adamw.hp_for_step(0)).tolist() == adamw.hp_for_step(0).astype(np.float32).tolist()
 
@@ -118,9 +118,11 @@ def test_a_beta_that_is_1_in_float32_leaves_finite_numbers():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_update_is_adamws_to_float32(engine, mode):
-    """Although the kernel works out 1 - beta2 in float32, which for 0.999 is 1.3e-5 off."""
+    """The kernel computes 1 - beta2 in float32, which is off by 1.3e-5 for 0.999 and must be corrected."""
     adamw = dataclasses.replace(MODES[mode], lr=1.0)
-    frozen = op_plan("matmul", frozen=True)  # the gradient of w alone, which has its full digits as it starts from zero
+    frozen = op_plan(
+        "matmul", frozen=True
+    )  # only the gradient of w, which has full precision because it starts from zero
     with ENGINES[engine].realize(frozen) as session:
         session.upload("w", np.zeros(frozen.tensor("w").shape))
         session.build()
@@ -136,8 +138,8 @@ def test_an_update_is_adamws_to_float32(engine, mode):
 GPUS = {"metal": GGMLMetal, "ggml_cuda": GGMLCUDA, "vulkan": GGMLVulkan}
 
 
-def strided(graph):
-    """The ops that read a source whose numbers do not lie side by side."""
+def find_strided_ops(graph):
+    """Return the ops that read a source whose numbers are not contiguous."""
     sources = [(n, ctypes.cast(s, type(n))) for n in graph._nodes() for s in n.contents.src if s]
     return {ggml.ggml_op_name(n.contents.op).decode() for n, s in sources if not ggml.ggml_is_contiguous(s)}
 
@@ -146,21 +148,22 @@ def strided(graph):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_gpus_graph_has_no_node_that_the_gpu_refuses(gpu, name, recompute):
-    """Its ops are in the GPU's table, and only ops that may do so read numbers that do not lie side by side."""
+    """Its ops are in the GPU's table, and only permitted ops read sources that are not contiguous."""
     engine = GPUS[gpu](threads=1, emulate=True, recompute=recompute)
     with engine.realize(plan(name)) as session:
         session.build()
         session.evaluate([batches().batch(0)])
         for graph in session._graphs.values():
             assert set(graph.ops()) <= engine.profile.ops
-            assert strided(graph) <= {"CONT", "CONCAT", "OUT_PROD"}
+            assert find_strided_ops(graph) <= {"CONT", "CONCAT", "OUT_PROD"}
     if gpu == "metal":
         assert not {op for op in engine.profile.ops if op.endswith("_BACK") or op == "OUT_PROD"} - {"ROPE_BACK"}
 
 
-def waits(graph):
-    """How often a node has to wait where all others run side by side: it reads or writes what one before it writes, or
-    writes what one before it reads, since the last wait.
+def count_waits(graph):
+    """Count the waits if all other nodes run at the same time.
+
+    A node waits if, since the last wait, an earlier node wrote what it reads or writes, or read what it writes.
     """
 
     def place(tensor):
@@ -182,7 +185,7 @@ def waits(graph):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_on_vulkan_fewer_nodes_wait_for_one_another(name):
-    """The same nodes in another order, and the same numbers."""
+    """The nodes and results are the same, in a different order."""
 
     class InOrder(GGMLVulkan):
         profile = dataclasses.replace(VULKAN, side_by_side=False)
@@ -193,14 +196,14 @@ def test_on_vulkan_fewer_nodes_wait_for_one_another(name):
             session.build()
             losses.append(session.step(batches().batch(0), MODES["lora"].hp_for_step(0)))
             graph = session._graphs["step"]
-            counted.append((waits(graph), sorted(graph.ops().items())))
+            counted.append((count_waits(graph), sorted(graph.ops().items())))
     (fewer, ops), (more, same) = counted
     assert ops == same and losses[0] == losses[1]
     assert fewer < 0.85 * more
 
 
 def test_gradients_that_pass_products_of_float16_are_scaled_on_their_way():
-    """Once up, and each down again: by a power of two, which changes nothing where products are float32's."""
+    """Scaled up once, and each down again, by a power of two, which changes nothing in float32."""
     the_plan, found, scales = plan("llama"), [], []
     for half in (False, True):
         with GGMLVulkan(threads=1, emulate=True, half=half).realize(the_plan) as session:
@@ -214,7 +217,7 @@ def test_gradients_that_pass_products_of_float16_are_scaled_on_their_way():
 
 @pytest.mark.parametrize("blas", [True, False])
 def test_recompute_halves_the_memory_of_a_deep_model(blas):
-    """12 layers, context 512: what the step's graph needs beside weights and moments."""
+    """Measured with 12 layers and context 512: memory of the step's graph besides weights and moments."""
     data = token_dataset(VOCAB, count=4000, seed=5).batches(512, 1, 0)
     model = Llama(d_model=64, n_layers=12, n_heads=4, n_kv_heads=4, d_ff=176, context=512, vocab=VOCAB)
     needed = {}
@@ -254,7 +257,7 @@ def test_a_run_never_imports_torch(tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_deepest_model_that_is_allowed_steps(engine):
-    """Its 597 trainable tensors are as many as ggml's allocator is trusted with."""
+    """Its 597 trainable tensors are close to the limit for ggml's allocator."""
     model = Llama(d_model=64, n_layers=66, n_heads=2, n_kv_heads=1, d_ff=172, context=12).fit(token_dataset(40))
     setup = Setup(batches().inputs, rows=3, grad_clip=1.0)
     with ENGINES[engine].realize(Scratch().plan(model, setup)) as session:
@@ -265,7 +268,7 @@ def test_the_deepest_model_that_is_allowed_steps(engine):
 
 
 def test_arrays_locked_in_the_hosts_memory_hold_the_same_bits_and_are_freed_with_the_last_of_them(monkeypatch):
-    """A GPU's snapshots lie there; here a buffer of the CPU stands for it."""
+    """A GPU's snapshots are in pinned memory; here a CPU buffer replaces it."""
     free, freed = ggml.ggml_backend_buffer_free, []
     usual = GGMLCPU(threads=1)
     with usual.realize(op_plan("attention_grouped")) as session, monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Products that are cut for a GPU whose groups of threads take wide tiles: as many groups, and float64's numbers."""
+"""Products split for a GPU with wide tiles: the expected number of groups, and results of float64."""
 
 import ctypes
 import dataclasses
@@ -27,7 +27,7 @@ def planned(model, rows=1):
 
 
 class Whole(GGMLVulkan):
-    """Vulkan's graph with its products as they are."""
+    """Vulkan's graph without split products."""
 
     profile = dataclasses.replace(VULKAN, wide_tiles=False)
 
@@ -38,7 +38,7 @@ def test_the_numbers_of_a_model_whose_products_are_cut(d_ff):
 
 
 def products(engine):
-    """(rows of the result, its columns, terms, how many such products lie in the stack) of each product of a step."""
+    """Return (rows of the result, columns, terms, products in the stack) of each product of a step."""
     with engine(threads=1, emulate=True).realize(planned(Llama(**SIZES, d_ff=320), rows=4)[0]) as session:
         session.build()
         nodes = [node.contents for node in session._graphs["step"]._nodes()]
@@ -48,10 +48,10 @@ def products(engine):
 
 
 def turns(n, m, k, count):
-    """Terms that one group adds up after another, as ggml's Vulkan shares a product out, where groups are too few."""
+    """Return the terms that a group adds up in sequence, by ggml's Vulkan rules, if there are too few groups."""
     side = 32 if min(n, m) <= 32 else 64 if min(n, m) <= 64 else 128
     groups = count * math.ceil(n / side) * math.ceil(m / side)
-    return k * (side / 64) ** 2 if groups < 128 else 0  # a core does so many numbers at a time
+    return k * (side / 64) ** 2 if groups < 128 else 0  # a core computes that many numbers at a time
 
 
 def test_a_steps_products_keep_no_group_waiting_long_while_the_rest_of_the_gpu_idles():
@@ -59,7 +59,7 @@ def test_a_steps_products_keep_no_group_waiting_long_while_the_rest_of_the_gpu_i
     assert sum(n * m * k * count for n, m, k, count in cut) == sum(n * m * k * count for n, m, k, count in whole)
     assert sum(turns(*product) for product in cut) < 0.3 * sum(turns(*product) for product in whole)
     large = [(n, m, k) for n, m, k, _ in cut if min(n, m) > 64]
-    assert {k for _, _, k in large} == {32}  # the attention's scores alone, of which there are many
+    assert {k for _, _, k in large} == {32}  # only the attention's scores, of which there are many
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_a_steps_products_keep_no_group_waiting_long_while_the_rest_of_the_gpu_i
         (256, 256, 1024, 4, 8),  # a gradient of weights: 128 instead of 4
         (704, 256, 1024, 11, 4),
         (1024, 4096, 256, 1, 1),  # wide groups are enough
-        (64, 64, 64, 1, 1),  # narrow ones already
+        (64, 64, 64, 1, 1),  # narrow tiles already
         (64, 64, 512, 1, 4),
         (100, 256, 1024, 1, 8),  # rows that 64 does not divide
         (256, 256, 1000, 4, 1),  # terms that no slice divides
-        (8, 256, 1024, 1, 1),  # for the kernel of few columns
+        (8, 256, 1024, 1, 1),  # the kernel for few columns handles this
     ],
 )
 def test_how_a_product_is_cut(n, m, k, stack, slices):

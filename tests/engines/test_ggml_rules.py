@@ -1,4 +1,4 @@
-"""Every op of the vocabulary and its gradient rule, on drawn shapes and values, against PyTorch in float64."""
+"""Every op of the vocabulary and its gradient rule, on random shapes and values, against PyTorch in float64."""
 
 import math
 
@@ -21,12 +21,12 @@ ENGINES = {
     "cuda's": GGMLCUDA(threads=1, emulate=True),
 }
 HERE = {name: engine for name, engine in ENGINES.items() if name != "blas" or engine.profile is CPU_BLAS}
-TOLERANCE = 1e-5  # of a whole tensor: |ours - float64| / |float64|
+TOLERANCE = 1e-5  # relative error of a whole tensor: |ours - float64| / |float64|
 EXAMPLES = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
 class TorchOps(Ops):
-    """The vocabulary by PyTorch's own functions, in whatever precision its arguments have."""
+    """The vocabulary in PyTorch's own functions, in the precision of its arguments."""
 
     def rows(self, table, ids):
         return F.embedding(ids, table)
@@ -110,9 +110,9 @@ class TorchOps(Ops):
         return (losses * weights.flatten()).sum()
 
 
-# -- what is drawn ------------------------------------------------------------------------------------------------
+# -- random cases -----------------------------------------------------------------------------------------------
 
-sizes = st.one_of(st.integers(1, 40), st.integers(32, 40))  # BLAS takes products from 32 on
+sizes = st.one_of(st.integers(1, 40), st.integers(32, 40))  # BLAS computes products from 32 on
 few = st.integers(1, 4)
 rows = st.integers(1, 3)
 seeds = st.integers(0, 2**32 - 1)
@@ -145,7 +145,7 @@ def torched(array, dtype):
 
 
 def by_torch(function, batch, arrays, dtype):
-    """The logits, the loss, and its gradient by every array."""
+    """Return logits, loss, and its gradient by each array, computed by torch."""
     tensors = {n: torched(a, dtype).requires_grad_() for n, a in arrays.items()}
     inputs = {n: torched(a, dtype) for n, a in batch.items()}
     logits = function(TorchOps(), Params(tensors), inputs)
@@ -155,7 +155,7 @@ def by_torch(function, batch, arrays, dtype):
 
 
 def by_ggml(engine, model, batch):
-    """The same from a session."""
+    """Return the same from a session."""
     plan = probe_plan(model, len(batch["targets"]), {n: a.shape[1:] for n, a in batch.items()})
     with engine.realize(plan) as session:
         session.build()
@@ -172,27 +172,27 @@ def norm(t):
 
 
 def check(case):
-    """Compare every profile with PyTorch, whose side takes half of the time and is computed once.
+    """Compare every profile with PyTorch, whose results are computed once.
 
-    The case's result goes through a matrix to a loss, so that a gradient of every direction comes back.
+    A matrix maps the case's result to logits, so that gradients in all directions flow back.
     """
     with torch.no_grad():
         wide = Params({n: torched(a, torch.float64) for n, a in case.arrays.items()})
         y = case.function(TorchOps(), wide, {n: torched(a, torch.float64) for n, a in case.ids.items()})
     shape, d, classes = tuple(y.shape[:-1]), y.shape[-1], case.draw(st.integers(2, 12))
-    factor = 1 / (float(y.square().mean().sqrt()) or 1.0)  # logits near 1, whatever the magnitude
+    factor = 1 / (float(y.square().mean().sqrt()) or 1.0)  # makes logits near 1 for any magnitude
     case.arrays["out"] = float32(case.random.standard_normal((classes, d)) / math.sqrt(d))
     batch = {**case.ids, **case.labels(shape, classes)}
 
     def function(ops, p, batch):
         return ops.matmul(ops.scale(case.function(ops, p, batch), factor), p["out"])
 
-    # Which arrays are results of ops, and in which order the gradients are asked for, decides what ggml may overwrite.
+    # What ggml may overwrite depends on which arrays are results of ops, and on the order of the gradients.
     names = case.draw(st.permutations(sorted(case.arrays)))
     arrays, computed = {n: case.arrays[n] for n in names}, frozenset(case.draw(st.sets(st.sampled_from(names))))
     expected = by_torch(function, batch, arrays, torch.float64)
-    # Where float32 itself loses more than the tolerance (a difference of two nearly equal numbers), the bound is ten
-    # times what PyTorch in float32 loses when its arrays move in their last place.
+    # If float32 itself loses more than the tolerance (a difference of nearly equal numbers), the bound is ten times the
+    # error of PyTorch in float32 when its arrays change by one unit in the last place.
     noise = dict.fromkeys(expected, 0.0)
     for _ in range(3):
         moved = {n: float32(a * (1 + 2**-23 * case.random.choice([-1, 0, 1], a.shape))) for n, a in arrays.items()}
@@ -240,7 +240,7 @@ def matmul_case(draw):
     case.array("x", *x)
     case.array("w", out, x[-1])
     if bias:
-        # A bias of another magnitude than the product would leave nothing of one of the two.
+        # If bias and product had very different magnitudes, one of them would round away.
         case.array("bias", out, magnitude=float(np.linalg.norm(case.arrays["x"]) * np.abs(case.arrays["w"]).mean()))
     case.function = lambda ops, p, batch: ops.linear(p["x"], p["w"], p.get("bias"))
     return case
@@ -286,7 +286,7 @@ def scale_case(draw):
 
 
 def norm_case(draw, op):
-    """From 3 features on: of one or two, what a norm leaves is nearly constant, and its gradient all cancellation."""
+    """Draw at least 3 features: with one or two a norm's result is nearly constant, and its gradient cancels out."""
     case = Case(draw)
     d, eps = draw(st.integers(3, 40)), draw(st.sampled_from([1e-6, 1e-5, 1e-2]))
     case.array("x", *draw(leads), d)
@@ -316,7 +316,7 @@ def heads_case(draw):
 
 
 def split_case(draw):
-    """Any of the parts may be left unused, or used twice."""
+    """Any of the parts may be unused, or used twice."""
     case = Case(draw)
     n = draw(few)
     used = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n + 1))
@@ -337,7 +337,7 @@ shapes = st.lists(st.integers(1, 9), min_size=2, max_size=4)
 
 
 def part_case(draw):
-    """Along any axis, and now and then all of it."""
+    """Draw a part along any axis, sometimes all of it."""
     case = Case(draw)
     shape = draw(shapes)
     axis = draw(st.integers(0, len(shape) - 1))
@@ -349,7 +349,7 @@ def part_case(draw):
 
 
 def concat_case(draw):
-    """Along any axis; the same tensor may stand there twice."""
+    """Draw tensors along any axis; one may occur twice."""
     case = Case(draw)
     shape, magnitude = draw(shapes), draw(magnitudes)
     axis, count = draw(st.integers(0, len(shape) - 1)), draw(few)
@@ -362,7 +362,7 @@ def concat_case(draw):
 
 
 def reshape_case(draw):
-    """There and, with some numbers changed on the way, back."""
+    """Reshape, change some numbers, and reshape back."""
     case = Case(draw)
     shape = draw(shapes)
     there = draw(st.permutations(shape))
@@ -373,7 +373,7 @@ def reshape_case(draw):
 
 
 def centre_case(draw):
-    """From 3 features on: see norm_case."""
+    """Draw at least 3 features: see norm_case."""
     case = Case(draw)
     case.array("x", *draw(leads), draw(st.integers(3, 40)))
     case.function = lambda ops, p, batch: ops.centre(p["x"])
@@ -428,7 +428,9 @@ def attention_case(draw):
         draw(st.integers(1, 20)),
     )
     group, causal, sharp = draw(st.sampled_from([1, 2, 4])), draw(st.booleans()), draw(st.sampled_from([0.1, 1.0, 2.0]))
-    large = draw(st.sampled_from([1e-2, 1.0, 1e2]))  # queries as small as keys are large: the scores stay
+    large = draw(
+        st.sampled_from([1e-2, 1.0, 1e2])
+    )  # queries are small if keys are large, which keeps the scores moderate
     case.array("q", batch, length, group * shared, size, magnitude=sharp * large, uneven=False)
     case.array("k", batch, length, shared, size, magnitude=sharp / large, uneven=False)
     case.array("v", batch, length, shared, size)
@@ -484,7 +486,7 @@ def test_op_and_its_gradient(make):
 
 
 def values_and_gradients(engine, function, **arrays):
-    """On both sides: a function [n, d] of arrays, and the gradients of a loss of it."""
+    """Compute a function [n, d] of arrays, and the gradients of a loss of it, on both sides."""
     n = len(arrays["x"])
     batch = {"targets": np.zeros(n, np.int32), "weights": np.ones(n, np.float32)}
     call = lambda ops, p, batch: function(ops, p)  # noqa: E731
@@ -525,21 +527,21 @@ def test_parts_that_nothing_uses_have_no_gradient(used, engine):
 
 @pytest.mark.parametrize("classes", [251, 514, 521, 1000])
 def test_each_position_has_its_own_weight_in_the_gradient(classes, engine):
-    """For a prime number of classes, and one with a large divisor, as for any other."""
+    """Includes a prime number of classes, and one with a large divisor."""
     case = Case(lambda strategy: 0)
     x, batch = float32(case.random.standard_normal((2, 3, classes))), case.labels((2, 3), classes)
-    ours, theirs = cross_entropy_by(engine, x, batch)
+    ours, theirs = run_cross_entropy(engine, x, batch)
     assert distance(ours["x"], theirs["x"]) <= TOLERANCE * norm(theirs["x"])
 
 
-def cross_entropy_by(engine, x, batch):
-    """On both sides: the loss, and its gradient by the logits x."""
+def run_cross_entropy(engine, x, batch):
+    """Compute the loss and its gradient by the logits x, on both sides."""
     function = lambda ops, p, batch: p["x"]  # noqa: E731
     return by_ggml(engine, Probe({"x": x}, function), batch), by_torch(function, batch, {"x": x}, torch.float64)
 
 
 def test_cross_entropy_and_its_gradient(engine):
-    """A gradient is a probability, or a probability less 1, times its weight: it is as good as float32 holds those."""
+    """A gradient is a probability, or a probability minus 1, times its weight, to float32's precision."""
 
     @EXAMPLES
     @given(st.data())
@@ -549,7 +551,7 @@ def test_cross_entropy_and_its_gradient(engine):
         case.array("x", *data.draw(leads), classes, magnitude=magnitude, uneven=False)
         x = case.arrays["x"].clip(-40, 40) + float32(data.draw(st.sampled_from([0, -1000, 1000])))
         batch = case.labels(x.shape[:-1], classes)
-        ours, theirs = cross_entropy_by(engine, x, batch)
+        ours, theirs = run_cross_entropy(engine, x, batch)
         assert ours["loss"] == pytest.approx(theirs["loss"].item(), rel=TOLERANCE, abs=2e-7)
         error, share = distance(ours["x"], theirs["x"]), np.linalg.norm(batch["weights"]) / batch["weights"].sum()
         assert error <= 1e-6 * share
@@ -560,8 +562,8 @@ def test_cross_entropy_and_its_gradient(engine):
 
 
 def test_a_probability_that_underflows_keeps_its_gradient(engine):
-    """Its loss is cut off at 85, where float32's smallest number lies; the gradient is that of the true loss."""
+    """Its loss is limited to 85, near float32's smallest number; its gradient is that of the true loss."""
     x, batch = float32([[200.0, 0.0, -200.0]]), {"targets": np.array([2], np.int32), "weights": float32([1.0])}
-    ours, theirs = cross_entropy_by(engine, x, batch)
+    ours, theirs = run_cross_entropy(engine, x, batch)
     assert (ours["loss"], theirs["loss"]) == (pytest.approx(85.195, abs=1e-3), pytest.approx(400))
     np.testing.assert_allclose(ours["x"], theirs["x"], atol=1e-7)

@@ -1,4 +1,4 @@
-"""A step whose rows are computed in two shares side by side, and which steps are."""
+"""Steps whose rows are computed in two concurrent shares, and when that is done."""
 
 import dataclasses
 
@@ -17,12 +17,12 @@ ADAMW = AdamW.for_lora()
 
 @pytest.fixture
 def short(monkeypatch):
-    """Makes every step long enough."""
+    """Make every step long enough to be shared."""
     monkeypatch.setattr(session_module, "LONG", 0)
 
 
 def trained(engine, the_plan, steps=6):
-    """Losses and norms of the steps, and the weights that they leave."""
+    """Return losses and norms of the steps, and the final weights."""
     rows = the_plan.rows * the_plan.accumulate
     with engine.realize(the_plan) as session:
         session.build()
@@ -77,7 +77,7 @@ def test_a_bad_id_in_the_second_share_is_told_and_the_next_step_is_what_it_was(s
 
 
 def test_a_session_that_is_closed_waits_for_a_share_at_work(short, monkeypatch):
-    """As after Ctrl-C, which reaches the first share's thread alone."""
+    """As after Ctrl-C, which interrupts only the first share's thread."""
     ended = []
 
     def interrupted(futures):
@@ -115,7 +115,7 @@ def test_a_step_is_long_by_its_numbers_times_all_positions_of_its_rows(monkeypat
 
 @pytest.mark.parametrize(("threads", "each"), [(2, [2, 1, 1]), (4, [4, 2, 2]), (1, [1, 1, 1])])
 def test_shares_have_the_threads_of_one_session_between_them(threads, each, short, monkeypatch):
-    """The first are what computes the whole: looks at the model, and the update."""
+    """The first backends compute whole batches: evaluations, and the update."""
     opened = []
 
     class Noted(session_module.Backend):

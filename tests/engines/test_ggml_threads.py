@@ -1,4 +1,4 @@
-"""How many threads ggml takes on the CPU: fewer where that is faster, and the same numbers with any number of them."""
+"""The number of threads that ggml uses on the CPU: fewer if that is faster, always with the same results."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from toyexp_ggml.engines import GGMLCPU
 
 
 class Machine:
-    """A clock that moves as long as a computation takes with so many threads while `busy` other processes run.
+    """A clock that advances by the time of a computation with so many threads while `busy` other processes run.
 
-    Others that only look in take cores away, and no time.
+    Processes that run only briefly take cores away, but no time.
     """
 
     def __init__(self, cores, busy=0, look_in=0):
@@ -98,7 +98,7 @@ def test_as_many_threads_as_were_asked_for():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_numbers_do_not_depend_on_the_threads(name):
-    """To the bit, for they change in the middle of a run."""
+    """Results must be bit-identical, because the number of threads changes during a run."""
     weights = []
     for threads in (1, 2):
         with GGMLCPU(threads=threads, blas=False).realize(plan(name, rows=3)) as session:

@@ -1,4 +1,4 @@
-"""Masked examples through an engine: a prompt is read and never learned, and a whole run from JSON lines."""
+"""Masked examples on an engine: prompts are read but not learned; and a whole run from JSON lines."""
 
 import datetime
 import json

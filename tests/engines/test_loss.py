@@ -1,4 +1,4 @@
-"""engine=cpu: of a model's last product only what the targets weigh is computed, and no number is another for it."""
+"""engine=cpu: only logits of targets with a weight are computed, and results do not change."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ ROWS = 4
 
 
 def few(step=0):
-    """A batch of which every fifth target weighs something, and of the last two rows none."""
+    """Return a batch in which every fifth target has a weight, but none in the last two rows."""
     batch = batches(rows=ROWS).batch(step)
     weights = batch["weights"] * (np.arange(batch["weights"].size).reshape(batch["weights"].shape) % 5 == 0)
     weights[2:] = 0
@@ -26,7 +26,7 @@ def few(step=0):
 
 
 def answers(engine, the_plan, whole=False):
-    """The loss, the gradients, two steps and a held-out loss; `whole` computes the logits of all positions."""
+    """Return loss, gradients, two steps and a held-out loss; with `whole`, logits of all positions are computed."""
     with engine.realize(the_plan) as session:
         if whole:
             session._loss_ops = session._ops
@@ -37,7 +37,7 @@ def answers(engine, the_plan, whole=False):
 
 
 def assert_as_of_all(the_plan, monkeypatch, computed, **settings):
-    """`computed`: of how many positions the logits should have been."""
+    """Compare with all logits; `computed` is the expected number of positions with logits."""
     wanted = answers(TorchCPU(threads=1, **settings), the_plan, whole=True)
     counts = []
     plain = torch.nn.functional.cross_entropy
@@ -76,7 +76,7 @@ def test_so_on_a_frozen_base_whose_embedding_is_the_last_product(tmp_path, monke
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_adapter_of_the_last_product_has_its_part(masked):
-    """Its mask is one of all positions: there all are computed."""
+    """Its dropout mask covers all positions, so all logits are computed."""
     x, w, a, b = (torch.randn(shape) for shape in ((2, 3, 5), (7, 5), (2, 5), (7, 2)))
     adapted = AdaptedWeight(w, low_rank=LowRank(a, b, 0.5, torch.randn(2, 3, 5) if masked else None))
     targets, weights = torch.tensor([[1, 6, 0], [2, 3, 4]]), torch.tensor([[0.5, 0, 0.25], [0, 0, 0]])
@@ -99,7 +99,7 @@ def test_where_all_weigh_the_bits_are_those_of_all_logits():
 
 
 def test_a_compiled_step_computes_all(monkeypatch):
-    """Another number of positions every time would be another program every time."""
+    """A number of positions that changes would recompile the step each time."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     found, wanted = (answers(TorchCPU(threads=1, compile=c), plan("llama", rows=ROWS)) for c in (True, False))
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The matrix of what ships: every allowed cell trains alike on all engines, every other is refused with its line."""
+"""The matrix of models and recipes: allowed cells train alike on all engines, others are rejected with their line."""
 
 import json
 
@@ -17,13 +17,13 @@ TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context
 LIKE_LLAMA = ["llama", "qwen2", "qwen3", "gemma"]
 DATA = {**dict.fromkeys([*LIKE_LLAMA, "gpt2"], TEXT), "vit": ["data=digits"]}
 BASED = ["recipe.base=base/model.gguf", "data.tokenizer=auto"]
-SETTINGS = {  # of the cells that the matrix marks with `set`
+SETTINGS = {  # settings for the cells that the matrix marks with `set`
     ("warm", "gpt2"): ["model.tied=false"],
     ("warm", "gemma"): ["recipe.lens=none", "model.d_model=96"],
     **{("lora", model): [*BASED, "lr=0.05"] for model in LIKE_LLAMA},
     ("lora", "gpt2"): [*BASED, "lr=0.05", "recipe.targets=[qkv]"],
     **{("full", model): BASED for model in ("gpt2", *LIKE_LLAMA)},
-    # Four images a step are of other classes each time, and eight such steps teach nothing.
+    # Four images per step have different classes each time, and eight such steps teach nothing.
     ("full", "vit"): [*BASED[:1], "batch_size=64"],
     ("lora", "vit"): [*BASED[:1], "batch_size=64", "lr=0.03", "recipe.targets=[*]"],
 }
@@ -41,7 +41,7 @@ def words(recipe, model):
 
 
 def test_the_matrix_says_what_the_recipes_are_for():
-    """Stated once more, by hand, for the recipes that start from random values."""
+    """Repeated here by hand, for recipes that start from random values."""
     trained = {pair for pair in ALLOWED if pair[0] in ("scratch", "warm", "vit_tiny")}
     of_text = ("llama", "qwen2", "qwen3", "gemma", "gpt2")
     assert trained == {
@@ -52,7 +52,7 @@ def test_the_matrix_says_what_the_recipes_are_for():
 
 
 def often(recipe, model):
-    """Cells of the default suite: each model once, and each recipe on models of two kinds."""
+    """Return True for cells in the default suite: each model once, and each recipe on models of two kinds."""
     return recipe == "scratch" or model not in ("qwen2", "qwen3", "gemma")
 
 
@@ -64,7 +64,7 @@ def test_every_allowed_cell_trains_and_the_engines_agree(recipe, model, capsys):
     if recipe in ("lora", "full"):
         assert main([*words("scratch", model), "steps=1", "engine=ggml", "hydra.run.dir=base"]) == 0
         capsys.readouterr()
-    others = recipe == "scratch" or not often(recipe, model)  # on what else a recipe computes, no profile differs
+    others = recipe == "scratch" or not often(recipe, model)  # profiles do not differ in what other recipes compute
     known = {name: own for name, own in ENGINES.items() if others or not own}
     engines = [name + "".join(f":{s.removeprefix('engine.')}" for s in own) for name, own in known.items()]
     assert main(["parity", *line, f"engine={','.join(engines)}", "steps=8", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""`toyexp doctor --numerics`: what is right passes, and every kind of wrong is found and named."""
+"""`toyexp doctor --numerics`: correct engines pass, and every kind of fault is found and named."""
 
 import dataclasses
 import resource
@@ -29,7 +29,7 @@ def every(kind):
 
 
 def test_the_reference_gradient_is_that_of_autograd():
-    """Number by number, through an independent library."""
+    """Compared number by number with an independent library."""
     import torch
 
     plan, batch = op_plan("swiglu"), op_batch()
@@ -47,7 +47,7 @@ def test_the_reference_gradient_is_that_of_autograd():
 
 
 class Wrong(GGMLSession):
-    """An engine that is wrong in one way."""
+    """An engine with one fault."""
 
     fault = ""
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_asked_for_is_refused(words, told, capsys):
 
 
 def test_it_needs_neither_pytest_nor_autograd():
-    """Nor hypothesis; and a plugin's author without them can still use the null engine."""
+    """Nor hypothesis. Plugin authors without them can still use the null engine."""
     program = (
         "import sys\n"
         "for name in ('pytest', '_pytest', 'autograd', 'hypothesis', 'torch'): sys.modules[name] = None\n"
@@ -219,7 +219,7 @@ def test_references_hold_every_op_of_the_vocabulary():
 
 @dataclass
 class Pairs(GGMLCPU):
-    """As an engine of two devices: it takes no odd number of rows."""
+    """An engine that rejects odd numbers of rows, like an engine of two devices."""
 
     def check_plan(self, plan):
         if plan.rows % 2:

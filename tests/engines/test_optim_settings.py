@@ -1,4 +1,4 @@
-"""What is typed behind `optim.` reaches the step: runs of the command line against a loop written out in float64."""
+"""Settings under `optim.` reach the step: command-line runs against a plain float64 loop."""
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ DEFAULTS = {"beta1": 0.9, "eps": 1e-8, "weight_decay": 0.0, "grad_clip": 0.0}
 MODES = {"from_scratch": {**DEFAULTS, "beta2": 0.95}, "lora": {**DEFAULTS, "beta2": 0.999}}
 TYPED = {"beta1": 0.8, "beta2": 0.7, "eps": 0.003, "weight_decay": 0.3, "grad_clip": 0.2}
 LR = 0.03
-NEAR = 1e-3 * LR  # a step moves a weight by about lr, whatever the gradient: as near do float32 engines come
+NEAR = 1e-3 * LR  # tolerance: a step moves a weight by about lr, whatever its gradient
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Trains through the command line; returns the plan, the micro-batches of every step, and the weights it leaves."""
+    """Train through the command line; return the plan, the micro-batches of every step, and the final weights."""
     monkeypatch.chdir(tmp_path)
 
     def trained(engine, *words):
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def plain_loop(plan, steps, mode, beta1, beta2, eps, weight_decay, grad_clip):
-    """The weights after AdamW in one of its two modes, by autograd in float64."""
+    """Return the weights after AdamW in one of its two modes, by autograd in float64."""
     weights = {
         t.name: torch.tensor(plan.initial_values(t), dtype=torch.float64, requires_grad=True) for t in plan.tensors
     }
@@ -76,7 +76,7 @@ def distance(one, other):
 @pytest.mark.parametrize("engine", SESSIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_settings_of_the_optimiser_reach_the_step(run, engine, mode):
-    """All at once, against the plain loop; and each alone would be seen, were it left at its default."""
+    """All are set at once; each one, if it stayed at its default, would change the result visibly."""
     words = [f"optim.{name}={value}" for name, value in {"mode": mode, "accumulate": 2, **TYPED}.items()]
     plan, steps, found = run(engine, *words)
     assert [len(micros) for micros in steps] == [2] * 4 and plan.rows == 2
@@ -89,7 +89,7 @@ def test_settings_of_the_optimiser_reach_the_step(run, engine, mode):
 
 @pytest.mark.parametrize(("model", "mode"), [("llama", "from_scratch"), ("gpt2", "lora")])
 def test_without_a_word_the_mode_is_the_models_or_recipes_with_its_own_defaults(run, model, mode):
-    """But for eps, without which those weights would move that have no gradient: gpt2's biases of keys."""
+    """eps is set, because otherwise weights without a gradient would move: gpt2's biases of keys."""
     plan, steps, found = run("ggml", f"model={model}", "optim.eps=0.003")
     assert [len(micros) for micros in steps] == [1] * 4 and plan.rows == 4
     assert distance(found, plain_loop(plan, steps, mode, **{**MODES[mode], "eps": 0.003})) < NEAR

@@ -1,4 +1,4 @@
-"""Every optimiser on every engine that is here: its formula, its state, its groups, and runs that go on."""
+"""Every optimiser on every engine available: formula, state, groups, and resumed runs."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ ENGINES = {"cpu": TorchCPU(threads=1), "ggml": GGMLCPU(threads=1), "metal": GGML
 GPUS = {"cuda": TorchCUDA(), "ggml_cuda": GGMLCUDA(), "vulkan": GGMLVulkan()}
 LR = 0.01
 
-# name: (the settings, what makes the float64 form of one tensor from its name, values and decay)
+# name: (settings, function of a tensor's name, values and decay that returns its float64 reference)
 OPTIMISERS = {
     "adamw_from_scratch": (AdamWOptimiser(mode="from_scratch"), lambda n, w, d: float64.Constant(w, d)),
     "adamw_lora": (AdamWOptimiser(mode="lora"), lambda n, w, d: float64.adamw(w, d)),
@@ -51,7 +51,7 @@ def built(engine, the_plan):
 
 
 def assert_ten_steps(name, engine, rtol=1e-5):
-    """On a llama and a gpt2, whose norms and biases do not decay, fed with the engine's own gradients."""
+    """Compare ten steps of a llama and a gpt2, whose norms and biases do not decay, with the engine's own gradients."""
     optimiser, make = OPTIMISERS[name]
     optimiser.weight_decay = 0.1
     for model in ("llama", "gpt2"):
@@ -66,7 +66,7 @@ def assert_ten_steps(name, engine, rtol=1e-5):
                 for tensor, g in gradients.items():
                     expected[tensor] = references[tensor].step(g.astype(np.float64), lr)
             for tensor, wanted in expected.items():
-                # On Vulkan one sign of Lion's hung on the 7e-13 that terms of 1e-6 left, and float32 had the other.
+                # On Vulkan one of Lion's signs was wrong: its terms of 1e-6 differ by 7e-13 only.
                 known = ~getattr(references[tensor], "open", np.zeros(wanted.shape, bool))
                 assert known.mean() > 0.99
                 ours = session.download(tensor)
@@ -92,7 +92,7 @@ def test_ten_steps_on_a_gpu_are_those_of_float64(engine):
 
 
 def assert_steps_of_a_rule(rule, reference, w, lr):
-    """Six in float64 along random gradients that grow, as what is clipped does; with a decay of 0.1."""
+    """Compare six steps in float64 along random gradients that grow (so that clipping matters), with a decay of 0.1."""
     group, draw = Group(rule, ("blk.0.w",), 0.1), np.random.default_rng(1)
     state = {slot: np.zeros(shape) for slot, shape in rule.slots(w.shape).items()}
     for step in range(6):
@@ -104,7 +104,7 @@ def assert_steps_of_a_rule(rule, reference, w, lr):
 @pytest.mark.parametrize("shape", [(7,), (5, 3)])
 @pytest.mark.parametrize("lr", [0.3, 3.0])
 def test_adafactor_with_other_settings_is_pytorchs(lr, shape):
-    """Also at a rate above 1 / sqrt(step), to which the step is held and the decay is not."""
+    """Also at a rate above 1 / sqrt(step), which limits the step but not the decay."""
     w = 0.1 * np.random.default_rng(0).standard_normal(shape)
     reference = float64.adafactor(w, 0.1, eps2=0.4, beta2_decay=-0.5, d=1.25)
     assert_steps_of_a_rule(Adafactor(beta2_decay=-0.5, eps2=0.4, clip=1.25), reference, w, lr)
@@ -136,7 +136,7 @@ SCALED = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", SCALED)
 def test_a_number_that_is_halved_on_the_way_is_half_the_setting(name, engine):
-    """What a schedule scales reaches every place of the formula, also in a graph that is built once."""
+    """A scheduled number must reach every place of the formula, also in a graph that is built once."""
     optimiser, numbers = SCALED[name]
     halved = replace(optimiser, **{n: getattr(optimiser, n) / 2 for n in numbers})
     found = []
@@ -152,7 +152,7 @@ def test_a_number_that_is_halved_on_the_way_is_half_the_setting(name, engine):
 
 
 def suites():
-    """The suite for plugin authors, of each kind of optimiser on each engine."""
+    """Run the suite for plugin authors, for each kind of optimiser on each engine."""
     kinds = {
         "adamw": AdamWOptimiser(),
         "sgd": SGD(nesterov=True),
@@ -170,7 +170,7 @@ globals().update(suites())
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_state_takes_the_memory_that_its_slots_say(engine):
-    """Adafactor next to none, plain SGD none; the memory check counts the same."""
+    """Adafactor needs almost none, plain SGD none; the memory check counts the same bytes."""
     numbers = {}
     for name in ("adamw_lora", "sgd", "sgd_momentum", "adafactor", "muon"):
         the_plan = apply_optimiser(plan("llama"), OPTIMISERS[name][0], LR)
@@ -188,7 +188,7 @@ def test_the_state_takes_the_memory_that_its_slots_say(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_groups_have_rates_and_decays_of_their_own(engine):
-    """The first pattern that fits counts; what is frozen keeps its values and has no state."""
+    """The first matching pattern applies; frozen tensors keep their values and have no state."""
     groups = {
         "blk.0.attn_q.weight": {"lr": 0.003, "weight_decay": 0.5},
         "blk.0.*": {"lr": 0.03, "frozen": False},
@@ -210,7 +210,7 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
     references = {n: float64.adamw(w, own(n, w)[1]) for n, w in expected.items()}
     with built(engine, the_plan) as session:
         for step in range(6):
-            batch, scale = batches().batch(step), 1 / (1 + step)  # of a schedule, which scales all rates
+            batch, scale = batches().batch(step), 1 / (1 + step)  # the schedule's scale, for all rates
             gradients = session.gradients(batch)
             session.step(batch, the_plan.numbers(step, LR * scale))
             for name, g in gradients.items():
@@ -222,7 +222,7 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
 
 
 def test_a_pattern_over_tensors_of_two_rules_leaves_each_the_rate_of_its_rule():
-    """And what was typed, which is recorded, stays as it was."""
+    """The settings as typed, which are recorded, do not change."""
     groups = {"blk.0.*": {"weight_decay": 0.5}, "blk.1.*": {"lr": 0.03}}
     the_plan = apply_optimiser(plan("llama"), Muon(adamw_lr=0.002, groups=groups), LR)
     rates = {name: group.lr_scale * LR for group in the_plan.updates for name in group.tensors}
@@ -275,7 +275,7 @@ def test_a_pattern_of_tensors_that_the_recipe_freezes_says_so():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_rules_with_equal_numbers_are_two_rules(engine):
-    """Also where their tensors lie behind each other in an engine's memory."""
+    """Also if their tensors are adjacent in an engine's memory."""
     llama = plan("llama")
     parts = [[t.name for t in llama.trainable if t.has_weight_decay is decays] for decays in (True, False)]
     rules = [SGD(nesterov=True), SGD()]
@@ -293,7 +293,7 @@ def test_two_rules_with_equal_numbers_are_two_rules(engine):
 
 
 class Chained(Rule):
-    """Base of two: of its state, `late` follows `seen` a step later."""
+    """Base of two rules in whose state `late` follows `seen` one step later."""
 
     elementwise = True
 
@@ -306,7 +306,7 @@ class Chained(Rule):
 
 @dataclass
 class Delayed(Chained):
-    """Its new state is worked out from the weights and the state that the step replaces."""
+    """A rule whose new state depends on the old weights and the old state, which the step replaces."""
 
     def update(self, ops, w, g, state, n):
         new = {"seen": ops.add(w, g), "late": ops.scale(state["seen"], 0.5)}
@@ -315,7 +315,7 @@ class Delayed(Chained):
 
 @dataclass
 class Remembers(Chained):
-    """Keeps what the weights and its own state were before the step."""
+    """A rule that keeps the weights and its own state from before the step."""
 
     def update(self, ops, w, g, state, n):
         return ops.sub(w, ops.scale(g, n["lr"])), {"seen": w, "late": state["seen"]}
@@ -353,7 +353,7 @@ def test_a_rule_reads_the_weights_and_the_state_of_before_the_step(engine):
 
 @dataclass
 class Lopsided(Rule):
-    """Reads the gradient once more after it was held to what is positive."""
+    """A rule that reads the gradient again after clamping it."""
 
     def slots(self, shape):
         return {}
@@ -378,7 +378,7 @@ def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
             np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-# -- what a session takes -------------------------------------------------------------------------------------------
+# -- input of a session -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
@@ -431,7 +431,7 @@ RESUMED = [
 
 @pytest.mark.parametrize(("optim", "engine"), RESUMED)
 def test_a_run_that_is_resumed_is_the_run_that_was_not(tmp_path, monkeypatch, capsys, optim, engine):
-    """To the last bit, with any optimiser's state in the checkpoint."""
+    """Bit for bit, with any optimiser's state in the checkpoint."""
     monkeypatch.chdir(tmp_path)
     usual = [*WORDS, f"engine={engine}", f"optim={optim}", "callbacks=[constant,gguf_export]"]
     assert main([*usual, "steps=6", "hydra.run.dir=whole"]) == 0, capsys.readouterr().err
@@ -442,7 +442,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(tmp_path, monkeypatch, ca
 
 
 def test_optimisers_in_one_sweep_on_two_engines_agree(tmp_path, monkeypatch, capsys):
-    """`-m optim=adamw,muon engine=cpu,ggml`; each run records what it trained with."""
+    """`-m optim=adamw,muon engine=cpu,ggml`; each run records its optimiser."""
     monkeypatch.chdir(tmp_path)
     words = [*WORDS, "steps=5", "sweep.isolate=false", "callbacks=[constant,events,gguf_export]"]
     assert main(["-m", *words, "optim=adamw,muon", "engine=cpu,ggml", "hydra.sweep.dir=s"]) == 0, (
@@ -468,7 +468,7 @@ def test_a_checkpoint_of_another_optimiser_is_another_experiment(tmp_path, monke
 
 
 def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, capsys):
-    """Weight decay that falls while the rate stays shrinks the weights by the product of what is left each time."""
+    """Weight decay falls while the rate is constant, so each step multiplies the weights by a different factor."""
     monkeypatch.chdir(tmp_path)
     words = [*WORDS[:-2], "engine=cpu", "optim=sgd", "optim.momentum=0", "steps=4"]
     falls = ["callbacks=[linear,gguf_export]", "callbacks.linear.scales=weight_decay", "optim.weight_decay=5"]
@@ -558,7 +558,7 @@ def test_an_optimiser_that_goes_wrong_is_named_in_one_line(tmp_path, monkeypatch
 
 
 def test_a_run_goes_on_with_its_own_optimiser_alone(tmp_path, monkeypatch, capsys):
-    """Whatever settings the other one has."""
+    """Whatever settings the other optimiser has."""
     monkeypatch.chdir(tmp_path)
     assert main([*WORDS, "engine=ggml", "steps=2", "hydra.run.dir=run", "callbacks=[]", "optim=muon"]) == 0
     assert main(["resume=run", "steps=4", "optim=adamw"]) == 2
@@ -566,7 +566,7 @@ def test_a_run_goes_on_with_its_own_optimiser_alone(tmp_path, monkeypatch, capsy
 
 
 def test_a_schedule_scales_only_what_the_formula_reads(tmp_path, monkeypatch, capsys):
-    """What it would not reach is refused."""
+    """A number that the formula does not read is rejected."""
     monkeypatch.chdir(tmp_path)
     for words in (
         ["optim=sgd", "callbacks.linear.scales=grad_clip"],

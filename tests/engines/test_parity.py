@@ -1,4 +1,4 @@
-"""`toyexp parity` between real engines: those that are right agree, and each kind of mistake is found and named."""
+"""`toyexp parity` between real engines: correct ones agree, and each kind of mistake is found and named."""
 
 import json
 import math
@@ -96,7 +96,7 @@ def test_the_engines_agree_and_train_as_a_run_does(model, tmp_path, capsys):
 
 
 def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp_path, capsys):
-    """Of an engine that is wrong too, with the exit code as without it."""
+    """Also for a faulty engine, with the same exit code as without a picture."""
     engines = "engine=ggml,metal:emulate=true,wrong:mistake=gradient"
     words = ["steps=3", engines, "plugins=[wrong_engine]", "--gradient", "5e-4"]
     code, (out, err) = parity(capsys, *words, "--json", "--plot", "parity.svg")
@@ -113,7 +113,7 @@ def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp
     at = sheet(report, "", []).panels[2].lines
     worst = next(t["gradient"] for t in report["engines"][1]["tensors"] if t["name"] == listed[0])
     assert at[1].get_xdata()[0] == pytest.approx(worst) and at[2].get_xdata()[0] == 5e-4 < worst
-    for engine in report["engines"]:  # nothing of it need be a number, nor any tolerance above 0
+    for engine in report["engines"]:  # numbers may be missing, and tolerances 0
         engine["losses"][1:] = math.nan, math.inf
         engine["tolerances"] = dict.fromkeys(engine["tolerances"], 0.0)
         engine["tensors"][0]["gradient"] = math.inf
@@ -191,7 +191,7 @@ def test_an_experiment_with_a_sweep_is_compared_job_by_job(capsys):
     assert [job["overrides"] for job in report["jobs"]] == jobs
 
 
-@pytest.mark.full  # tests/engines/test_matrix.py compares every cell, by itself
+@pytest.mark.full  # tests/engines/test_matrix.py compares every cell on its own
 def test_every_cell_of_parity_all_agrees(capsys):
     code, (out, err) = parity(capsys, "experiment=parity_all", "engine=cpu,ggml,metal:emulate=true", "steps=5")
     assert (code, err) == (0, "")

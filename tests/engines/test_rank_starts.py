@@ -1,4 +1,4 @@
-"""How the processes of a run come together: who waits for whom, what a launcher says, and what cannot be."""
+"""How the processes of a run start: who waits for whom, what launchers set, and what is rejected."""
 
 import os
 import re
@@ -42,7 +42,7 @@ if sys.argv[0] == "-c":  # in the rank alone
 
 
 def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_signal(book):
-    """One that a plugin keeps from being ready, and one that is started nowhere; all at once, for they take a while."""
+    """One rank is delayed by a plugin, one never starts; both at once, because they take a while."""
     Path("of_mine.py").write_text(SLEEPS)
     waits = [([*ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
     for rank in (0, 1):
@@ -188,7 +188,7 @@ def test_what_is_wrong_with_another_rank_alone_is_told_with_its_name(monkeypatch
 
 
 def test_threads_are_counted_once_whoever_has_them(monkeypatch):
-    """Where fewer were asked for than there are processes, each has one."""
+    """If there are fewer threads than processes, each process has one."""
     monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 4)
     monkeypatch.setattr("toyexp_torch.engines.machine_cores", lambda: 4)
     monkeypatch.setattr("toyexp.base.threads._count_busy_now", lambda: 4)

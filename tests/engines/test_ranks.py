@@ -1,4 +1,4 @@
-"""engine.devices: several processes that compute as one device does, and end as one when one of them fails."""
+"""engine.devices: several processes compute the results of one device, and end together if one fails."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cor
 
 @pytest.fixture(scope="module")
 def second(tmp_path_factory):
-    """The other rank of all sessions that are asked for: started once, as on another host, and led from here."""
+    """Start one worker rank for all sessions of the tests, as on another host."""
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     here = tmp_path_factory.mktemp("second")
     command = python("-m", "toyexp", "engine=cpu")
@@ -51,7 +51,7 @@ def second(tmp_path_factory):
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     yield {**told, "RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     all_of_them = worker._connect_torchrun_ranks()
-    all_of_them.is_persistent = False  # as when this process ends
+    all_of_them.is_persistent = False  # so that close() ends the worker, as at the end of a process
     all_of_them.close()
     worker._connect_torchrun_ranks.cache_clear()
     torchrun_store.cache_clear()
@@ -61,7 +61,7 @@ def second(tmp_path_factory):
 
 @pytest.fixture
 def two(second, monkeypatch):
-    """An engine of two ranks, with the settings that it is given."""
+    """Return a function that builds an engine of two ranks from its settings."""
 
     def engines(**settings):
         for name, value in second.items():
@@ -72,7 +72,7 @@ def two(second, monkeypatch):
 
 
 def alone(the_plan, **settings):
-    """What a session of one process answers, whatever the environment says."""
+    """Return the results of a session in one process, whatever the environment contains."""
     held = {name: os.environ.pop(name, None) for name in RANKS}
     try:
         return taken(TorchCPU(**settings.pop("engine", {})), the_plan, **settings)
@@ -81,7 +81,7 @@ def alone(the_plan, **settings):
 
 
 class Between:
-    """Gives what ranks of one process broadcast: each rank's part of its own flat vector."""
+    """Stand-in for broadcasts between ranks of one process, each of which has its own flat vector."""
 
     def __init__(self, rank, flats, barrier):
         self._rank, self._flats, self._barrier = rank, flats, barrier
@@ -96,8 +96,8 @@ class Between:
         return wait
 
 
-def laid_out(the_plan):
-    """Where each tensor stands in a session's flat vector, and how long that is."""
+def lay_out(the_plan):
+    """Return each tensor's slice of a session's flat vector, and its length."""
     places, start = {}, 0
     for group in the_plan.updates:
         for tensor in (the_plan.tensor(name) for name in group.tensors):
@@ -107,7 +107,7 @@ def laid_out(the_plan):
 
 
 class Doubling:
-    """Sums over two ranks of the same numbers, and notes what, by where it begins."""
+    """Stand-in for a sum over two ranks with equal numbers, which records the order by offset."""
 
     def __init__(self):
         self.begun = []
@@ -118,10 +118,9 @@ class Doubling:
 
 
 def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first(monkeypatch):
-    """Those of large models go out in many parts, and some as soon as they are there; none waits for a tensor that has
-    no gradient."""
+    """Gradients of large models are sent in many buckets, some early; none waits for a tensor without a gradient."""
     the_plan = apply_optimiser(plan("llama"), ADAMW, 1e-2)
-    places, size = laid_out(the_plan)
+    places, size = lay_out(the_plan)
     monkeypatch.setattr(session, "BUCKET", 4 * size // 6)
     names, orders, early = [t.name for t in the_plan.trainable], [], []
     draw = np.random.default_rng(0)
@@ -129,7 +128,7 @@ def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first
         gradient, total, group = torch.ones(size), torch.ones(1), Doubling()
         sums = GradientSums(the_plan, gradient, places, group)
         sums.begin()
-        for name in come[:-1]:  # of the last nothing is heard
+        for name in come[:-1]:  # the last gradient never arrives
             sums.mark_complete(name)
         early.append(len(group.begun))
         sums.finish(total)
@@ -139,11 +138,11 @@ def test_every_gradient_is_summed_once_and_in_one_order_whichever_is_there_first
     assert early[0] > 2, "the backward pass comes from the end of a model to its beginning"
 
 
-@pytest.mark.parametrize("name", ["sgd", "adafactor"])  # element by element, and by whole tensors
+@pytest.mark.parametrize("name", ["sgd", "adafactor"])  # an element-wise rule, and one for whole tensors
 def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
-    """As on GPUs, which alone hold them so: with formulas in place of kernels, and threads in place of processes."""
+    """GPUs keep bfloat16 copies; here formulas replace kernels, and threads replace processes."""
     the_plan = apply_optimiser(plan("llama"), OPTIMISERS[name], 1e-2)
-    draw, (places, start) = torch.Generator().manual_seed(1), laid_out(the_plan)
+    draw, (places, start) = torch.Generator().manual_seed(1), lay_out(the_plan)
     values, gradient = torch.zeros(start), torch.zeros(start)
     for place in places.values():
         for vector in (values, gradient):
@@ -171,14 +170,14 @@ def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_50_steps_on_two_have_the_losses_of_one(two, name):
     the_plan = apply_optimiser(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
-    # Sums in another order, of which 50 steps let the last bits grow; at a higher rate they grow further.
+    # Sums in a different order; over 50 steps the differences grow, more so at a higher rate.
     found, wanted = taken(two(), the_plan, 50, lr=1e-3)[0], alone(the_plan, steps=50, lr=1e-3)[0]
     np.testing.assert_allclose(found[:, 0], wanted[:, 0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser_is_that_of_one_device_and_shards_change_no_bit(two, name):
-    """In float64, where a sign or a root does not make much of a last bit."""
+    """In float64, because signs and roots amplify rounding."""
     the_plan = apply_optimiser(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].with_mode("lora"), 1e-2)
     wanted = alone(the_plan, engine={"dtype": "float64"})
     whole, shared = (taken(two(dtype="float64", shard=shard), the_plan) for shard in (False, True))
@@ -225,7 +224,7 @@ def test_a_snapshot_goes_on_to_the_bit_on_as_many_and_in_tolerance_on_one(two, n
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_snapshot_is_taken_over_an_earlier_one(two, shard):
-    """As on one device: a checkpoint takes no new memory, and does not wait for the one that is being written."""
+    """As on one device: a checkpoint needs no new memory, and does not wait for the one being written."""
     the_plan, data = apply_optimiser(plan("llama", rows=4), ADAMW, 1e-2), batches(rows=4)
     with two(shard=shard).realize(the_plan) as session:
         session.build()
@@ -285,7 +284,7 @@ def test_a_stranger_who_does_not_know_the_token_is_no_rank_and_none_is_taken_twi
                 worker._accept(ours, "token", known, 2)
 
 
-# -- whole runs -------------------------------------------------------------------------------------------------------
+# -- whole runs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -360,7 +359,7 @@ def test_what_cannot_be_is_told_before_anything_is_written(book, capsys, given, 
 
 
 def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, capsys):
-    """`all` of those that there are, too."""
+    """Also with devices=all."""
     monkeypatch.setattr(TorchCPU, "available_devices", lambda self: (2, "2 cores"))
     small = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", "model.context=8", "batch_size=2"]
     assert main(["parity", *small, "steps=3", "engine=cpu,cpu:devices=all", "--json"]) == 0
@@ -374,12 +373,12 @@ def test_several_devices_are_a_row_of_parity_and_of_bench(book, monkeypatch, cap
     assert two["tokens_per_second"] * two["seconds_per_step"] == pytest.approx(16), "of the whole batch"
 
 
-# -- how it ends ------------------------------------------------------------------------------------------------------
+# -- failures and ends -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def watched(count, silence_limit=2.0):
-    """A supervisor of so many others, and their ends of the connections."""
+def supervise(count, silence_limit=2.0):
+    """Return a supervisor of so many other ranks, and their ends of the connections."""
     pairs = [[Link(end) for end in socket.socketpair()] for _ in range(count)]
     it = Supervisor([Rank(rank, ours, 0, "host") for rank, (ours, _) in enumerate(pairs, 1)], _patience=silence_limit)
     try:
@@ -399,7 +398,7 @@ def until(true):
 
 def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose_its_connection(monkeypatch):
     monkeypatch.setattr(supervisor, "REPORT_TIME", 0.2)
-    with watched(3) as (it, others):
+    with supervise(3) as (it, others):
         others[2].cut()
         others[0].send(encode({"failed": "RuntimeError: Connection closed by peer", "lost": True}))
         others[1].send(encode({"failed": "ValueError: boom", "lost": False}))
@@ -409,7 +408,7 @@ def test_the_rank_that_is_named_is_the_one_that_failed_and_not_the_first_to_lose
 
 
 def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
-    """Each fails by what it is told to do: one in words of torch's own."""
+    """Both fail; one reports an error of torch about a lost rank."""
     it = supervisor.start_local_ranks(3)
     try:
         until(lambda: all(rank.seen for rank in it.ranks))
@@ -425,13 +424,13 @@ def test_a_rank_that_says_that_it_lost_another_is_not_the_one_that_is_named():
 def test_a_rank_that_is_still_loading_may_be_silent_for_longer(monkeypatch):
     monkeypatch.setattr(supervisor, "HEARTBEAT", 0.02)
     monkeypatch.setattr(supervisor, "REPORT_TIME", 0.02)
-    with watched(1, silence_limit=0.1) as (it, (other,)):
+    with supervise(1, silence_limit=0.1) as (it, (other,)):
         time.sleep(0.4)
         it.check()
         other.beat()
         until(lambda: it.failed)
     monkeypatch.setattr(supervisor, "START_TIMEOUT", 0.1)
-    with watched(1) as (it, _):
+    with supervise(1) as (it, _):
         until(lambda: it.failed)
         with pytest.raises(RunFailed, match="no heartbeat"):
             it.check()
@@ -443,20 +442,20 @@ def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypat
     monkeypatch.setattr(supervisor, "time", clock)
     monkeypatch.setattr(supervisor, "HEARTBEAT", 0.05)
     monkeypatch.setattr(supervisor, "REPORT_TIME", 0.05)
-    with watched(1) as (it, (other,)):
+    with supervise(1) as (it, (other,)):
         other.beat()
         until(lambda: it.ranks[0].seen)
         ahead = 1000.0
         time.sleep(0.2)
         it.check()
-        until(lambda: it.failed)  # of one that is silent from then on
+        until(lambda: it.failed)  # because the rank stays silent
         with pytest.raises(RunFailed, match="no heartbeat for 2 s"):
             it.check()
 
 
 @pytest.mark.parametrize("given", ["0.5", "0", "-3", "1e6", "inf", "nan", "long"])
 def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
-    """Signs of life come twice a second."""
+    """It must exceed the time between heartbeats, half a second."""
     monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", given)
     assert main([*ON_TWO, "hydra.run.dir=run"]) == 2
     assert f"TOYEXP_RANKS_PATIENCE={given}: must be a number of seconds, at least 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""engine.recompute=true: blocks are computed twice, with the same numbers and a fraction of the memory."""
+"""engine.recompute=true: blocks are computed twice, with the same results and a fraction of the memory."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ def built(engine, the_plan):
 
 
 def deep(engine, layers=4, **settings):
-    """A model of `layers` blocks, and a batch of it."""
+    """Return a model of `layers` blocks, and a batch for it."""
     data = token_dataset(VOCAB, count=4000, seed=5).batches(512, 1, 0)
     model = Llama(d_model=64, n_layers=layers, n_heads=4, n_kv_heads=4, d_ff=176, context=512, vocab=VOCAB)
     the_plan = Scratch().plan(model, Setup(data.inputs, rows=1))
@@ -56,7 +56,7 @@ def test_every_gradient_is_the_same_to_the_bit(name, engine, tmp_path):
         built(ENGINES[engine](threads=1), the_plan) as usual,
         built(ENGINES[engine](threads=1, recompute=True), the_plan) as again,
     ):
-        for session in (usual, again):  # so that the second matrix of an adapter is not zero any more
+        for session in (usual, again):  # makes the second matrix of an adapter non-zero
             session.step(batch, AdamW.for_lora().hp_for_step(0))
         one, two = usual.gradients(batch), again.gradients(batch)
     assert all(np.abs(g).max() > 0 for g in one.values())
@@ -85,7 +85,7 @@ def test_it_compiles_to_one_graph_with_the_eager_gradients(monkeypatch):
 
 
 def test_it_halves_the_memory_of_a_step_in_torch():
-    """12 layers, context 512: with weights, gradients and moments, of which it saves nothing."""
+    """12 layers, context 512; weights, gradients and moments, which cannot be saved, are included."""
     needed = {}
     for recompute in (False, True):
         session, batch = deep("torch", layers=12, recompute=recompute)
@@ -98,7 +98,7 @@ def test_it_halves_the_memory_of_a_step_in_torch():
 
 
 def test_blocks_are_forgotten_in_torch():
-    """What the forward pass saves for the backward pass is of before and behind the blocks, however many there are."""
+    """Tensors saved for the backward pass come from outside the blocks, however many blocks there are."""
     kept = []
     for layers in (4, 6):
         session, batch = deep("torch", layers=layers, recompute=True)
@@ -113,7 +113,7 @@ def test_blocks_are_forgotten_in_torch():
 
 
 class Changing(type(op_plan("block").model)):
-    """A block does something else when it is called again."""
+    """A model whose block computes something else at its second call."""
 
     def forward(self, ops, p, batch):
         calls = []
@@ -136,7 +136,7 @@ def test_a_block_that_changes_is_told_and_gives_no_gradient():
 
 
 class Leaking(type(op_plan("block").model)):
-    """A tensor leaves a block by another way than as its result."""
+    """A model that uses an inner tensor of a block outside of it."""
 
     def forward(self, ops, p, batch):
         left = []

@@ -1,4 +1,4 @@
-"""Going on with a run: on the same engine to the bit, on another within its tolerance, and never another experiment."""
+"""Resumed runs: bit-identical on the same engine, within tolerance on another, and never another experiment."""
 
 import hashlib
 import json
@@ -12,7 +12,11 @@ from faults import TEXT, Trace, words
 from toyexp.cli.main import main
 from toyexp.training import checkpoint
 
-CONSTANT = ["callbacks=[constant,events,gguf_export]", "eval_every=4", "checkpoint_every=2"]  # the same for any steps
+CONSTANT = [
+    "callbacks=[constant,events,gguf_export]",
+    "eval_every=4",
+    "checkpoint_every=2",
+]  # steps do not depend on their number
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +66,7 @@ def test_another_engine_goes_on_within_its_tolerance(model, recipe, first, then)
     run(*settings(first, recipe, model), "steps=12", "hydra.run.dir=whole")
     run(*settings(first, recipe, model), "steps=6", "hydra.run.dir=moved")
     run("resume=moved", "steps=12", f"engine={then}", "engine.threads=1")
-    # As of 200 steps on two engines; six are far closer.
+    # The tolerance for 200 steps on two engines; six steps are far closer.
     np.testing.assert_allclose(losses("moved"), losses("whole"), atol=1e-4)
     assert losses("moved")[:6] == losses("whole")[:6]
     (resumed,) = events("moved", "resume")
@@ -128,7 +132,7 @@ def test_files_that_changed_since_are_noticed(capsys):
     assert "text was " in capsys.readouterr().err
     Path("book.txt").write_text(TEXT)
     run("resume=first", "steps=4")
-    shutil.copy("first/model.gguf", "base.gguf")  # of other values now
+    shutil.copy("first/model.gguf", "base.gguf")  # now with different weights
     capsys.readouterr()
     assert main(["resume=second", "steps=4"]) == 2
     assert "base was " in capsys.readouterr().err

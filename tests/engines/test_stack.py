@@ -1,4 +1,4 @@
-"""Runs whose steps are taken together: each is what it is alone."""
+"""Stacks: each run gives the results that it gives alone."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ from toyexp_torch.stacks.step import StackedStep
 
 
 def together(jobs, steps, engine=ENGINE):
-    """Losses and norms [jobs, steps, 2], and what each run's session holds at the end."""
+    """Return losses and norms [jobs, steps, 2], and the final state of each run's session."""
     stack, sessions = stacked(jobs, engine)
     losses = []
     for step in range(steps):
@@ -52,7 +52,7 @@ def together(jobs, steps, engine=ENGINE):
 
 
 def assert_as_alone(jobs):
-    """In float32 by losses over 12 steps; in float64, where a sum's order is next to nothing, by all there is."""
+    """Compare losses over 12 steps in float32, and everything in float64, where the order of sums hardly matters."""
     found, _ = together(jobs, 12)
     exact, kept = together(jobs, 4, EXACT)
     for job, ours, theirs, weights in zip(jobs, found, exact, kept, strict=True):
@@ -66,8 +66,8 @@ def assert_as_alone(jobs):
             np.testing.assert_allclose(weights[name], values, atol=atol, err_msg=name)
 
 
-def nudged(job, towards):
-    """The same job with each number that trains changed by one unit in the last place of float32."""
+def nudge(job, towards):
+    """Return the same job with each trainable number changed by one unit in the last place of float32."""
 
     def of(tensor):
         values = tensor.values.draw(tensor.shape, job.plan.seed, tensor.name)
@@ -79,7 +79,7 @@ def nudged(job, towards):
 
 
 def test_float32_of_runs_that_amplify_rounding_is_as_near_as_one_unit_in_the_last_place():
-    """At a rate at which 1e-5 does not hold a stack is at each step no more than ten times as far off as that unit."""
+    """At a rate too high for 1e-5, a stack's error at each step is at most ten times the effect of that change."""
     jobs, steps = jobs_of("llama_all", [(Lion(weight_decay=0.1), 0.3), (Lion(beta1=0.8), 0.3)]), 16
     found, _ = together(jobs, steps)
     exact, _ = together(jobs, steps, EXACT)
@@ -87,7 +87,7 @@ def test_float32_of_runs_that_amplify_rounding_is_as_near_as_one_unit_in_the_las
     for job, ours, theirs in zip(jobs, found, exact, strict=True):
         losses = alone(job, steps)[0][:, 0]
         off = np.maximum.accumulate(np.abs(ours[:, 0] / losses - 1))
-        unit = np.maximum.accumulate(np.abs(alone(nudged(job, np.inf), steps)[0][:, 0] / losses - 1))
+        unit = np.maximum.accumulate(np.abs(alone(nudge(job, np.inf), steps)[0][:, 0] / losses - 1))
         assert (off <= 10 * np.maximum(unit, 1e-6)).all(), (off, unit)
         far = max(far, off[-1])
         np.testing.assert_allclose(theirs, alone(job, steps, EXACT)[0], rtol=1e-11)
@@ -148,7 +148,7 @@ def test_a_base_that_runs_share_is_held_once(tmp_path):
 
 
 def test_a_bfloat16_stack_follows_each_run_alone():
-    """Products round to 8 bits, of sums in another order."""
+    """Products round to 8 bits, and sums have a different order."""
     engine = dataclasses.replace(ENGINE, dtype="bfloat16")
     for model in ("llama", "gpt2"):
         jobs = jobs_of(model, ADAMW[:2])
@@ -160,7 +160,7 @@ def test_a_bfloat16_stack_follows_each_run_alone():
 
 
 def test_bases_that_differ_are_held_once_too(tmp_path):
-    """Side by side from the first step on, also once a run has left, and evaluated and read there."""
+    """They are stacked from the first step on, also after a run has ended, and can be evaluated and downloaded."""
     jobs = lora_jobs(tmp_path, (0, 1, 2), 0.0)
     stack, sessions = stacked(jobs, EXACT)
     frozen = [t for t in sessions[0].plan.tensors if not t.trainable]
@@ -187,7 +187,7 @@ def test_bases_that_differ_are_held_once_too(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lora"])
 def test_a_run_takes_the_memory_that_was_said_beforehand(name, tmp_path):
-    """Said from shapes alone, and counted while a step is taken; what one kernel needs inside, nobody knows."""
+    """Predicted from shapes and compared with a real step; workspaces inside kernels are unknown."""
     jobs = lora_jobs(tmp_path, (0, 0), 0.0) if name == "lora" else jobs_of(name, OPTIMISERS["sgd_momentum"], rows=16)
     stack, sessions = stacked(jobs, ENGINE)
     take_all(stack, jobs, 0)
@@ -200,7 +200,7 @@ def test_a_run_takes_the_memory_that_was_said_beforehand(name, tmp_path):
     assert 0.9 * expected < rows + memory.peak < 1.1 * expected
 
 
-# -- each with its own numbers ----------------------------------------------------------------------------------------
+# -- different settings for each run -----------------------------------------------------------------------------------
 
 
 def test_each_run_is_clipped_to_its_own_norm():
@@ -249,7 +249,7 @@ def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser)
     assert not all(kept(2))
 
 
-# -- each with its own life -------------------------------------------------------------------------------------------
+# -- runs that begin and end independently -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd_momentum"])
@@ -279,7 +279,7 @@ def test_a_session_of_a_stack_sees_its_own_run():
     stack, sessions = stacked(jobs, EXACT)
     waits = begin_all(stack, jobs, 0)
     held_out = batches(3, 9).batch(0)
-    for job, session in zip(jobs, sessions, strict=True):  # nobody has waited yet: the step is taken all the same
+    for job, session in zip(jobs, sessions, strict=True):  # the step is taken even before its metrics are waited for
         with built([EXACT.realize(job.plan)])[0] as other:
             job.step(other, 0)
             assert session.evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-11)
@@ -309,7 +309,7 @@ def test_a_run_goes_on_in_a_stack_from_where_it_was_alone():
     _, kept = alone(jobs[1], 6)
     stack, sessions = stacked(jobs, ENGINE)
     sessions[1].restore(kept)
-    for step in range(4):  # at steps of their own
+    for step in range(4):  # at different steps
         waits = begin(stack, jobs, {0: step, 1: 6 + step})
         assert waits[1]().loss == pytest.approx(expected[6 + step, 0], rel=1e-5)
     theirs = alone(jobs[0], 4)[1]
@@ -338,11 +338,11 @@ def test_after_a_step_that_fails_runs_can_take_another(monkeypatch):
     assert np.isfinite(take_all(stack, jobs, 0)).all()
 
 
-# -- each in its own loop ----------------------------------------------------------------------------------------------
+# -- training loops on a stack -----------------------------------------------------------------------------------------
 
 
 def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
-    """One breaks, one is stopped, one has fewer steps and others evaluate more often: each as alone."""
+    """One run fails, one is stopped, one has fewer steps and others evaluate more often: each as if alone."""
     jobs = jobs_of("llama", [(SGD(), 0.03), (SGD(), 1e9), (SGD(momentum=0.5), 0.1), (SGD(), 0.01), (SGD(), 0.02)])
     how = [(9, 3, 0), (9, 0, 0), (9, 4, 5), (4, 2, 0), (9, 0, 0)]
     stack, sessions = stacked(jobs, EXACT)
@@ -366,7 +366,7 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
                 with pytest.raises(RunFailed) as error:
                     it.train()
                 told, heard = (re.sub(r"\d+(\.\d+)?", "#", str(e)) for e in (error.value, end))
-                assert told == heard  # but for a loss of 1e12 and more, whose last digits are those of a sum's order
+                assert told == heard  # except for losses above 1e12, whose last digits depend on the order of sums
             else:
                 it.train()
         np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-9)
@@ -386,7 +386,7 @@ def test_loops_that_fail_of_one_error_tell_each_its_own_way(tmp_path, monkeypatc
     )  # 131 with the ways of all six
 
 
-# -- what is no stack -------------------------------------------------------------------------------------------------
+# -- plans that cannot be stacked --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""What a stack does with its graphs, on the CPU with stand-ins for what only a GPU has.
+"""A stack's use of CUDA graphs, on the CPU with stand-ins for GPU objects.
 
-The stand-ins overwrite what the real ones overwrite; that a real graph reads all that changes is held on a GPU, in
-tests/devices/test_stack_cuda.py.
+The stand-ins overwrite the memory that real graphs overwrite. tests/devices/test_stack_cuda.py checks on a GPU that
+real graphs read all arrays that change.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from toyexp_torch.stacks import step as stack_step
 
 
 class Inputs:
-    """Arrays that one copy brings, in the CPU's memory."""
+    """Arrays in CPU memory that are uploaded together."""
 
     def __init__(self, kinds, sets=2):
         self._arrays = {key: np.zeros(shape, dtype) for key, (shape, dtype) in kinds.items()}
@@ -30,7 +30,7 @@ class Inputs:
 
 
 class Results:
-    """Places for the numbers of so many steps on their way, of which one more overwrites the first."""
+    """Buffers for the numbers of `steps` steps under way; a further step overwrites the first."""
 
     def __init__(self, size, dtype, steps=2):
         self._hosts = [torch.full((size,), torch.nan, dtype=dtype) for _ in range(steps)]
@@ -42,7 +42,7 @@ class Results:
 
 
 class CapturedCall:
-    """Rehearsed twice and then noted, as a graph is."""
+    """A call that is rehearsed twice and then recorded, like a graph."""
 
     made: list = []
 
@@ -136,7 +136,7 @@ def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
             assert all(np.array_equal(values, before[name]) for name, values in sessions[1].snapshot().items())
     assert_as_alone([jobs[0], jobs[2]], [losses[0], losses[2]], None, 5)
     assert_as_alone([jobs[1]], [losses[1]], [sessions[1]], 2)
-    assert len(graphs) == 2  # of the step and of the held-out loss, once each
+    assert len(graphs) == 2  # one for the step and one for the held-out loss
 
 
 def test_a_graph_is_made_anew_when_enough_runs_have_left(graphs):

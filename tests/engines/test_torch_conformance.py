@@ -19,7 +19,7 @@ class TestCPU(EngineSuite):
 
 @dataclass
 class InAStack(TorchCPU):
-    """Each session is one of two whose steps are taken together."""
+    """Sessions that are one of two in a stack."""
 
     name: ClassVar[str] = "in_a_stack"
 
@@ -37,7 +37,7 @@ class TestCUDA(EngineSuite):
 
 @dataclass
 class OnAGPU(TorchCUDA):
-    """The same on a GPU, where the steps are one graph."""
+    """Sessions in a stack on a GPU, whose steps are one graph."""
 
     name: ClassVar[str] = "in_a_stack"
 
@@ -66,7 +66,7 @@ def test_a_gpu_that_is_not_there_is_opened_by_nobody_and_told_of_by_whoever_need
         patch.setattr(engines, "started_ranks", lambda: SimpleNamespace(count=2))
         TorchCUDA().wake()
     assert not engines.CUDA_IS_OPEN.is_set(), "each rank opens a device of its own, later"
-    for _ in range(2):  # runs of one process open it once
+    for _ in range(2):  # a process opens it once for all its runs
         TorchCUDA().wake()
     for thread in threading.enumerate():
         if thread.daemon and getattr(thread, "_target", None) is engines._open_cuda:
@@ -75,7 +75,7 @@ def test_a_gpu_that_is_not_there_is_opened_by_nobody_and_told_of_by_whoever_need
 
 
 def test_a_gpu_that_is_to_be_deterministic_is_opened_without_cublas(monkeypatch):
-    """Which reads how it is to be so where it is first used, and that is told later."""
+    """cuBLAS reads its settings at first use, and the session sets them later."""
     multiplied = []
 
     class Some:

@@ -1,4 +1,4 @@
-"""Whole models on the torch engine against float64 code that shares nothing with it."""
+"""Whole models on the torch engine, against independent float64 code."""
 
 import dataclasses
 import subprocess
@@ -81,7 +81,7 @@ def test_ten_adamw_steps_of_a_model(name, mode):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_mode_lora_is_torch_optim_adamw(name):
-    """In float64, so that nothing but the formula can differ."""
+    """In float64, so that only the formula can differ."""
     the_plan = plan(name)
     weights = reference_weights(the_plan)
     optimiser = torch.optim.AdamW(
@@ -103,7 +103,7 @@ def test_mode_lora_is_torch_optim_adamw(name):
             optimiser.step()
             session.step(batch, settings.hp_for_step(step))
         for tensor, w in weights.items():
-            # Downloads are float32: half a unit in the last place of the largest weight, and nothing more.
+            # Downloads are float32: the error is at most half a unit in the last place of the largest weight.
             np.testing.assert_allclose(session.download(tensor), w.detach().numpy(), rtol=1e-6, atol=1e-7)
 
 
@@ -128,7 +128,7 @@ def test_mode_from_scratch_in_float64(name):
 
 
 def test_rope_may_start_at_a_later_position():
-    """As a decoder does that keeps the keys of the positions before."""
+    """A decoder that caches keys of earlier positions does this."""
     rotary, x = Rotary(100.0, scale=2.0, factors=(1.0, 3.0), halves=True), torch.randn(2, 9, 3, 4)
     ops, late = TorchOps(), TorchOps()
     late.start = 6
@@ -153,12 +153,12 @@ def test_50_steps_repeat_to_the_bit(name):
 def test_accumulation_of_4_gives_the_same_curve_within_rounding(name, steps):
     whole = curve(plan(name, rows=8), steps)
     parts = curve(plan(name, rows=2, accumulate=4), steps)
-    # Summing in another order changes the last bits, and 200 steps of training let them grow.
+    # A different order of sums changes the last bits, and the differences grow over 200 steps.
     np.testing.assert_allclose(whole, parts, rtol=2e-4)
 
 
 def test_a_compiled_step_is_one_graph_that_gives_the_eager_curve(monkeypatch):
-    """Traced and differentiated ahead of time, and run by PyTorch's own kernels: a compiler would take a minute."""
+    """It is traced ahead of time but runs PyTorch's own kernels, because a compiler would take a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     the_plan = plan("llama", rows=8)
@@ -182,7 +182,7 @@ def test_bfloat16_follows_float32(name):
 
 @pytest.mark.parametrize("optimiser", [SGD(weight_decay=0.1), Lion(weight_decay=0.1)], ids=["sgd", "lion"])
 def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimiser):
-    """To the bit, however the pieces' ends lie in tensors, groups and the state of both."""
+    """Bit for bit, wherever pieces end within tensors, groups and their state."""
     the_plan, found = apply_optimiser(plan("llama"), optimiser, 0.01), []
     for size in (update.CHUNK, 1000, 7919):
         monkeypatch.setattr(update, "CHUNK", size)
@@ -196,7 +196,7 @@ def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimis
 
 
 def test_a_snapshot_of_another_session_is_not_overwritten_and_one_of_its_own_is():
-    """Of the same plan: their arrays have the same names and shapes, and lie in other vectors."""
+    """Both sessions have the same plan, so names and shapes are equal, but not the vectors."""
     with built(plan("llama")) as one, built(plan("llama", seed=1)) as other:
         first, wanted = one.snapshot(), other.snapshot()
         before = {name: array.copy() for name, array in first.items()}
@@ -229,7 +229,7 @@ def test_clipping_limits_the_norm_that_reaches_adamw():
 
 
 def test_a_run_never_imports_the_compiler(tmp_path):
-    """Which takes a second and 70 MB, and is wanted with engine.compile=true alone."""
+    """It takes a second and 70 MB, and only engine.compile=true needs it."""
     code = (
         "import sys\n"
         "from toyexp.cli.main import main\n"

@@ -1,4 +1,4 @@
-"""Bytes of ggml's types made into numbers by torch, against gguf-py to the bit, and products with such matrices."""
+"""Dequantisation of ggml's types by torch, bit for bit against gguf-py, and products with packed matrices."""
 
 import importlib.util
 import sys
@@ -44,7 +44,7 @@ def assert_same_bits(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_is_what_gguf_py_makes_of_it_rounded_once(kind, monkeypatch):
-    monkeypatch.setattr(unpack, "CHUNK", 16 * 256)  # several of them, and a rest
+    monkeypatch.setattr(unpack, "CHUNK", 16 * 256)  # several chunks, and a shorter one
     raw = np.concatenate([token_bytes(kind), token_bytes(kind, below=0x3C), np.zeros_like(token_bytes(kind, rows=1))])
     expected = torch.from_numpy(dequantise(raw, KINDS[kind]))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -77,7 +77,7 @@ def test_where_there_is_no_triton_the_ops_do_it(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The module of kernels in Triton, made for its interpreter, which needs no GPU."""
+    """Return the module of Triton kernels, loaded for Triton's interpreter, which needs no GPU."""
     if not importlib.util.find_spec("triton"):
         pytest.skip("Triton is not here")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -92,12 +92,12 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("kind", IN_TRITON)
 def test_a_kernel_in_triton_makes_the_same_of_any_number_of_blocks(kind, kernels):
     _, per_block, block_bytes = GGUF_TYPES[KINDS[kind]]
-    whole = kernels.NUMBERS // per_block  # to a program
+    whole = kernels.NUMBERS // per_block  # blocks per program
     blocks = token_bytes(kind, rows=3 * whole).reshape(-1, block_bytes)
-    # The interpreter cuts off what bfloat16 does not hold, where a GPU rounds.
+    # The interpreter truncates to bfloat16, while a GPU rounds.
     for count, dtype in zip((0, 1, whole, 2 * whole + 3), ("float32", "float64", "float16", "float32"), strict=True):
         expected = torch.from_numpy(dequantise(blocks[:count], KINDS[kind]) if count else np.zeros(0, np.float32))
-        with np.errstate(all="ignore"):  # scales that are no numbers
+        with np.errstate(all="ignore"):  # some scales are NaN
             flat = torch.from_numpy(blocks[:count]).flatten()
             found = kernels.unpack_blocks(flat, kind, getattr(torch, dtype))
         assert_same_bits(found, expected.flatten().to(found.dtype))
@@ -117,7 +117,7 @@ def matrix(seed):
 
 
 def passed(product, matrices, x, dtype):
-    """The result of three products, and its gradient by x."""
+    """Return the result of three products, and its gradient by x."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = x
@@ -143,7 +143,7 @@ def test_products_and_gradients_are_those_of_the_numbers(how, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_step_is_whole_and_keeps_bytes_and_no_numbers(dtype):
-    # Not above: torch's compiler takes a second of every process that collects tests.
+    # Imported here because torch's compiler takes a second to load.
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 

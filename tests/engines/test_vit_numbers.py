@@ -1,4 +1,4 @@
-"""The ViT on every engine that runs here, against float64 code that shares nothing with it."""
+"""The ViT on every engine available, against independent float64 code."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ DATA = image_dataset(count=120, size=12, channels=3, classes=5)
 def planned(block, rows=6, accumulate=1):
     model = ViT(d_model=32, n_layers=2, n_heads=4, d_ff=48, patch=4, block=block).fit(DATA)
     inputs = model.batches(DATA, rows, 0).inputs
-    # Initial values at which every nonlinearity bends, and a class token and biases that are not 0.
+    # Initial values that reach the curved parts of nonlinearities, and a class token and biases that are not 0.
     draw = np.random.default_rng(3)
     recipe = VitTiny()
     plan = recipe.plan(model, Setup(inputs, rows=rows, accumulate=accumulate))
@@ -48,7 +48,7 @@ def realized(engine, plan, values):
 
 
 def images_and_batch(plan, k=0, rows=6):
-    """The images for the reference, which convolves them, and the same batch in patches for the engine."""
+    """Return images for the reference, which convolves them, and the same batch in patches for the engine."""
     pixels = DATA.batches(0, rows, 0).batch(k)
     weights = np.random.default_rng(k).uniform(0, 2, rows).astype(np.float32)
     weights[1] = 0
@@ -95,7 +95,9 @@ def test_ten_steps_are_the_formulas(engine):
                         weight_decay=0.1 if w.ndim > 1 else 0.0, correct=False,
                     )  # fmt: skip
         for tensor, w in weights.items():
-            if tensor.endswith("attn_k.bias"):  # shifts all scores of a query alike: its gradient is rounding alone
+            if tensor.endswith(
+                "attn_k.bias"
+            ):  # it shifts all scores of a query equally, so its gradient is only rounding
                 continue
             # Adam keeps only the sign of a gradient that is nearly zero; hence a bound on the whole tensor.
             error = np.linalg.norm(session.download(tensor) - w.detach().numpy())
@@ -119,7 +121,7 @@ def test_micro_batches_give_the_same_curve_and_the_same_accuracy(engine):
 
 def test_accuracy_counts_the_images_that_weigh_something():
     plan, values = planned("layernorm_gelu")
-    batches = plan.model.batches(DATA, 16, 0).held_out()  # more rows than the plan's, and some that only fill
+    batches = plan.model.batches(DATA, 16, 0).held_out()  # more rows than the plan's, including padding
     assert sum(len(b["targets"]) for b in batches) > len(DATA.held_out[1]) == sum(b["weights"].sum() for b in batches)
     images = torch.from_numpy((DATA.held_out[0] / 255 - DATA.mean) / DATA.std)
     weights = {n: torch.from_numpy(v).double() for n, v in values.items()}

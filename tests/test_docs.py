@@ -11,7 +11,7 @@ import environments
 import make_speeds
 import numpy as np
 import pytest
-from cells import CELLS, ticked
+from cells import CELLS, ticked_cells
 from structure import PUBLIC
 from tiny import write_base
 
@@ -37,7 +37,7 @@ def installed(root, project, module):
     (root / "pyproject.toml").write_text(shown_file(project))
     for name in (f"{module}.py", f"test_{module}.py"):
         (root / name).write_text(shown_file(name))
-    python = environments.make(root / "env", install=root)
+    python = environments.make_environment(root / "env", install=root)
     (root / f"{module}.py").unlink()  # only the installed copy is left
     return root, python
 
@@ -332,25 +332,27 @@ def test_every_file_of_the_core_is_in_the_tree():
 
 def test_the_table_of_files_has_the_cells_that_are_tested():
     """Its figures are those of the last `make table`."""
-    assert ticked(PAGES["reference/files.md"]) == CELLS
+    assert ticked_cells(PAGES["reference/files.md"]) == CELLS
 
 
 def test_the_table_of_speeds_is_the_one_that_bench_told():
     """Rounded by one rule, and changed by a report: nobody types a figure."""
     machines = json.loads(make_speeds.FIGURES.read_text())
-    assert make_speeds.within(PAGES["reference/measured.md"]) == make_speeds.text(machines)
-    assert make_speeds.within(PAGES["reference/measured.md"], *make_speeds.RATIOS) == make_speeds.ratios(machines)
+    assert make_speeds.section(PAGES["reference/measured.md"]) == make_speeds.text(machines)
+    assert make_speeds.section(PAGES["reference/measured.md"], *make_speeds.RATIOS) == make_speeds.ratios(machines)
     told = {"name": "ggml", "seconds_per_step": 0.0123456, "beyond_import_bytes": 7_654_321, "rounds": [1], "ratio": 1}
-    make_speeds.add(machines, "2 cores", "bench_1m", {"engines": [told, {**told, "name": "cpu", "device_bytes": None}]})
+    make_speeds.add_report(
+        machines, "2 cores", "bench_1m", {"engines": [told, {**told, "name": "cpu", "device_bytes": None}]}
+    )
     changed = set(make_speeds.text(machines).splitlines()) - set(
-        make_speeds.within(PAGES["reference/measured.md"]).splitlines()
+        make_speeds.section(PAGES["reference/measured.md"]).splitlines()
     )
     ggml, torch = (next(line for line in changed if title in line) for title in ("OpenBLAS: `ggml` |", "| `cpu`"))
     assert ggml.split(" | ")[2] == "12.3 ms" and torch.split(" | ")[2] == "12.3 ms"
     assert any("memory beyond the imports" in line and "| 8, 8 MB |" in line for line in changed)
     assert any(" 1.00 and " in line for line in changed), "of torch's time, in the sentence below"
     with pytest.raises(SystemExit, match="another machine bench_1m: takes one of 2 cores, H200"):
-        make_speeds.add(machines, "another machine", "bench_1m", {"engines": []})
+        make_speeds.add_report(machines, "another machine", "bench_1m", {"engines": []})
 
 
 def test_the_figures_of_the_fault_tier_are_those_of_its_last_run():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden import BOOK, CASES, ENGINES, RECORD, machine, measured
+from golden import BOOK, CASES, ENGINES, RECORD, machine_digest, measure_case
 
 GOLDEN = json.loads(RECORD.read_text())
 
@@ -17,8 +17,8 @@ def test_a_recorded_run_computes_what_it_did(case, engine, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     Path("book.txt").write_text(BOOK)
-    found, wanted = json.loads(json.dumps(measured(case, engine))), GOLDEN["runs"][f"{case}, {engine}"]
-    if GOLDEN["machine"] == machine():
+    found, wanted = json.loads(json.dumps(measure_case(case, engine))), GOLDEN["runs"][f"{case}, {engine}"]
+    if GOLDEN["machine"] == machine_digest():
         assert found == wanted
     else:
         for name in ("losses", "held_out"):

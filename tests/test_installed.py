@@ -39,13 +39,13 @@ def wheel(clone, tmp_path_factory):
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
     """The python of an environment that the wheel is installed in."""
-    return environments.make(tmp_path_factory.mktemp("wheel_env"), install=wheel[0])
+    return environments.make_environment(tmp_path_factory.mktemp("wheel_env"), install=wheel[0])
 
 
 @pytest.fixture(scope="module")
 def editable(clone, tmp_path_factory):
     """The python of an environment that the clone is installed in as it lies there."""
-    return environments.make(tmp_path_factory.mktemp("editable_env"), install=clone, editable=True)
+    return environments.make_environment(tmp_path_factory.mktemp("editable_env"), install=clone, editable=True)
 
 
 def site_of(python):

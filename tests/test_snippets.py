@@ -96,7 +96,7 @@ def run_command(command, block):
     where = f"{block.where}: {command}"
     program = command.split()[0].removeprefix(".venv/bin/")
     if program == "toyexp" and not re.search(r" [|>] ", command):
-        words = snippets.small(command, block.said.get("small", ""))
+        words = snippets.shorten_command(command, block.said.get("small", ""))
         assert main(words) == 0, f"{where}\nas toyexp {' '.join(words)}"
     elif program == "cd":  # for all that comes after it on the page
         _, folder, *rest = command.split()
@@ -136,7 +136,7 @@ def run_page(name, shelf, slow):
             code = compile(with_places(block.text, shelf), block.where, "exec")
             exec(code, space)
         for command in block.commands:
-            if not snippets.reason(command):
+            if not snippets.skip_reason(command):
                 run_command(with_places(command, shelf), block)
 
 
@@ -175,8 +175,8 @@ def not_run():
             if "not run" in block.said:
                 yield block.where, block.said["not run"], block.text
             else:
-                for command in filter(snippets.reason, block.commands):
-                    yield block.where, snippets.reason(command), command
+                for command in filter(snippets.skip_reason, block.commands):
+                    yield block.where, snippets.skip_reason(command), command
 
 
 @pytest.mark.docs

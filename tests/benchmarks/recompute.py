@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from allocated import peak_of_tensors
+from tensor_memory import measure_peak_tensor_bytes
 
 from toyexp import AdamW, Setup, TokenBatches
 from toyexp.base.threads import reduce_spinning
@@ -51,7 +51,7 @@ def step_bytes(name, session, step):
         held = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - held
-    return peak_of_tensors(step)
+    return measure_peak_tensor_bytes(step)
 
 
 def child(name, recompute):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from lines import last_of_each
+from lines import drop_repeated_keys
 
 from toyexp.cli.main import main
 
@@ -64,7 +64,7 @@ def settings(tmp_path):
     def build(*overrides, to="run", engine="cpu"):
         data = ["data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokenizer=byte"]
         sizes = ["steps=12", "batch_size=4", "eval_every=4", f"hydra.run.dir={tmp_path / to}"]
-        return last_of_each(*data, *MODEL, *ENGINES[engine], *sizes, *overrides)
+        return drop_repeated_keys(*data, *MODEL, *ENGINES[engine], *sizes, *overrides)
 
     return build
 

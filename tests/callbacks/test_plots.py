@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import matplotlib
 import numpy as np
 import pytest
-from drawings import words_of
-from made_runs import made
+from drawings import svg_texts
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from synthetic_runs import write_run
 
 from toyexp.base.drawing import FILE_METADATA, Sheet, is_own_plot, thin_curve
 from toyexp.cli import bench
@@ -79,7 +79,7 @@ def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_ru
     curves = Curves("name $x_1$", "below", "image", of, held_out, [40], 50, (100, "stopped early"))
     pictures = drawn(curves)
     (tmp_path / "a.svg").write_bytes(pictures[".svg"])
-    words = words_of(tmp_path / "a.svg")
+    words = svg_texts(tmp_path / "a.svg")
     for text in ("held-out 3.457", "held-out 87.5 %", "best, step 50", "stopped early, step 100", "warning, step 40",
                  "loss (nats per image)", "held-out accuracy (%)", "gradient norm", "learning rate",
                  "step"):  # fmt: skip
@@ -91,7 +91,7 @@ def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_ru
 def test_the_name_of_a_small_panel_is_no_longer_than_the_panel_is_high(tmp_path):
     of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr", "rms of all weights of the head")}
     (tmp_path / "a.svg").write_bytes(drawn(Curves("name", steps=of))[".svg"])
-    words = words_of(tmp_path / "a.svg")
+    words = svg_texts(tmp_path / "a.svg")
     assert {"gradient norm", "learning rate", "rms of all", "weights of the", "head"} <= {*words}, words
 
 
@@ -141,7 +141,7 @@ def test_a_picture_that_cannot_be_written_is_told_once_and_fails_no_run(train, t
 def test_a_run_that_a_callback_has_ended_says_which_and_why(train):
     run = train("callbacks=[default,plots,early_stop]", "steps=12", "eval_every=2", "callbacks.early_stop.patience=2",
                 "callbacks.early_stop.min_delta=100", engine="noop")  # fmt: skip
-    words = " ".join(words_of(run.dir / "plots" / "curves.svg"))
+    words = " ".join(svg_texts(run.dir / "plots" / "curves.svg"))
     assert f"early_stop: 2 evals without a held-out loss below {run.of('eval')[0]['loss'] - 100:.4f}" in words, words
     assert f", step {run.result['steps']}" in words and run.result["steps"] < 12
 
@@ -152,10 +152,10 @@ def test_the_best_eval_is_marked_where_it_was_and_one_that_was_the_last_is_not(t
     wild = train(*words, "lr=0.5", to="wild")
     scores = {e["loss"]: e["step"] for e in wild.of("eval") if e["step"]}
     assert 0 < (best := scores[min(scores)]) < 12, "the rate is not as wild as it should be"
-    assert f"best, step {best}" in words_of(wild.dir / "plots" / "curves.svg")
+    assert f"best, step {best}" in svg_texts(wild.dir / "plots" / "curves.svg")
     falling = train(*words, "lr=0.01", to="falling")
     assert falling.result["best"]["step"] == 12, "the rate is not as tame as it should be"
-    assert not any(word.startswith("best") for word in words_of(falling.dir / "plots" / "curves.svg"))
+    assert not any(word.startswith("best") for word in svg_texts(falling.dir / "plots" / "curves.svg"))
 
 
 def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_steps(train, tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_curves_with_holes_are_drawn_too(train, words):
 def test_pictures_do_not_follow_a_matplotlibrc(tmp_path):
     rc = {"text.usetex": True, "font.size": 30, "axes.facecolor": "black"}
     curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([1], [1]), "lr": ([], [])})
-    made(tmp_path / "run", seed=0, steps=4)
+    write_run(tmp_path / "run", seed=0, steps=4)
     engine = {"name": "ggml", "engine": "ggml", "rounds": [0.1], "quartiles": [0.1, 0.1], "ratio": 1.0,
               "tokens_per_second": 100.0, "seconds_per_step": 0.1}  # fmt: skip
 

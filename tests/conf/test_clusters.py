@@ -11,15 +11,15 @@ import pytest
 from clusters import (
     QUICK,
     has_checkpoint,
-    jobs,
     kill,
-    parent,
-    run_of,
+    parent_pid,
+    recorded_steps,
+    run_dir,
     start,
-    statuses,
-    steps_of,
+    status_letters,
+    sweep_jobs,
     wait_for,
-    writer,
+    writer_pid,
 )
 from mishaps import MISHAP
 
@@ -233,17 +233,17 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
              "callbacks.mishap.slow=40", "callbacks.mishap.told=true"]  # fmt: skip
     process = start("-m", *words, "sweep.launcher=ray", TOYEXP_NOTED="yes", CUDA_VISIBLE_DEVICES="")
     wait_for(lambda: has_checkpoint(0), process)
-    kill(parent(writer(0)))
+    kill(parent_pid(writer_pid(0)))
     out, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
-    assert statuses() == "cccfcckcc"
-    assert [job["attempts"] for job in jobs()] == [2, *[1] * 8]
+    assert status_letters() == "cccfcckcc"
+    assert [job["attempts"] for job in sweep_jobs()] == [2, *[1] * 8]
     assert "[0] lost (its worker was killed): resubmitted, 1 of 3 times" in out
     assert "resumed from step" in Path("s/logs/0.log").read_text()
-    assert steps_of(0) == list(range(1, 41))
+    assert recorded_steps(0) == list(range(1, 41))
     for line in (out + err).splitlines():  # nothing that Ray has to say
         ours = ("ray     a new cluster", "sweep ", "report ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
         assert not line or line.startswith(ours), line
     assert len(err.splitlines()) == 2 and "job 3: callbacks.mishap failed" in err and "job 6: killed by SIGKILL" in err
-    told = eval((run_of(1) / "told").read_text())
+    told = eval((run_dir(1) / "told").read_text())
     assert told[2:] == ["yes", str(Path.cwd())] and told[1] in ("1", "2")

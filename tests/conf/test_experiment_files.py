@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lines import failed
+from lines import run_failing
 
 from toyexp.cli.main import main
 
@@ -22,7 +22,7 @@ def _here(tmp_path, monkeypatch):
 @pytest.fixture
 def refused(capsys):
     def run(*argv: str) -> str:
-        line, _ = failed(capsys, *argv, *TINY, codes=(2,))
+        line, _ = run_failing(capsys, *argv, *TINY, codes=(2,))
         assert not list(Path().rglob("events.jsonl"))
         return line
 

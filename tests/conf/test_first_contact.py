@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lines import failed
+from lines import run_failing
 
 from toyexp.cli import doctor
 from toyexp.cli.main import main
@@ -73,7 +73,7 @@ def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypat
 def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys):
     known = {*load().offers["command"]}
     for word, ours in other_tools("commands").items():
-        told, _ = failed(capsys, word, codes=(2,))
+        told, _ = run_failing(capsys, word, codes=(2,))
         assert f"that is: toyexp {ours}" in told and word not in known
         first = shlex.split(ours)[0]
         assert first in known or "=" in first or first == "--version", ours
@@ -81,7 +81,9 @@ def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys)
 
 def test_help_for_what_is_no_command_leads_to_what_it_is_here(capsys):
     for flag in ("--help", "-h"):
-        assert "that is: toyexp compare outputs --html report.html" in failed(capsys, "report", flag, codes=(2,))[0]
+        assert (
+            "that is: toyexp compare outputs --html report.html" in run_failing(capsys, "report", flag, codes=(2,))[0]
+        )
     assert main(["--help"]) == main(["recipe=warm", "--help"]) == 0
     assert capsys.readouterr().out.count("usage: toyexp") == 2
 
@@ -183,7 +185,7 @@ def test_an_error_of_the_first_ten_minutes_names_the_page_that_explains_it(capsy
     """Offline, by a command; and it is a line still."""
     assert main([*TINY, "hydra.run.dir=trained"]) == 0
     for words, topic in NEWCOMERS:
-        told, _ = failed(
+        told, _ = run_failing(
             capsys, *words, *(TINY if words[0].startswith(("resume=trained", "hydra")) else []), codes=(2,)
         )
         assert told.endswith(f"(more: toyexp help {topic})"), f"{words}: {told}"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lines import last_of_each
+from lines import drop_repeated_keys
 
 from toyexp import PlanTensor, RunPreview
 from toyexp.cli.main import main
@@ -46,7 +46,7 @@ def warnings_of(registry):
     """What a run of the text would be told."""
 
     def told(*words):
-        return list(prepare(Request([], registry, MODULES).build_config(*last_of_each(*TEXT, *words))).warnings)
+        return list(prepare(Request([], registry, MODULES).build_config(*drop_repeated_keys(*TEXT, *words))).warnings)
 
     return told
 

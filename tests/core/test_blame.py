@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lines import failed, last_of_each, noop
+from lines import drop_repeated_keys, noop, run_failing
 
 from toyexp.cli.main import main
 from toyexp.training import checkpoint
@@ -250,7 +250,7 @@ def _here(tmp_path, monkeypatch):
 
 
 def run_failed(capsys, *words):
-    return failed(capsys, *last_of_each(*NOOP, *words))
+    return run_failing(capsys, *drop_repeated_keys(*NOOP, *words))
 
 
 def last_event():
@@ -400,7 +400,7 @@ def test_whose_method_an_error_came_out_of_is_told_also_where_nobody_expected_on
 def test_a_mistake_of_toyexps_own_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("toyexp.training.experiment.introduction", lambda prepared: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        main(last_of_each(*NOOP))
+        main(drop_repeated_keys(*NOOP))
 
 
 @pytest.mark.parametrize(

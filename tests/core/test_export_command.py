@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from tiny import MODELS, split, write_base
+from tiny import MODELS, split_gguf, write_base
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.formatting import format_bytes
@@ -115,7 +115,7 @@ def test_back_to_f32_loses_nothing_and_twice_rounded_takes_a_word(source, capsys
 
 
 def test_a_split_model_becomes_one_file(source):
-    paths = split(source)
+    paths = split_gguf(source)
     assert main(["export", paths[0].name, "--type", "f32"]) == 0
     assert fields("model-f32.gguf") == fields(source)
     ours, before = tensors("model-f32.gguf"), tensors(source)

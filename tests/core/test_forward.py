@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lines import failed, last_of_each, noop
+from lines import drop_repeated_keys, noop, run_failing
 from probe import Probe, probe_plan
 
 from toyexp import LoraAdapter, Normal, PlanTensor, Rotary, UserError, lora_names
@@ -187,7 +187,7 @@ def here(tmp_path, monkeypatch):
 
 def refused(capsys, *words):
     """The one line by which a run is refused before anything is made."""
-    line, _ = failed(capsys, *last_of_each(*RUN, *words), codes=(2,))
+    line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, *words), codes=(2,))
     assert not Path("run").exists()
     return line
 
@@ -235,21 +235,21 @@ def test_it_is_the_same_line_whatever_the_engine(engine, here, capsys):
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_eval_and_generate_name_it_too(engine, here, capsys):
-    assert main([*last_of_each(*RUN, "callbacks=[gguf_export]", "eval_every=3")]) == 0
+    assert main([*drop_repeated_keys(*RUN, "callbacks=[gguf_export]", "eval_every=3")]) == 0
     own = ["run", PLUGINS, f"engine={engine}"]
     assert main(["eval", *own]) == 0
     Path("at").write_text("adds")
     generate = ["generate", "run", "--ids", "1", "--engine", engine, PLUGINS]
     for words in (["eval", *own], generate):
-        line, _ = failed(capsys, *words, codes=(2,))
+        line, _ = run_failing(capsys, *words, codes=(2,))
         assert line.startswith("model.odd: in its forward pass ops.add takes tensors, and gets 1 (odd_model.py, line ")
 
 
 def test_what_an_engine_cannot_do_with_a_model_that_is_one_stays_the_engines(here, capsys):
-    line, _ = failed(capsys, *last_of_each(*RUN, "engine=broken"), codes=(1,))
+    line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, "engine=broken"), codes=(1,))
     assert line.startswith("engine.broken failed while it built the training step: AttributeError")
-    assert main([*last_of_each(*RUN, "callbacks=[gguf_export]", "eval_every=3", "hydra.run.dir=other")]) == 0
-    line, _ = failed(capsys, "eval", "other", PLUGINS, "engine=broken", codes=(1,))
+    assert main([*drop_repeated_keys(*RUN, "callbacks=[gguf_export]", "eval_every=3", "hydra.run.dir=other")]) == 0
+    line, _ = run_failing(capsys, "eval", "other", PLUGINS, "engine=broken", codes=(1,))
     assert line.startswith("engine.broken failed while it evaluated: KeyError: 'rows' (broken_engine.py, line ")
 
 
@@ -271,7 +271,7 @@ def test_numbers_and_slots_that_are_none_are_told_by_what_they_are(at, wanted, h
 
 
 def test_numbers_that_a_schedule_asks_for_are_the_optimisers_fault(here, capsys):
-    line, _ = failed(capsys, *last_of_each(*RUN, "optim=late"), codes=(1,))
+    line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, "optim=late"), codes=(1,))
     assert line.startswith("optim.late failed ") and "ZeroDivisionError" in line and "(odd_model.py, line " in line
 
 

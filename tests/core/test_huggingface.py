@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from texts import write_untrained
-from tiny import MODELS, split, write_base
+from tiny import MODELS, split_gguf, write_base
 
 from toyexp import ModelExport, Rotary, RunFailed, UserError
 from toyexp.base.formatting import format_bytes
@@ -154,7 +154,7 @@ def test_export_writes_the_directory(capsys, kind, word):
 
 def test_a_split_quantised_model_becomes_one_directory(tmp_path, capsys):
     write_base(tmp_path / "m.gguf", "gpt2", "q8_0", tokenizer=Bytes())
-    part = split(tmp_path / "m.gguf")[0].name
+    part = split_gguf(tmp_path / "m.gguf")[0].name
     assert main(["export", part, "--type", "hf"]) == 0
     with GGUFFile("m.gguf") as file:
         ours = file.read("blk.1.ffn_up.weight")

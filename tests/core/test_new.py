@@ -91,7 +91,7 @@ def test_the_run_that_its_readme_shows_runs(made, monkeypatch, capsys, kind):
 
 @pytest.mark.release
 def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(made, tmp_path):
-    python = environments.make(tmp_path / "env", install=place(made, "optimiser"), editable=True)
+    python = environments.make_environment(tmp_path / "env", install=place(made, "optimiser"), editable=True)
     listed = environments.run(python, "-m", "toyexp", "plugins", cwd=tmp_path)
     assert re.search(r"own_optimiser_2 +RMSprop .*\[own_optimiser_2, toyexp-own-optimiser-2 0\.1\]", listed.stdout)
 
@@ -99,7 +99,7 @@ def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(made, tmp_p
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
-    python = environments.make(tmp_path / "env", install=place(made, kind), editable=True)
+    python = environments.make_environment(tmp_path / "env", install=place(made, kind), editable=True)
     line = next(
         line for line in (place(made, kind) / "README.md").read_text().splitlines() if line.startswith("toyexp ")
     )

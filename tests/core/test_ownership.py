@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lines import failed, noop
+from lines import noop, run_failing
 
 import toyexp
 from toyexp import RunFailed, UserError
@@ -46,7 +46,7 @@ def contents(folder="."):
 def refused(capsys, *words):
     """The one line in which a command line is refused, and with which nothing changes."""
     before = contents()
-    line, _ = failed(capsys, *words, codes=(2,))
+    line, _ = run_failing(capsys, *words, codes=(2,))
     assert contents() == before
     return line
 

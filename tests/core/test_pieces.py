@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from texts import NASTY, PROSE, scrambled
+from texts import NASTY, PROSE, scramble_texts
 
 from toyexp import UserError
 from toyexp.tokenizers import tokenizer as pieces
@@ -23,7 +23,7 @@ RUNS = [
 def nasty(seed, size):
     """A text in which what is hard to cut into words stands side by side: runs of all lengths, and some prose."""
     rng = random.Random(seed)
-    pool = [*NASTY, *scrambled(seed, 100), *[PROSE] * 20]
+    pool = [*NASTY, *scramble_texts(seed, 100), *[PROSE] * 20]
     found = []
     while sum(map(len, found)) < size:
         found.append(rng.choice(pool) if rng.random() < 0.8 else rng.choice(RUNS) * rng.randrange(1, 50))
@@ -72,7 +72,7 @@ def sentencepiece(prefix=True):
 
 TOKENIZERS = {
     "byte": Bytes,
-    "char": lambda: Characters.from_texts([*NASTY, *RUNS, PROSE, *scrambled(1, 100), "<b>"]),
+    "char": lambda: Characters.from_texts([*NASTY, *RUNS, PROSE, *scramble_texts(1, 100), "<b>"]),
     "qwen2": lambda: byte_level("qwen2"),
     "llama-bpe": lambda: byte_level("llama-bpe"),
     "deepseek-llm": lambda: byte_level("deepseek-llm"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
-from drawings import words_of
-from made_runs import made
+from drawings import svg_texts
 from matplotlib.image import imread
+from synthetic_runs import write_run
 
 from toyexp.base.drawing import COLOURS, fit_text, is_own_plot
 from toyexp.cli.main import main
@@ -29,7 +29,7 @@ def drawn(capsys, *words):
     assert main(["compare", *words[:-1], "--plot", words[-1]]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"plot    {words[-1]}, ") and out.count("\n") == 1
-    return words_of(Path(words[-1]))
+    return svg_texts(Path(words[-1]))
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def grid(tmp_path_factory):
     here = tmp_path_factory.mktemp("grid")
     for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 1e-2)
                                                 for s in (0, 1, 2)):  # fmt: skip
-        made(here / f"runs/{number:02}", recipe=recipe, lr=lr, seed=seed, steps=100)
-    made(here / "runs/killed", reason=None, until=60, recipe="warm", lr=3e-3, seed=3, steps=100)
-    made(here / "runs/wild", recipe="scratch", lr=0.5, seed=0, steps=100, held_out=40.0)
+        write_run(here / f"runs/{number:02}", recipe=recipe, lr=lr, seed=seed, steps=100)
+    write_run(here / "runs/killed", reason=None, until=60, recipe="warm", lr=3e-3, seed=3, steps=100)
+    write_run(here / "runs/wild", recipe="scratch", lr=0.5, seed=0, steps=100, held_out=40.0)
     return here
 
 
@@ -95,7 +95,7 @@ def test_the_picture_can_be_told_apart_without_colour_and_fills_its_paper(grid, 
 
 def test_of_many_points_the_best_have_colours_and_the_others_are_grey_and_counted(tmp_path, capsys):
     for number in range(30):
-        made(tmp_path / f"runs/{number}", steps=5, lr=1e-3 * (number + 1), held_out=2.0 + number / 10)
+        write_run(tmp_path / f"runs/{number}", steps=5, lr=1e-3 * (number + 1), held_out=2.0 + number / 10)
     words = drawn(capsys, "runs", "curves.svg")
     assert "lr 0.001 to 0.03 (30 values)" in words
     assert "22 others, grey" in words and "2.8 to 4.9" in words
@@ -105,10 +105,10 @@ def test_of_many_points_the_best_have_colours_and_the_others_are_grey_and_counte
 
 
 def test_one_run_and_runs_that_hold_nothing_out_are_drawn_too(tmp_path, capsys):
-    made(tmp_path / "one", steps=50)
+    write_run(tmp_path / "one", steps=50)
     assert "scratch-llama" in drawn(capsys, "one", "one.svg")
     for name, lr in (("a", 1e-3), ("b", 3e-3)):
-        made(tmp_path / "none" / name, steps=50, lr=lr, eval_every=1000)
+        write_run(tmp_path / "none" / name, steps=50, lr=lr, eval_every=1000)
         for file in ("result.json", "events.jsonl"):
             path = tmp_path / "none" / name / file
             lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -123,8 +123,8 @@ def test_any_name_and_any_number_makes_a_picture_that_can_be_read(tmp_path, caps
     """Letters without a picture in the font, a terminal's codes, formulas; a loss of 0, one that explodes, no steps."""
     names = ("$x_1", "\u65e5\u672c", "a\x1b[3m--><b>", "x" * 300)
     for number, (name, held_out) in enumerate(zip(names, (0.0, -3.0, 700.0, float("nan")), strict=True)):
-        made(tmp_path / f"runs/{number}", name=name, lr=10.0**-number, steps=5, held_out=held_out)
-    made(tmp_path / "runs/none", until=0, lr=7.0, steps=5)
+        write_run(tmp_path / f"runs/{number}", name=name, lr=10.0**-number, steps=5, held_out=held_out)
+    write_run(tmp_path / "runs/none", until=0, lr=7.0, steps=5)
     for place in ("runs", *(f"runs/{number}" for number in range(3))):
         drawn(capsys, place, "curves.svg")
         assert xml.dom.minidom.parse("curves.svg").documentElement.tagName == "svg"
@@ -132,7 +132,7 @@ def test_any_name_and_any_number_makes_a_picture_that_can_be_read(tmp_path, caps
 
 def search_of(place, scores, metric="loss"):
     """A search as its directory keeps it: of each trial its rate, its optimiser and a score; one was stopped."""
-    made(place / "0", steps=5)
+    write_run(place / "0", steps=5)
     draw = np.random.default_rng(0)
     values = [{"lr": float(10 ** draw.uniform(-4, -1)), "optim": name} for name in ("adamw", "lion") * 5]
     trials = [{"trial": number, "values": values[number], "score": score,
@@ -223,7 +223,7 @@ def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_p
     assert main([*SWEEP, "callbacks=[events,plots]", "hydra.sweep.dir=s"]) == 0
     out = capsys.readouterr().out
     assert "plot    s/plots/sweep.png\nplot    s/plots/sweep.svg\n" in out
-    words = words_of(tmp_path / "s/plots/sweep.svg")
+    words = svg_texts(tmp_path / "s/plots/sweep.svg")
     assert "lr 0.01, 5.0 × 2 seeds" in words, words
     assert is_own_plot(tmp_path / "s/plots/sweep.png")
     (tmp_path / "s/plots/sweep.png").write_bytes(b"theirs")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import made, made_sweep
+from synthetic_runs import write_run, write_sweep
 
 from toyexp.base.drawing import thin_curve
 from toyexp.cli.main import main
@@ -23,7 +23,7 @@ pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    here = made_sweep(tmp_path_factory.mktemp("report"))
+    here = write_sweep(tmp_path_factory.mktemp("report"))
     assert main(["compare", str(here / "runs"), "--html", str(here / "report.html")]) == 0
     return here
 
@@ -68,14 +68,14 @@ def test_a_thinned_curve_keeps_what_stands_out():
 
 
 def test_of_many_held_out_scores_the_last_is_always_drawn(tmp_path):
-    run = made(tmp_path / "run", steps=62, eval_every=1)
+    run = write_run(tmp_path / "run", steps=62, eval_every=1)
     (told,) = Report("")._data(Comparison.build([read_run(run)]), 100)["runs"]
     steps, losses = told["held"]["loss"]
     assert len(steps) == len(losses) < 62 and (steps[0], steps[-1]) == (1, 62)
 
 
 def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
-    run = made(tmp_path / "run", steps=20, eval_every=10)
+    run = write_run(tmp_path / "run", steps=20, eval_every=10)
     with open(run / "events.jsonl", "a") as file:
         file.write(
             '[1]\n{"kind": "step", "step": "x", "loss": 1}\n{"kind": "step", "step": 21, "loss": null}\n'
@@ -87,7 +87,7 @@ def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
 
 def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path):
     """Beside more steps than are parsed at once: no time, no tokens, tokens and steps below 0, one beyond 64 bits."""
-    run = made(tmp_path / "run", steps=1200, eval_every=1200)
+    run = write_run(tmp_path / "run", steps=1200, eval_every=1200)
     odd = [{"step": 1201, "tokens": 5, "wall_us": 0}, {"step": 1202, "wall_us": 9}, {"step": 1203, "tokens": -7},
            {"step": -1, "tokens": 5, "wall_us": 9}, {"step": 1 << 64, "tokens": 5, "wall_us": 9}]  # fmt: skip
     with open(run / "events.jsonl", "a") as file:
@@ -100,7 +100,7 @@ def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path
 
 def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
     for name, seed, held_out in (("a", 0, 3.0), ("b", 0, 2.0), ("c", 1, 1.5)):
-        made(tmp_path / name, seed=seed, steps=5, held_out=held_out)
+        write_run(tmp_path / name, seed=seed, steps=5, held_out=held_out)
     found = Comparison.build([read_run(path) for path in find_runs(tmp_path)])
     (point,) = found.ranking.points
     assert (point.mean, point.deviation) == pytest.approx((2.0, np.std([2.5, 1.5], ddof=1)))
@@ -110,7 +110,7 @@ def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
 
 def test_of_several_points_one_is_the_best_and_of_one_none(tmp_path):
     for number, lr in enumerate((1e-2, 3e-3), 1):
-        made(tmp_path / f"runs/{lr}", lr=lr, steps=5)
+        write_run(tmp_path / f"runs/{lr}", lr=lr, steps=5)
         page = tmp_path / f"{number}.html"
         assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
         assert data_of(page)["best"] is (number > 1)
@@ -124,7 +124,7 @@ def test_importance_of_a_grid_and_none_of_seven_runs(tmp_path, seven):
         held_out = {"scratch": 3.0, "warm": 2.0}[recipe] + {1e-3: 0.3, 3e-3: 0.0, 1e-2: 0.1, 3e-2: 0.2}[lr]
         if seven:
             recipe, lr, held_out = "warm", 1e-3 * (number + 1), 3.0 + number
-        made(tmp_path / str(number), recipe=recipe, lr=lr, steps=5 + seven * number // 2, held_out=held_out)
+        write_run(tmp_path / str(number), recipe=recipe, lr=lr, steps=5 + seven * number // 2, held_out=held_out)
     shares, why = compute_importance(Comparison.build([read_run(path) for path in find_runs(tmp_path)]))
     if seven:
         assert not shares and "7 points are too few" in why
@@ -173,7 +173,7 @@ def test_a_sweep_leaves_its_report_unless_told_otherwise(tmp_path, monkeypatch, 
 
 
 def test_a_sweep_without_what_draws_says_what_to_install(tmp_path, monkeypatch, capsys):
-    made(tmp_path / "s/0", steps=5)
+    write_run(tmp_path / "s/0", steps=5)
     pack_library.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly", None)
     SweepReport()(tmp_path / "s", True)
@@ -188,14 +188,14 @@ def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_n
         History, "read", classmethod(lambda cls, run, old=History.read: read.append(run.name) or old(run))
     )
     report, page = SweepReport(), tmp_path / "s/report.html"
-    made(tmp_path / "s/0", steps=5)
+    write_run(tmp_path / "s/0", steps=5)
     now[0] = FIRST_DELAY - 1
     report(tmp_path / "s", False)
     assert not page.exists()
     now[0] = FIRST_DELAY
     report(tmp_path / "s", False)
     assert len(data_of(page)["runs"]) == 1
-    made(tmp_path / "s/1", steps=5, seed=1)
+    write_run(tmp_path / "s/1", steps=5, seed=1)
     report(tmp_path / "s", False)
     assert len(data_of(page)["runs"]) == 1
     now[0] += FIRST_DELAY
@@ -206,7 +206,7 @@ def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_n
 def test_of_very_many_runs_the_best_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("toyexp.results.report.MAX_RUNS", 3)
     for number in range(5):
-        made(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
+        write_run(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
     Report("five").write(Comparison.build([read_run(path) for path in find_runs(tmp_path / "s")]), tmp_path / "r.html")
     told = data_of(tmp_path / "r.html")
     assert [run["loss"] for run in told["runs"]] == [1.0, 2.0, 3.0]

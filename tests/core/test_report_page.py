@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from made_runs import made_sweep
+from synthetic_runs import write_sweep
 
 from toyexp.cli.main import main
 from toyexp.results.run_dirs import find_runs, read_run
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.release
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    here = made_sweep(tmp_path_factory.mktemp("report"))
+    here = write_sweep(tmp_path_factory.mktemp("report"))
     assert main(["compare", str(here / "runs"), "--html", str(here / "report.html")]) == 0
     return here
 

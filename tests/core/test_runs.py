@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import made
+from synthetic_runs import write_run
 
 import toyexp
 from toyexp.base.formatting import format_csv
@@ -32,8 +32,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (3e-3, 1e-2)
                                                 for s in (0, 1)):  # fmt: skip
-        made(f"outputs/sweep/{number}", recipe=recipe, lr=lr, seed=seed, steps=50)
-    made("outputs/killed", reason=None, until=30, seed=9, steps=50)
+        write_run(f"outputs/sweep/{number}", recipe=recipe, lr=lr, seed=seed, steps=50)
+    write_run("outputs/killed", reason=None, until=30, seed=9, steps=50)
     (tmp_path / "outputs/conf").mkdir()
     (tmp_path / "outputs/conf/config.yaml").write_text("steps: 3\n")  # somebody's configuration
     return tmp_path
@@ -85,7 +85,7 @@ def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
 
 
 def test_a_score_is_found_by_the_four_decimals_of_a_table_and_a_rate_by_its_value_alone(tmp_path, capsys):
-    made(tmp_path / "a", steps=5, lr=0.00304, held_out=1.23456)
+    write_run(tmp_path / "a", steps=5, lr=0.00304, held_out=1.23456)
     for word, found in (("loss=1.2346", 1), ("loss=1.235", 0), ("lr=0.0030", 0), ("lr=0.00304", 1)):
         assert len(listed(capsys, str(tmp_path), word)) == found, word
 
@@ -150,7 +150,7 @@ def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):
 def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatch, width):
     for number, lr in enumerate((3e-3, 1e-2)):
         settings = {"optim__weight_decay": 0.1, "optim__beta2": 0.9 + number / 100, "recipe": "warm", "steps": 50}
-        made(f"outputs/other/{number}", lr=lr, scores={"accuracy": 0.5}, **settings)
+        write_run(f"outputs/other/{number}", lr=lr, scores={"accuracy": 0.5}, **settings)
     whole = answered(capsys, "runs").splitlines()
     assert max(map(len, whole)) > width and "ggml" in whole[1]  # to a file or a pipe everything goes
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -217,16 +217,18 @@ def test_a_run_that_did_not_end_counts_for_nothing_and_is_told(here, capsys):
 
 def test_settings_that_go_along_with_another_stand_below_it(tmp_path, capsys):
     for number, (model, d_model, layers) in enumerate([("llama", 32, 1), ("gpt2", 64, 2), ("gpt2", 64, 2)]):
-        made(tmp_path / str(number), model=model, model__d_model=d_model, model__n_layers=layers, seed=number, steps=5)
+        write_run(
+            tmp_path / str(number), model=model, model__d_model=d_model, model__n_layers=layers, seed=number, steps=5
+        )
     table = answered(capsys, "compare", str(tmp_path)).splitlines()
     assert table[0].split()[:2] == ["model", "runs"] and "with model: model.d_model" in "\n".join(table)
 
 
 def test_runs_of_two_lengths_are_said_to_be_where_the_table_has_no_column_of_it(tmp_path, capsys):
     for recipe, steps in (("scratch", 5), ("warm", 12)):
-        made(tmp_path / recipe, recipe=recipe, steps=steps)
+        write_run(tmp_path / recipe, recipe=recipe, steps=steps)
     assert "runs were planned with 5 or 12 steps" in answered(capsys, "compare", str(tmp_path))
-    made(tmp_path / "longer", recipe="warm", steps=20)
+    write_run(tmp_path / "longer", recipe="warm", steps=20)
     told = answered(capsys, "compare", str(tmp_path))  # steps are a column now
     assert "runs were planned with" not in told and told.splitlines()[0].count("steps taken") == 1
     heads = answered(capsys, "compare", str(tmp_path), "--csv").splitlines()[0].split(",")
@@ -235,7 +237,7 @@ def test_runs_of_two_lengths_are_said_to_be_where_the_table_has_no_column_of_it(
 
 def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
     for number, accuracy in enumerate((0.5, 0.9, 0.7)):
-        made(tmp_path / str(number), lr=10.0**-number, steps=5, scores={"accuracy": accuracy})
+        write_run(tmp_path / str(number), lr=10.0**-number, steps=5, scores={"accuracy": accuracy})
     told = json.loads(answered(capsys, "compare", str(tmp_path), "--metric", "accuracy", "--json"))
     assert [point["mean"] for point in told["points"]] == [0.9, 0.7, 0.5] and told["points"][0]["best"]
     rows = list(csv.DictReader(io.StringIO(answered(capsys, "compare", str(tmp_path), "--csv", "--metric=accuracy"))))
@@ -243,13 +245,13 @@ def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
 
 
 def test_where_no_run_was_evaluated_no_score_is_offered(tmp_path, capsys):
-    made(tmp_path / "a", steps=20, eval_every=50, until=10)
+    write_run(tmp_path / "a", steps=20, eval_every=50, until=10)
     assert main(["compare", str(tmp_path), "--metric", "accuracy"]) == 2
     assert "no run was evaluated; leave out --metric to compare the training loss" in capsys.readouterr().err
 
 
 def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
-    made("outputs/other", steps=50, data__max_mb=2.0)
+    write_run("outputs/other", steps=50, data__max_mb=2.0)
     events = here / "outputs/other/events.jsonl"
     events.write_text(events.read_text().replace('"tokens_sha256": "ab"', '"tokens_sha256": "cd"'))
     told = answered(capsys, "compare", "outputs/other", "outputs/sweep")
@@ -261,7 +263,7 @@ def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
 
 def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
     for seed in (0, 1):
-        made(tmp_path / f"{seed}", steps=5, seed=seed, held_out=2.0, scores={"accuracy": -12345678.9})
+        write_run(tmp_path / f"{seed}", steps=5, seed=seed, held_out=2.0, scores={"accuracy": -12345678.9})
         file = tmp_path / f"{seed}/result.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": 1e300 * (seed + 1)}))
     told = answered(capsys, "runs", str(tmp_path)) + answered(capsys, "compare", str(tmp_path))
@@ -273,7 +275,7 @@ def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
 
 def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
     for lr in (3e-3, 1e-2):
-        made(tmp_path / str(lr), reason=None, until=30, lr=lr, steps=50)
+        write_run(tmp_path / str(lr), reason=None, until=30, lr=lr, steps=50)
     assert "best" not in answered(capsys, "compare", str(tmp_path))
     points = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]
     assert [(point["mean"], point["best"]) for point in points] == [(None, False)] * 2
@@ -349,7 +351,7 @@ def test_whole_numbers_that_no_float_holds_are_passed_over(here, capsys):
 
 def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothing(here, capsys):
     before = answered(capsys, "compare", "outputs/sweep", "--json")
-    made("outputs/sweep/bad\nname", recipe="warm", lr=1e-2, seed=7, steps=50)
+    write_run("outputs/sweep/bad\nname", recipe="warm", lr=1e-2, seed=7, steps=50)
     (here / "outputs/sweep/bad\nname/config.yaml").write_text("a: [")
     (here / "outputs/killed/result.json").write_text("[1, 2]")
     after = json.loads(answered(capsys, "compare", "outputs/sweep", "outputs/killed", "--json"))
@@ -363,7 +365,7 @@ def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothi
 
 def test_thousands_of_runs_take_a_moment(tmp_path):
     """Links to the files of one run: what is measured is how much is opened, and how much of it is read."""
-    run = made(tmp_path / "one", steps=2000)
+    run = write_run(tmp_path / "one", steps=2000)
     for number in range(2_000):
         directory = tmp_path / "many" / f"{number // 100}" / f"{number}"
         directory.mkdir(parents=True)
@@ -391,7 +393,7 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_configuration_whose_aliases_explode_ends_neither_runs_nor_compare(tmp_path, capsys, bomb):
     for name in "ab":
-        made(tmp_path / name, steps=5)
+        write_run(tmp_path / name, steps=5)
     config = tmp_path / "b/config.yaml"
     config.write_text(config.read_text() + BOMBS[bomb])
     assert "whose config.yaml cannot be read" in " ".join(answered(capsys, "compare", str(tmp_path)).split())
@@ -399,7 +401,7 @@ def test_a_configuration_whose_aliases_explode_ends_neither_runs_nor_compare(tmp
 
 
 def test_a_boolean_and_a_loss_are_found_as_they_are_typed_and_printed(here, capsys):
-    made("outputs/tied", model__tied=False, steps=5, held_out=3.03947)
+    write_run("outputs/tied", model__tied=False, steps=5, held_out=3.03947)
     paths = [
         listed(capsys, *words)[0]["path"] for words in (["model.tied=False"], ["loss=3.0395"], ["model.tied=false"])
     ]
@@ -411,7 +413,7 @@ def test_runs_of_today_and_those_of_a_sweep_are_found(here, capsys):
     assert len(listed(capsys, "sweep=sweep")) == 8 and "sweep" in answered(capsys, "runs").splitlines()[0].split()
     now = datetime.now(UTC)
     for days, name in enumerate(("scratch", "warm")):
-        run = made(f"outputs/new/{name}", recipe=name, steps=5)
+        run = write_run(f"outputs/new/{name}", recipe=name, steps=5)
         events, when = run / "events.jsonl", (now - timedelta(days=4 * days)).isoformat()
         events.write_text(events.read_text().replace("2026-11-22T10:00:00.000+00:00", when))
     assert [len(listed(capsys, "outputs/new", word)) for word in ("when>yesterday", "when<=yesterday")] == [1, 1]
@@ -438,7 +440,7 @@ def test_runs_with_different_schedules_are_different_points(tmp_path, capsys):
     for schedule in ("cosine", "linear"):
         for seed in (0, 1):
             callbacks = {f"callbacks__{schedule}": {"name": schedule, "scales": "lr"}}
-            made(tmp_path / f"{schedule}-{seed}", seed=seed, held_out=3.0, **callbacks)
+            write_run(tmp_path / f"{schedule}-{seed}", seed=seed, held_out=3.0, **callbacks)
     assert main(["compare", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert sorted(point["settings"]["schedule"] for point in told["points"]) == ["cosine", "linear"]
@@ -451,7 +453,7 @@ def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     for seed in range(4):
         read = sources(**({"base": "b1"} | {role: "1122334455667788"} if seed > 1 else {"base": "b1"}))
-        made(f"pa/{seed}", seed=seed, steps=5, held_out=1.0 + seed, sources=read)
+        write_run(f"pa/{seed}", seed=seed, steps=5, held_out=1.0 + seed, sources=read)
     told = json.loads(answered(capsys, "compare", "pa", "--json"))
     assert [(p["mean"], p["counted"], p["best"]) for p in told["points"]] == [
         (1.5, 2, role == "base"), (3.5, 2, False)]  # fmt: skip
@@ -473,7 +475,7 @@ def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys
 def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)
     for seed in range(2):
-        made(f"runs/{seed}", seed=seed, steps=5, held_out=1.0)
+        write_run(f"runs/{seed}", seed=seed, steps=5, held_out=1.0)
     result = Path("runs/1/result.json")
     result.write_text(json.dumps({**json.loads(result.read_text()), "eval_loss": wrong}))
     for command in ("runs", "compare"):
@@ -482,7 +484,7 @@ def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, monkeypatch, wrong):
 
 
 def test_compare_and_eval_go_by_the_same_record_of_sources(tmp_path):
-    run = made(tmp_path / "run", steps=5, sources=sources("of run_start"))
+    run = write_run(tmp_path / "run", steps=5, sources=sources("of run_start"))
     assert Entry(0, read_run(run), {}).sources == read_origin(run).sources == sources("of run_start")
     result = run / "result.json"
     result.write_text(json.dumps({**json.loads(result.read_text()), "sources": sources("of result.json")}))
@@ -491,7 +493,7 @@ def test_compare_and_eval_go_by_the_same_record_of_sources(tmp_path):
 
 def test_runs_without_a_record_of_their_data_are_told_apart_by_what_they_say_of_it(tmp_path, capsys):
     for seed in range(2):
-        run = made(tmp_path / str(seed), seed=seed, steps=5)
+        run = write_run(tmp_path / str(seed), seed=seed, steps=5)
         events = run / "events.jsonl"
         events.write_text(events.read_text().replace('"tokens_sha256": "ab"', f'"tokens_sha256": "{seed}"'))
     assert [p["counted"] for p in json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]] == [1, 1]
@@ -501,7 +503,7 @@ def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, c
     monkeypatch.chdir(tmp_path)
     for person in ("ann", "bob"):
         for seed in (0, 1):
-            made(f"class/{person}/outputs/{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
+            write_run(f"class/{person}/outputs/{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
 
     def points(*words):
         told = json.loads(answered(capsys, "compare", *words, "--json"))
@@ -518,14 +520,14 @@ def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, c
         events.write_text(events.read_text().replace('"schema"', f'"cwd": "/home/{run[6:9]}", "schema"'))
     assert points(one, other)[0] == [("ann", 1.0), ("bob", 3.0)]
     for person in ("cy", "di"):  # side by side, told apart by their names alone
-        made(f"flat/{person}", steps=5, name=person, held_out=1.0 + (person == "di"))
+        write_run(f"flat/{person}", steps=5, name=person, held_out=1.0 + (person == "di"))
     assert points("flat")[0] == [("cy", 1.0), ("di", 2.0)]
 
 
 def test_runs_of_a_class_copied_flat_are_told_apart_by_the_directories_they_were_begun_in(tmp_path, capsys):
     for person in ("ann", "bob"):
         for seed in (0, 1):
-            run = made(tmp_path / f"{person}{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
+            run = write_run(tmp_path / f"{person}{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
             events = run / "events.jsonl"
             events.write_text(events.read_text().replace('"schema"', f'"cwd": "/home/{person}", "schema"'))
 
@@ -536,7 +538,7 @@ def test_runs_of_a_class_copied_flat_are_told_apart_by_the_directories_they_were
     assert points(tmp_path) == [("/home/ann", 1.5), ("/home/bob", 2.5)]
     assert points(tmp_path, "--pool") == [(None, 2.0)]
     for person in ("ann", "bob"):
-        made(tmp_path / "zips" / person / "run", steps=5, held_out=1.0)
+        write_run(tmp_path / "zips" / person / "run", steps=5, held_out=1.0)
         shutil.make_archive(str(tmp_path / person), "zip", tmp_path / "zips" / person)
     shutil.rmtree(tmp_path / "zips")
     zips = [tmp_path / "ann.zip", tmp_path / "bob.zip"]
@@ -556,19 +558,19 @@ def test_repeats_side_by_side_are_told_apart_unless_others_have_other_seeds(tmp_
         return [(point["settings"].get("whose"), point["mean"]) for point in told]
 
     for held_out, name in enumerate("ab", 1):
-        made(tmp_path / name, steps=5, held_out=float(held_out))
+        write_run(tmp_path / name, steps=5, held_out=float(held_out))
     assert points() == [("a", 1.0), ("b", 2.0)]
     for name in "ab":
         events = tmp_path / name / "events.jsonl"
         events.write_text(events.read_text().replace('"schema"', '"cwd": "/content", "schema"'))
     assert points() == [(None, 1.5)]  # repeats of one person's
-    made(tmp_path / "c", steps=5, seed=1, held_out=2.0)
+    write_run(tmp_path / "c", steps=5, seed=1, held_out=2.0)
     assert points() == [(None, 1.75)]  # the mean of both seeds
 
 
 def test_a_run_whose_settings_cannot_be_read_adds_no_digest_to_those_of_others(tmp_path, capsys):
     for name, data in (("0", "d1"), ("1", "d1"), ("bad", "d2")):
-        made(tmp_path / name, seed=int(name == "1"), steps=5, sources=sources(data))
+        write_run(tmp_path / name, seed=int(name == "1"), steps=5, sources=sources(data))
     (tmp_path / "bad/config.yaml").write_text("")
     told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))
     assert not any(point["settings"] for point in told["points"])
@@ -696,7 +698,7 @@ def test_links_that_lead_away_are_not_followed_and_that_is_said(here, capsys):
     (here / "outputs/broken").symlink_to("nowhere")
     (here / "outputs/loop").symlink_to("loop")
     assert "not followed" not in answered(capsys, "runs")
-    made(here / "elsewhere/one", steps=50)
+    write_run(here / "elsewhere/one", steps=50)
     (here / "outputs/a-run").symlink_to("../elsewhere/one")
     (here / "outputs/sweep/all").symlink_to(here / "elsewhere")
     said = "not followed: 2 links below outputs, such as outputs/a-run"
@@ -717,7 +719,7 @@ def test_of_a_zip_only_the_records_of_runs_are_extracted(here):
 
 
 def test_the_loss_of_a_killed_run_is_the_smoothed_one(tmp_path):
-    run = made(tmp_path / "run", reason=None, until=30, steps=50)
+    run = write_run(tmp_path / "run", reason=None, until=30, steps=50)
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     expected = 0.0
     for event in (event for event in events if event["kind"] == "step"):
@@ -726,7 +728,9 @@ def test_the_loss_of_a_killed_run_is_the_smoothed_one(tmp_path):
 
 
 def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
-    runs = [read_run(made(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))]
+    runs = [
+        read_run(write_run(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))
+    ]
     whole = Comparison.build(runs, pooled=True)
     whole.selection_notes = ["not asked: d"]
     best = whole.best(2)
@@ -736,7 +740,7 @@ def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
 
 @pytest.mark.parametrize("cell", ["=1+1", "+cmd|calc", "-x", "@SUM(A1)", "\tx"])
 def test_a_spreadsheet_runs_no_text_of_a_run(tmp_path, capsys, cell):
-    made(tmp_path / "a", steps=5, name=cell)
+    write_run(tmp_path / "a", steps=5, name=cell)
     (row,) = csv.DictReader(io.StringIO(answered(capsys, "runs", str(tmp_path), "--csv")))
     assert row["name"] == f"'{cell}" and format_csv([[cell, "-1e-3"]]) == f"'{cell},-1e-3\n"
 

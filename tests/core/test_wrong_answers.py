@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from lines import failed, last_of_each, noop
+from lines import drop_repeated_keys, noop, run_failing
 
 from toyexp.cli.main import main
 
@@ -292,13 +292,13 @@ def _here(tmp_path, monkeypatch):
 
 def told(capsys, *words):
     """The one line with which a command line fails."""
-    return failed(capsys, *words, codes=(1, 2))[0]
+    return run_failing(capsys, *words, codes=(1, 2))[0]
 
 
 def run_told(capsys, *words):
     """The same of a run that computes nothing."""
     own = words[0].startswith("experiment=")  # has sizes of its own
-    return told(capsys, *last_of_each(*(w for w in NOOP if not own or "model." not in w), *words))
+    return told(capsys, *drop_repeated_keys(*(w for w in NOOP if not own or "model." not in w), *words))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,11 @@ def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(ca
     assert line == "eval_every=4: data.odd has no held-out batches; eval_every=0 trains without"
     assert (
         main(
-            [*last_of_each(*NOOP, "data=odd", "data.at=empty", "data.late=true", "eval_every=0", "hydra.run.dir=other")]
+            [
+                *drop_repeated_keys(
+                    *NOOP, "data=odd", "data.at=empty", "data.late=true", "eval_every=0", "hydra.run.dir=other"
+                )
+            ]
         )
         == 0
     )

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from several import OPTIMISERS, make_infinite, read
+from multi_device import OPTIMISERS, make_infinite, read_batch
 from tiny import batches, plan, write_base
 
 from toyexp import Unavailable
@@ -40,7 +40,7 @@ def outcome(the_plan, bad=None, **settings):
         session.build()
         metrics = []
         for step in range(STEPS):
-            metrics.append(session.step(read(data, step, bad), the_plan.numbers(step, 1e-2 / (1 + step))))
+            metrics.append(session.step(read_batch(data, step, bad), the_plan.numbers(step, 1e-2 / (1 + step))))
         loss = session.evaluate([data.batch(99)])
         return metrics, loss, session.snapshot(), session.describe()["captured"]
 

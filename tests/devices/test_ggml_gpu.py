@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from float64_models import FORWARD, gradients
-from tiny import MODELS, batches, plan, weighted
+from tiny import MODELS, add_weights, batches, plan
 
 from toyexp import AdamW, Unavailable, UserError
 from toyexp.testing import EngineSuite
@@ -38,7 +38,7 @@ def gpu(request):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_gradient_of_a_model_is_float64s(gpu, name):
     engine, tolerance = gpu
-    the_plan, batch = plan(name), weighted(batches().batch(0))
+    the_plan, batch = plan(name), add_weights(batches().batch(0))
     _, value, grads = gradients(FORWARD[the_plan.model.name], the_plan, batch)
     with engine.realize(the_plan) as session:
         session.build()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
-from requantised import q4_k, requantised
+from requantise import q4_k, requantise
 from tiny import batches, write_base
 
 from toyexp import Setup, Unavailable
@@ -108,7 +108,7 @@ def base(request, tmp_path):
     own = {"Q4_K": q4_k, "Q6_K": q6_k}
     of_gguf = lambda values: quants.quantize(values, kind)  # noqa: E731
     quantise = own.get(request.param, of_gguf)
-    return requantised(tmp_path / "base.gguf", tmp_path / "packed.gguf", kind, quantise), model
+    return requantise(tmp_path / "base.gguf", tmp_path / "packed.gguf", kind, quantise), model
 
 
 @pytest.mark.parametrize("large", [loss.LARGE, 0])

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 from faults import TEXT, words
-from several import ADAMW, OPTIMISERS, Started, taken
+from multi_device import ADAMW, OPTIMISERS, StartedRun, take_steps
 from tiny import plan, write_base
 
 from toyexp import Unavailable
@@ -38,22 +38,22 @@ def assert_same(one, other):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_50_steps_on_two_have_the_losses_of_one(name):
     the_plan = apply_optimiser(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
-    found, wanted = (taken(TorchCUDA(devices=n), the_plan, 50, lr=1e-3)[0][:, 0] for n in ("2", "1"))
+    found, wanted = (take_steps(TorchCUDA(devices=n), the_plan, 50, lr=1e-3)[0][:, 0] for n in ("2", "1"))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser_has_the_same_bits_captured_or_not_and_in_shards_or_not(name):
     the_plan = apply_optimiser(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].with_mode("lora"), 1e-2)
-    whole = taken(on_two(), the_plan)
+    whole = take_steps(on_two(), the_plan)
     with on_two().realize(the_plan) as session:
         session.build()
         assert session.describe()["captured"] is True
-    assert_same(taken(on_two(capture=False), the_plan), whole)
-    assert_same(taken(on_two(shard=True), the_plan), whole)
-    assert_same(taken(on_two(shard=True, capture=False), the_plan), whole)
+    assert_same(take_steps(on_two(capture=False), the_plan), whole)
+    assert_same(take_steps(on_two(shard=True), the_plan), whole)
+    assert_same(take_steps(on_two(shard=True, capture=False), the_plan), whole)
     # Rules with a sign or a root amplify rounding, so only the first steps are compared.
-    np.testing.assert_allclose(whole[0][:2], taken(TorchCUDA(deterministic=True), the_plan)[0][:2], rtol=1e-4)
+    np.testing.assert_allclose(whole[0][:2], take_steps(TorchCUDA(deterministic=True), the_plan)[0][:2], rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # advice from the compiler
@@ -66,8 +66,8 @@ def test_every_optimiser_has_the_same_bits_captured_or_not_and_in_shards_or_not(
 def test_every_setting_of_an_engine_is_as_on_one(settings, shard):
     the_plan = apply_optimiser(plan("gpt2", rows=4, accumulate=2), ADAMW, 1e-2)
     found, wanted = (
-        taken(TorchCUDA(devices="2", shard=shard, **settings), the_plan),
-        taken(TorchCUDA(**settings), the_plan),
+        take_steps(TorchCUDA(devices="2", shard=shard, **settings), the_plan),
+        take_steps(TorchCUDA(**settings), the_plan),
     )
     # bfloat16 keeps 8 bits of an activation, TF32 11 bits of a factor.
     rtol = 2e-2 if {"dtype", "tf32"} & settings.keys() and settings.get("dtype") != "float64" else 1e-4
@@ -79,14 +79,14 @@ def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(tmp_path
     write_base(tmp_path / "base.gguf", "llama", "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
     the_plan = apply_optimiser(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
-    found, wanted = (taken(TorchCUDA(devices=n, packed=packed), the_plan)[0] for n in ("2", "1"))
+    found, wanted = (take_steps(TorchCUDA(devices=n, packed=packed), the_plan)[0] for n in ("2", "1"))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_bad_step_that_is_skipped_changes_nothing_on_any(shard):
     the_plan = apply_optimiser(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
-    metrics, _, arrays = taken(on_two(shard=shard), the_plan, bad=3)
+    metrics, _, arrays = take_steps(on_two(shard=shard), the_plan, bad=3)
     assert [bool(np.isfinite(step).all()) for step in metrics] == [step != 3 for step in range(6)]
     arrays = {name: a[:-1] if name.startswith("token_embd.weight") else a for name, a in arrays.items()}
     assert all(np.isfinite(array).all() for array in arrays.values())
@@ -94,12 +94,12 @@ def test_a_bad_step_that_is_skipped_changes_nothing_on_any(shard):
 
 def test_a_snapshot_goes_on_to_the_bit_on_two_and_in_tolerance_on_one():
     the_plan = apply_optimiser(plan("llama", rows=4), ADAMW, 1e-2)
-    whole = taken(on_two(), the_plan, 8)
-    half = dict(taken(on_two(shard=True), the_plan, 4)[2])
+    whole = take_steps(on_two(), the_plan, 8)
+    half = dict(take_steps(on_two(shard=True), the_plan, 4)[2])
     for shard in (True, False):
-        rest = taken(on_two(shard=shard), the_plan, 4, half, first=4)
+        rest = take_steps(on_two(shard=shard), the_plan, 4, half, first=4)
         np.testing.assert_array_equal(rest[0], whole[0][4:])
-    one = taken(TorchCUDA(), the_plan, 4, half, first=4)
+    one = take_steps(TorchCUDA(), the_plan, 4, half, first=4)
     np.testing.assert_allclose(one[0], whole[0][4:], rtol=1e-4)
 
 
@@ -112,7 +112,7 @@ RUN = [*words("scratch", "llama", "cuda"), "callbacks=[constant,events]", "check
 )
 def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(tmp_path, number, told, capture):
     (tmp_path / "book.txt").write_text(TEXT)
-    run = Started(tmp_path, *RUN, f"engine.capture={capture}")
+    run = StartedRun(tmp_path, *RUN, f"engine.capture={capture}")
     os.kill(run.second, number)
     code, line = run.end()
     assert code == 1
@@ -122,7 +122,7 @@ def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(tmp_path, number
 
 def test_an_interrupted_run_saves_and_leaves_nobody_behind(tmp_path):
     (tmp_path / "book.txt").write_text(TEXT)
-    run = Started(tmp_path, *RUN, "engine.shard=true")
+    run = StartedRun(tmp_path, *RUN, "engine.shard=true")
     run.process.send_signal(signal.SIGINT)
     code, line = run.end()
     assert (code, "steps are saved" in line) == (130, True), line

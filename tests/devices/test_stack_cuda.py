@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from several import OPTIMISERS
+from multi_device import OPTIMISERS
 from stacks import lora_jobs
-from tiny import batches, plan, weighted
+from tiny import add_weights, batches, plan
 
 from toyexp import Stack, Unavailable
 from toyexp.batching.tokens import Dropout
@@ -31,7 +31,7 @@ def plans_of(name="adamw", model="llama", **changes):
 
 def batch(the_plan, i, step):
     stream = batches(the_plan.rows * the_plan.accumulate, i)
-    return weighted((Dropout(stream, the_plan) if the_plan.dropout_adapters else stream).batch(step), step)
+    return add_weights((Dropout(stream, the_plan) if the_plan.dropout_adapters else stream).batch(step), step)
 
 
 def given(session, i, step):

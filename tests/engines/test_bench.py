@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from drawings import words_of
+from drawings import svg_texts
 from tiny import batches
 
 from toyexp import AdamW, Constant, LoraAdapter, PlanTensor, Setup, Unavailable
@@ -77,7 +77,7 @@ def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_pat
     assert main(["bench", *TINY, *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     cpu, ggml = report["engines"]
-    words = words_of(tmp_path / "speed.svg")
+    words = svg_texts(tmp_path / "speed.svg")
     assert {"tokens a second", "cpu", "ggml", f"{ggml['ratio']:.2f} times cpu"} <= {*words}
     assert any("bars end at the median of 3 rounds" in word for word in words)
     for engine in (cpu, ggml):

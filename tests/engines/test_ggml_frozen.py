@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from tiny import batches, weighted
+from tiny import add_weights, batches
 
 from toyexp import AdamW, ArrayValues, FromGGUF, Normal, PlanTensor, SessionError, Setup, UserError
 from toyexp.formats.gguf.read import GGUFFile
@@ -74,7 +74,7 @@ def dequantised(path, name):
 
 
 def run(engine, the_plan):
-    batch = weighted(batches().batch(0))
+    batch = add_weights(batches().batch(0))
     with engine.realize(the_plan) as session:
         session.build()
         loss, gradients = session.evaluate([batch]), session.gradients(batch)

@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 import pytest
-from float64_models import hold_against_float64
-from tiny import MODELS, VOCAB, batches, plan, weighted
+from float64_models import check_against_float64
+from tiny import MODELS, VOCAB, add_weights, batches, plan
 
 from toyexp import AdamW, Setup, ToyexpError
 from toyexp.testing import op_batch, op_plan, reference_adamw, token_dataset
@@ -36,7 +36,7 @@ MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_every_gradient_of_a_model(name, engine):
-    hold_against_float64(ENGINES[engine], plan(name), weighted(batches().batch(0)))
+    check_against_float64(ENGINES[engine], plan(name), add_weights(batches().batch(0)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -46,7 +46,9 @@ def test_a_context_that_attention_takes_in_several_blocks_of_queries(engine):
     assert ENGINES[engine].profile.query_block < length or engine == "cuda"
     data = token_dataset(VOCAB, count=2000, seed=5).batches(length, 2, 0)
     model = Llama(d_model=16, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=24, context=length, vocab=VOCAB)
-    hold_against_float64(ENGINES[engine], Scratch().plan(model, Setup(data.inputs, rows=2)), weighted(data.batch(0)))
+    check_against_float64(
+        ENGINES[engine], Scratch().plan(model, Setup(data.inputs, rows=2)), add_weights(data.batch(0))
+    )
 
 
 def curve(engine, the_plan, adamw, steps, total_rows=8):

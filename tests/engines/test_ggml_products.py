@@ -5,8 +5,8 @@ import dataclasses
 import math
 
 import pytest
-from float64_models import hold_against_float64
-from tiny import VOCAB, weighted
+from float64_models import check_against_float64
+from tiny import VOCAB, add_weights
 
 from toyexp import Setup
 from toyexp.testing import token_dataset
@@ -23,7 +23,7 @@ SIZES = {"d_model": 128, "n_layers": 1, "n_heads": 4, "context": 256, "vocab": V
 
 def planned(model, rows=1):
     data = token_dataset(VOCAB, count=2000, seed=5).batches(256, rows, 0)
-    return Scratch().plan(model, Setup(data.inputs, rows=rows)), weighted(data.batch(0))
+    return Scratch().plan(model, Setup(data.inputs, rows=rows)), add_weights(data.batch(0))
 
 
 class Whole(GGMLVulkan):
@@ -34,7 +34,7 @@ class Whole(GGMLVulkan):
 
 @pytest.mark.parametrize("d_ff", [320, 96])  # 64 does not divide 96: slices, and no stack
 def test_the_numbers_of_a_model_whose_products_are_cut(d_ff):
-    hold_against_float64(GGMLVulkan(threads=1, emulate=True), *planned(GPT2(**SIZES, d_ff=d_ff)))
+    check_against_float64(GGMLVulkan(threads=1, emulate=True), *planned(GPT2(**SIZES, d_ff=d_ff)))
 
 
 def products(engine):

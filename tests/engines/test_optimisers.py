@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import float64_optimisers as float64
 import numpy as np
 import pytest
-from tiny import batches, plan, weighted
+from tiny import add_weights, batches, plan
 
 from toyexp import AdamW, Rule, SessionError, Unavailable, UserError
 from toyexp.cli.main import main
@@ -60,7 +60,7 @@ def assert_ten_steps(name, engine, rtol=1e-5):
         references = {n: make(n, w, 0.1 if w.ndim > 1 else 0.0) for n, w in expected.items()}
         with built(engine, the_plan) as session:
             for step in range(10):
-                batch, lr = weighted(batches().batch(step), step), LR / (1 + step)
+                batch, lr = add_weights(batches().batch(step), step), LR / (1 + step)
                 gradients = session.gradients(batch)
                 session.step(batch, the_plan.numbers(step, lr))
                 for tensor, g in gradients.items():

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from drawings import words_of
+from drawings import svg_texts
 
 from toyexp.cli.main import main
 from toyexp.cli.parity_plot import sheet
@@ -102,7 +102,7 @@ def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp
     code, (out, err) = parity(capsys, *words, "--json", "--plot", "parity.svg")
     report = json.loads(out)
     assert (code, err) == (1, "")
-    words = words_of(tmp_path / "parity.svg")
+    words = svg_texts(tmp_path / "parity.svg")
     assert "metal:emulate=true and wrong:mistake=gradient against ggml" in words
     for engine in (*report["engines"], {"engine": "ggml", "losses": report["losses"]}):
         assert f"{engine['engine']}, at the end {engine['losses'][-1]:.5g}" in words

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from faults import TEXT, environment, python
-from several import ON_TWO, PLUGIN, RANKS, RUN, free_port
+from multi_device import PLUGIN, RANKS, RUN, RUN_ON_TWO, free_port
 
 import toyexp.base.exit_codes
 from toyexp import UserError
@@ -44,7 +44,7 @@ if sys.argv[0] == "-c":  # in the rank alone
 def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_signal(book):
     """One rank is delayed by a plugin, one never starts; both at once, because they take a while."""
     Path("of_mine.py").write_text(SLEEPS)
-    waits = [([*ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
+    waits = [([*RUN_ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
     for rank in (0, 1):
         port = str(free_port())
         by_hand = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}

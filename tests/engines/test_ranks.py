@@ -20,7 +20,19 @@ import numpy as np
 import pytest
 import torch
 from faults import TEXT, Trace, environment, python, toyexp
-from several import ADAMW, ON_TWO, OPTIMISERS, PLUGIN, RANKS, RUN, Started, assert_close, events, free_port, taken
+from multi_device import (
+    ADAMW,
+    OPTIMISERS,
+    PLUGIN,
+    RANKS,
+    RUN,
+    RUN_ON_TWO,
+    StartedRun,
+    assert_close,
+    events,
+    free_port,
+    take_steps,
+)
 from tiny import VOCAB, batches, plan, write_base
 
 from toyexp import RunFailed, Setup, UserError
@@ -75,7 +87,7 @@ def alone(the_plan, **settings):
     """Return the results of a session in one process, whatever the environment contains."""
     held = {name: os.environ.pop(name, None) for name in RANKS}
     try:
-        return taken(TorchCPU(**settings.pop("engine", {})), the_plan, **settings)
+        return take_steps(TorchCPU(**settings.pop("engine", {})), the_plan, **settings)
     finally:
         os.environ.update({name: value for name, value in held.items() if value is not None})
 
@@ -171,7 +183,7 @@ def test_weights_in_two_bytes_are_all_rounded_whoever_changed_them(name):
 def test_50_steps_on_two_have_the_losses_of_one(two, name):
     the_plan = apply_optimiser(plan(name, rows=4, accumulate=2, grad_clip=0.5), ADAMW, 1e-2)
     # Sums in a different order; over 50 steps the differences grow, more so at a higher rate.
-    found, wanted = taken(two(), the_plan, 50, lr=1e-3)[0], alone(the_plan, steps=50, lr=1e-3)[0]
+    found, wanted = take_steps(two(), the_plan, 50, lr=1e-3)[0], alone(the_plan, steps=50, lr=1e-3)[0]
     np.testing.assert_allclose(found[:, 0], wanted[:, 0], rtol=1e-4)
 
 
@@ -180,7 +192,7 @@ def test_every_optimiser_is_that_of_one_device_and_shards_change_no_bit(two, nam
     """In float64, because signs and roots amplify rounding."""
     the_plan = apply_optimiser(plan("llama_tied_bias", rows=4, grad_clip=0.5), OPTIMISERS[name].with_mode("lora"), 1e-2)
     wanted = alone(the_plan, engine={"dtype": "float64"})
-    whole, shared = (taken(two(dtype="float64", shard=shard), the_plan) for shard in (False, True))
+    whole, shared = (take_steps(two(dtype="float64", shard=shard), the_plan) for shard in (False, True))
     assert_close(dict(enumerate(whole)), dict(enumerate(wanted)), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(whole[0], wanted[0], rtol=1e-9)
     np.testing.assert_array_equal(shared[0], whole[0])
@@ -191,7 +203,7 @@ def test_every_optimiser_is_that_of_one_device_and_shards_change_no_bit(two, nam
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_bad_step_that_is_skipped_changes_nothing_on_any(two, shard):
     the_plan = apply_optimiser(plan("llama", rows=4, skip_nonfinite=True), ADAMW, 1e-2)
-    metrics, _, arrays = taken(two(shard=shard), the_plan, bad=3)
+    metrics, _, arrays = take_steps(two(shard=shard), the_plan, bad=3)
     assert [bool(np.isfinite(step).all()) for step in metrics] == [step != 3 for step in range(6)]
     np.testing.assert_allclose(metrics[4:], alone(the_plan, bad=3)[0][4:], rtol=1e-4)
     arrays["token_embd.weight"] = arrays["token_embd.weight"][:-1]
@@ -203,7 +215,7 @@ def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(two, tmp
     write_base(tmp_path / "base.gguf", "llama", "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
     the_plan = apply_optimiser(plan("llama", rows=4, recipe=recipe), ADAMW, 1e-2)
-    found = taken(two(packed=packed, shard=True), the_plan)
+    found = take_steps(two(packed=packed, shard=True), the_plan)
     wanted = alone(the_plan, engine={"packed": packed})
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4)
     np.testing.assert_allclose(found[1]["logits"], wanted[1]["logits"], atol=1e-4)
@@ -212,10 +224,10 @@ def test_adapters_with_dropout_on_a_base_that_only_the_first_rank_reads(two, tmp
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_snapshot_goes_on_to_the_bit_on_as_many_and_in_tolerance_on_one(two, name):
     the_plan = apply_optimiser(plan("llama", rows=4), OPTIMISERS[name].with_mode("lora"), 1e-2)
-    whole = taken(two(), the_plan, 8)
-    _, _, half = taken(two(shard=True), the_plan, 4)
+    whole = take_steps(two(), the_plan, 8)
+    _, _, half = take_steps(two(shard=True), the_plan, 4)
     for shard in (True, False):
-        rest = taken(two(shard=shard), the_plan, 4, half, first=4)
+        rest = take_steps(two(shard=shard), the_plan, 4, half, first=4)
         np.testing.assert_array_equal(rest[0], whole[0][4:])
         for array, values in whole[2].items():
             np.testing.assert_array_equal(rest[2][array], values, err_msg=array)
@@ -296,8 +308,8 @@ def book(tmp_path, monkeypatch):
 
 
 def test_a_run_on_two_goes_on_on_two_to_the_bit_and_on_one(book, capsys):
-    assert main([*ON_TWO, "hydra.run.dir=whole"]) == 0
-    assert main([*ON_TWO, "engine.shard=true", "steps=8", "hydra.run.dir=begun"]) == 0
+    assert main([*RUN_ON_TWO, "hydra.run.dir=whole"]) == 0
+    assert main([*RUN_ON_TWO, "engine.shard=true", "steps=8", "hydra.run.dir=begun"]) == 0
     assert main(["resume=begun", "steps=12"]) == 0
     assert Trace.of(Path("begun")).files == Trace.of(Path("whole")).files
     assert [e["loss"] for e in events("begun", "step")] == [e["loss"] for e in events("whole", "step")]
@@ -317,7 +329,7 @@ def test_ranks_that_are_started_here_or_by_torchrun_know_a_local_plugin(book, by
     Path("of_mine.py").write_text(PLUGIN)
     own = ["plugins=[of_mine]", "model=mine", "model.d_ff=192", "hydra.run.dir=run"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [*torchrun, "-m", "toyexp", *RUN, *own] if by_torchrun else ["-m", "toyexp", *ON_TWO, *own]
+    command = [*torchrun, "-m", "toyexp", *RUN, *own] if by_torchrun else ["-m", "toyexp", *RUN_ON_TWO, *own]
     done = subprocess.run(python(*command), env=environment(book), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("completed after 12 steps") == 1, "only the first rank prints"
@@ -457,7 +469,7 @@ def test_a_first_rank_that_was_suspended_itself_finds_the_others_alive(monkeypat
 def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
     """It must exceed the time between heartbeats, half a second."""
     monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", given)
-    assert main([*ON_TWO, "hydra.run.dir=run"]) == 2
+    assert main([*RUN_ON_TWO, "hydra.run.dir=run"]) == 2
     assert f"TOYEXP_RANKS_PATIENCE={given}: must be a number of seconds, at least 1" in capsys.readouterr().err
     assert not Path("run").exists()
 
@@ -470,7 +482,7 @@ def test_a_patience_that_cannot_be_is_refused(book, monkeypatch, capsys, given):
     ],
 )
 def test_a_rank_that_fails_ends_the_run_in_a_line_that_names_it(book, number, told):
-    run = Started(book, *ON_TWO, "engine.shard=true")
+    run = StartedRun(book, *RUN_ON_TWO, "engine.shard=true")
     os.kill(run.second, number)
     code, line = run.end()
     assert code == 1
@@ -504,7 +516,7 @@ def test_what_a_rank_raises_is_told_with_its_line_and_its_traceback_stands_in_th
     raises = RAISES.replace("seen = 0", "raise ValueError('only on\\na rank')") if at_import else RAISES
     Path("of_mine.py").write_text(PLUGIN + raises)
     own = ["plugins=[of_mine]", "model=mine", "model.d_ff=192", "hydra.run.dir=run"]
-    done = toyexp([*ON_TWO, *own], book)
+    done = toyexp([*RUN_ON_TWO, *own], book)
     line = done.stderr.splitlines()[-1]
     wanted = r"error: rank 1 \(pid \d+ on .*\) failed: ValueError: only on a rank \(of_mine.py, line \d+\)"
     wanted += (
@@ -515,13 +527,13 @@ def test_what_a_rank_raises_is_told_with_its_line_and_its_traceback_stands_in_th
 
 
 def test_an_interrupted_run_saves_and_leaves_nobody_behind(book):
-    run = Started(book, *ON_TWO, "engine.shard=true")
+    run = StartedRun(book, *RUN_ON_TWO, "engine.shard=true")
     run.process.send_signal(signal.SIGINT)
     code, line = run.end()
     assert (code, "steps are saved" in line) == (130, True), line
 
 
 def test_a_rank_whose_leader_is_killed_ends_by_itself(book):
-    run = Started(book, *ON_TWO)
+    run = StartedRun(book, *RUN_ON_TWO)
     run.process.kill()
     assert run.end()[0] == -signal.SIGKILL

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from allocated import peak_of_tensors
+from tensor_memory import measure_peak_tensor_bytes
 from tiny import MODELS, VOCAB, batches, plan, write_base
 
 from toyexp import AdamW, Setup
@@ -93,7 +93,7 @@ def test_it_halves_the_memory_of_a_step_in_torch():
             hp = AdamW.for_lora().hp_for_step(0)
             session.step(batch, hp)
             held = 4 * 4 * session.plan.model.parameters()
-            needed[recompute] = held + peak_of_tensors(lambda: session.step(batch, hp))  # noqa: B023 - called at once
+            needed[recompute] = held + measure_peak_tensor_bytes(lambda: session.step(batch, hp))  # noqa: B023 - called at once
     assert needed[True] <= needed[False] / 2
 
 

@@ -12,15 +12,15 @@ from stacks import (
     EXACT,
     OPTIMISERS,
     Job,
-    alone,
     begin,
     begin_all,
-    built,
-    jobs_of,
+    build_sessions,
+    build_stack,
     lora_jobs,
-    stacked,
+    make_jobs,
+    make_training,
     take_all,
-    training,
+    train_alone,
 )  # fmt: skip
 from tiny import batches, plan
 
@@ -41,7 +41,7 @@ from toyexp_torch.stacks.step import StackedStep
 
 def together(jobs, steps, engine=ENGINE):
     """Return losses and norms [jobs, steps, 2], and the final state of each run's session."""
-    stack, sessions = stacked(jobs, engine)
+    stack, sessions = build_stack(jobs, engine)
     losses = []
     for step in range(steps):
         losses.append(take_all(stack, jobs, step))
@@ -56,8 +56,8 @@ def assert_as_alone(jobs):
     found, _ = together(jobs, 12)
     exact, kept = together(jobs, 4, EXACT)
     for job, ours, theirs, weights in zip(jobs, found, exact, kept, strict=True):
-        np.testing.assert_allclose(ours[:, 0], alone(job, 12)[0][:, 0], rtol=1e-5)
-        losses, expected = alone(job, 4, EXACT)
+        np.testing.assert_allclose(ours[:, 0], train_alone(job, 12)[0][:, 0], rtol=1e-5)
+        losses, expected = train_alone(job, 4, EXACT)
         np.testing.assert_allclose(theirs, losses, rtol=1e-11)
         for name, values in expected.items():
             # A constant added to all keys changes no softmax: the gradient of their bias is rounding alone, which AdamW
@@ -80,32 +80,32 @@ def nudge(job, towards):
 
 def test_float32_of_runs_that_amplify_rounding_is_as_near_as_one_unit_in_the_last_place():
     """At a rate too high for 1e-5, a stack's error at each step is at most ten times the effect of that change."""
-    jobs, steps = jobs_of("llama_all", [(Lion(weight_decay=0.1), 0.3), (Lion(beta1=0.8), 0.3)]), 16
+    jobs, steps = make_jobs("llama_all", [(Lion(weight_decay=0.1), 0.3), (Lion(beta1=0.8), 0.3)]), 16
     found, _ = together(jobs, steps)
     exact, _ = together(jobs, steps, EXACT)
     far = 0.0
     for job, ours, theirs in zip(jobs, found, exact, strict=True):
-        losses = alone(job, steps)[0][:, 0]
+        losses = train_alone(job, steps)[0][:, 0]
         off = np.maximum.accumulate(np.abs(ours[:, 0] / losses - 1))
-        unit = np.maximum.accumulate(np.abs(alone(nudge(job, np.inf), steps)[0][:, 0] / losses - 1))
+        unit = np.maximum.accumulate(np.abs(train_alone(nudge(job, np.inf), steps)[0][:, 0] / losses - 1))
         assert (off <= 10 * np.maximum(unit, 1e-6)).all(), (off, unit)
         far = max(far, off[-1])
-        np.testing.assert_allclose(theirs, alone(job, steps, EXACT)[0], rtol=1e-11)
+        np.testing.assert_allclose(theirs, train_alone(job, steps, EXACT)[0], rtol=1e-11)
     assert far > 1e-5
 
 
 @pytest.mark.parametrize("model", ["llama_all", "gemma", "gpt2_untied"])
 def test_losses_of_every_family_are_those_of_each_run_alone(model):
-    assert_as_alone(jobs_of(model, ADAMW))
+    assert_as_alone(make_jobs(model, ADAMW))
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_losses_with_every_optimiser_are_those_of_each_run_alone(name):
-    assert_as_alone(jobs_of("llama", OPTIMISERS[name]))
+    assert_as_alone(make_jobs("llama", OPTIMISERS[name]))
 
 
 def test_two_micro_batches_are_those_of_each_run_alone():
-    assert_as_alone(jobs_of("llama", ADAMW, rows=2, accumulate=2))
+    assert_as_alone(make_jobs("llama", ADAMW, rows=2, accumulate=2))
 
 
 @pytest.mark.parametrize("block", ["layernorm_gelu", "rmsnorm_silu"])
@@ -151,18 +151,18 @@ def test_a_bfloat16_stack_follows_each_run_alone():
     """Products round to 8 bits, and sums have a different order."""
     engine = dataclasses.replace(ENGINE, dtype="bfloat16")
     for model in ("llama", "gpt2"):
-        jobs = jobs_of(model, ADAMW[:2])
+        jobs = make_jobs(model, ADAMW[:2])
         found, _ = together(jobs, 10, engine)
         for job, ours in zip(jobs, found, strict=True):
-            theirs, _ = alone(job, 10, engine)
+            theirs, _ = train_alone(job, 10, engine)
             np.testing.assert_allclose(ours[:, 0], theirs[:, 0], rtol=5e-3)
-            assert (ours[:, 0] != alone(job, 10)[0][:, 0]).all()
+            assert (ours[:, 0] != train_alone(job, 10)[0][:, 0]).all()
 
 
 def test_bases_that_differ_are_held_once_too(tmp_path):
     """They are stacked from the first step on, also after a run has ended, and can be evaluated and downloaded."""
     jobs = lora_jobs(tmp_path, (0, 1, 2), 0.0)
-    stack, sessions = stacked(jobs, EXACT)
+    stack, sessions = build_stack(jobs, EXACT)
     frozen = [t for t in sessions[0].plan.tensors if not t.trainable]
     before = [{t.name: session.download(t.name) for t in frozen} for session in sessions]
     for going in ([0, 1, 2], [0, 2]):
@@ -178,7 +178,7 @@ def test_bases_that_differ_are_held_once_too(tmp_path):
         sessions[1].close()
     held_out = batches(3, 9).batch(0)
     for i in (0, 2):
-        with built([EXACT.realize(jobs[i].plan)])[0] as other:
+        with build_sessions([EXACT.realize(jobs[i].plan)])[0] as other:
             for _ in range(2):
                 jobs[i].step(other, 0)
             assert sessions[i].evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-11)
@@ -188,8 +188,8 @@ def test_bases_that_differ_are_held_once_too(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lora"])
 def test_a_run_takes_the_memory_that_was_said_beforehand(name, tmp_path):
     """Predicted from shapes and compared with a real step; workspaces inside kernels are unknown."""
-    jobs = lora_jobs(tmp_path, (0, 0), 0.0) if name == "lora" else jobs_of(name, OPTIMISERS["sgd_momentum"], rows=16)
-    stack, sessions = stacked(jobs, ENGINE)
+    jobs = lora_jobs(tmp_path, (0, 0), 0.0) if name == "lora" else make_jobs(name, OPTIMISERS["sgd_momentum"], rows=16)
+    stack, sessions = build_stack(jobs, ENGINE)
     take_all(stack, jobs, 0)
     ahead = {row: job.given(sessions[row], 1) for row, job in enumerate(jobs)}
     with MemoryCounter() as memory:
@@ -204,7 +204,7 @@ def test_a_run_takes_the_memory_that_was_said_beforehand(name, tmp_path):
 
 
 def test_each_run_is_clipped_to_its_own_norm():
-    jobs = [jobs_of("llama", [(SGD(momentum=0.0), 0.1)], grad_clip=clip)[0] for clip in (0.0, 0.05, 100.0)]
+    jobs = [make_jobs("llama", [(SGD(momentum=0.0), 0.1)], grad_clip=clip)[0] for clip in (0.0, 0.05, 100.0)]
     assert_as_alone(jobs)
     _, (free, clipped, _) = together(jobs, 3)
     assert max(np.abs(free[n] - clipped[n]).max() for n in free) > 1e-3
@@ -212,16 +212,16 @@ def test_each_run_is_clipped_to_its_own_norm():
 
 def test_both_modes_of_adamw_are_one_program():
     modes = [(AdamWOptimiser(mode=mode).with_mode(mode), 0.003) for mode in ("lora", "from_scratch")]
-    assert program_difference([job.plan for job in jobs_of("llama", modes)]) == ""
-    assert_as_alone(jobs_of("llama", modes))
+    assert program_difference([job.plan for job in make_jobs("llama", modes)]) == ""
+    assert_as_alone(make_jobs("llama", modes))
 
 
 def test_a_run_that_breaks_touches_no_other():
-    jobs = jobs_of("gpt2", [(SGD(momentum=0.0), 0.01), (SGD(momentum=0.0), 1e9), (SGD(momentum=0.0), 0.02)])
+    jobs = make_jobs("gpt2", [(SGD(momentum=0.0), 0.01), (SGD(momentum=0.0), 1e9), (SGD(momentum=0.0), 0.02)])
     found, kept = together(jobs, 8)
     assert not np.isfinite(found[1]).all()
     for i in (0, 2):
-        losses, expected = alone(jobs[i], 8)
+        losses, expected = train_alone(jobs[i], 8)
         np.testing.assert_allclose(found[i], losses, rtol=1e-5)
         for name, values in expected.items():
             np.testing.assert_allclose(kept[i][name], values, atol=1e-6, err_msg=name)
@@ -229,9 +229,9 @@ def test_a_run_that_breaks_touches_no_other():
 
 @pytest.mark.parametrize("optimiser", [AdamWOptimiser(mode="lora"), SGD()], ids=["fused", "formula"])
 def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser):
-    jobs = jobs_of("llama", [(optimiser, 0.01)] * 3, skip_nonfinite=True)
+    jobs = make_jobs("llama", [(optimiser, 0.01)] * 3, skip_nonfinite=True)
     jobs[2].plan = dataclasses.replace(jobs[2].plan, skip_nonfinite=False)
-    stack, sessions = stacked(jobs, ENGINE)
+    stack, sessions = build_stack(jobs, ENGINE)
     for session in sessions[1:]:
         bad = session.snapshot()
         bad["output_norm.weight"][:] = np.nan
@@ -254,8 +254,8 @@ def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser)
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd_momentum"])
 def test_those_that_are_left_go_on_where_a_run_ends(name):
-    jobs = jobs_of("llama", [*OPTIMISERS[name], OPTIMISERS[name][0]])
-    stack, sessions = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", [*OPTIMISERS[name], OPTIMISERS[name][0]])
+    stack, sessions = build_stack(jobs, EXACT)
     lengths = {0: 12, 1: 4, len(jobs) - 1: 7} if len(jobs) > 2 else {0: 12, 1: 4}
     losses = [[] for _ in jobs]
     for step in range(12):
@@ -265,22 +265,22 @@ def test_those_that_are_left_go_on_where_a_run_ends(name):
             losses[i].append(wait())
         for i in going:
             if step + 1 == lengths.get(i):
-                theirs = alone(jobs[i], step + 1, EXACT)[1]
+                theirs = train_alone(jobs[i], step + 1, EXACT)[1]
                 for tensor, values in sessions[i].snapshot().items():
                     np.testing.assert_allclose(values, theirs[tensor], atol=1e-11, err_msg=tensor)
                 sessions[i].close()
     for job, ours, i in zip(jobs, losses, range(len(jobs)), strict=True):
-        theirs, _ = alone(job, lengths.get(i, 12), EXACT)
+        theirs, _ = train_alone(job, lengths.get(i, 12), EXACT)
         np.testing.assert_allclose(ours, theirs, rtol=1e-11)
 
 
 def test_a_session_of_a_stack_sees_its_own_run():
-    jobs = jobs_of("llama", ADAMW)
-    stack, sessions = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", ADAMW)
+    stack, sessions = build_stack(jobs, EXACT)
     waits = begin_all(stack, jobs, 0)
     held_out = batches(3, 9).batch(0)
     for job, session in zip(jobs, sessions, strict=True):  # the step is taken even before its metrics are waited for
-        with built([EXACT.realize(job.plan)])[0] as other:
+        with build_sessions([EXACT.realize(job.plan)])[0] as other:
             job.step(other, 0)
             assert session.evaluate([held_out]) == pytest.approx(other.evaluate([held_out]), rel=1e-11)
             np.testing.assert_allclose(session.logits(held_out), other.logits(held_out), atol=1e-6)
@@ -292,32 +292,32 @@ def test_a_session_of_a_stack_sees_its_own_run():
 
 
 def test_an_evaluation_that_has_no_loss_is_refused_and_others_beside_it_have_theirs():
-    jobs = jobs_of("llama", ADAMW)
-    stack, _ = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", ADAMW)
+    stack, _ = build_stack(jobs, EXACT)
     held_out = [[], [batches(3, 9).batch(k) for k in range(2)], [batches(3, 9).batch(0)]]
     waits = stack.losses(dict(enumerate(held_out)))
     with pytest.raises(BadBatch, match="weigh 0 in all"):
         waits[0]()
     for i, (job, own) in enumerate(zip(jobs[1:], held_out[1:], strict=True), 1):
-        with built([EXACT.realize(job.plan)])[0] as other:
+        with build_sessions([EXACT.realize(job.plan)])[0] as other:
             assert waits[i]() == pytest.approx(other.evaluate(own), rel=1e-12)
 
 
 def test_a_run_goes_on_in_a_stack_from_where_it_was_alone():
-    jobs = jobs_of("llama", [(Muon(), 0.01), (Muon(momentum=0.9), 0.003)])
-    expected, _ = alone(jobs[1], 10)
-    _, kept = alone(jobs[1], 6)
-    stack, sessions = stacked(jobs, ENGINE)
+    jobs = make_jobs("llama", [(Muon(), 0.01), (Muon(momentum=0.9), 0.003)])
+    expected, _ = train_alone(jobs[1], 10)
+    _, kept = train_alone(jobs[1], 6)
+    stack, sessions = build_stack(jobs, ENGINE)
     sessions[1].restore(kept)
     for step in range(4):  # at different steps
         waits = begin(stack, jobs, {0: step, 1: 6 + step})
         assert waits[1]().loss == pytest.approx(expected[6 + step, 0], rel=1e-5)
-    theirs = alone(jobs[0], 4)[1]
+    theirs = train_alone(jobs[0], 4)[1]
     assert all(np.allclose(values, theirs[name], atol=1e-6) for name, values in sessions[0].snapshot().items())
 
 
 def test_a_snapshot_goes_into_an_earlier_one_and_holds_no_other_run():
-    _, sessions = stacked(jobs_of("llama", ADAMW), ENGINE)
+    _, sessions = build_stack(make_jobs("llama", ADAMW), ENGINE)
     first = sessions[1].snapshot()
     arrays = {name: first[name] for name in first}
     again = sessions[1].snapshot(first)
@@ -329,8 +329,8 @@ def test_a_snapshot_goes_into_an_earlier_one_and_holds_no_other_run():
 
 
 def test_after_a_step_that_fails_runs_can_take_another(monkeypatch):
-    jobs = jobs_of("llama", ADAMW)
-    stack, _ = stacked(jobs, ENGINE)
+    jobs = make_jobs("llama", ADAMW)
+    stack, _ = build_stack(jobs, ENGINE)
     with monkeypatch.context() as patch:
         patch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -343,9 +343,9 @@ def test_after_a_step_that_fails_runs_can_take_another(monkeypatch):
 
 def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
     """One run fails, one is stopped, one has fewer steps and others evaluate more often: each as if alone."""
-    jobs = jobs_of("llama", [(SGD(), 0.03), (SGD(), 1e9), (SGD(momentum=0.5), 0.1), (SGD(), 0.01), (SGD(), 0.02)])
+    jobs = make_jobs("llama", [(SGD(), 0.03), (SGD(), 1e9), (SGD(momentum=0.5), 0.1), (SGD(), 0.01), (SGD(), 0.02)])
     how = [(9, 3, 0), (9, 0, 0), (9, 4, 5), (4, 2, 0), (9, 0, 0)]
-    stack, sessions = stacked(jobs, EXACT)
+    stack, sessions = build_stack(jobs, EXACT)
     taken, step = [], StackedStep.__call__
 
     def counted(self, micros, numbers, idle=None):
@@ -353,15 +353,15 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
         return step(self, micros, numbers, idle)
 
     monkeypatch.setattr(StackedStep, "__call__", counted)
-    runs = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
+    runs = [make_training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
     ends = drive([it.requests() for _, it in runs], stack)
     assert isinstance(ends[1], RunFailed)
     assert [getattr(end, "reason", None) for end in ends] == ["completed", None, "aborted", "completed", "completed"]
     broke = len(runs[1][0].steps)
     assert taken == [sum(n >= i for n in (9, broke, 5, 4, 9)) for i in range(1, 10)]
     for job, of, (ours, _), end in zip(jobs, how, runs, ends, strict=True):
-        with built([EXACT.realize(job.plan)])[0] as session:
-            theirs, it = training(job, session, tmp_path, *of)
+        with build_sessions([EXACT.realize(job.plan)])[0] as session:
+            theirs, it = make_training(job, session, tmp_path, *of)
             if isinstance(end, RunFailed):
                 with pytest.raises(RunFailed) as error:
                     it.train()
@@ -374,9 +374,9 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
 
 
 def test_loops_that_fail_of_one_error_tell_each_its_own_way(tmp_path, monkeypatch):
-    jobs = jobs_of("llama", [(SGD(), 0.03)] * 6)
-    stack, sessions = stacked(jobs, EXACT)
-    loops = [training(job, s, tmp_path, 2, 1, 0)[1].requests() for job, s in zip(jobs, sessions, strict=True)]
+    jobs = make_jobs("llama", [(SGD(), 0.03)] * 6)
+    stack, sessions = build_stack(jobs, EXACT)
+    loops = [make_training(job, s, tmp_path, 2, 1, 0)[1].requests() for job, s in zip(jobs, sessions, strict=True)]
     monkeypatch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_: 1 / 0)
     ends = drive(loops, stack)
     # With the ways of all six it would be 131 lines.

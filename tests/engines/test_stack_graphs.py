@@ -7,8 +7,20 @@ real graphs read all arrays that change.
 import numpy as np
 import pytest
 import torch
-from stacks import ADAMW, EXACT, OPTIMISERS, alone, begin, begin_all, built, jobs_of, stacked, take_all, training
-from tiny import batches, weighted
+from stacks import (
+    ADAMW,
+    EXACT,
+    OPTIMISERS,
+    begin,
+    begin_all,
+    build_sessions,
+    build_stack,
+    make_jobs,
+    make_training,
+    take_all,
+    train_alone,
+)
+from tiny import add_weights, batches
 
 from toyexp.training.driver import drive
 from toyexp_optimisers.adamw import AdamWOptimiser
@@ -76,7 +88,7 @@ def graphs(monkeypatch):
 
 def assert_as_alone(jobs, losses, sessions, steps):
     for i, (job, ours) in enumerate(zip(jobs, losses, strict=True)):
-        theirs, kept = alone(job, steps, EXACT)
+        theirs, kept = train_alone(job, steps, EXACT)
         np.testing.assert_allclose(ours, theirs, rtol=1e-11)
         for name, values in sessions[i].snapshot().items() if sessions else ():
             np.testing.assert_allclose(values, kept[name], atol=1e-11, err_msg=name)
@@ -85,8 +97,8 @@ def assert_as_alone(jobs, losses, sessions, steps):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_steps_are_those_of_each_run_alone_also_when_they_are_launched_ahead(name, ahead):
-    jobs = jobs_of("llama", OPTIMISERS[name], accumulate=2, rows=2, grad_clip=0.3, skip_nonfinite=True)
-    stack, sessions = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", OPTIMISERS[name], accumulate=2, rows=2, grad_clip=0.3, skip_nonfinite=True)
+    stack, sessions = build_stack(jobs, EXACT)
     assert all(session.depth == 16 for session in sessions)
     losses, under_way = [[] for _ in jobs], [[] for _ in jobs]
     for step in range(7):
@@ -101,16 +113,16 @@ def test_steps_are_those_of_each_run_alone_also_when_they_are_launched_ahead(nam
 
 
 def test_more_steps_may_be_begun_than_numbers_are_kept_of(graphs):
-    jobs = jobs_of("llama", OPTIMISERS["adamw"], accumulate=2, rows=2)
-    stack, sessions = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", OPTIMISERS["adamw"], accumulate=2, rows=2)
+    stack, sessions = build_stack(jobs, EXACT)
     waits = [begin_all(stack, jobs, step) for step in range(24)]
     assert_as_alone(jobs, [[each[i]() for each in waits] for i in range(len(jobs))], sessions, 24)
     assert len(graphs) == 2
 
 
 def test_a_step_that_cannot_be_begun_leaves_the_numbers_of_those_before(monkeypatch):
-    (job, *_) = jobs = jobs_of("llama", OPTIMISERS["adamw"])
-    stack, _ = stacked(jobs, EXACT)
+    (job, *_) = jobs = make_jobs("llama", OPTIMISERS["adamw"])
+    stack, _ = build_stack(jobs, EXACT)
     waits = [begin(stack, jobs, {0: step})[0] for step in range(8)]
     with monkeypatch.context() as patch:
         patch.setattr(stack_step.StackedResident, "launch", lambda *_: 1 / 0)
@@ -118,13 +130,13 @@ def test_a_step_that_cannot_be_begun_leaves_the_numbers_of_those_before(monkeypa
             begin(stack, jobs, {0: 8})
     for step in range(8, 20):
         begin(stack, jobs, {0: step})
-    theirs, _ = alone(job, 8, EXACT)
+    theirs, _ = train_alone(job, 8, EXACT)
     np.testing.assert_allclose([wait() for wait in waits], theirs, rtol=1e-11)
 
 
 def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
-    jobs = jobs_of("llama", ADAMW)
-    stack, sessions = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", ADAMW)
+    stack, sessions = build_stack(jobs, EXACT)
     before = sessions[1].snapshot()
     losses = [[], [], []]
     for step in range(5):
@@ -141,8 +153,8 @@ def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
 
 def test_a_graph_is_made_anew_when_enough_runs_have_left(graphs):
     optimisers = [(AdamWOptimiser(mode="lora", weight_decay=0.1), 0.01 / (1 + i)) for i in range(6)]
-    jobs = jobs_of("llama", optimisers)
-    stack, sessions = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", optimisers)
+    stack, sessions = build_stack(jobs, EXACT)
     lengths, losses, steps = [2, 6, 4, 6, 4, 6], [[] for _ in jobs], []
     for step in range(6):
         going = [i for i in range(6) if step < lengths[i]]
@@ -158,30 +170,30 @@ def test_a_graph_is_made_anew_when_enough_runs_have_left(graphs):
 
 
 def test_losses_of_several_runs_are_computed_together_and_are_those_of_each(graphs):
-    jobs = jobs_of("llama", ADAMW)
-    stack, sessions = stacked(jobs, EXACT)
+    jobs = make_jobs("llama", ADAMW)
+    stack, sessions = build_stack(jobs, EXACT)
     take_all(stack, jobs, 0)
-    held_out = [[weighted(batches(3, 9).batch(k), k) for k in range(count)] for count in (3, 1, 2)]
+    held_out = [[add_weights(batches(3, 9).batch(k), k) for k in range(count)] for count in (3, 1, 2)]
     found = [wait() for wait in stack.losses(dict(enumerate(held_out))).values()]
     for job, own, loss in zip(jobs, held_out, found, strict=True):
-        with built([EXACT.realize(job.plan)])[0] as other:
+        with build_sessions([EXACT.realize(job.plan)])[0] as other:
             job.step(other, 0)
             assert loss == pytest.approx(other.evaluate(own), rel=1e-12)
     assert sessions[1].evaluate(held_out[1]) == pytest.approx(found[1], rel=1e-12)
 
 
 def test_loops_run_ahead_and_hear_what_they_hear_alone(tmp_path):
-    jobs = jobs_of("llama", ADAMW)
+    jobs = make_jobs("llama", ADAMW)
     how = [(9, 3, 0), (9, 4, 0), (6, 2, 0)]
-    stack, sessions = stacked(jobs, EXACT)
-    runs = [training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
+    stack, sessions = build_stack(jobs, EXACT)
+    runs = [make_training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
     for watch, _ in runs:
         watch.should_wait = lambda step: False
     ends = drive([it.requests() for _, it in runs], stack)
     assert [end.steps for end in ends] == [9, 9, 6]
     for job, of, (ours, _) in zip(jobs, how, runs, strict=True):
-        with built([EXACT.realize(job.plan)])[0] as session:
-            theirs, it = training(job, session, tmp_path, *of)
+        with build_sessions([EXACT.realize(job.plan)])[0] as session:
+            theirs, it = make_training(job, session, tmp_path, *of)
             it.train()
         np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-9)
         np.testing.assert_allclose(ours.evals, theirs.evals, rtol=1e-9)

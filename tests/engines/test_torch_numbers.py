@@ -11,7 +11,7 @@ import torch
 from float64_models import FORWARD
 from float64_models import adamw as reference_adamw
 from float64_models import loss as reference_loss
-from tiny import MODELS, batches, plan, weighted
+from tiny import MODELS, add_weights, batches, plan
 
 from toyexp import AdamW, Rotary
 from toyexp.interfaces.plan import apply_optimiser
@@ -42,7 +42,7 @@ def reference_backward(the_plan, weights, batch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_every_gradient_of_a_model(name):
-    the_plan, batch = plan(name), weighted(batches().batch(0))
+    the_plan, batch = plan(name), add_weights(batches().batch(0))
     logits, value, grads = reference_backward(the_plan, reference_weights(the_plan), batch)
     with built(the_plan) as session:
         np.testing.assert_allclose(session.logits(batch), logits.detach().numpy(), atol=2e-6)
@@ -61,7 +61,7 @@ def test_ten_adamw_steps_of_a_model(name, mode):
     moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in weights.items()}
     with built(the_plan) as session:
         for step in range(10):
-            batch = weighted(batches().batch(step), step)
+            batch = add_weights(batches().batch(step), step)
             _, value, grads = reference_backward(the_plan, weights, batch)
             assert session.step(batch, settings.hp_for_step(step)).loss == pytest.approx(value.item(), rel=1e-5)
             with torch.no_grad():

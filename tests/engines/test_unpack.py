@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
-from requantised import q4_k, requantised
+from requantise import q4_k, requantise
 from tiny import batches, write_base
 
 import toyexp_torch.kernels
@@ -59,7 +59,7 @@ def test_other_types_are_read_as_numbers(tmp_path):
     model = write_base(tmp_path / "base.gguf", "llama", d_model=256, d_ff=512)
     for name, kept in (("Q8_0", True), ("MXFP4", False)):
         kind = GGMLQuantizationType[name]
-        path = requantised(tmp_path / "base.gguf", tmp_path / f"{name}.gguf", kind, lambda x, k=kind: quantize(x, k))
+        path = requantise(tmp_path / "base.gguf", tmp_path / f"{name}.gguf", kind, lambda x, k=kind: quantize(x, k))
         plan = Lora(base=str(path), rank=4).plan(model, Setup(batches().inputs, rows=3))
         engine = TorchCPU(packed=True)
         with engine.realize(apply_optimiser(plan, AdamWOptimiser().with_mode("lora"), 1e-2)) as session:

@@ -12,15 +12,15 @@ from clusters import (
     NODES,
     QUICK,
     has_checkpoint,
-    jobs,
     kill,
-    parent,
-    run_of,
+    parent_pid,
+    recorded_steps,
+    run_dir,
     start,
-    statuses,
-    steps_of,
+    status_letters,
+    sweep_jobs,
     wait_for,
-    writer,
+    writer_pid,
 )
 from faults import FIGURES
 from mishaps import MISHAP
@@ -58,7 +58,7 @@ def nodes():
 
 def is_free(number):
     try:
-        os.close(lock(run_of(number)))
+        os.close(lock(run_dir(number)))
     except UserError:
         return False
     return True
@@ -68,17 +68,17 @@ def test_jobs_of_a_node_that_is_lost_go_on_on_another_one(nodes):
     cluster, address, sockets = nodes
     process = start("-m", *NINE, "sweep.launcher=ray", f"sweep.ray.address={address}")
     wait_for(lambda: has_checkpoint(0) and has_checkpoint(1), process)
-    raylet = Path(f"/proc/{parent(parent(writer(0)))}/cmdline").read_text()
+    raylet = Path(f"/proc/{parent_pid(parent_pid(writer_pid(0)))}/cmdline").read_text()
     (lost,) = [number for number, socket in enumerate(sockets) if socket in raylet]
     cluster.stdin.write(f"{lost}\n")
     cluster.stdin.flush()
     out, err = process.communicate(timeout=250)
     assert process.returncode == 1, err
-    assert statuses() == "cccfcckcc"
-    assert [job["attempts"] for job in jobs()] == [2, *[1] * 8], out
+    assert status_letters() == "cccfcckcc"
+    assert [job["attempts"] for job in sweep_jobs()] == [2, *[1] * 8], out
     assert "2 jobs at once, 1 core each" in out and "[0] lost (" in out
     assert "resumed from step" in Path("s/logs/0.log").read_text()
-    assert [steps_of(number) for number in (0, 1)] == [list(range(1, 201)), list(range(1, 202))]
+    assert [recorded_steps(number) for number in (0, 1)] == [list(range(1, 201)), list(range(1, 202))]
     FIGURES["clusters: nodes lost, the job of each gone on elsewhere"] += 1
 
 
@@ -89,20 +89,20 @@ def test_a_sweep_on_ray_is_stopped_and_killed_and_goes_on():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and err.startswith("toyexp: interrupted by SIGINT; 0 of 9 jobs are completed"), err
-    assert statuses() == "iiwwwwwww"
-    taken = steps_of(0)
-    assert (run_of(0) / "checkpoints" / f"step-{taken[-1]}").is_dir()
+    assert status_letters() == "iiwwwwwww"
+    taken = recorded_steps(0)
+    assert (run_dir(0) / "checkpoints" / f"step-{taken[-1]}").is_dir()
     Path("mishap.py").write_text(MISHAP.replace("and not run.resumed_step:", "or True:"))  # slow for good
     process = start("sweep.resume=s", MODULES)
-    wait_for(lambda: len(steps_of(0)) > len(taken) and not is_free(1), process)
+    wait_for(lambda: len(recorded_steps(0)) > len(taken) and not is_free(1), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     wait_for(lambda: is_free(0) and is_free(1))  # their sweep is gone: they save and end
     Path("mishap.py").write_text(MISHAP.replace("run.steps >= self.slow", "False"))
     process = start("sweep.resume=s", MODULES)
     _, err = process.communicate(timeout=200)
-    assert process.returncode == 1 and statuses() == "cccfcckcc", err
-    assert [steps_of(number) for number in (0, 1)] == [list(range(1, 201)), list(range(1, 202))]
+    assert process.returncode == 1 and status_letters() == "cccfcckcc", err
+    assert [recorded_steps(number) for number in (0, 1)] == [list(range(1, 201)), list(range(1, 202))]
     FIGURES["clusters: sweeps on Ray stopped or killed, and gone on"] += 2
 
 
@@ -113,7 +113,10 @@ def test_jobs_of_a_sweep_that_is_killed_save_though_a_step_takes_long_and_end(la
     words = [word for word in QUICK if not word.startswith("checkpoint_every")]
     process = start("-m", *words, "checkpoint_every=1h", "callbacks.mishap.wait=2", "steps=4000,4001",
                     f"sweep.launcher={launcher}", *own)  # fmt: skip
-    wait_for(lambda: all((run_of(number) / "events.jsonl").exists() and steps_of(number) for number in (0, 1)), process)
+    wait_for(
+        lambda: all((run_dir(number) / "events.jsonl").exists() and recorded_steps(number) for number in (0, 1)),
+        process,
+    )
     process.kill()
     process.communicate()
     wait_for(lambda: is_free(0) and is_free(1))
@@ -131,7 +134,7 @@ def test_a_search_on_ray_gives_a_free_worker_its_next_point():
     )  # fmt: skip
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert statuses() == "cccccc" and "\nbest    lr=" in out
+    assert status_letters() == "cccccc" and "\nbest    lr=" in out
 
 
 def test_nine_jobs_on_submitit():
@@ -139,7 +142,7 @@ def test_nine_jobs_on_submitit():
     process = start("-m", *QUICK, *TWO, "steps=3,4,5,6,7,8,9,10,11", "sweep.launcher=submitit",
                     "sweep.submitit.cluster=local")  # fmt: skip
     out, err = process.communicate(timeout=200)
-    assert process.returncode == 1 and statuses() == "cccfcckcc", err
+    assert process.returncode == 1 and status_letters() == "cccfcckcc", err
     assert "7 of 9 jobs are completed" in out
 
 
@@ -150,13 +153,13 @@ def test_an_array_on_slurm_whose_time_is_up_or_whose_node_is_lost_is_queued_agai
     wait_for(lambda: has_checkpoint(0) and has_checkpoint(1), process)
     (script,) = (tmp_path / "slurm").glob("*.sh")
     assert "--array=0-8%" in script.read_text() and "--signal=USR2@90" in script.read_text()
-    os.kill(parent(writer(0)), signal.SIGUSR2)  # the time is up
+    os.kill(parent_pid(writer_pid(0)), signal.SIGUSR2)  # the time is up
     (tmp_path / "slurm" / "1_1.again").touch()  # as Slurm does by itself with a job of a node that is gone
-    kill(parent(writer(1)))
+    kill(parent_pid(writer_pid(1)))
     out, err = process.communicate(timeout=250)
-    assert process.returncode == 1 and statuses() == "cccfcckcc", err
+    assert process.returncode == 1 and status_letters() == "cccfcckcc", err
     for number, steps in ((0, 200), (1, 201)):
-        assert steps_of(number) == list(range(1, steps + 1))
+        assert recorded_steps(number) == list(range(1, steps + 1))
         assert "resumed from step" in Path(f"s/logs/{number}.log").read_text()
     assert "[8] steps=11  submitted as 1_8" in out
     FIGURES["clusters: jobs that Slurm queued again, gone on"] += 2

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from faults import FIGURES, Trace, interrupted, shell_code, toyexp, words
+from faults import FIGURES, Trace, interrupt_run, shell_code, toyexp, words
 
 from toyexp import Unavailable
 from toyexp.cli.main import main
@@ -43,7 +43,7 @@ def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys)
         sent = next(signals)
         moment = dice.uniform(0.02 if dice.random() < 0.4 else 0.5, 1.0)  # the first half is mostly imports
         before = events_of(directory)
-        ended = interrupted(args, here, sent, moment * seconds)
+        ended = interrupt_run(args, here, sent, moment * seconds)
         if ended.done():
             return directory, kills
         kills += 1

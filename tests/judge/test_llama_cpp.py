@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from requantised import q4_k, requantised
-from texts import NASTY, PROSE, TALK, scrambled, write_untrained
+from requantise import q4_k, requantise
+from texts import NASTY, PROSE, TALK, scramble_texts, write_untrained
 
 from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
 from toyexp.formats.gguf.quantise import K_QUANTS, check_type
@@ -347,7 +347,7 @@ def test_an_adapter_on_a_quantised_base(workshop, tmp_path):
 def test_an_adapter_on_a_base_in_q4_k(workshop, tmp_path):
     """As on q8_0: llama.cpp's own kernels round what the base is multiplied by to 8 bits."""
     base = workshop("llama, 256 wide", WIDE)
-    path = requantised(base.path, tmp_path / "base.gguf", GGMLQuantizationType.Q4_K, q4_k)
+    path = requantise(base.path, tmp_path / "base.gguf", GGMLQuantizationType.Q4_K, q4_k)
     with GGUFFile(path) as file:
         assert {t.type for t in file.tensors.values() if len(t.shape) == 2} == {"Q4_K"}
     lora = workshop("llama, q4_k lora", (base.plan.model, "auto"), Lora(base=str(path), targets=["*"], rank=4))
@@ -406,7 +406,7 @@ def test_the_judge_notices_a_wrong(workshop, name, defect, tmp_path):
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-TEXTS = [*NASTY, *scrambled(seed=1, count=1500)]
+TEXTS = [*NASTY, *scramble_texts(seed=1, count=1500)]
 TOKENIZERS = {
     "byte": Bytes,
     "char": lambda: Characters.from_texts([*TEXTS, "e"]),

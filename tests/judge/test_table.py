@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from cells import CELLS, TYPES
 from gguf import GGMLQuantizationType
-from requantised import requantised
+from requantise import requantise
 
 from toyexp import AdamW, Batch, Engine, Model, Plan, Recipe, Session, Setup, Unavailable
 from toyexp.batching.tokens import TokenDataset
@@ -163,7 +163,7 @@ def dequantised(raw: np.ndarray, kind: str) -> np.ndarray:
 def write_foreign(source: Path, path: Path, kind: str) -> Path:
     """The file again as other programs make it, in one type."""
     made = GGMLQuantizationType[TYPES[kind]]
-    return requantised(source, path, made, lambda values: quantised(values, made))
+    return requantise(source, path, made, lambda values: quantised(values, made))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from texts import NASTY, PROSE, TALK, scrambled, write_untrained
+from texts import NASTY, PROSE, TALK, scramble_texts, write_untrained
 
 from toyexp import Tokenizer
 from toyexp.formats.gguf.header import GGUFError
@@ -110,8 +110,8 @@ ATOMS = [  # what pre-tokenizers tell apart, and what they take together
 def texts(count: int) -> list[str]:
     """Texts of all sorts: a list of nasty ones, classes of characters mixed at random, and hypothesis' own.
 
-    Characters that Python calls unassigned are left out, as in `scrambled`: from Unicode 16 on the tables of llama.cpp
-    and of the tokenizers library differ.
+    Characters that Python calls unassigned are left out, as in `scramble_texts`: from Unicode 16 on the tables of
+    llama.cpp and of the tokenizers library differ.
     """
     made: list[str] = []
     character = st.characters(exclude_categories=("Cn", "Cs"))
@@ -127,7 +127,7 @@ def texts(count: int) -> list[str]:
     make()
     rng = random.Random(0)
     mixed = ["".join(rng.choices(ATOMS, k=rng.randrange(2, 9))) for _ in range(count // 2)]
-    return [*NASTY, *mixed, *made, *scrambled(seed=2, count=count)][:count]
+    return [*NASTY, *mixed, *made, *scramble_texts(seed=2, count=count)][:count]
 
 
 def ask(questions: Sequence[dict[str, Any]]) -> list[dict[str, list[list[int]]]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from gguf import GGUFWriter
-from tiny import MODELS, split, write_base
+from tiny import MODELS, split_gguf, write_base
 
 from toyexp import TensorSpec
 from toyexp.base.errors import UserError
@@ -217,7 +217,7 @@ def test_a_donor_whose_embedding_is_no_numbers_is_refused_before_a_directory_is_
 def test_a_split_base_is_one_base(tmp_path):
     """Its parts hold a tensor each; torch reads them, ggml maps them where they lie."""
     write_base(tmp_path / "base.gguf", "llama", "q8_0", tokenizer=Bytes())
-    paths = split(tmp_path / "base.gguf")
+    paths = split_gguf(tmp_path / "base.gguf")
     words = ["recipe.targets=[q,down]", "steps=3", "lr=0.01"]
     for engine in ("cpu", "ggml"):
         found = []

@@ -9,7 +9,7 @@ import torch
 from float64_models import FORWARD
 from float64_models import loss as reference_loss
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from tiny import CONTEXT, batches, given, write_base
+from tiny import CONTEXT, batches, replace_initial_values, write_base
 
 from toyexp import AdamW, Normal, Setup, TensorSpec, UserError
 from toyexp.batching.tokens import Dropout
@@ -41,7 +41,9 @@ def planned(path, name, accumulate=1, kind="f32", **settings):
 def stirred(plan):
     """The same plan with B away from zero, where A has a gradient too."""
     draw = np.random.default_rng(0)
-    return given(plan, {t.name: draw.normal(0, 0.3, t.shape).astype(np.float32) for t in plan.trainable})
+    return replace_initial_values(
+        plan, {t.name: draw.normal(0, 0.3, t.shape).astype(np.float32) for t in plan.trainable}
+    )
 
 
 def reference(plan):
@@ -166,7 +168,7 @@ def test_the_merged_model_computes_what_base_and_adapter_do(tmp_path):
         logits = session.logits(batch)
         merged = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
     full = Full(base=recipe.base)
-    plain = given(full.plan(plan.model, Setup(batches().inputs, rows=3)), merged)
+    plain = replace_initial_values(full.plan(plan.model, Setup(batches().inputs, rows=3)), merged)
     with start_session(full, TorchCPU(threads=1), plain) as session:
         np.testing.assert_allclose(session.logits(batch), logits, atol=2e-5)
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from tiny import MODELS, batches, given
+from tiny import MODELS, batches, replace_initial_values
 
 from toyexp import AdamW, SessionError, Setup, UserError
 from toyexp.formats.gguf.write import write_model
@@ -94,7 +94,7 @@ def test_folding_the_lens_leaves_the_logits_as_they_are(donor):
         folded = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
     from toyexp_recipes.scratch import Scratch
 
-    plain = given(Scratch().plan(plan.model, Setup(batches().inputs, rows=3)), folded)
+    plain = replace_initial_values(Scratch().plan(plan.model, Setup(batches().inputs, rows=3)), folded)
     with start_session(Scratch(), TorchCPU(), plain) as session:
         np.testing.assert_allclose(session.logits(batch), through_lens, atol=2e-5)
 

@@ -18,7 +18,7 @@ DIRECTIONS = {
     "export": "export",
     "adapter": "adapter",
 }
-IN_THE_TYPE = ("read", "export", "adapter")  # where llama.cpp multiplies by weights of that type
+COMPARED_DIRECTIONS = ("read", "export", "adapter")  # where llama.cpp multiplies by weights of that type
 CELLS = [(a, t, d) for a in ARCHITECTURES for t in TYPES for d in DIRECTIONS]
 TICK = "✓"
 BEGIN, END = "<!-- begin of the table by `make table` -->\n", "<!-- end of the table -->\n"
@@ -31,13 +31,13 @@ def table(figures):
     for architecture in ARCHITECTURES:
         for kind in TYPES:
             ticks = [TICK if (architecture, kind, d) in figures else "" for d in DIRECTIONS]
-            seen = [figures[architecture, kind, d] for d in IN_THE_TYPE if (architecture, kind, d) in figures]
+            seen = [figures[architecture, kind, d] for d in COMPARED_DIRECTIONS if (architecture, kind, d) in figures]
             largest = [f"{max(off):.0e}".replace("e-0", "e-") for off in zip(*seen, strict=True)] or ["", ""]
             lines.append(_line([architecture, kind, *ticks, *largest]))
     return "".join(lines)
 
 
-def ticked(page):
+def ticked_cells(page):
     """The cells that its table ticks."""
     head, _, *lines = (re.split(r" *\| *", line.strip("| \n")) for line in _within(page).splitlines())
     directions = {title: name for name, title in DIRECTIONS.items()}
@@ -49,7 +49,7 @@ def ticked(page):
     ]
 
 
-def replaced(page, new):
+def replace_table(page, new):
     """The page with another table."""
     return page.replace(BEGIN + _within(page) + END, BEGIN + new + END)
 

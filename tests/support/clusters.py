@@ -51,39 +51,39 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | N
         time.sleep(0.05)
 
 
-def jobs() -> list[dict[str, object]]:
+def sweep_jobs() -> list[dict[str, object]]:
     """The jobs of the sweep `s`, as its directory has them."""
     found: list[dict[str, object]] = json.loads(Path("s/sweep.json").read_text())["jobs"]
     return found
 
 
-def statuses() -> str:
+def status_letters() -> str:
     """The first letters of what became of each: c, f, k, i, w."""
-    return "".join(str(job["status"])[0] for job in jobs())
+    return "".join(str(job["status"])[0] for job in sweep_jobs())
 
 
-def run_of(number: int) -> Path:
+def run_dir(number: int) -> Path:
     """The directory of a job."""
     return Path("s") / f"{number}-scratch-llama"
 
 
 def has_checkpoint(number: int) -> bool:
     """Whether a job has one."""
-    return any(run_of(number).glob("checkpoints/step-*"))
+    return any(run_dir(number).glob("checkpoints/step-*"))
 
 
-def steps_of(number: int) -> list[int]:
+def recorded_steps(number: int) -> list[int]:
     """The steps that a run's events record."""
-    lines = map(json.loads, (run_of(number) / "events.jsonl").read_text().splitlines())
+    lines = map(json.loads, (run_dir(number) / "events.jsonl").read_text().splitlines())
     return [line["step"] for line in lines if line["kind"] == "step"]
 
 
-def writer(number: int) -> int:
+def writer_pid(number: int) -> int:
     """The process that writes a run."""
-    return int((run_of(number) / "run.lock").read_text().split()[0])
+    return int((run_dir(number) / "run.lock").read_text().split()[0])
 
 
-def parent(process: int) -> int:
+def parent_pid(process: int) -> int:
     """Of a process."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 

@@ -3,6 +3,6 @@
 import re
 
 
-def words_of(path):
+def svg_texts(path):
     """The texts of an SVG."""
     return re.findall(r"<!-- (.*?) -->", path.read_text())

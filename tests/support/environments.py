@@ -8,7 +8,7 @@ import venv
 from pathlib import Path
 
 
-def make(root, install, editable=False):
+def make_environment(root, install, editable=False):
     """An environment in `root` with `install` (a wheel or a project) in it; returns its python."""
     venv.create(root, with_pip=False, symlinks=True)
     python = root / "bin" / "python"

@@ -27,7 +27,7 @@ TINY = [
     f"checkpoint_every={EVERY}", "eval_every=5", "data.{}=8", "callbacks=[cosine,events,gguf_export]",
 ]  # fmt: skip
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"]
-BASED = ["data.tokenizer=auto", "lr=0.05"]
+BASE_SETTINGS = ["data.tokenizer=auto", "lr=0.05"]
 SETTINGS = {  # what some pairs of a recipe and a model need
     ("warm", "gpt2"): ["model.tied=false"],
     ("warm", "gemma"): ["recipe.lens=none", "model.d_model=96"],
@@ -47,7 +47,7 @@ def words(recipe: str, model: str, engine: str) -> list[str]:
     of_images = model == "vit"
     data = ["data=digits"] if of_images else BOOK
     tiny = [w.format("eval_images" if of_images else "eval_batches") for w in TINY]
-    based = [*BASED, f"recipe.base=base-{model}.gguf"] if recipe in ("lora", "full") else []
+    based = [*BASE_SETTINGS, f"recipe.base=base-{model}.gguf"] if recipe in ("lora", "full") else []
     based = [word for word in based if not (of_images and word.startswith("data.tokenizer="))]
     own = SETTINGS.get((recipe, model), [])
     return [f"recipe={recipe}", f"model={model}", *data, *tiny, *ENGINES[engine], *based, *own]
@@ -55,7 +55,15 @@ def words(recipe: str, model: str, engine: str) -> list[str]:
 
 # -- what must be equal -----------------------------------------------------------------------------------------------
 
-PASSING = ("run_start", "run_end", "resume", "checkpoint", "export", "note", "warning")  # how a run was interrupted
+INTERRUPTION_EVENTS = (
+    "run_start",
+    "run_end",
+    "resume",
+    "checkpoint",
+    "export",
+    "note",
+    "warning",
+)  # how a run was interrupted
 CLOCKS = ("t", "wall_us")
 
 
@@ -72,7 +80,11 @@ class Trace:
         lines = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
         kinds = [line["kind"] for line in lines]
         assert (kinds[0], kinds[-1], kinds.count("run_start")) == ("run_start", "run_end", 1), kinds
-        events = [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines if line["kind"] not in PASSING]
+        events = [
+            {k: v for k, v in line.items() if k not in CLOCKS}
+            for line in lines
+            if line["kind"] not in INTERRUPTION_EVENTS
+        ]
         files = [*sorted(directory.glob("*.gguf")), directory / "checkpoints" / f"step-{steps}" / "state.safetensors"]
         own = directory.name.encode()
         return cls(
@@ -103,7 +115,7 @@ def environment(cwd: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnd:
     """How a process that was to be sent a signal ended."""
 
     code: int  # as a shell shows it
@@ -122,7 +134,7 @@ class Ended:
         return self.code == 0 or (self.code == 2 and "is complete" in self.errors)
 
 
-def interrupted(args: Sequence[str], cwd: Path, number: int, seconds: float) -> Ended:
+def interrupt_run(args: Sequence[str], cwd: Path, number: int, seconds: float) -> ProcessEnd:
     """Starts a run and sends it a signal so many seconds after it was started, if it runs so long.
 
     SIGINT waits until toyexp holds it: before, it meets Python's own start, which may end with exit code 1 or lose it.
@@ -139,7 +151,7 @@ def interrupted(args: Sequence[str], cwd: Path, number: int, seconds: float) -> 
         process.send_signal(number)  # which one that has ended is not sent
         _, errors = process.communicate(timeout=120)
     code = process.returncode
-    return Ended(128 - code if code < 0 else code, time.monotonic() - began, errors)
+    return ProcessEnd(128 - code if code < 0 else code, time.monotonic() - began, errors)
 
 
 def holds_signals(pid: int) -> bool:

@@ -154,7 +154,7 @@ def adamw(w, g, m, v, t, *, lr, beta1, beta2, eps, weight_decay, correct):
     w.mul_(1 - lr * weight_decay).sub_(lr * first / (second.sqrt() + eps))
 
 
-def hold_against_float64(engine, the_plan, batch):
+def check_against_float64(engine, the_plan, batch):
     """The logits, the loss and every gradient of a plan on a ggml engine."""
     logits, value, grads = gradients(FORWARD[the_plan.model.name], the_plan, batch)
     with engine.realize(the_plan) as session:

@@ -20,7 +20,7 @@ from typing import Any
 
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import quantize
-from requantised import q4_k, requantised
+from requantise import q4_k, requantise
 
 from toyexp.cli.main import main
 from toyexp_ggml.binding import devices
@@ -32,7 +32,9 @@ Q8_0, Q4_K = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K
 BOOK = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 80
 TEXT = "data=text data.path=book.txt data.tokenizer=byte data.val_fraction=0.1 data.eval_batches=2 model.context=16"
 SMALL = "model.d_model=32 model.n_layers=2 batch_size=4 steps=6 eval_every=3 callbacks.cosine.warmup=2"
-BASED = "data=text data.path=book.txt data.val_fraction=0.1 data.eval_batches=2 model.context=16 batch_size=4 steps=6"
+ON_BASE_TEXT = (
+    "data=text data.path=book.txt data.val_fraction=0.1 data.eval_batches=2 model.context=16 batch_size=4 steps=6"
+)
 WIDE = "model.d_model=256 model.d_ff=512 model.n_layers=1 model.n_heads=4 batch_size=2 steps=1 eval_every=0"
 
 
@@ -69,24 +71,24 @@ def command(words: list[str]) -> str:
     return out.getvalue()
 
 
-def trained(words: str) -> Callable[[str], dict[str, Any]]:
+def training_case(words: str) -> Callable[[str], dict[str, Any]]:
     return lambda engine: train(f"{words} {engine}")
 
 
-def on_base(model: str, words: str, kind: GGMLQuantizationType | None = None) -> Callable[[str], dict[str, Any]]:
+def base_case(model: str, words: str, kind: GGMLQuantizationType | None = None) -> Callable[[str], dict[str, Any]]:
     """A recipe that starts from a file, which is trained first, and may have its matrices in another type."""
 
     def run(engine: str) -> dict[str, Any]:
         train(f"model={model} {TEXT} {WIDE} engine=ggml engine.threads=1", "base")
         base = Path("base/model.gguf")
         if kind is not None:
-            base = requantised(base, Path("base.gguf"), kind, q4_k if kind == Q4_K else lambda x: quantize(x, Q8_0))
-        return train(f"{words} recipe.base={base} {BASED} {engine}")
+            base = requantise(base, Path("base.gguf"), kind, q4_k if kind == Q4_K else lambda x: quantize(x, Q8_0))
+        return train(f"{words} recipe.base={base} {ON_BASE_TEXT} {engine}")
 
     return run
 
 
-def from_chats(engine: str) -> dict[str, Any]:
+def train_on_chats(engine: str) -> dict[str, Any]:
     """Conversations and completions, of which the answers alone are learned."""
     lines = [{"messages": [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}!"}]}
              for i in range(30)]  # fmt: skip
@@ -95,14 +97,14 @@ def from_chats(engine: str) -> dict[str, Any]:
     return train(f"model=llama {data} {SMALL} {engine}")
 
 
-def resumed(engine: str) -> dict[str, Any]:
+def train_and_resume(engine: str) -> dict[str, Any]:
     """Three steps, and three more in another process's place."""
     train(f"model=llama {TEXT} {SMALL} steps=3 checkpoint_every=3 {engine}")
     command(["resume=run", "steps=6"])
     return outcome(Path("run"))
 
 
-def swept(engine: str) -> dict[str, Any]:
+def sweep_rates(engine: str) -> dict[str, Any]:
     """Two jobs."""
     words = f"-m model=llama {TEXT} {SMALL} lr=0.003,0.01 sweep.isolate=false hydra.sweep.dir=sweep {engine}"
     command([*words.split()])
@@ -111,7 +113,7 @@ def swept(engine: str) -> dict[str, Any]:
     return {key: [job[key] for job in jobs] for key in jobs[0]}
 
 
-def evaluated(engine: str) -> dict[str, Any]:
+def evaluate_model(engine: str) -> dict[str, Any]:
     """A model in a file, on other text than its own."""
     train(f"model=qwen3 {TEXT} {SMALL} engine=ggml engine.threads=1")
     Path("tale.txt").write_text("Once upon a time there was a queen who counted clocks. " * 60)
@@ -124,7 +126,7 @@ def evaluated(engine: str) -> dict[str, Any]:
     }
 
 
-def generated(engine: str) -> dict[str, Any]:
+def generate_ids(engine: str) -> dict[str, Any]:
     """Tokens by temperature, from a seed."""
     train(f"model=llama {TEXT} {SMALL} lr=0.02 engine=ggml engine.threads=1")
     name, _, threads = engine.removeprefix("engine=").partition(" engine.")
@@ -133,32 +135,34 @@ def generated(engine: str) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[str], dict[str, Any]]] = {
-    "scratch llama": trained(f"model=llama {TEXT} {SMALL}"),
-    "scratch gpt2, accumulated, clipped": trained(f"model=gpt2 {TEXT} {SMALL} optim.accumulate=2 optim.grad_clip=.5"),
-    "scratch qwen2, tied": trained(f"model=qwen2 {TEXT} {SMALL} model.tied=true optim.weight_decay=0.1"),
-    "scratch qwen3, grouped heads": trained(f"model=qwen3 {TEXT} {SMALL} model.n_heads=4 model.n_kv_heads=2"),
-    "scratch gemma": trained(f"model=gemma {TEXT} {SMALL}"),
-    "warm llama": trained(f"recipe=warm model=llama {SMALL} data=text data.path=book.txt model.context=16"),
-    "scratch gpt2, toy init": trained(f"recipe.init=toy model=gpt2 {TEXT} {SMALL}"),
-    "vit_tiny": trained(f"recipe=vit_tiny model=vit data=digits data.augment=shift model.patch=4 {SMALL}"),
-    "chats": from_chats,
-    "full gpt2": on_base("gpt2", "recipe=full lr=0.01"),
-    "lora with dropout": on_base("llama", "recipe=lora recipe.rank=4 recipe.dropout=0.1 recipe.targets=[*] lr=0.02"),
-    "lora on Q8_0": on_base("qwen2", "recipe=lora recipe.rank=4 lr=0.02", Q8_0),
-    "lora on Q4_K": on_base("llama", "recipe=lora recipe.rank=4 recipe.targets=[q,v,ffn_*] lr=0.02", Q4_K),
-    "resume": resumed,
-    "sweep": swept,
-    "eval": evaluated,
-    "generate": generated,
+    "scratch llama": training_case(f"model=llama {TEXT} {SMALL}"),
+    "scratch gpt2, accumulated, clipped": training_case(
+        f"model=gpt2 {TEXT} {SMALL} optim.accumulate=2 optim.grad_clip=.5"
+    ),
+    "scratch qwen2, tied": training_case(f"model=qwen2 {TEXT} {SMALL} model.tied=true optim.weight_decay=0.1"),
+    "scratch qwen3, grouped heads": training_case(f"model=qwen3 {TEXT} {SMALL} model.n_heads=4 model.n_kv_heads=2"),
+    "scratch gemma": training_case(f"model=gemma {TEXT} {SMALL}"),
+    "warm llama": training_case(f"recipe=warm model=llama {SMALL} data=text data.path=book.txt model.context=16"),
+    "scratch gpt2, toy init": training_case(f"recipe.init=toy model=gpt2 {TEXT} {SMALL}"),
+    "vit_tiny": training_case(f"recipe=vit_tiny model=vit data=digits data.augment=shift model.patch=4 {SMALL}"),
+    "chats": train_on_chats,
+    "full gpt2": base_case("gpt2", "recipe=full lr=0.01"),
+    "lora with dropout": base_case("llama", "recipe=lora recipe.rank=4 recipe.dropout=0.1 recipe.targets=[*] lr=0.02"),
+    "lora on Q8_0": base_case("qwen2", "recipe=lora recipe.rank=4 lr=0.02", Q8_0),
+    "lora on Q4_K": base_case("llama", "recipe=lora recipe.rank=4 recipe.targets=[q,v,ffn_*] lr=0.02", Q4_K),
+    "resume": train_and_resume,
+    "sweep": sweep_rates,
+    "eval": evaluate_model,
+    "generate": generate_ids,
 }  # fmt: skip
 
 
-def measured(case: str, engine: str) -> dict[str, Any]:
+def measure_case(case: str, engine: str) -> dict[str, Any]:
     """The numbers of a case on an engine, made in the working directory."""
     return CASES[case](f"engine={engine} engine.threads=1")
 
 
-def machine() -> str:
+def machine_digest() -> str:
     """What the last bits of a number depend on: the processor, and what computes."""
     cpu = Path("/proc/cpuinfo")
     told = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
@@ -170,13 +174,13 @@ def machine() -> str:
 
 def record() -> None:
     """Writes golden.json."""
-    found: dict[str, Any] = {"machine": machine(), "runs": {}}
+    found: dict[str, Any] = {"machine": machine_digest(), "runs": {}}
     os.environ["TOYEXP_CACHE"] = tempfile.mkdtemp()
     for case in CASES:
         for engine in ENGINES:
             with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
                 Path("book.txt").write_text(BOOK)
-                found["runs"][f"{case}, {engine}"] = measured(case, engine)
+                found["runs"][f"{case}, {engine}"] = measure_case(case, engine)
             print(f"{case}, {engine}", file=sys.stderr)
     RECORD.write_text(json.dumps(found, indent=1) + "\n")
 

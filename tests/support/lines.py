@@ -10,12 +10,12 @@ def noop(*plugins):
     return [f"plugins=[{modules}]", "engine=noop", "data=random", "model.n_layers=1", *sizes]
 
 
-def last_of_each(*words):
+def drop_repeated_keys(*words):
     """The words without those whose key a later one gives again."""
     return list({word.partition("=")[0]: word for word in words}.values())
 
 
-def failed(capsys, *words, codes=(1,)):
+def run_failing(capsys, *words, codes=(1,)):
     """The one line with which a command line fails, and what it printed before."""
     capsys.readouterr()
     assert main([*words]) in codes

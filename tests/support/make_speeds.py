@@ -23,12 +23,12 @@ SHAPES = {
     "bench_6m": "4096, 256, 6, 256, 4",
 }
 GPT2 = "gpt2, 4 layers, d 128, 12 x 64, vocab 65"  # nanoGPT's own setting for a CPU
-OF_GPT2 = [
+GPT2_SETTINGS = [
     "model=gpt2", "model.n_layers=4", "model.d_model=128", "model.n_heads=4", "model.d_ff=512", "model.context=64",
     "batch_size=12", "data=random", "data.vocab=65",
 ]  # fmt: skip
 ENGINES = "cpu,ggml,ggml:blas=false"
-KEPT = ("seconds_per_step", "ratio", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
+STORED_KEYS = ("seconds_per_step", "ratio", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
 STEP, MEMORY = ("seconds_per_step", 1e3, "ms"), ("beyond_import_bytes", 1e-6, "MB")
 ROWS = [  # machine, title, engines of a cell, what of them
     ("2 cores", "`ggml`", ["ggml"], STEP),
@@ -98,12 +98,12 @@ def _ratio(run, one, other):
     return run[one]["seconds_per_step"] / run[other]["seconds_per_step"]
 
 
-def within(page, begin=BEGIN, end=END):
+def section(page, begin=BEGIN, end=END):
     """What stands between the marks."""
     return page.split(begin)[1].split(end)[0]
 
 
-def add(machines, machine, shape, report):
+def add_report(machines, machine, shape, report):
     """Takes what a report of `toyexp bench --json` tells into the figures."""
     if machine not in machines or shape not in (*SHAPES, GPT2):
         raise SystemExit(
@@ -111,14 +111,14 @@ def add(machines, machine, shape, report):
         )
     run = machines[machine]["runs"].setdefault(shape, {})
     for engine in report["engines"]:
-        run[engine["name"]] = {key: engine[key] for key in KEPT if engine.get(key) is not None}
+        run[engine["name"]] = {key: engine[key] for key in STORED_KEYS if engine.get(key) is not None}
 
 
-def measured(shape):
+def run_bench(shape):
     """A report of this machine."""
     asked = [f"experiment={shape}", f"engine={ENGINES}"]
     if shape == GPT2:  # for which there is no bare loop on the CPU
-        asked = [*OF_GPT2, f"engine={ENGINES},cpu:compile=true"]
+        asked = [*GPT2_SETTINGS, f"engine={ENGINES},cpu:compile=true"]
     words = ["bench", *asked, "--baseline", "--json"]
     return json.loads(subprocess.run([sys.executable, "-m", "toyexp", *words], check=True, stdout=-1).stdout)
 
@@ -126,14 +126,14 @@ def measured(shape):
 def main(machine=None, shape=None, path=None):
     machines = json.loads(FIGURES.read_text())
     if path:
-        add(machines, machine, shape, json.loads(Path(path).read_text()))
+        add_report(machines, machine, shape, json.loads(Path(path).read_text()))
     elif machine:
         for each in (*SHAPES, GPT2) if machine == WITHOUT_BLAS else SHAPES:
-            add(machines, machine, each, measured(each))
+            add_report(machines, machine, each, run_bench(each))
     FIGURES.write_text(json.dumps(machines, indent=1) + "\n")
     page = PAGE.read_text()
     for (begin, end), made in (((BEGIN, END), text), (RATIOS, ratios)):
-        page = page.replace(begin + within(page, begin, end) + end, begin + made(machines) + end)
+        page = page.replace(begin + section(page, begin, end) + end, begin + made(machines) + end)
     PAGE.write_text(page)
 
 

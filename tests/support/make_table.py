@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cells import CELLS, PAGE, replaced, table
+from cells import CELLS, PAGE, replace_table, table
 
 TESTS = Path(__file__).parents[1] / "judge" / "test_table.py"
 
@@ -30,7 +30,7 @@ def main():
             f"the table stays as it was: {len(missing)} of {len(CELLS)} cells did not pass, {missing[0]} for one "
             "(exports in K-quants take llama-quantize on the PATH, or pip install llama-cpp-python)"
         )
-    PAGE.write_text(replaced(PAGE.read_text(), table(figures.found)))
+    PAGE.write_text(replace_table(PAGE.read_text(), table(figures.found)))
     return 0
 
 

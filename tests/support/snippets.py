@@ -13,9 +13,9 @@ from pathlib import Path
 PAGES = Path(__file__).parent.parent.parent / "docs" / "pages"
 PROGRAMS = ("toyexp", "python", "pip", "make", "echo", "cd", "git", "pytest", "torchrun")
 # A command that works on a model or on runs has no steps of its own.
-TRAINS_NOT = {"plugins", "doctor", "parity", "bench", "eval", "describe", "models", "generate", "predict", "export",
-              "merge", "runs", "compare", "completion", "help", "new"}  # fmt: skip
-LEFT_OUT = {"make": "sets up .venv, as CI does", "pip": "asks a network", "git": "asks a network"}
+STEPLESS_COMMANDS = {"plugins", "doctor", "parity", "bench", "eval", "describe", "models", "generate", "predict",
+                     "export", "merge", "runs", "compare", "completion", "help", "new"}  # fmt: skip
+SKIPPED_PROGRAMS = {"make": "sets up .venv, as CI does", "pip": "asks a network", "git": "asks a network"}
 COMMENT = re.compile(r"<!-- (small|first|slow|not run)(?:: (.*?))? -->")
 FENCE = re.compile(r"((?:^ *<!-- [^\n]*? -->\n+)*)^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"\| `(toyexp [^`]*)` \|")
@@ -77,16 +77,16 @@ def blocks(page, text=None):
     return sorted(found, key=lambda block: block.line)
 
 
-def reason(command):
+def skip_reason(command):
     """Why a command is left out wherever it stands; nothing where it runs."""
     program = command.removeprefix(".venv/bin/").split()[0]
-    return LEFT_OUT.get(program, "")
+    return SKIPPED_PROGRAMS.get(program, "")
 
 
-def small(command, added=""):
+def shorten_command(command, added=""):
     """The words behind `toyexp`, with fewer steps where it trains; `added` settings come last."""
     words = shlex.split(command, comments=True)[1:]
-    if words and words[0] in TRAINS_NOT:
+    if words and words[0] in STEPLESS_COMMANDS:
         return [*words, *shlex.split(added)]
     given = {word.partition("=")[0] for word in words}
     quick = ["steps=2", "eval_every=2", "checkpoint_every=0"]

@@ -3,7 +3,7 @@
 import dataclasses
 
 import numpy as np
-from tiny import VOCAB, batches, plan, weighted, write_base
+from tiny import VOCAB, add_weights, batches, plan, write_base
 
 from toyexp import Bus, Callback, Run, Setup, hookimpl
 from toyexp.batching.tokens import Dropout
@@ -32,7 +32,7 @@ class Job:
     def batch(self, step):
         rows = self.plan.rows * self.plan.accumulate
         stream = batches(rows, self.data)
-        return weighted((Dropout(stream, self.plan) if self.plan.dropout_adapters else stream).batch(step), step)
+        return add_weights((Dropout(stream, self.plan) if self.plan.dropout_adapters else stream).batch(step), step)
 
     def given(self, session, step):
         return session.step_input(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
@@ -41,16 +41,16 @@ class Job:
         return session.step(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
 
 
-def built(sessions):
+def build_sessions(sessions):
     for session in sessions:
         session.build()
     return sessions
 
 
-def stacked(jobs, engine):
+def build_stack(jobs, engine):
     """Their stack, ready to step, and its sessions."""
     stack = engine.realize_stack([job.plan for job in jobs])
-    return stack, built(stack.sessions)
+    return stack, build_sessions(stack.sessions)
 
 
 def begin(stack, jobs, steps):
@@ -67,8 +67,8 @@ def take_all(stack, jobs, step):
     return [wait() for wait in begin_all(stack, jobs, step)]
 
 
-def alone(job, steps, engine=ENGINE):
-    with built([engine.realize(job.plan)])[0] as session:
+def train_alone(job, steps, engine=ENGINE):
+    with build_sessions([engine.realize(job.plan)])[0] as session:
         losses = [job.step(session, step) for step in range(steps)]
         return np.array(losses), session.snapshot()
 
@@ -88,7 +88,7 @@ OPTIMISERS = {
 }
 
 
-def jobs_of(name, optimisers, **settings):
+def make_jobs(name, optimisers, **settings):
     return [
         Job(apply_optimiser(plan(name, seed=i, **settings), optimiser, lr), lr, i)
         for i, (optimiser, lr) in enumerate(optimisers)
@@ -133,7 +133,7 @@ class Watch(Callback):
         return "enough" if step == self.stops_at else None
 
 
-def training(job, session, folder, steps, eval_every, stops_at):
+def make_training(job, session, folder, steps, eval_every, stops_at):
     watch = Watch(stops_at=stops_at)
     bus = Bus({"watch": watch})
     dataset = token_dataset(VOCAB, count=2000, seed=5)

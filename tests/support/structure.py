@@ -39,7 +39,7 @@ def modules(folder: Path) -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: Iterable[str]) -> set[str]:
+def imported_modules(path: Path, known: Iterable[str]) -> set[str]:
     """The modules among `known` that a file imports, wherever in it that stands."""
     known, found = set(known), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -55,10 +55,10 @@ def module_graph(package: str = "toyexp") -> dict[str, set[str]]:
     """Which module imports which; the facade, which imports all that it names, is left out."""
     folder = ROOT / package if (ROOT / package).is_dir() else ROOT / "plugins" / package
     known = {name: path for name, path in modules(folder).items() if name != package}
-    return {name: imports(path, known) - {name} for name, path in known.items()}
+    return {name: imported_modules(path, known) - {name} for name, path in known.items()}
 
 
-def rooms(graph: Graph) -> dict[str, set[str]]:
+def package_graph(graph: Graph) -> dict[str, set[str]]:
     """The same between the rooms of the house."""
     found: dict[str, set[str]] = defaultdict(set)
     for name, targets in graph.items():
@@ -67,7 +67,7 @@ def rooms(graph: Graph) -> dict[str, set[str]]:
     return dict(found)
 
 
-def circles(graph: Graph) -> list[list[str]]:
+def import_cycles(graph: Graph) -> list[list[str]]:
     """The groups of modules of which each reaches every other (Tarjan, SIAM J. Comput. 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -94,9 +94,9 @@ def circles(graph: Graph) -> list[list[str]]:
     return sorted(found)
 
 
-def floors(graph: Graph) -> int:
+def graph_depth(graph: Graph) -> int:
     """How many floors the house has: the longest way down, a circle counted as one."""
-    group = {name: min(circle) for circle in circles(graph) for name in circle}
+    group = {name: min(circle) for circle in import_cycles(graph) for name in circle}
     merged: dict[str, set[str]] = defaultdict(set)
     for name, targets in graph.items():
         own = group.get(name, name)
@@ -111,7 +111,7 @@ def floors(graph: Graph) -> int:
     return max(floor(name) for name in list(merged))
 
 
-def lines(*paths: str) -> int:
+def count_lines(*paths: str) -> int:
     """Lines of Python below these folders."""
     return sum(len(p.read_text(encoding="utf-8").splitlines()) for folder in paths for p in _below(ROOT / folder))
 
@@ -120,7 +120,7 @@ def _below(path: Path) -> Iterator[Path]:
     yield from path.rglob("*.py") if path.is_dir() else [path]
 
 
-class Walk:
+class CallTrace:
     """Which files a call goes through, in their order: of this project alone, without what is done to load a module.
 
     That happens once in a process, to whoever comes first. `until` is the name of a function where the walk ends.
@@ -141,7 +141,7 @@ class Walk:
             self.files.append(path)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[Walk]:
+    def watching(self) -> Iterator[CallTrace]:
         """Watches the calls in the block."""
         sys.setprofile(self)
         try:
@@ -150,7 +150,7 @@ class Walk:
             sys.setprofile(None)
 
 
-def walks() -> dict[str, tuple[int, int]]:
+def count_visited_files() -> dict[str, tuple[int, int]]:
     """Files visited and changes of file: of a run up to what is allocated first, of a whole run, and of going on."""
     from toyexp.cli.main import main
 
@@ -167,7 +167,7 @@ def walks() -> dict[str, tuple[int, int]]:
             ("recipe=warm to its end", f"{warm} hydra.run.dir=run", ""),
             ("resume to its end", "resume=run steps=6", ""),
         ]:
-            with quiet, Walk(until).watching() as walk:
+            with quiet, CallTrace(until).watching() as walk:
                 main(words.split())
             found[name] = len({*walk.files}), len(walk.files)
     return found
@@ -176,7 +176,7 @@ def walks() -> dict[str, tuple[int, int]]:
 def figures() -> dict[str, Any]:
     """All numbers by what they count."""
     graph = module_graph()
-    house, files = rooms(graph), [path for folder in PRODUCT for path in _below(ROOT / folder)]
+    house, files = package_graph(graph), [path for folder in PRODUCT for path in _below(ROOT / folder)]
     longest = max(files, key=lambda p: len(p.read_text().splitlines()))
 
     return {
@@ -184,15 +184,15 @@ def figures() -> dict[str, Any]:
         "modules": len(graph),
         "arrows at house level": sum(map(len, house.values())),
         "arrows between modules": sum(map(len, graph.values())),
-        "circles of modules": [len(c) for c in circles(graph)],
-        "circles of rooms": [len(c) for c in circles(house)],
-        "floors of the house": floors(house),
+        "circles of modules": [len(c) for c in import_cycles(graph)],
+        "circles of rooms": [len(c) for c in import_cycles(house)],
+        "floors of the house": graph_depth(house),
         "public names": sum(len(importlib.import_module(name).__all__) for name in PUBLIC),
-        "lines of product code": lines(*PRODUCT),
-        "lines of toyexp": lines("toyexp"),
+        "lines of product code": count_lines(*PRODUCT),
+        "lines of toyexp": count_lines("toyexp"),
         "longest file": f"{longest.relative_to(ROOT)} {len(longest.read_text().splitlines())}",
         "files over 400 lines": sum(len(p.read_text().splitlines()) > 400 for p in files),
-        **{name: f"{visited} files, {changes} changes" for name, (visited, changes) in walks().items()},
+        **{name: f"{visited} files, {changes} changes" for name, (visited, changes) in count_visited_files().items()},
     }
 
 

@@ -50,7 +50,7 @@ NASTY = [
 ]
 
 
-def scrambled(seed: int, count: int) -> list[str]:
+def scramble_texts(seed: int, count: int) -> list[str]:
     """Texts that mix classes of characters at random: what a pre-tokenizer has to tell apart.
 
     llama.cpp and the tokenizers library carry tables of different Unicode versions, which differ from version 16 on.

@@ -43,7 +43,7 @@ def batches(rows=3, seed=0):
     return token_dataset(VOCAB, count=2000, seed=5).batches(CONTEXT, rows, seed)
 
 
-def weighted(batch, seed=0):
+def add_weights(batch, seed=0):
     """The batch with uneven weights, some of them zero."""
     weights = np.random.default_rng(seed).uniform(0, 2, batch["weights"].shape).astype(np.float32)
     return {**batch, "weights": np.where(weights < 0.4, 0, weights).astype(np.float32)}
@@ -67,7 +67,7 @@ def write_base(path, name, kind="f32", tokenizer=None, spoil=None, general=None,
     return model
 
 
-def split(path):
+def split_gguf(path):
     """The file once more in parts, as llama.cpp's gguf-split writes them: keys first, then one tensor in each."""
     with GGUFFile(path) as file:
         count = len(file.tensors) + 1
@@ -93,7 +93,7 @@ def chat_tokenizer():
     return tokenizer
 
 
-def given(plan, values):
+def replace_initial_values(plan, values):
     """The same plan starting from `values` where they name its tensors."""
     return replace(
         plan,

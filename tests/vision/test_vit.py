@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from float64_models import vit
-from lines import last_of_each
+from lines import drop_repeated_keys
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from saved_vit import load_vit
@@ -151,7 +151,7 @@ def test_a_sweep_compares_accuracies(tmp_path, capsys, monkeypatch):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(tmp_path, line, words, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(last_of_each(*TINY, "steps=1", *line.split(" "))) == 2
+    assert main(drop_repeated_keys(*TINY, "steps=1", *line.split(" "))) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

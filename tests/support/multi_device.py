@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from faults import environment, python, words
-from tiny import VOCAB, batches, weighted
+from tiny import VOCAB, add_weights, batches
 
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.muon import Adafactor, Muon
@@ -16,7 +16,7 @@ from toyexp_optimisers.sgd import SGD, Lion
 
 RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RUN = [*words("scratch", "llama", "cpu"), "callbacks=[constant,events]", "checkpoint_every=4"]
-ON_TWO = [*RUN, "engine.devices=2", "engine.threads=2"]
+RUN_ON_TWO = [*RUN, "engine.devices=2", "engine.threads=2"]
 ADAMW = AdamWOptimiser(weight_decay=0.1, mode="lora")
 OPTIMISERS = {
     "adamw": ADAMW,
@@ -67,16 +67,16 @@ def make_infinite(session):
     session.upload("token_embd.weight", embedding)
 
 
-def read(data, step, bad=None):
+def read_batch(data, step, bad=None):
     """A step's batch, its targets weighted; where there is a `bad` step, that one alone reads the last token."""
-    batch = weighted(data.batch(step), step)
+    batch = add_weights(data.batch(step), step)
     if bad is not None:
         ids = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
         batch["tokens"] = ids.astype(np.int32)
     return batch
 
 
-def taken(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
+def take_steps(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
     """Every step's numbers, and what a session answers after them."""
     data = batches(rows=the_plan.rows * the_plan.accumulate)
     with engine.realize(the_plan) as session:
@@ -87,10 +87,10 @@ def taken(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
             session.restore(state)
         metrics = []
         for step in range(first, first + steps):
-            metrics.append(session.step(read(data, step, bad), the_plan.numbers(step, lr)))
+            metrics.append(session.step(read_batch(data, step, bad), the_plan.numbers(step, lr)))
         last = data.batch(99)
         answers = {
-            "loss": session.evaluate([weighted(last), last]),
+            "loss": session.evaluate([add_weights(last), last]),
             "logits": session.logits({"tokens": last["tokens"][:-1]}),
             "decoded": session.decoder().feed(last["tokens"][0, :5]),
             "gradients": session.gradients(last),
@@ -112,7 +112,7 @@ def events(directory, kind):
     return [event for event in lines if event["kind"] == kind]
 
 
-class Started:
+class StartedRun:
     """A run on two in a process of its own, which has saved its first steps."""
 
     def __init__(self, here, *settings):

@@ -5,7 +5,7 @@ from itertools import accumulate
 from torch.profiler import ProfilerActivity, profile
 
 
-def peak_of_tensors(call):
+def measure_peak_tensor_bytes(call):
     """The most bytes that are allocated at a time in `call()`, beyond those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()

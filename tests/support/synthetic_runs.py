@@ -18,7 +18,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def config(**settings):
+def run_config(**settings):
     """The configuration of a run, its settings by their whole names with __ for a dot."""
     told = json.loads(json.dumps(CONFIG))
     for key, value in settings.items():
@@ -33,13 +33,13 @@ def config(**settings):
     return told
 
 
-def made(path, reason="completed", until=None, held_out=None, samples=False, scores=None, spike=None, sources=None,
+def write_run(path, reason="completed", until=None, held_out=None, samples=False, scores=None, spike=None, sources=None,
          **settings):  # fmt: skip
     """Writes one run below `path`; `until` is the step at which it stopped, `held_out` its last held-out loss.
 
     `spike` is the loss of step 140 alone, `sources` are the digests of what it read.
     """
-    path, told = Path(path), config(**settings)
+    path, told = Path(path), run_config(**settings)
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(runnable_yaml(told))
     steps, lr, seed = told["steps"] if until is None else until, told["lr"], told["seed"]
@@ -81,13 +81,13 @@ def made(path, reason="completed", until=None, held_out=None, samples=False, sco
     return path
 
 
-def made_sweep(here):
+def write_sweep(here):
     """Two recipes and three rates with four seeds each; names that are markup, samples, a warning, a killed run."""
     every = [(r, lr, s) for r in ("scratch", "warm") for lr in (1e-3, 3e-3, 0.1) for s in range(4)]
     for number, (recipe, lr, seed) in enumerate(every):
-        made(Path(here) / f"runs/{number}", recipe=recipe, lr=lr, seed=seed, steps=300, samples=True,
+        write_run(Path(here) / f"runs/{number}", recipe=recipe, lr=lr, seed=seed, steps=300, samples=True,
              scores={"accuracy": number / 30}, spike=30.0 if number == 0 else None)  # fmt: skip
-    made(
+    write_run(
         Path(here) / "runs/killed", reason=None, until=40, seed=7, steps=300, data__name="<img src=x onerror=alert(1)>"
     )
     return Path(here)

@@ -7,7 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 
-def requantised(
+def requantise(
     source: Path, path: Path, kind: GGMLQuantizationType, quantise: Callable[[np.ndarray], np.ndarray]
 ) -> Path:
     """Writes `path`: every matrix but gpt2's positions in `kind`, the bytes of whose rows `quantise` gives."""

@@ -63,7 +63,6 @@ class GGMLEngine(Engine):
         return self.profile.device
 
     def thread_count(self) -> int:
-        """Return the number of CPU threads."""
         return self.threads or min(available_cores(), MAX_THREADS)
 
     def check_plan(self, plan: Plan) -> None:

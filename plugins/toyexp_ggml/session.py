@@ -300,7 +300,6 @@ class GGMLSession(Session):
         return loss, gradients
 
     def _norm(self, graph: Graph, gradients: dict[str, Node]) -> Node:
-        """Return the global norm of the gradients, [1]."""
         norm = graph.sqrt(reduce(graph.add, self._squares(graph, gradients.values())))
         graph.want(norm, keep=True)
         return norm
@@ -350,7 +349,6 @@ class GGMLSession(Session):
         return {"loss": loss}
 
     def _sums(self, graph: Graph) -> dict[str, Node]:
-        """Return the gradients summed over all shares."""
         return {t.name: reduce(graph.add, (share.sums[t.name] for share in self._shares)) for t in self.plan.trainable}
 
     def _build_norm(self, graph: Graph) -> dict[str, Node]:

@@ -75,7 +75,6 @@ class Update:
         self._numbers = [memory.tensor((len(group.rule.names()),)) for group in self._groups]
 
     def reset(self) -> None:
-        """Set the state to zeros."""
         for state in self.state.values():
             for node in state.values():
                 clear(node)

@@ -46,10 +46,9 @@ class Inputs:
             start += -(-sizes[key] // ALIGNMENT) * ALIGNMENT
 
     def put(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
-        """Upload arrays, each joined from its parts along the first axis.
+        """Upload arrays, each joined from its parts along the first axis, after all kernels queued so far.
 
-        The copy is queued behind the kernels that read the previous arrays. Wait first if the host buffer used `sets`
-        calls ago is still being copied.
+        Wait first if the host buffer used `sets` calls ago is still being copied.
         """
         host = self._hosts.pop(0)
         self._hosts.append(host)
@@ -96,13 +95,9 @@ class CapturedCall:
     """
 
     def __init__(
-        self,
-        title: str,
-        work: Callable[[], Tensor],
-        rehearse: Callable[[], object],
-        pool: Any,
+        self, title: str, work: Callable[[], Tensor], rehearse: Callable[[], object], pool: Any,
         uncaptured_reason: str = "",
-    ):
+    ):  # fmt: skip
         self._title, self._run_work, self._rehearse, self._pool = title, work, rehearse, pool
         self.uncaptured_reason = uncaptured_reason  # why there is no graph
         self._graph: tuple[torch.cuda.CUDAGraph, Tensor] | None = None

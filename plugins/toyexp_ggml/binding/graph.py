@@ -80,9 +80,8 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_acc_inplace(self._context, x.ptr, rows.ptr, d * 4, n * d * 4, size, 0), x.shape)
 
     def mul_mat(self, w: Node, x: Node) -> Node:
-        """Return x [.., n, in] times w [.., out, in] transposed, [.., n, out].
-
-        The leading axes of w are those of x, none, or those of x with 1 as the last.
+        """Return x [.., n, in] w^T, w [.., out, in] -> [.., n, out]; w's leading axes are those of x, none, or end in
+        1.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -168,7 +167,7 @@ class Graph(StaticGraph):
         size = x.shape[-1]
         if len(x.shape) != 4 or size % 2 or positions.shape != (x.shape[1],):
             raise GraphError(
-                f"rope: expected [B, T, H, even D] and positions [T], got {list(x.shape)} and {list(positions.shape)}"
+                f"rope: expected [B, T, H, even D] and [T], got {list(x.shape)} and {list(positions.shape)}"
             )
         if factors and factors.shape != (size // 2,):
             raise GraphError(f"rope: expected {size // 2} factors, got {factors.shape[0]}")
@@ -361,17 +360,13 @@ class Graph(StaticGraph):
     def get_rows(self, table: Node, ids: Node) -> Node:
         """Return rows of table [n, d] at ids [m] -> [m, d]; the caller guarantees that ids are in range."""
         if len(table.shape) != 2 or len(ids.shape) != 1:
-            raise GraphError(
-                f"get_rows: expected a table [n, d] and ids [m], got {list(table.shape)} and {list(ids.shape)}"
-            )
+            raise GraphError(f"get_rows: expected [n, d] and ids [m], got {list(table.shape)} and {list(ids.shape)}")
         return self._node(ggml.ggml_get_rows(self._context, table.ptr, ids.ptr), (ids.shape[0], table.shape[1]))
 
     def set_rows(self, table: Node, rows: Node, ids: Node) -> Node:
         """Return `table` [n, d] with `rows` [m, d] written at ids [m], in place: `table` must not be used again."""
         if table.shape[1] != rows.shape[1] or rows.shape[0] != ids.shape[0]:
-            raise GraphError(
-                f"set_rows: {list(rows.shape)} at ids {list(ids.shape)} do not fit into {list(table.shape)}"
-            )
+            raise GraphError(f"set_rows: {list(rows.shape)} at {list(ids.shape)} do not fit {list(table.shape)}")
         return self._node(ggml.ggml_set_rows(self._context, table.ptr, rows.ptr, ids.ptr), table.shape)
 
     def copy_into(self, x: Node, target: Node) -> Node:

@@ -182,7 +182,6 @@ class RankSession(TorchSession):
         return total[0]
 
     def _add_gradient(self, name: str, target: Tensor, gradient: Tensor) -> None:
-        """Add a tensor's gradient from the backward pass to the flat vector."""
         target.add_(gradient)
         if self._last:
             self._sums.mark_complete(name)
@@ -239,7 +238,6 @@ class RankSession(TorchSession):
         before()
 
     def restore_tensor(self, name: str, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        """Restore one tensor."""
         self.do_restore(self.plan.tensor(name), values, state)
 
 

@@ -107,8 +107,7 @@ def follow() -> None:
     """Take part in the runs of rank 0, as a rank that `torchrun` has started, until this process ends."""
     rank = started_ranks().rank
     try:
-        # Only one rank prints the line about rank 0.
-        with report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext():
+        with report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext():  # one rank prints it
             address, port, token = run_interruptibly(lambda: torchrun_store().get(KEY)).decode().split()
             connection = socket.create_connection((address, int(port)), timeout=START_TIMEOUT)
             connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())

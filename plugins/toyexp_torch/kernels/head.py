@@ -52,14 +52,9 @@ class ProjectedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        dtype: torch.dtype,
+        ctx: Any, x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype,
         selected: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Compute loss and gradients: products in `dtype`; softmax, loss and the weight's gradient in float32."""
         wants_x, wants_w = ctx.needs_input_grad[:2]
         inputs = x.to(dtype)

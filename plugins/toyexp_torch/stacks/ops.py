@@ -53,7 +53,6 @@ def _rotate(x: Tensor, by: Tensor) -> Tensor:
 
 
 def _position_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each position."""
     losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
     return losses.view(targets.shape)
 
@@ -119,13 +118,11 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        """Multiply, and save both factors."""
         ctx.save_for_backward(x, w)
         return torch.bmm(x, w.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and w."""
         x, w = ctx.saved_tensors
         dx = torch.bmm(gradient, w) if ctx.needs_input_grad[0] else None
         dw = torch.bmm(gradient.transpose(1, 2), x) if ctx.needs_input_grad[1] else None

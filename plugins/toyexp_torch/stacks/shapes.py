@@ -52,7 +52,6 @@ def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
 
 
 def _run_step(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:
-    """Take a step on meta tensors."""
     places, length = flat_layout(plan)
     flat, grad = (torch.zeros((RUNS, length), dtype=dtype, device="meta") for _ in range(2))
     micro = {

@@ -146,8 +146,7 @@ class TorchStack(Stack):
     def _prepare(self, asking: Sequence[int]) -> None:
         """Make sure that the current program contains the runs that ask, and no others.
 
-        On a GPU, where capturing is slow, the program contains all runs that train, and may contain some that have
-        ended.
+        On a GPU, where capturing is slow, it contains all runs that train, and may contain some that have ended.
         """
         on_gpu, rows = self.on_gpu, [*asking]
         if on_gpu:

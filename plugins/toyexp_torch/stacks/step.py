@@ -140,7 +140,6 @@ class StackedStep:
             return self._losses(self._weights(), self._frozen, micro)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the trainable tensors, [k, ...] each."""
         flat = self._flat if self._rows is None else self._flat[self._rows]
         return {name: view_slice(flat, part, self._shapes[name]) for name, part in self._slices.items()}
 
@@ -162,7 +161,6 @@ class StackedStep:
         return losses
 
     def _loss(self, leaves: Mapping[str, Tensor], frozen: Mapping[str, Tensor], batch: Micro) -> Tensor:
-        """Return the loss of one run."""
         params = self._plan.params({**leaves, **frozen}, batch)
         logits = self._plan.model.forward(self._ops, params, batch)
         return self._ops.cross_entropy(logits, batch["targets"], batch["weights"])

@@ -54,7 +54,7 @@ class Share:
     count: int = 1
 
     def cuts(self, begin: int, end: int, allowed: Sequence[int] = ()) -> list[int]:
-        """Return the bounds of the ranks' nearly equal parts of begin..end; inner ones are in `allowed` if it is given."""
+        """Return the bounds of the ranks' nearly equal parts of begin..end; `allowed` lists possible inner bounds."""
         even = [begin + (end - begin) * rank // self.count for rank in range(1, self.count)]
         if not allowed:
             return [begin, *(begin + (cut - begin) // ALIGNMENT * ALIGNMENT for cut in even), end]

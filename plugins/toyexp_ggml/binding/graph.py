@@ -80,9 +80,7 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_acc_inplace(self._context, x.ptr, rows.ptr, d * 4, n * d * 4, size, 0), x.shape)
 
     def mul_mat(self, w: Node, x: Node) -> Node:
-        """Return x [.., n, in] w^T, w [.., out, in] -> [.., n, out]; w's leading axes are those of x, none, or end in
-        1.
-        """
+        """Return x [.., n, in] w^T for w [.., out, in]; w's leading axes are those of x, none, or end in 1."""
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
             raise GraphError(f"mul_mat: cannot multiply {list(x.shape)} by the transpose of {list(w.shape)}")

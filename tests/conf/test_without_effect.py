@@ -99,7 +99,7 @@ IDLE = {
     ),
     "a plain text": (
         "checkpoint_every=0 checkpoint_keep=5 data.bpe_vocab=300 data.eval_batches=4 data.suffixes=.txt",
-        ["checkpoint_keep=5: checkpoint_every=0", "data.bpe_vocab=300: is of data.tokenizer=bpe",
+        ["checkpoint_keep=5: has no effect with checkpoint_every=0", "data.bpe_vocab=300: is of data.tokenizer=bpe",
          "data.eval_batches=4: the held-out part has 3", "data.suffixes=.txt"],
         "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
     ),

@@ -270,7 +270,7 @@ def last_event():
         ("on_end", "at the end", 6),
     ],
 )
-def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_saved(hook, when, saved, capsys):
+def test_a_failing_callback_is_named_with_its_step_and_a_checkpoint_is_saved(hook, when, saved, capsys):
     line, out = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}")
     if hook in ("on_checkpoint", "on_event"):  # written beside the training: heard of at the end, or a step before
         when = "at step 6" if "at step 6" in line else when
@@ -287,12 +287,12 @@ def test_a_callback_that_raises_is_named_with_its_step_and_what_was_trained_is_s
 @pytest.mark.parametrize(
     ("hook", "when"), [("on_start", "at the start"), ("on_step", "at step 3"), ("on_end", "at the")]
 )
-def test_a_callback_that_calls_sys_exit_is_one_that_failed(hook, when, capsys):
+def test_sys_exit_in_a_callback_counts_as_a_failure(hook, when, capsys):
     line, _ = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}", "callbacks.clumsy.kind=exit")
     assert line.startswith(f"callbacks.clumsy failed {when}") and "SystemExit: 0" in line
 
 
-def test_a_run_whose_callback_failed_at_the_end_is_gone_on_with_by_the_line_that_it_prints(capsys):
+def test_a_run_whose_callback_failed_at_the_end_prints_the_command_that_resumes_it(capsys):
     _, out = run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_end")
     command = out[out.index("to resume: toyexp ") :].splitlines()[0].removeprefix("to resume: toyexp ")
     assert main([*shlex.split(command), "callbacks.clumsy.at=nowhere"]) == 0
@@ -303,7 +303,7 @@ def log():
     return "run/log.txt"
 
 
-def test_what_was_saved_goes_on_to_the_same_end(capsys):
+def test_a_run_resumed_after_a_failure_ends_like_an_uninterrupted_one(capsys):
     run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step")
     assert main(["resume=run", PLUGINS, "callbacks.clumsy.at=nowhere"]) == 0
     assert main([*NOOP[:-1], CALLBACKS, "hydra.run.dir=whole"]) == 0
@@ -323,7 +323,7 @@ def test_what_was_saved_goes_on_to_the_same_end(capsys):
     ("at", "kind", "code", "words"),
     [("on_start", "user", 2, "mine: on purpose"), ("on_step", "run", 1, "on purpose")],
 )
-def test_what_is_raised_on_purpose_keeps_its_own_words(at, kind, code, words, capsys):
+def test_errors_raised_on_purpose_keep_their_message(at, kind, code, words, capsys):
     given = [*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]
     assert main(given) == code
     assert capsys.readouterr().err == f"toyexp: error: {words}\n"
@@ -333,9 +333,7 @@ def test_what_is_raised_on_purpose_keeps_its_own_words(at, kind, code, words, ca
 @pytest.mark.parametrize(
     ("at", "when", "saved"), [("lr", "at step 3", 2), ("on_step", "at step 3", 3), ("on_end", "at the end", 6)]
 )
-def test_bad_input_that_a_callback_finds_once_training_has_begun_is_told_as_its_own_with_how_to_go_on(
-    at, when, saved, capsys
-):
+def test_a_user_error_of_a_callback_during_training_names_the_callback_and_how_to_resume(at, when, saved, capsys):
     for kind, words in (("user", "mine: on purpose"), ("mute", "UserError")):
         assert main([*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]) == 1
         out, err = capsys.readouterr()
@@ -344,19 +342,19 @@ def test_bad_input_that_a_callback_finds_once_training_has_begun_is_told_as_its_
         shutil.rmtree("run")
 
 
-def test_bad_input_that_a_callback_finds_at_the_first_eval_is_told_as_its_own(capsys):
+def test_a_user_error_of_a_callback_at_the_first_evaluation_names_the_callback(capsys):
     words = ["callbacks.clumsy.at=on_eval", "callbacks.clumsy.kind=user", "callbacks.clumsy.step=0"]
     assert main([*NOOP, CALLBACKS, *words]) == 1
     assert capsys.readouterr().err == "toyexp: error: callbacks.clumsy at step 0: mine: on purpose\n"
 
 
-def test_what_is_raised_on_purpose_and_without_a_word_is_told_with_its_line(capsys):
+def test_an_error_without_a_message_is_reported_with_its_source_line(capsys):
     assert main([*NOOP, CALLBACKS, "callbacks.clumsy.at=on_start", "callbacks.clumsy.kind=mute"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("toyexp: error: UserError without a message (clumsy_plugin.py, line ")
 
 
-def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
+def test_a_full_disk_in_a_callback_is_attributed_to_the_callback(capsys):
     line, _ = run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=os")
     assert "callbacks.clumsy failed at step 3: OSError: [Errno 28] No space left on device" in line
 
@@ -374,7 +372,7 @@ def test_a_disk_that_is_full_for_a_callback_is_that_callbacks_trouble(capsys):
         ([CALLBACKS, "callbacks.clumsy.at=warnings"], "callbacks.clumsy failed in warnings()"),
     ],
 )
-def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_is_made(words, told, capsys):
+def test_a_plugin_failing_before_the_run_is_named_with_its_line_and_no_directory_is_created(words, told, capsys):
     line, _ = run_failed(capsys, *words)
     assert line.startswith(f"{told}: KeyError: ") and "(clumsy_plugin.py, line " in line
     assert not Path("run").exists()
@@ -388,16 +386,16 @@ def test_a_plugin_that_raises_before_the_run_is_named_with_the_line_and_nothing_
         (["engine=clumsy_engine", "engine.at=describe"], "Session.describe() returned None, expected dict"),
     ],
 )
-def test_an_answer_of_another_kind_is_told(words, told, capsys):
+def test_a_return_value_of_the_wrong_type_is_reported(words, told, capsys):
     assert run_failed(capsys, *words)[0] == told
 
 
-def test_whose_method_an_error_came_out_of_is_told_also_where_nobody_expected_one(capsys):
+def test_unexpected_errors_are_attributed_to_the_plugin_whose_method_raised(capsys):
     line, _ = run_failed(capsys, "recipe=clumsy_recipe", "recipe.at=origin")
     assert line.startswith("recipe.clumsy_recipe failed in origin(): KeyError: ") and "(clumsy_plugin.py, line " in line
 
 
-def test_a_mistake_of_toyexps_own_keeps_its_traceback(monkeypatch):
+def test_a_bug_in_toyexp_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("toyexp.training.experiment.introduction", lambda prepared: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(drop_repeated_keys(*NOOP))
@@ -417,7 +415,7 @@ def test_a_mistake_of_toyexps_own_keeps_its_traceback(monkeypatch):
         (["engine=clumsy_engine", "model=clumsy_model", "model.at=scores"], "failed at step 4", 4),
     ],
 )
-def test_a_plugin_that_raises_during_the_run_is_named_and_what_is_whole_is_saved(words, told, saved, capsys):
+def test_a_plugin_failing_during_the_run_is_named_and_the_last_valid_state_is_saved(words, told, saved, capsys):
     """A step that broke off is not whole; then the last checkpoint counts."""
     line, _ = run_failed(capsys, *words)
     assert told in line and line.endswith("; see " + log())
@@ -425,7 +423,7 @@ def test_a_plugin_that_raises_during_the_run_is_named_and_what_is_whole_is_saved
     assert next(iter(checkpoint.list_checkpoints(Path("run/checkpoints"))), None) == saved
 
 
-def test_in_a_sweep_the_others_go_on(capsys):
+def test_other_jobs_of_a_sweep_continue_after_a_plugin_failure(capsys):
     given = [w for w in NOOP if not w.startswith("hydra")]
     sweep = ["-m", *given, CALLBACKS, "callbacks.clumsy.at=on_step,nowhere", "sweep.isolate=false"]
     assert main([*sweep, "hydra.sweep.dir=s"]) == 1

@@ -134,7 +134,7 @@ def make_bus(heard, *callbacks):
     return Bus({c.label: c.bind(heard) for c in callbacks})
 
 
-def test_every_callback_hears_every_hook_in_config_order(heard):
+def test_every_hook_is_called_on_all_callbacks_in_config_order(heard):
     bus = make_bus(heard, Recorder("c"), Recorder("a"), Recorder("b"))
     run = make_run(bus)
     assert [name for name, _ in reversed(bus._manager.list_name_plugin())] == ["c", "a", "b"]
@@ -150,7 +150,7 @@ def test_every_callback_hears_every_hook_in_config_order(heard):
 @pytest.mark.parametrize(
     ("answer", "rate"), [(None, 0.25), (0.5, 0.5), (0, 0.0), (np.float32(0.5), 0.5), (np.int64(1), 1.0)]
 )
-def test_any_callback_may_answer_the_learning_rate_and_none_is_the_base_rate(heard, answer, rate):
+def test_any_callback_may_set_the_learning_rate_and_none_means_the_base_rate(heard, answer, rate):
     bus = make_bus(heard, Answering("a", rate=answer))
     found = bus.lr(make_run(), 3)
     assert found == rate and type(found) is float
@@ -158,17 +158,17 @@ def test_any_callback_may_answer_the_learning_rate_and_none_is_the_base_rate(hea
 
 
 @pytest.mark.parametrize("answer", [math.nan, math.inf, -1e-9, "0.1", True, np.bool_(True), [0.1], np.array([0.1])])
-def test_a_learning_rate_that_is_no_finite_number_names_its_callback_and_the_step(heard, answer):
+def test_an_invalid_learning_rate_names_its_callback_and_the_step(heard, answer):
     with pytest.raises(RunFailed, match=r"^callbacks\.a: lr at step 4 is .*finite number >= 0"):
         make_bus(heard, Answering("a", rate=answer)).lr(make_run(), 3)
 
 
-def test_the_first_reason_to_stop_counts(heard):
+def test_the_first_stop_reason_is_used(heard):
     bus = make_bus(heard, Recorder("a"), Recorder("b", reason="bored"), Recorder("c", reason="tired"))
     assert bus.hook.stop_reason(run=make_run(), step=1, metrics={}) == "bored"
 
 
-def test_nobody_answers_when_there_is_nobody():
+def test_without_callbacks_hooks_return_defaults():
     bus = Bus({})
     assert bus.lr(make_run(), 0) == 0.25
     assert bus.hook.stop_reason(run=make_run(), step=1, metrics={}) is None
@@ -180,7 +180,7 @@ def test_a_schedule_multiplies_the_base_rate():
     assert [bus.lr(run, k) for k in range(4)] == [0.25, 0.1875, 0.125, 0.0625]
 
 
-def test_whoever_scales_another_number_is_asked_at_every_step():
+def test_factors_of_other_numbers_are_requested_at_every_step():
     @dataclass(eq=False)
     class Both(Half):
         @hookimpl
@@ -225,13 +225,13 @@ def test_a_factor_that_the_optimiser_cannot_take_names_its_callback_and_the_step
 
 
 @pytest.mark.parametrize("answer", [[0.5], [], 0.5, "beta1", {"beta1"}])
-def test_factors_that_are_no_numbers_by_name_are_their_callbacks_fault(answer):
+def test_factors_of_the_wrong_type_are_attributed_to_their_callback(answer):
     with pytest.raises(RunFailed) as error:
         Bus({"mine": Scaling(answer)}).factors(make_run(), 2)
     assert str(error.value).startswith(f"callbacks.mine: its factors at step 3 are {answer!r}; ")
 
 
-def test_two_that_scale_one_number_are_both_named():
+def test_two_callbacks_scaling_the_same_number_are_both_named():
     fine = {"one": Scaling({"beta1": 1.1, "weight_decay": 0.0}), "two": Scaling({"momentum": 0.5})}
     assert Bus(fine).factors(make_run(), 2) == {"beta1": 1.1, "weight_decay": 0.0, "momentum": 0.5}
     with pytest.raises(RunFailed, match=r"callbacks\.one and callbacks\.two both scale beta1"):
@@ -243,7 +243,7 @@ def test_two_that_scale_one_number_are_both_named():
     [("half falling", "", "half"), ("half falling", "falling", "falling"), ("own half", "half", "half"),
      ("half own", "half", "half"), ("half own", "own", "own")],
 )  # fmt: skip
-def test_two_that_answer_the_learning_rate_are_refused_with_what_to_type(heard, names, by_default, dropped):
+def test_two_callbacks_setting_the_learning_rate_are_rejected_with_what_to_type(heard, names, by_default, dropped):
     known = {"half": Half(), "falling": Falling(), "own": Answering("own").bind(heard)}
     with pytest.raises(UserError) as error:
         Bus({name: known[name] for name in names.split()}, by_default.split)
@@ -251,13 +251,13 @@ def test_two_that_answer_the_learning_rate_are_refused_with_what_to_type(heard, 
     assert f"'~callbacks.{dropped}'" in str(error.value)
 
 
-def test_two_callbacks_with_equal_settings_are_two_callbacks(heard):
+def test_callbacks_with_equal_settings_are_called_separately(heard):
     bus = Bus({"one": Recorder("same").bind(heard), "two": Recorder("same").bind(heard)})
     bus.hook.on_start(run=make_run())
     assert heard == [("same", "on_start")] * 2
 
 
-def test_exports_are_noted_as_artifacts_in_the_order_they_were_said(heard):
+def test_exports_are_recorded_as_artifacts_in_order(heard):
     bus = make_bus(heard, Recorder("a"))
     run = make_run(bus)
     for path in ("b.gguf", "a.png"):
@@ -266,7 +266,7 @@ def test_exports_are_noted_as_artifacts_in_the_order_they_were_said(heard):
     assert bus.artifacts == [Path("b.gguf"), Path("a.png")]
 
 
-def test_on_end_reaches_everyone_even_when_some_raise(heard):
+def test_on_end_is_called_on_all_callbacks_even_if_some_raise(heard):
     errors = [ValueError("one"), RunFailed("two")]
     bus = make_bus(
         heard, Failing("a", error=errors[0]), Recorder("b"), Failing("c", error=errors[1]), Recorder("d")
@@ -288,7 +288,7 @@ class Around(Recorder):
 
 
 @pytest.mark.parametrize("first", [Recorder, Around])
-def test_steps_and_rates_are_asked_of_all_as_pluggy_would(heard, first):
+def test_direct_hook_calls_match_pluggy(heard, first):
     bus = make_bus(heard, first("a"), Recorder("b"), Answering("c", rate=0.5), Recorder("d"))
     bus.hook.on_step(run=make_run(), step=3, metrics={"loss": 1.5}, batch={})
     asked = list(heard)
@@ -298,7 +298,7 @@ def test_steps_and_rates_are_asked_of_all_as_pluggy_would(heard, first):
     assert bus.lr(make_run(), 0) == bus.hook.lr(run=make_run(), step=0, steps=make_run().steps) == 0.5
 
 
-def test_of_two_that_raise_at_a_step_both_hear_of_it_and_the_first_is_told_once(heard):
+def test_if_two_callbacks_raise_at_a_step_only_the_first_error_is_reported(heard):
     bus = make_bus(heard, Stumbling("a"), Stumbling("b"))
     bus.hook.on_step(run=make_run(), step=1, metrics={}, batch={})
     assert heard == [("a", "on_step 1"), ("b", "on_step 1")]
@@ -307,7 +307,7 @@ def test_of_two_that_raise_at_a_step_both_hear_of_it_and_the_first_is_told_once(
     bus.check()
 
 
-def test_recorders_are_called_last_and_told_the_first_failure(heard):
+def test_recorders_are_called_last_and_get_the_first_failure(heard):
     error = ValueError("no disk")
     bus = make_bus(heard, Closing("log"), Recorder("a"), Failing("b", error=error), Failing("c", error=RunFailed("x")))
     bus.end(make_run(), "completed", None)
@@ -317,21 +317,21 @@ def test_recorders_are_called_last_and_told_the_first_failure(heard):
 
 
 @pytest.mark.parametrize("reason", ["completed", "aborted"])
-def test_a_signal_before_the_recorders_turn_makes_a_completed_run_an_interrupted_one_to_them(heard, reason):
+def test_a_signal_before_the_recorders_are_called_is_recorded_as_an_interrupted_run(heard, reason):
     bus, signal = make_bus(heard, Closing("log"), Recorder("a")), KeyboardInterrupt("SIGINT")
     assert bus.end(make_run(), reason, None, lambda: signal) == []
     told = "interrupted" if reason == "completed" else reason
     assert heard == [("a", f"on_end {reason} None"), ("log", f"on_end {told} {signal!r}")]
 
 
-def test_recorders_of_a_failed_run_are_told_its_own_error(heard):
+def test_recorders_of_a_failed_run_get_its_error(heard):
     error = RunFailed("NaN")
     bus = make_bus(heard, Closing("log"), Failing("b", error=ValueError("also")))
     bus.end(make_run(), "errored", error)
     assert heard[-1] == ("log", f"on_end errored {error!r}")
 
 
-def test_an_interruption_at_the_end_skips_one_callback_and_is_raised_after_the_others(heard):
+def test_an_interrupt_at_the_end_skips_one_callback_and_is_raised_after_the_others(heard):
     bus = make_bus(heard, Failing("a", error=KeyboardInterrupt()), Recorder("b"), Closing("log"))
     with pytest.raises(KeyboardInterrupt):
         bus.end(make_run(), "completed", None)
@@ -343,7 +343,7 @@ def test_a_run_cannot_be_changed_by_a_callback():
         make_run().lr = 1.0
 
 
-def test_emit_without_a_bus_says_nothing():
+def test_emit_without_a_bus_does_nothing():
     make_run().emit("note", text="x")
 
 
@@ -424,28 +424,28 @@ def run_raising(tmp_path, monkeypatch):
     return run
 
 
-def test_a_batch_of_another_size_that_a_callback_asks_about_is_told_as_that_callback_s(run_raising, capsys):
+def test_a_batch_of_the_wrong_size_from_a_callback_is_attributed_to_it(run_raising, capsys):
     _, code = run_raising("batch")
     err = capsys.readouterr().err
     assert code == 1 and "callbacks.raising at step 1: batch['tokens']: expected [rows, 8] int32, got [8, 7]" in err
 
 
 @pytest.mark.parametrize("hook", ["on_start", "lr", "on_step", "on_eval", "stop_reason"])
-def test_an_error_in_any_hook_ends_the_run_and_everyone_hears_of_it(run_raising, hook):
+def test_an_error_in_any_hook_ends_the_run_and_on_end_is_called_on_all(run_raising, hook):
     heard, code = run_raising(hook)
     assert code == 1
     assert [entry[:2] for entry in heard[1:]] == [("raising", "errored"), ("witness", "errored")]
     assert all(f"ValueError: boom in {hook}" in entry[2] for entry in heard[1:])
 
 
-def test_an_error_at_the_end_fails_the_run_after_everyone_was_called(run_raising, capsys):
+def test_an_error_in_on_end_fails_the_run_after_all_were_called(run_raising, capsys):
     heard, code = run_raising("on_end")
     assert heard[1:] == [("raising", "completed", "None"), ("witness", "completed", "None")]
     assert code == 1
     assert "callbacks.raising failed at the end: ValueError: boom in on_end" in capsys.readouterr().err
 
 
-def test_check_run_sees_configuration_and_data_before_anything_is_written(run_raising, tmp_path, capsys):
+def test_check_run_gets_configuration_and_data_before_anything_is_written(run_raising, tmp_path, capsys):
     heard, code = run_raising("nowhere")
     assert code == 0 and heard[0][:2] == ("check_run", 3) and heard[0][2] > 2000
     (tmp_path / "run").rename(tmp_path / "finished")
@@ -472,9 +472,7 @@ def register_callbacks(register):
 """
 
 
-def test_a_learning_rate_of_a_callbacks_own_is_never_passed_over_nor_taken_when_it_is_none(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_learning_rate_from_a_callback_is_used_unless_it_is_none(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = f"own_rate_{next(COUNTER)}"
     (tmp_path / f"{name}.py").write_text(OWN_RATE)

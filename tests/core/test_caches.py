@@ -79,7 +79,7 @@ def by_name(found):
     ("variable", "below"),
     [("", ".cache/huggingface/hub"), ("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")],
 )
-def test_the_hubs_cache_lists_a_file_of_two_revisions_once(variable, below, home, monkeypatch, registry):
+def test_a_file_in_two_revisions_of_the_hub_cache_is_listed_once(variable, below, home, monkeypatch, registry):
     root = home / below
     if variable:
         monkeypatch.setenv(variable, str(home))
@@ -103,7 +103,7 @@ def test_the_hubs_cache_lists_a_file_of_two_revisions_once(variable, below, home
     assert found.unreadable == []
 
 
-def test_a_blob_that_was_deleted_is_named_as_unreadable(home, registry):
+def test_a_deleted_blob_is_listed_as_unreadable(home, registry):
     hub(home / ".cache/huggingface/hub", "org/gone", "aaa", "gone.gguf", "1234")
     found = find_models(registry)
     assert found.files == []
@@ -112,7 +112,7 @@ def test_a_blob_that_was_deleted_is_named_as_unreadable(home, registry):
     ]
 
 
-def test_ollamas_manifests_give_blobs_their_names(home, registry):
+def test_blobs_are_named_by_ollama_manifests(home, registry):
     root = home / ".ollama/models"
     digests = {n: c * 64 for n, c in (("model", "a"), ("other", "b"), ("adapter", "c"))}
     base(root / "blobs" / f"sha256-{digests['model']}")
@@ -132,7 +132,7 @@ def test_ollamas_manifests_give_blobs_their_names(home, registry):
     assert by_name(found)["smollm2:135m"].path == str(root / "blobs" / f"sha256-{digests['model']}")
 
 
-def test_a_store_of_ollamas_elsewhere_can_be_named(tmp_path, registry):
+def test_another_ollama_directory_can_be_named(tmp_path, registry):
     base(tmp_path / "disk/blobs" / f"sha256-{'a' * 64}")
     manifest(tmp_path / "disk", "registry.ollama.ai/library/smollm2/latest", model="a" * 64)
     assert set(by_name(find_models(registry, [tmp_path / "disk"]))) == {"smollm2:latest"}
@@ -167,7 +167,7 @@ def test_a_manifest_cannot_lead_out_of_the_blobs_or_break_the_search(home, regis
         ("llama.cpp", "Library/Caches/llama.cpp"),
     ],
 )
-def test_lm_studio_and_llama_cpp_keep_files_as_they_are(place, below, home, registry):
+def test_files_of_lm_studio_and_llama_cpp_are_found(place, below, home, registry):
     base(home / below / "tiny-F32.gguf")
     (home / below / "half.gguf.downloadInProgress").write_bytes(b"GGUF")
     found = find_models(registry)
@@ -176,7 +176,7 @@ def test_lm_studio_and_llama_cpp_keep_files_as_they_are(place, below, home, regi
     ]
 
 
-def test_each_programs_own_variable_comes_first(tmp_path):
+def test_environment_variables_of_each_program_take_precedence(tmp_path):
     environment = {name: str(tmp_path / name) for name in VARIABLES}
     roots = [p.root for p in default_directories(Path("/home/me"), environment)]
     assert {tmp_path / n for n in ("HF_HUB_CACHE", "OLLAMA_MODELS", "LLAMA_CACHE")} <= set(roots)
@@ -187,7 +187,7 @@ def test_each_programs_own_variable_comes_first(tmp_path):
     assert Path("~nobody-of-that-name/models") in roots, "which is not there, and told as such"
 
 
-def test_runs_below_here_go_by_their_names(home, registry):
+def test_runs_below_the_working_directory_are_listed_by_name(home, registry):
     for run, kind in (("warm-llama/2026_1", "llama"), ("sweeps/2026_2/0-warm", "llama")):
         path = Path("outputs", run, "model.gguf")
         path.parent.mkdir(parents=True)
@@ -210,7 +210,7 @@ def test_runs_below_here_go_by_their_names(home, registry):
 # -- directories that are not as they should be -----------------------------------------------------------------------
 
 
-def test_parts_of_a_split_file_are_one_and_a_missing_one_is_named(tmp_path, registry):
+def test_parts_of_a_split_file_are_one_entry_and_a_missing_part_is_named(tmp_path, registry):
     for name in ("whole", "torn", "headless"):
         foreign(tmp_path / "models" / f"{name}.gguf", split=1)
     (tmp_path / "models/torn-00003-of-00003.gguf").unlink()
@@ -227,7 +227,7 @@ def test_parts_of_a_split_file_are_one_and_a_missing_one_is_named(tmp_path, regi
     }
 
 
-def test_links_that_lead_in_circles_and_files_that_are_none_do_no_harm(tmp_path, registry):
+def test_circular_links_and_special_files_are_skipped(tmp_path, registry):
     models = tmp_path / "models"
     base(models / "real.gguf")
     (models / "loop").symlink_to(models)
@@ -243,7 +243,7 @@ def test_links_that_lead_in_circles_and_files_that_are_none_do_no_harm(tmp_path,
     assert {f.name for f in found.unreadable} == {"self", "broken", "empty"}
 
 
-def test_a_directory_that_may_not_be_read_is_noted(home, registry, monkeypatch):
+def test_an_unreadable_directory_is_noted(home, registry, monkeypatch):
     base(home / ".lmstudio/models/open/a.gguf")
     base(home / ".lmstudio/models/shut/b.gguf")
     scandir = os.scandir
@@ -261,7 +261,7 @@ def test_a_directory_that_may_not_be_read_is_noted(home, registry, monkeypatch):
     assert "/usr/share/ollama/.ollama/models/manifests: Permission denied" in notes
 
 
-def test_a_file_that_may_not_be_opened_is_listed_with_the_reason(tmp_path, registry, monkeypatch):
+def test_an_unreadable_file_is_listed_with_the_reason(tmp_path, registry, monkeypatch):
     base(tmp_path / "models/shut.gguf")
     opened = os.open
 
@@ -275,7 +275,7 @@ def test_a_file_that_may_not_be_opened_is_listed_with_the_reason(tmp_path, regis
     assert [(f.name, f.error) for f in found.unreadable] == [("shut", "cannot be opened: Permission denied")]
 
 
-def test_a_huge_directory_is_looked_at_only_so_far(tmp_path, registry, monkeypatch):
+def test_a_huge_directory_is_searched_up_to_a_limit(tmp_path, registry, monkeypatch):
     monkeypatch.setattr(caches, "MAX_ENTRIES", 10)
     base(tmp_path / "models/a.gguf")
     for i in range(30):
@@ -290,7 +290,7 @@ def test_a_huge_directory_is_looked_at_only_so_far(tmp_path, registry, monkeypat
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def test_a_line_ends_in_a_path_that_a_run_takes(home, capsys):
+def test_each_line_ends_in_a_path_that_can_be_pasted(home, capsys):
     for name in ("plain.gguf", "with blank, comma.gguf"):
         base(home / ".lmstudio/models" / name)
     assert main(["models"]) == 0
@@ -302,7 +302,7 @@ def test_a_line_ends_in_a_path_that_a_run_takes(home, capsys):
     assert len(widths) == 1
 
 
-def test_names_and_files_of_strangers_print_nothing_but_text(home, capsys):
+def test_names_and_files_cannot_print_control_characters(home, capsys):
     bad = "\x1b[31mred\u202e\n"
     foreign(home / ".lmstudio/models" / f"{bad}.gguf", architecture="a" + bad.replace("\n", ""))
     (home / ".lmstudio/models" / f"broken{bad}.gguf").write_bytes(b"GGUF")
@@ -316,7 +316,7 @@ def test_names_and_files_of_strangers_print_nothing_but_text(home, capsys):
         assert "\x1b" not in out
 
 
-def test_nothing_found_says_where_it_looked(home, capsys):
+def test_if_nothing_is_found_the_searched_directories_are_printed(home, capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("no GGUF models found; searched:\n")
@@ -326,7 +326,7 @@ def test_nothing_found_says_where_it_looked(home, capsys):
     assert "search another directory: toyexp models DIR" in out
 
 
-def test_json_has_the_models_the_unreadable_and_the_places(home, capsys):
+def test_json_has_models_unreadable_files_and_directories(home, capsys):
     base(home / ".lmstudio/models/a.gguf")
     (home / ".lmstudio/models/b.gguf").write_bytes(b"GGUF")
     assert main(["models", "--json"]) == 0
@@ -344,14 +344,14 @@ def test_json_has_the_models_the_unreadable_and_the_places(home, capsys):
         (["file"], "models file: is no directory; about one file: toyexp describe"),
     ],
 )
-def test_bad_words_are_one_line_and_exit_2(words, said, capsys):
+def test_bad_arguments_give_a_one_line_error_and_exit_code_2(words, said, capsys):
     Path("file").touch()
     assert main(["models", *words]) == 2
     printed = capsys.readouterr()
     assert not printed.out and printed.err.startswith(f"toyexp: error: {said}") and printed.err.count("\n") == 1
 
 
-def test_as_a_process_it_returns_0_and_loads_no_framework(home):
+def test_the_command_returns_0_and_imports_no_framework(home):
     base(home / ".lmstudio/models/a.gguf")
     (home / ".lmstudio/models/b.gguf").write_bytes(b"GGUF")
     program = (

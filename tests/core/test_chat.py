@@ -57,7 +57,7 @@ def test_each_answer_follows_from_all_turns_before_it(chat):
     assert "chat template of chat.gguf" in told and told.count("(token limit, --tokens 4)") == 2
 
 
-def test_the_first_answer_is_that_of_a_single_question_and_engines_agree(chat, capsys):
+def test_the_first_answer_equals_that_of_a_single_prompt_on_all_engines(chat, capsys):
     words = ["--tokens", "6", "--seed", "3", "--engine"]
     talks = [
         [answer["ids"] for answer in chat("Hi\nWhy?\n", *words, engine)[0]] for engine in ("cpu:threads=1", "ggml")
@@ -67,7 +67,7 @@ def test_the_first_answer_is_that_of_a_single_question_and_engines_agree(chat, c
     assert json.loads(capsys.readouterr().out)["ids"] == talks[0][0]
 
 
-def test_a_system_turn_comes_first_and_stays_when_others_are_left_out(chat, capsys):
+def test_the_system_message_comes_first_and_is_kept_when_turns_are_dropped(chat, capsys):
     system = ["--system", "Be brief."]
     answers, told = chat("Hi\n" * 5, *system, "--tokens", "8", "--temperature", "0")
     head = rendered(("system", b"Be brief."))[: -len(b"assistant\n") - 1]
@@ -79,7 +79,7 @@ def test_a_system_turn_comes_first_and_stays_when_others_are_left_out(chat, caps
     assert json.loads(capsys.readouterr().out)["prompt_ids"] == answers[0]["prompt_ids"]
 
 
-def test_a_system_turn_that_nothing_writes_is_refused(chat, capsys, tmp_path):
+def test_a_system_message_without_a_template_for_it_is_rejected(chat, capsys, tmp_path):
     assert main(["generate", "chat.gguf", "--prompt", "Hi", "--system", "x"]) == 2
     said = "generate --system: needs --chat: toyexp generate chat.gguf --chat --system ... --prompt ..."
     assert said in capsys.readouterr().err
@@ -89,10 +89,10 @@ def test_a_system_turn_that_nothing_writes_is_refused(chat, capsys, tmp_path):
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     write_base(tmp_path / "deaf.gguf", "llama", tokenizer=tokenizer, context=120)
     _, told = chat("Hi\n", "--system", "Be brief.", file="deaf.gguf", code=2)
-    assert "deaf.gguf: the chat template leaves --system out" in told
+    assert "deaf.gguf: the chat template ignores --system" in told
 
 
-def test_quit_ends_it_and_what_follows_is_not_read(chat):
+def test_quit_ends_the_chat_and_further_input_is_not_read(chat):
     assert len(chat("a\n/quit\nb\n", "--tokens", "1")[0]) == 1
     assert chat("", "--tokens", "1")[0] == []
 
@@ -103,7 +103,7 @@ def test_without_a_template_the_text_is_continued(chat):
     assert answers[1]["prompt_ids"] == [*b"ab", *answers[0]["ids"], *b"\ncd"]
 
 
-def test_the_oldest_turns_are_left_out_once_the_context_is_full_and_that_is_said_once(chat):
+def test_the_oldest_turns_are_dropped_when_the_context_is_full_with_one_note(chat):
     """Whole exchanges, so that the template sees what it was made for."""
     answers, told = chat("".join(f"message {i}\n" for i in range(6)), "--tokens", "8", "--temperature", "0")
     assert told.count("the context of 120 tokens is full; the oldest turns are left out now") == 1
@@ -116,7 +116,7 @@ def test_the_oldest_turns_are_left_out_once_the_context_is_full_and_that_is_said
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(8, 112), (40, 90)])
-def test_turns_leave_an_answer_room_for_its_tokens_or_a_quarter_of_the_context(chat, tokens, room):
+def test_turns_leave_room_for_the_answers_tokens_or_a_quarter_of_the_context(chat, tokens, room):
     """An earlier exchange stays where all takes just that, and is left out where it takes one token more."""
     before = ("user", b"a"), ("assistant", b"\0" * tokens)  # what this engine says
     for more in (0, 1):
@@ -125,15 +125,15 @@ def test_turns_leave_an_answer_room_for_its_tokens_or_a_quarter_of_the_context(c
         assert answers[1]["prompt_ids"] == rendered(*(() if more else before), ("user", message))
 
 
-def test_a_message_that_is_too_long_is_told_and_the_chat_goes_on_to_exit_code_1(chat):
+def test_a_message_that_is_too_long_is_reported_and_the_chat_continues(chat):
     answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2", code=1)
     assert "the message takes 219 tokens, and the context is 120: left out" in told
     assert [answer["prompt_ids"] for answer in answers] == [rendered(("user", b"Hi"))]
 
 
-def test_an_answer_longer_than_the_context_goes_on(chat):
+def test_an_answer_may_be_longer_than_the_context(chat):
     (answer,), told = chat("Hi\n", "--tokens", "150", "--temperature", "0")
-    assert answer["tokens"] == 150 and answer["slides"] >= 1 and told.count("it goes on from the last 60 of them") == 1
+    assert answer["tokens"] == 150 and answer["slides"] >= 1 and told.count("continuing from the last 60") == 1
 
 
 @pytest.mark.parametrize(("lines", "words", "said"), [
@@ -142,12 +142,12 @@ def test_an_answer_longer_than_the_context_goes_on(chat):
     (b"Hi\n", ["--ids", "1"], "takes its message from --prompt"),
     (b"Hi\n", ["--tokens", "0"], "--tokens 0: takes a whole number"),
 ])  # fmt: skip
-def test_what_cannot_be_is_one_line(chat, lines, words, said):
+def test_invalid_input_gives_a_one_line_error(chat, lines, words, said):
     told = chat(lines, *words, code=2)[1]
     assert said in told and told.count("toyexp: error: ") == 1
 
 
-def test_ids_alone_are_no_chat(chat, tmp_path):
+def test_a_chat_needs_a_tokenizer(chat, tmp_path):
     write_base(tmp_path / "ids.gguf", "llama")
     assert "has no tokenizer, and a chat is text" in chat(b"Hi\n", code=2, file="ids.gguf")[1]
 

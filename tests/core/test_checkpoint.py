@@ -55,7 +55,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("evals", [[], {"2": 1.0}, {"2": {"loss": "low"}}, {"8": {"loss": 1.0}}, {"x": {}}])
-def test_evals_that_a_run_did_not_write_are_refused(saved, evals):
+def test_invalid_evals_in_a_checkpoint_are_rejected(saved, evals):
     """A run of 7 steps writes the scores of an evaluation by its step, each a number or null."""
     state = {"outcome": asdict(Outcome(steps=7)), "scores": {}}
     whole = replace(read_checkpoint(saved), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
@@ -64,7 +64,7 @@ def test_evals_that_a_run_did_not_write_are_refused(saved, evals):
         _outcome(replace(whole, state={**state, "evals": evals}))
 
 
-def test_what_is_read_is_what_was_written_to_the_bit(saved):
+def test_a_checkpoint_is_read_back_bit_for_bit(saved):
     found = read_checkpoint(saved)
     assert (found.step, found.path) == (7, saved)
     assert {n: (a.dtype, a.tobytes()) for n, a in found.arrays.items()} == {
@@ -73,7 +73,7 @@ def test_what_is_read_is_what_was_written_to_the_bit(saved):
     assert found.state["third"] == 1 / 3
 
 
-def test_every_byte_counts(saved):
+def test_a_change_of_any_byte_is_detected(saved):
     """A changed, missing or added byte anywhere is noticed."""
     for path in sorted(saved.iterdir()):
         good = path.read_bytes()
@@ -108,7 +108,7 @@ def _same_manifest(bad: bytes, good: bytes) -> bool:
         (ARRAYS, "", "does not match the manifest"),
     ],
 )
-def test_a_damaged_one_is_named_and_the_one_before_it_is_used(saved, file, content, cause):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(saved, file, content, cause):
     folder = saved.parent
     write_checkpoint(folder, 9, ARRAY, {})
     (folder / "step-9" / file).write_text(content)
@@ -128,14 +128,14 @@ def test_a_link_inside_a_checkpoint_is_not_followed(saved, tmp_path, file):
     assert found is not None and found.step == 7 and f"step-9/{file}: is a link" in line
 
 
-def test_a_directory_that_claims_another_step_is_damaged(saved):
+def test_a_checkpoint_whose_manifest_names_another_step_is_damaged(saved):
     shutil.copytree(saved, saved.with_name("step-8"))
     found, damaged = read_newest(saved.parent)
     assert found is not None and found.step == 7
     assert "names step 7" in damaged[0]
 
 
-def test_what_is_no_checkpoint_is_not_looked_at(saved):
+def test_other_files_in_the_checkpoint_directory_are_ignored(saved):
     for name in ("step-", "step-1x", ".tmp-8-1", "step--1"):
         (saved.parent / name).mkdir()
     (saved.parent / "step-11").write_text("a file")
@@ -143,7 +143,7 @@ def test_what_is_no_checkpoint_is_not_looked_at(saved):
     assert read_newest(saved.parent / "nowhere") == (None, [])
 
 
-def test_a_failed_write_leaves_what_was_there(saved, monkeypatch):
+def test_a_failed_write_keeps_the_existing_checkpoint(saved, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -186,7 +186,7 @@ def _whole(place):
 
 
 @pytest.mark.parametrize("put", [_file, _link, _with_notes, _names_alone, _torn_manifest])
-def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(saved, put, caplog):
+def test_a_foreign_file_at_the_path_of_a_checkpoint_is_moved_aside(saved, put, caplog):
     place, aside = saved.parent / "step-8", saved.parent / "step-8.1"
     put(place)
     before = _whole(place)
@@ -212,13 +212,13 @@ def test_what_is_in_the_place_of_a_checkpoint_is_moved_aside(saved, put, caplog)
         ("2h", Interval(0, 7200)),
     ],
 )
-def test_an_interval_is_steps_or_a_time(text, interval):
+def test_an_interval_is_parsed_as_steps_or_time(text, interval):
     assert Interval.parse(text, "checkpoint_every") == interval
     assert bool(interval) == (text != "0")
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "10 minutes", "min", "1e3", "1d"])
-def test_another_interval_is_refused_with_what_to_type(text):
+def test_an_invalid_interval_is_rejected_with_what_to_type(text):
     with pytest.raises(UserError, match=r"checkpoint_every=.*10min"):
         Interval.parse(text, "checkpoint_every")
 
@@ -235,19 +235,19 @@ def keep(folder: Path, upto: int, scores: dict[int, float] | None = None, **sett
     return sorted(list_checkpoints(folder))
 
 
-def test_the_last_ones_are_kept(tmp_path):
+def test_the_last_checkpoints_are_kept(tmp_path):
     assert keep(tmp_path / "a", 35) == [30, 35]
     assert keep(tmp_path / "b", 35, keep=3) == [20, 30, 35]
     assert keep(tmp_path / "c", 35, interval=Interval()) == []
     assert keep(tmp_path / "d", 35, interval=Interval(seconds=3600)) == [35]
 
 
-def test_the_best_is_kept_too(tmp_path):
+def test_the_best_checkpoint_is_kept(tmp_path):
     scores = {5: 3.0, 12: 1.0, 20: 2.0, 30: 1.5}
     assert keep(tmp_path, 40, scores, best="loss", keep=1) == [12, 40]
 
 
-def test_the_best_of_a_score_that_should_rise_is_the_highest(tmp_path):
+def test_of_a_metric_that_should_rise_the_highest_is_the_best(tmp_path):
     scores = {5: 0.3, 12: 0.9, 20: 0.5, 30: 0.9}
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, best="accuracy")
     for step in range(1, 41):
@@ -258,7 +258,7 @@ def test_the_best_of_a_score_that_should_rise_is_the_highest(tmp_path):
     assert sorted(list_checkpoints(tmp_path)) == [12, 40]
 
 
-def test_a_best_score_that_is_not_there_is_refused_and_one_that_is_no_number_is_not_the_best(tmp_path):
+def test_an_unknown_best_metric_is_rejected_and_nan_is_never_the_best(tmp_path):
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, best="acuracy")
     with pytest.raises(UserError, match="checkpoint_best=acuracy: did you mean accuracy"):
         keeper.is_due(5, {"loss": 1.0, "accuracy": 0.5}, last=False)
@@ -270,7 +270,7 @@ def test_a_best_score_that_is_not_there_is_refused_and_one_that_is_no_number_is_
     assert keeper.is_due(7, {"loss": 0.5}, last=False) and not keeper.is_due(8, {"loss": 0.5}, last=False)
 
 
-def test_weights_that_are_no_numbers_are_never_written(tmp_path):
+def test_weights_that_are_not_finite_are_never_written(tmp_path):
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=2)
     keeper.save(10, given(ARRAY), {})
     keeper.save(20, given({**ARRAY, "w": ARRAY["w"] * np.nan}), {})
@@ -285,7 +285,7 @@ def test_weights_that_are_no_numbers_are_never_written(tmp_path):
     assert sorted(list_checkpoints(tmp_path)) == [10, 30]
 
 
-def test_someone_looks_when_one_is_due_and_when_one_was_written_that_nobody_was_told_of(tmp_path):
+def test_the_keeper_needs_attention_when_a_checkpoint_is_due_or_was_written(tmp_path):
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=2)
     assert [step for step in range(1, 22) if keeper.needs_attention(step)] == [10, 20]
     keeper.save(10, given(ARRAY), {})
@@ -294,7 +294,7 @@ def test_someone_looks_when_one_is_due_and_when_one_was_written_that_nobody_was_
     assert [saved.step for saved in keeper.pop_written_checkpoints()] == [10] and not keeper.needs_attention(11)
 
 
-def test_a_time_passes(tmp_path, monkeypatch):
+def test_a_time_interval_makes_a_checkpoint_due(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(keeper_module, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
     keeper = CheckpointKeeper(tmp_path, Interval(seconds=60), keep=1)
@@ -308,7 +308,7 @@ def test_a_time_passes(tmp_path, monkeypatch):
     keeper.wait()
 
 
-def test_the_one_resumed_from_stays_until_two_others_stand(tmp_path):
+def test_the_resumed_checkpoint_is_kept_until_two_others_exist(tmp_path):
     resumed = read_checkpoint(write_checkpoint(tmp_path, 100, ARRAY, {}))
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, resumed=resumed)
     assert not keeper.is_due(100, {}, last=False), "it stands already"
@@ -318,7 +318,7 @@ def test_the_one_resumed_from_stays_until_two_others_stand(tmp_path):
         assert sorted(list_checkpoints(tmp_path)) == standing
 
 
-def test_trouble_is_told_once_and_the_next_one_is_tried(tmp_path):
+def test_a_failed_write_is_reported_once_and_the_next_checkpoint_is_tried(tmp_path):
     folder = tmp_path / "checkpoints"
     keeper = CheckpointKeeper(folder, Interval(1), keep=2)
     keeper.save(1, given(ARRAY), {})
@@ -340,7 +340,7 @@ def test_trouble_is_told_once_and_the_next_one_is_tried(tmp_path):
     assert [s.step for s in keeper.pop_written_checkpoints()] == [4]
 
 
-def test_a_damaged_one_of_a_later_step_pushes_no_whole_one_out(tmp_path):
+def test_a_damaged_later_checkpoint_does_not_displace_a_valid_one(tmp_path):
     resumed = read_checkpoint(write_checkpoint(tmp_path, 7, ARRAY, {}))
     (write_checkpoint(tmp_path, 90, ARRAY, {}) / STATE).write_text("damaged")
     keeper = CheckpointKeeper(tmp_path, Interval(1), keep=1, resumed=resumed)
@@ -351,7 +351,7 @@ def test_a_damaged_one_of_a_later_step_pushes_no_whole_one_out(tmp_path):
         assert found is not None and found.step == step
 
 
-def test_what_became_of_the_last_one_is_known_whatever_came_before(tmp_path):
+def test_the_result_of_the_last_write_is_known_after_earlier_failures(tmp_path):
     folder = tmp_path / "checkpoints"
     keeper = CheckpointKeeper(folder, Interval(1), keep=2)
     keeper.save(1, given(ARRAY), {})
@@ -396,7 +396,7 @@ class Slow:
         return write_checkpoint(folder, step, arrays, state)
 
 
-def test_what_is_being_written_is_never_overwritten_and_two_sets_of_arrays_do_for_a_run(tmp_path, monkeypatch):
+def test_arrays_being_written_are_never_overwritten_and_two_snapshots_suffice(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
     keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(1), keep=9)
     for step in (1, 2):  # the second need not wait
@@ -417,7 +417,7 @@ def test_what_is_being_written_is_never_overwritten_and_two_sets_of_arrays_do_fo
     assert read_checkpoint(tmp_path / "checkpoints" / "step-5").arrays["w@m"].tolist() == [5.0] * 1000
 
 
-def test_where_there_is_no_room_for_a_second_set_a_snapshot_waits(tmp_path, monkeypatch):
+def test_without_memory_for_a_second_snapshot_the_next_one_waits(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
     monkeypatch.setattr(keeper_module, "available_bytes", lambda: 15_999)  # two sets of 8000 bytes would not fit
     keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(1), keep=9)
@@ -434,7 +434,7 @@ def test_where_there_is_no_room_for_a_second_set_a_snapshot_waits(tmp_path, monk
     assert slow.found == {step: [step, step] for step in (1, 2, 3)} and len(slow.made) == 1
 
 
-def test_arrays_of_a_session_that_takes_none_over_are_let_go(tmp_path, monkeypatch):
+def test_arrays_that_a_session_does_not_reuse_are_freed(tmp_path, monkeypatch):
     slow = Slow(monkeypatch, overwrites=False)
     keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(1), keep=1)
     for step in range(1, 7):
@@ -448,7 +448,7 @@ def test_arrays_of_a_session_that_takes_none_over_are_let_go(tmp_path, monkeypat
     assert sum(ref() is not None for ref in alive) <= 1
 
 
-def test_arrays_are_given_back_where_a_checkpoint_could_not_be_written(tmp_path):
+def test_arrays_are_released_after_a_failed_write(tmp_path):
     keeper, seen = CheckpointKeeper(tmp_path / "gone" / "checkpoints", Interval(1), keep=1), []
     for step in range(1, 5):
         keeper.save(step, lambda into: (seen.append(into), into or dict(ARRAY))[1], {})
@@ -457,7 +457,7 @@ def test_arrays_are_given_back_where_a_checkpoint_could_not_be_written(tmp_path)
     assert not keeper.pop_written_checkpoints() and "step 4: not written" in str(keeper.missing)
 
 
-def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_stands_there(tmp_path):
+def test_files_that_a_checkpoint_refers_to_are_synced_before_it_is_written(tmp_path):
     """By what its callbacks bring there, in the thread that writes; where that fails there is no checkpoint."""
     folder, seen = tmp_path / "checkpoints", []
     keeper = CheckpointKeeper(folder, Interval(1), keep=9)
@@ -471,7 +471,7 @@ def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_stands_there(tmp_p
     assert keeper.missing == "checkpoint of step 2: not written (Bad file descriptor)"
 
 
-def test_the_best_is_known_while_its_checkpoint_is_being_written(tmp_path, monkeypatch):
+def test_the_best_weights_are_available_while_their_checkpoint_is_being_written(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
     keeper = CheckpointKeeper(tmp_path / "checkpoints", Interval(10), keep=1, best="loss")
     assert keeper.is_due(1, {"loss": 1.0}, last=False)
@@ -493,11 +493,11 @@ def test_the_best_is_known_while_its_checkpoint_is_being_written(tmp_path, monke
         ([], dict[str, Any], False),
     ],
 )  # fmt: skip
-def test_what_json_gives_is_held_against_a_type(value, hint, good):
+def test_json_values_are_checked_against_type_hints(value, hint, good):
     assert matches_type(value, hint) == good
 
 
-def test_what_a_dead_process_left_is_removed(tmp_path):
+def test_temporary_files_of_a_dead_process_are_removed(tmp_path):
     for name in (".tmp-5-123", ".tmp-12", ".tmp-mine", ".tmp-5-mine"):
         (tmp_path / name).mkdir()
     CheckpointKeeper(tmp_path, Interval(1), keep=1)

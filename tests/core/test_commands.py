@@ -69,7 +69,7 @@ def toyexp(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
+def test_a_plugin_command_gets_its_arguments_and_sets_the_exit_code(toyexp):
     done = toyexp(["greet", "--loud", "you"], alone=True)
     assert (done.out, done.err, done.returncode) == ("hello you!", "", 3)
     assert toyexp(["greet", "--times", "3", "you", "--loud"]).out == "hello you!!!"
@@ -87,7 +87,7 @@ def test_it_gets_its_words_and_its_exit_code_is_that_of_the_process(toyexp):
         (["--time", "3"], "greet --time: there is no such option; did you mean --times?"),
     ],
 )
-def test_a_wrong_word_behind_it_is_refused(toyexp, words, told):
+def test_a_wrong_argument_of_a_plugin_command_is_rejected(toyexp, words, told):
     done = toyexp(["greet", *words])
     assert (done.out, done.returncode) == ("", 2)
     assert done.err.startswith(f"toyexp: error: {told}") and len(done.err.splitlines()) == 1
@@ -101,14 +101,14 @@ def test_a_wrong_word_behind_it_is_refused(toyexp, words, told):
         *((f"return {it}", f"command.greet gave {it}; an exit code is") for it in ("None", "True", "1.0", "300", "-1")),
     ],
 )
-def test_what_it_raises_by_mistake_is_one_line_that_names_it(toyexp, body, told):
+def test_an_unexpected_error_of_a_plugin_command_is_one_line_that_names_it(toyexp, body, told):
     done = toyexp(["greet"], body=body)
     assert done.returncode == 1 and done.out == ""
     (line,) = done.err.splitlines()
     assert told in line
 
 
-def test_one_that_cannot_say_how_it_is_used_is_told_in_one_line(toyexp):
+def test_a_command_with_a_broken_help_is_reported_in_one_line(toyexp):
     done = toyexp(["greet", "--help"], more="\nGreet.usage = lambda self: 'anyhow'\n")
     assert done.returncode == 1 and done.err.startswith("toyexp: error: command.greet failed while it ran: TypeErr")
     done = toyexp(["greet"], more="\nGreet.configure = lambda self, parser: parser.add_argument(1)\n")
@@ -117,20 +117,20 @@ def test_one_that_cannot_say_how_it_is_used_is_told_in_one_line(toyexp):
 
 
 @pytest.mark.parametrize("name", ["two words", "Loud"])
-def test_a_name_that_cannot_be_typed_is_told_where_plugins_are(toyexp, name):
+def test_an_invalid_command_name_is_reported_with_the_plugins(toyexp, name):
     listed = toyexp(["plugins"], name=name)
     assert f"broken: stranger (strange 1.2): Greet.name is '{name}'; it must be lower-case letters" in listed.out
     assert listed.returncode == 0 and toyexp([name], name=name).returncode == 2
 
 
-def test_a_shipped_name_cannot_be_taken_over(toyexp):
+def test_a_plugin_cannot_override_a_shipped_command(toyexp):
     done = toyexp(["bench", "--help"], name="bench")
     assert done.out.startswith("usage: toyexp bench [key=value ...]") and done.returncode == 0
     listed = toyexp(["plugins"], name="bench").out
     assert "broken: stranger (strange 1.2): command=bench is already offered by commands (toyexp 0.1.0)" in listed
 
 
-def test_a_broken_one_breaks_no_help_and_says_why_it_is_not_there(toyexp):
+def test_a_broken_command_does_not_break_help_and_gives_its_reason(toyexp):
     done = toyexp(["--help"], body="return 0\n\nraise RuntimeError('out of cheese')")
     assert done.returncode == 0 and all(f"\n  {name} " in done.out for name in COMMANDS)
     assert "greet" not in done.out
@@ -138,13 +138,13 @@ def test_a_broken_one_breaks_no_help_and_says_why_it_is_not_there(toyexp):
     assert done.returncode == 2 and "command=greet comes from plugin stranger, which is broken" in done.err
 
 
-def test_a_module_in_the_current_directory_has_one_too(toyexp, tmp_path):
+def test_a_module_in_the_working_directory_may_define_a_command(toyexp, tmp_path):
     toyexp(["--version"])
     (tmp_path / "here.py").write_text(COMMAND.format(name="here", body=HELLO))
     assert toyexp(["here", "plugins=[here]", "you"]).out == "hello you"
 
 
-def test_help_imports_nothing_heavy_for_it(toyexp):
+def test_help_imports_no_framework_for_commands(toyexp):
     program = "import sys; from toyexp.cli.main import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     loaded = set(done.stderr.split())
@@ -152,7 +152,7 @@ def test_help_imports_nothing_heavy_for_it(toyexp):
     assert not loaded & {"toyexp.cli.bench", "toyexp.interfaces.session", "toyexp_data.examples"}
 
 
-def test_every_shipped_one_is_in_the_registry():
+def test_every_shipped_command_is_registered():
     offers = load().offers["command"]
     assert {name: offer.cls for name, offer in offers.items()} == dict(COMMANDS)
     assert all(offer.package.startswith("toyexp ") for offer in offers.values())
@@ -170,7 +170,7 @@ class Two(Command):
         return 0
 
 
-def test_words_are_told_apart():
+def test_options_and_settings_are_told_apart():
     found = Two().read(["a", "--to", "b", "--all", "c=1", "plugins=[m,n]", "--to=b"])
     assert found == Arguments(all=True, to="b", type=None, rest=["a", "c=1"], modules=["m", "n"])
     assert found.settings == ["a", "c=1", "plugins=[m,n]"]
@@ -192,7 +192,7 @@ def test_words_are_told_apart():
         (["plugins=a,b"], r"such as plugins=\[a,b\]"),
     ],
 )
-def test_a_wrong_word_is_refused(words, told):
+def test_a_wrong_argument_is_rejected(words, told):
     with pytest.raises(UserError, match=told):
         Two().read(words)
 
@@ -201,7 +201,7 @@ def test_a_wrong_word_is_refused(words, told):
     (MemoryError("2 GB for a table"), "toyexp: error: out of memory (2 GB for a table)"),
     (OSError(28, "No space left on device", "there"), "toyexp: error: there: No space left on device"),
 ])  # fmt: skip
-def test_what_the_machine_lacks_is_one_line(error, line, capsys):
+def test_out_of_memory_and_a_full_disk_give_one_line(error, line, capsys):
     def work() -> int:
         raise error
 

@@ -109,7 +109,7 @@ def offered(tmp_path, monkeypatch):
         ("toyexp new e", ["engine"]),
     ],
 )  # fmt: skip
-def test_what_may_come_next_is_offered(offered, line, words):
+def test_completions_of_a_partial_command_line(offered, line, words):
     assert offered(line) == words
 
 
@@ -129,14 +129,14 @@ def test_the_newest_runs_are_offered_whatever_they_are_called(offered):
     assert "resume=outputs/mine/2026-11-21_1" in found and "resume=outputs/yours/2026-11-01_1" not in found
 
 
-def test_at_the_beginning_there_are_all_commands_and_all_keys(offered):
+def test_an_empty_line_offers_all_commands_and_keys(offered):
     found = offered("toyexp ")
     assert set(COMMANDS) <= set(found)
     assert {f"{f.name}=" for f in dataclasses.fields(schema.Root)} - {"sweep="} <= set(found)
     assert {f"{group}=" for group in GROUPS} <= set(found) and "sweep." in found
 
 
-def test_what_a_value_may_be_is_what_the_code_takes():
+def test_offered_values_are_those_that_the_code_accepts():
     keys = dict(top_level_settings())
     assert possible_values(keys["nonfinite"])[0] == list(NONFINITE)
     assert possible_values(keys["sweep.launcher"])[0] == list(LAUNCHERS)
@@ -175,13 +175,13 @@ def test_every_flag_and_every_option_of_every_command_is_offered(offered):
         ("HERE=1 toyexp a", ["toyexp", "a"], 0, ""),
     ],
 )
-def test_a_line_is_read_as_bash_reads_it(line, words, kept, quote):
+def test_a_line_is_split_like_bash_does(line, words, kept, quote):
     found = read_line(line, " \t\n\"'><=;|&(:")
     assert (found.words, found.kept_length, found.quote) == (words, kept, quote)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_is_printed_by_its_name_and_in_hydras_words(capsys, shell):
+def test_a_completion_script_is_printed_by_shell_name_and_by_hydras_flag(capsys, shell):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert f"completion --for {shell}" in script
@@ -189,7 +189,7 @@ def test_a_script_is_printed_by_its_name_and_in_hydras_words(capsys, shell):
     assert capsys.readouterr().out == script
 
 
-def test_a_tab_imports_neither_a_framework_nor_hydra(tmp_path):
+def test_completion_imports_neither_a_framework_nor_hydra(tmp_path):
     program = (
         "import sys; from toyexp.cli.main import main; main(['completion', '--for', 'fish', sys.argv[1]]); "
         "print('LOADED', *({'torch', 'ggml', 'hydra', 'omegaconf', 'tokenizers'} & set(sys.modules)))"
@@ -208,7 +208,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_a_press_of_tab_completes_the_word(offered, tmp_path, name):
+def test_tab_completes_the_word(offered, tmp_path, name):
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
     shell = shells.Shell(name, tmp_path)
@@ -220,14 +220,14 @@ def test_a_press_of_tab_completes_the_word(offered, tmp_path, name):
         shell.close()
 
 
-def test_fish_is_offered_the_words_with_what_they_mean(offered, tmp_path):
+def test_fish_gets_completions_with_descriptions(offered, tmp_path):
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     assert shells.fish("toyexp recipe=wa", tmp_path) == ["recipe=warm"]
     assert shells.fish("toyexp describe 'my m", tmp_path) == ["my model.gguf"]
 
 
-def test_the_scripts_are_no_errors_to_their_shells(tmp_path, capsys):
+def test_the_scripts_have_no_syntax_errors(tmp_path, capsys):
     for name in SHELLS:
         if shutil.which(name) is not None:
             main(["completion", name])

@@ -57,7 +57,7 @@ def rows_of(batches, count):
 
 @given(*SIZES, st.integers(0, 2**40), st.integers(0, 50))
 @settings(deadline=None, max_examples=60)
-def test_a_batch_depends_on_seed_and_number_alone(train, context, rows, seed, k):
+def test_a_batch_depends_only_on_seed_and_number(train, context, rows, seed, k):
     train = max(train, context + 1)
     fresh = corpus(train).batches(context, rows, seed).batch(k)
     used = corpus(train).batches(context, rows, seed)
@@ -66,7 +66,7 @@ def test_a_batch_depends_on_seed_and_number_alone(train, context, rows, seed, k)
     assert batch_digest(used.batch(k)) == batch_digest(fresh)
 
 
-def test_seeds_of_data_and_model_are_set_apart():
+def test_data_and_model_seeds_are_independent():
     registry = load(["toyexp.testing.null"])
     small = ["engine=noop", "data=random", "model.d_model=16", "model.n_layers=1", "model.d_ff=16"]
 
@@ -131,7 +131,7 @@ def test_an_epoch_visits_every_window_once(train, context, rows, seed):
         assert seen[0] + train - (seen[-1] + context + 1) < 2 * context
 
 
-def test_no_token_is_left_out_for_ever():
+def test_every_token_is_eventually_used():
     batches = corpus(100).batches(7, 4, seed=0)
     seen = {int(t) for k in range(400) for t in batches.batch(k)["targets"].ravel()}
     assert seen == set(range(1, 100))
@@ -146,7 +146,7 @@ def test_epochs_differ_in_order_and_in_where_windows_begin():
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 30))
 @settings(deadline=None, max_examples=40)
-def test_a_large_batch_is_its_micro_batches_one_after_the_other(rows, accumulate, k):
+def test_a_large_batch_equals_its_concatenated_micro_batches(rows, accumulate, k):
     small, large = (corpus(300).batches(7, n, seed=1) for n in (rows, rows * accumulate))
     joined = np.concatenate([small.batch(k * accumulate + i)["tokens"] for i in range(accumulate)])
     assert np.array_equal(large.batch(k)["tokens"], joined)
@@ -154,7 +154,7 @@ def test_a_large_batch_is_its_micro_batches_one_after_the_other(rows, accumulate
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 30))
 @settings(deadline=None, max_examples=40)
-def test_a_block_is_its_batches_one_after_the_other(rows, count, k):
+def test_a_block_equals_its_concatenated_batches(rows, count, k):
     """Also where it goes on into the next epoch."""
     batches = corpus(60).batches(7, rows, seed=1)
     block, each = batches.block(k, count), [batches.batch(k + i) for i in range(count)]
@@ -162,13 +162,13 @@ def test_a_block_is_its_batches_one_after_the_other(rows, count, k):
         assert np.array_equal(values, np.concatenate([batch[name] for batch in each]))
 
 
-def test_the_smallest_corpus_is_one_window_again_and_again():
+def test_the_smallest_corpus_repeats_one_window():
     batches = corpus(9, held_out=9).batches(8, 5, seed=0)
     assert np.array_equal(batches.batch(123)["tokens"], np.tile(np.arange(8), (5, 1)))
 
 
 @pytest.mark.parametrize(("train", "held_out", "part"), [(8, 100, "training"), (100, 8, "held-out")])
-def test_data_shorter_than_a_window_is_refused_with_the_part_and_its_length(train, held_out, part):
+def test_data_shorter_than_a_window_is_rejected_with_its_part_and_length(train, held_out, part):
     with pytest.raises(UserError) as error:
         corpus(train, held_out).batches(8, 1, 0)
     assert f"model.context=8 is longer than the {part} part of the data (8 tokens; a window needs 9)" in str(
@@ -181,7 +181,7 @@ def test_data_shorter_than_a_window_is_refused_with_the_part_and_its_length(trai
 
 @given(st.integers(2, 500), st.integers(1, 20), st.integers(1, 9), st.integers(1, 5))
 @settings(deadline=None, max_examples=60)
-def test_held_out_batches_cover_different_windows_and_repeats_weigh_nothing(held_out, context, rows, eval_batches):
+def test_held_out_batches_cover_different_windows_and_repeats_have_weight_zero(held_out, context, rows, eval_batches):
     held_out = max(held_out, context + 1)
     batches = corpus(50, held_out, eval_batches).batches(context, rows, 0)
     found = batches.held_out()
@@ -236,7 +236,7 @@ def test_each_document_is_cut_once_and_loses_nothing(documents, fraction):
         assert corpus.facts.digest == hashlib.sha256("\0".join(documents).encode()).hexdigest()
 
 
-def test_once_the_text_is_as_long_as_was_asked_for_no_further_file_is_read(tmp_path):
+def test_no_further_file_is_read_once_the_text_is_long_enough(tmp_path):
     files = [tmp_path / "first.txt", tmp_path / "second.txt"]
     files[0].write_text("café", encoding="utf-8")
     files[1].write_bytes(b"\xe9")
@@ -271,13 +271,13 @@ def test_bpe_round_trips_any_text(bpe, text):
 
 
 @given(st.lists(st.sampled_from("abc é日🙂\n"), max_size=60).map("".join))
-def test_characters_round_trip_the_texts_they_were_made_of(text):
+def test_characters_round_trip_their_training_text(text):
     tokenizer = Characters.from_texts(["abc é日🙂\n"])
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) == len(text)
 
 
-def test_a_character_the_corpus_did_not_have_is_named():
+def test_an_unknown_character_is_named():
     with pytest.raises(UserError, match="the character 'z' is not in this character tokenizer"):
         Characters.from_texts(["abc"]).encode("abz")
 
@@ -289,7 +289,7 @@ def test_bpe_learns_the_same_tokens_from_the_same_text(bpe):
     assert BPE.train(SENTENCES, 299).fingerprint() != bpe.fingerprint()
 
 
-def test_bpe_refuses_a_vocabulary_without_room_for_the_bytes():
+def test_bpe_rejects_a_vocabulary_too_small_for_the_bytes():
     with pytest.raises(UserError, match=r"data\.bpe_vocab=257"):
         BPE.train(SENTENCES, 257)
 
@@ -336,7 +336,7 @@ def test_a_folder_is_read_in_path_order_with_the_chosen_suffixes(tmp_path):
     assert only.tokenizer.decode(only.train) == "ddd"
 
 
-def test_max_mb_stops_reading_and_says_so_and_a_text_of_ones_own_is_read_whole(tmp_path):
+def test_max_mb_limits_reading_with_a_note_and_has_no_default_for_own_text(tmp_path):
     (tmp_path / "t.txt").write_text("x" * 3000)
     sizes = ({"max_mb": 0.001}, {"max_mb": 1e-8}, {"max_mb": 0}, {})
     found = [opened(tmp_path / "t.txt", **size) for size in sizes]
@@ -346,7 +346,7 @@ def test_max_mb_stops_reading_and_says_so_and_a_text_of_ones_own_is_read_whole(t
     assert [d.omissions() for d in found] == list(told)
 
 
-def test_what_is_left_out_stands_in_the_data_line_the_log_and_run_start(tmp_path, capsys):
+def test_omissions_are_in_the_data_line_the_log_and_run_start(tmp_path, capsys):
     (tmp_path / "t.txt").write_text("a few words " * 10_000)
     small = ["model.d_model=8", "model.n_layers=1", "model.context=8", "steps=1", "checkpoint_every=0", "engine=ggml"]
     words = ["data=text", f"data.path={tmp_path / 't.txt'}", "data.tokenizer=byte", *small, "engine.threads=1"]
@@ -363,19 +363,19 @@ def test_what_is_left_out_stands_in_the_data_line_the_log_and_run_start(tmp_path
     assert "t.txt; 0.05 of 0.12 MB: data.max_mb, " in capsys.readouterr().out
 
 
-def test_of_text_in_other_letters_the_megabytes_told_are_bytes(tmp_path):
+def test_reported_megabytes_are_bytes_for_any_script(tmp_path):
     (tmp_path / "t.txt").write_text("я" * 600_000)
     assert opened(tmp_path / "t.txt", max_mb=0.5).omissions() == ["1.0 of 1.2 MB: data.max_mb"]
 
 
-def test_the_standard_library_says_how_much_of_it_is_read():
+def test_the_stdlib_data_reports_how_much_is_read():
     data = Stdlib(tokenizer="byte")
     assert data.max_mb == 4.0
     (told,) = Stdlib(max_mb=0.5, tokenizer="byte").open(None).omissions()
     assert re.fullmatch(r"0\.5 of \d+\.\d MB: data\.max_mb", told)
 
 
-def test_what_of_a_folder_is_no_text_is_counted(tmp_path):
+def test_other_files_in_a_directory_are_counted(tmp_path):
     for name in ("a.txt", "b.rst", "c.csv", "sub/d.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text("abcd")
@@ -389,7 +389,7 @@ def test_what_of_a_folder_is_no_text_is_counted(tmp_path):
     assert everything.describe()["documents"] == 4 and len(everything.omissions()) == 1
 
 
-def test_files_that_are_no_text_are_refused_or_skipped_and_counted(tmp_path):
+def test_files_that_are_not_text_are_rejected_or_skipped_and_counted(tmp_path):
     for name, raw in {"a.txt": b"good text", "b.txt": b"bad \xff", "c.txt": b"more of it"}.items():
         (tmp_path / name).write_bytes(raw)
     with pytest.raises(UserError, match=r"b\.txt: not UTF-8 text \(byte 4 is 0xff\).*data\.on_error=skip"):
@@ -405,7 +405,7 @@ def test_files_that_are_no_text_are_refused_or_skipped_and_counted(tmp_path):
     assert told.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in told
 
 
-def test_a_pattern_means_the_files_that_it_matches(tmp_path, monkeypatch):
+def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b1.txt", "b2.rst", "c.txt", "[x].txt"):
         Path(name).write_text(name[:2] * 4)
@@ -427,7 +427,7 @@ def test_a_pattern_means_the_files_that_it_matches(tmp_path, monkeypatch):
     ],
     ids=["a byte", "cut within a character", "UTF-16", "Latin-1", "gzip"],
 )
-def test_what_is_no_utf8_is_refused_with_the_byte_and_the_remedy(tmp_path, raw, words):
+def test_invalid_utf8_is_rejected_with_the_byte_and_a_remedy(tmp_path, raw, words):
     (tmp_path / "t.txt").write_bytes(raw)
     with pytest.raises(UserError, match=r"t\.txt: not UTF-8 text") as error:
         opened(tmp_path / "t.txt")
@@ -445,7 +445,7 @@ def test_what_is_no_utf8_is_refused_with_the_byte_and_the_remedy(tmp_path, raw, 
     ],
     ids=["UTF-16LE", "UTF-16BE", "all NUL", "one NUL", "the last byte"],
 )
-def test_a_text_with_a_nul_is_refused_with_its_place_or_skipped(tmp_path, monkeypatch, raw, place, words):
+def test_a_text_with_a_nul_is_rejected_with_its_offset_or_skipped(tmp_path, monkeypatch, raw, place, words):
     monkeypatch.setattr(reading, "CHUNK", 4096)
     (tmp_path / "t.txt").write_bytes(raw)
     for read in (opened, read_text):
@@ -457,7 +457,7 @@ def test_a_text_with_a_nul_is_refused_with_its_place_or_skipped(tmp_path, monkey
     assert dataset.describe()["documents"] == 1 and f"byte {place} is NUL" in dataset.omissions()[0]
 
 
-def test_a_character_on_the_edge_of_what_is_read_at_once_stays_whole(tmp_path, monkeypatch):
+def test_a_character_across_two_read_blocks_is_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "CHUNK", 5)
     text = "aé日🙂\r\nb" * 40
     (tmp_path / "t.txt").write_bytes(text.encode())
@@ -471,7 +471,7 @@ def test_empty_text_is_refused(tmp_path):
         opened(tmp_path / "t.txt")
 
 
-def test_a_character_that_the_tokenizer_of_a_file_lacks_is_told_with_both_files(tmp_path):
+def test_a_character_missing_in_a_files_tokenizer_names_both_files(tmp_path):
     from toyexp.formats.gguf.write import write_model
     from toyexp_models.gpt2 import GPT2
 
@@ -531,7 +531,7 @@ ASKED = {
 @pytest.mark.timeout(10)  # a pipe would be waited for, and a device read, without end
 @pytest.mark.parametrize("name", NO_FILES)
 @pytest.mark.parametrize("asked", ASKED)
-def test_what_is_no_file_is_refused_at_once_whatever_asks_for_it(no_files, asked, name):
+def test_special_files_are_rejected_immediately_everywhere(no_files, asked, name):
     with pytest.raises(UserError) as error:
         ASKED[asked](name).check()
     words = NO_FILES[name].partition(",")[0]  # only where a file is wanted is there a remedy
@@ -540,7 +540,7 @@ def test_what_is_no_file_is_refused_at_once_whatever_asks_for_it(no_files, asked
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("key", ["data.tokenizer", "recipe=lora recipe.base", "recipe=warm recipe.donor"])
-def test_a_gguf_that_is_a_pipe_is_refused_before_anything_is_made(no_files, key, capfd):
+def test_a_gguf_that_is_a_pipe_is_rejected_before_anything_is_written(no_files, key, capfd):
     Path("pipe.gguf").symlink_to("pipe")
     assert main([*f"{key}=pipe.gguf".split(), "engine=cpu", "hydra.run.dir=run"]) == 2
     err = capfd.readouterr().err
@@ -553,7 +553,7 @@ def test_a_configuration_that_is_a_pipe_is_refused(no_files, capfd):
     assert "mine.yaml: is a pipe" in capfd.readouterr().err
 
 
-def test_a_folder_where_a_file_is_wanted_and_the_other_way_round(no_files):
+def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
     for data, words in (
         (Jsonl(path="."), "data.path=.: is a folder, not a file"),
         (Tokens(path="."), "data.path=.: is a folder, not a file"),
@@ -565,7 +565,7 @@ def test_a_folder_where_a_file_is_wanted_and_the_other_way_round(no_files):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.timeout(20)
-def test_files_that_a_system_makes_up_are_named_as_that_and_never_waited_for(tmp_path):
+def test_virtual_system_files_are_rejected_without_blocking(tmp_path):
     for name in ("kmsg" if os.access("/proc/kmsg", os.R_OK) else "stat", "cpuinfo", "self/mem"):
         with pytest.raises(UserError, match=rf"/proc/{name}: the system makes it up .* no text file on a disk"):
             opened(f"/proc/{name}")
@@ -575,7 +575,7 @@ def test_files_that_a_system_makes_up_are_named_as_that_and_never_waited_for(tmp
         opened("/proc/sys/kernel", suffixes="*", on_error="skip")
 
 
-def test_a_long_search_through_folders_says_how_far_it_is(tmp_path, monkeypatch):
+def test_a_long_directory_search_shows_progress(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(finding, "STATUS_EVERY", 2)
     monkeypatch.setattr(finding, "show_status", told.append)
@@ -587,7 +587,7 @@ def test_a_long_search_through_folders_says_how_far_it_is(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("vocab", [257, 1_000_000_000])
-def test_a_vocabulary_that_cannot_be_learned_is_refused_before_the_text_is_read(tmp_path, vocab):
+def test_an_impossible_vocabulary_size_is_rejected_before_reading(tmp_path, vocab):
     with pytest.raises(UserError, match=rf"data\.bpe_vocab={vocab}: .* (258|1048576)"):
         Text(path=str(tmp_path), tokenizer="bpe", bpe_vocab=vocab).check()
 
@@ -600,7 +600,7 @@ def split(*parts):
     return lambda: [np.array_split(np.array(part, np.int32), 3) for part in parts]
 
 
-def test_tokens_are_made_once_and_then_mapped(cache):
+def test_tokens_are_cached_and_memory_mapped(cache):
     made = []
 
     def make():
@@ -641,7 +641,7 @@ def test_mapped_ids_make_the_same_batches_as_ids_in_memory():
     assert [*map(batch_digest, a.held_out())] == [*map(batch_digest, b.held_out())]
 
 
-def test_another_tokenizer_or_split_does_not_meet_the_first_ones_tokens(tmp_path):
+def test_another_tokenizer_or_split_has_its_own_cached_tokens(tmp_path):
     (tmp_path / "t.txt").write_text("abcd" * 100)
     byte, char, quarter = (
         opened(tmp_path / "t.txt", **c) for c in ({}, {"tokenizer": "char"}, {"val_fraction": 0.5})
@@ -684,7 +684,7 @@ def test_a_damaged_cache_file_is_made_again(cache, kind):
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_what_was_remembered_is_forgotten_when_it_is_damaged(cache, kind):
+def test_a_damaged_cached_fact_is_ignored(cache, kind):
     remember("text", "key", {"digest": "a" * 600})
     (path,) = cache.iterdir()
     assert recall("text", "key") == {"digest": "a" * 600}
@@ -693,7 +693,7 @@ def test_what_was_remembered_is_forgotten_when_it_is_damaged(cache, kind):
 
 
 @pytest.mark.parametrize("how", ["a file stands in its place", "it is a dangling link", "the parent is a file"])
-def test_a_cache_that_cannot_be_written_is_only_slower(tmp_path, monkeypatch, how):
+def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, how):
     place = tmp_path / "place"
     if how == "it is a dangling link":
         place.symlink_to(tmp_path / "nowhere" / "deep")
@@ -704,7 +704,7 @@ def test_a_cache_that_cannot_be_written_is_only_slower(tmp_path, monkeypatch, ho
     assert len(opened(tmp_path / "t.txt").train) == 301
 
 
-def test_a_pipe_in_the_place_of_what_is_kept_is_replaced_and_not_waited_for(cache):
+def test_a_pipe_at_the_path_of_a_cache_file_is_replaced_without_blocking(cache):
     load_or_pack("key", 10, lambda: [[np.arange(9)]])
     remember("facts", "key", {"a": 1})
     for path in cache.iterdir():
@@ -728,7 +728,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("changed")])
-def test_what_is_broken_off_leaves_no_half_cache_file(cache, error):
+def test_an_interrupt_leaves_no_partial_cache_file(cache, error):
     def make():
         yield [np.arange(5)]
         raise error
@@ -738,7 +738,7 @@ def test_what_is_broken_off_leaves_no_half_cache_file(cache, error):
     assert list(cache.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_tidied_away_a_day_later(cache):
+def test_temporary_files_of_a_killed_process_are_removed_after_a_day(cache):
     cache.mkdir()
     old, new = cache / ".tokens-1.ids.7.tmp", cache / ".tokens-2.ids.8.tmp"
     for path, age in ((old, 2 * 24 * 3600), (new, 60)):
@@ -749,7 +749,7 @@ def test_what_a_killed_process_left_is_tidied_away_a_day_later(cache):
 
 
 @pytest.mark.parametrize("limit", [1000, 0])
-def test_a_full_disk_leaves_no_half_cache_file(tmp_path, limit):
+def test_a_full_disk_leaves_no_partial_cache_file(tmp_path, limit):
     # The file-size limit of a child process stands for the full disk: neither the cache nor a temporary file has room.
     program = (
         "import resource, signal, sys, numpy as np\n"
@@ -764,7 +764,7 @@ def test_a_full_disk_leaves_no_half_cache_file(tmp_path, limit):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_two_that_make_the_same_tokens_at_once_both_have_them(cache):
+def test_two_processes_making_the_same_tokens_both_succeed(cache):
     inner = []
 
     def make():  # while the first writes, another process makes the same
@@ -804,13 +804,13 @@ def test_a_text_that_changed_is_read_again_even_when_its_time_was_set_back(tmp_p
     assert opened(path).describe()["text_sha256"] != first
 
 
-def test_a_text_that_was_written_just_now_is_not_taken_for_known(tmp_path):
+def test_a_text_modified_just_now_is_not_taken_from_the_cache(tmp_path):
     (tmp_path / "t.txt").write_text("abcd" * 100)
     opened(tmp_path / "t.txt")
     assert [p.suffix for p in caching.cache_dir().iterdir()] == [".ids"], "its times may not tell the next change"
 
 
-def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+def test_a_text_that_changes_while_it_is_read_is_rejected(tmp_path, monkeypatch):
     path = tmp_path / "t.txt"
     path.write_text("abcd" * 100)
     encode = Bytes.encode_pieces
@@ -825,7 +825,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("cache/*.ids"))
 
 
-def test_a_bpe_of_a_long_text_learns_from_a_part_and_says_so(tmp_path):
+def test_a_bpe_of_a_long_text_learns_from_a_part_with_a_note(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 12_000)
     settings = {"tokenizer": "bpe", "bpe_vocab": 270, "val_fraction": 0.05}
     assert opened(tmp_path / "t.txt", **settings).omissions() == []
@@ -833,7 +833,7 @@ def test_a_bpe_of_a_long_text_learns_from_a_part_and_says_so(tmp_path):
     assert told == "bpe learned from 0.1 of 0.3 MB: data.bpe_mb"
 
 
-def test_a_bpe_that_learns_fewer_tokens_than_it_was_to_says_how_many(tmp_path):
+def test_a_bpe_that_learns_fewer_tokens_than_requested_reports_it(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 40)
     (tmp_path / "t.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 40)
     for _ in range(2):  # the second finds what the first has learned
@@ -845,7 +845,7 @@ def test_a_bpe_that_learns_fewer_tokens_than_it_was_to_says_how_many(tmp_path):
 
 @given(st.integers(1, 60), st.floats(0.1, 1))
 @settings(deadline=None, max_examples=40)
-def test_the_part_of_a_text_that_is_learned_from_is_spread_over_it(count, share):
+def test_the_part_that_bpe_learns_from_is_spread_over_the_text(count, share):
     pieces = [f"{n:04}" for n in range(count)]
     limit = max(int(4 * count * share), 1)
     taken = [int(p) for p in reading.sample_pieces(pieces, 4 * count, limit)]
@@ -904,7 +904,7 @@ def test_int32_ids_are_not_taken_for_uint16(tmp_path, raw, dtype, vocab):
     assert token_file(tmp_path, raw, dtype=dtype, val_fraction=0.2).vocab == pytest.approx(vocab, rel=0.01)
 
 
-def test_a_type_that_is_known_is_not_doubted(tmp_path):
+def test_a_given_token_type_is_trusted(tmp_path):
     ids = np.array([0, 3 << 16] * 20, "<i4")  # which look like uint16
     np.save(tmp_path / "ids.npy", ids)
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
@@ -914,7 +914,7 @@ def test_a_type_that_is_known_is_not_doubted(tmp_path):
         read_tokens(tmp_path / "ids.bin", "auto")
 
 
-def test_an_archive_holds_no_ids(tmp_path):
+def test_an_archive_is_no_token_file(tmp_path):
     np.savez(tmp_path / "ids.npz", ids=IDS)
     with pytest.raises(UserError, match=r"ids\.npz: is an archive of arrays; token ids are one array"):
         read_tokens(tmp_path / "ids.npz", "auto")
@@ -943,7 +943,7 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (toyc(IDS, vocab=9), "auto", "its header says 9 ids, position 5 holds 9"),
     ],
 )
-def test_files_that_hold_no_tokens_are_refused_with_the_cause(tmp_path, raw, dtype, words):
+def test_files_without_tokens_are_rejected_with_the_cause(tmp_path, raw, dtype, words):
     path = tmp_path / "ids.bin"
     path.write_bytes(raw)
     with pytest.raises(UserError) as error:
@@ -967,7 +967,7 @@ def test_files_that_hold_no_tokens_are_refused_with_the_cause(tmp_path, raw, dty
     ],
     ids=["negative", "too large", "its type typed", "a text", "empty", "TOYC"],
 )
-def test_files_that_name_their_own_type_are_told_no_other(tmp_path, ids, dtype, words):
+def test_the_token_type_cannot_be_set_for_files_that_name_it(tmp_path, ids, dtype, words):
     path = tmp_path / ("ids.bin" if isinstance(ids, bytes) and ids[:4] == b"TOYC" else "ids.npy")
     path.write_bytes(ids) if isinstance(ids, bytes) else np.save(path, ids)
     with pytest.raises(UserError) as error:
@@ -975,7 +975,7 @@ def test_files_that_name_their_own_type_are_told_no_other(tmp_path, ids, dtype, 
     assert str(error.value) == f"{path}: {words}"
 
 
-def test_ids_beyond_the_tokenizer_are_refused(tmp_path):
+def test_ids_beyond_the_tokenizer_are_rejected(tmp_path):
     from toyexp.formats.gguf.write import write_model
     from toyexp_models.llama import Llama
 

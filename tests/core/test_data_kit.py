@@ -174,7 +174,7 @@ def _outcomes(pytester, words):
     return pytester.inline_run("-p", "no:cacheprovider", *words).listoutcomes()
 
 
-def test_the_kit_says_what_is_wrong_and_nothing_else(pytester):
+def test_the_kit_reports_exactly_what_is_wrong(pytester):
     names = {f"test_fault_{number}": fault for number, fault in enumerate(FAULTS)}
     pytester.makepyfile(**{name: SOUND.replace("#FAULT", FAULTS[fault][0]) for name, fault in names.items()})
     # The other process takes as long as all the rest: it is asked of two alone, of which one should fail there.

@@ -79,13 +79,13 @@ def told(capsys, *words):
 # -- the forward pass -------------------------------------------------------------------------------------------------
 
 
-def test_the_listing_of_a_gpt2_word_for_word(capsys):
+def test_the_listing_of_a_gpt2_verbatim(capsys):
     write_base(Path("model.gguf"), "gpt2", kind="q8_0", n_layers=4, d_ff=80)
     out = shown(capsys, "model.gguf")
     assert out.partition("forward pass, ")[2].partition("\n")[2].rstrip() == GPT2
 
 
-def test_rope_and_grouped_attention_say_how():
+def test_rope_and_grouped_attention_are_described():
     lines = traced(replace(MODELS["llama"], vocab=VOCAB, rope_base=5e5)).all()
     details = {line.op: line.detail for line in lines}
     assert (details["rope"], details["attention"]) == ("base 500000", "causal, 4 heads on 2")
@@ -139,7 +139,7 @@ def test_every_op_has_the_shape_that_the_reference_computes(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_operations_are_two_a_weight_and_position_and_those_of_attention(name):
+def test_operations_count_two_per_weight_and_position_plus_attention(name):
     model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads.text else {}))
     matrices = sum(math.prod(t.shape) for t in model.tensors() if len(t.shape) == 2 and "embd" not in t.name)
     if model.reads.text:
@@ -156,7 +156,7 @@ def test_operations_are_two_a_weight_and_position_and_those_of_attention(name):
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "gpt2_untied", "vit"])
-def test_the_head_is_told_from_the_last_block(name, layers):
+def test_the_head_is_listed_apart_from_the_last_block(name, layers):
     model = replace(ALL[name], n_layers=layers, **({"vocab": VOCAB} if name != "vit" else {}))
     parts = traced(model)
     assert list(parts.blocks) == list(range(layers))
@@ -168,7 +168,7 @@ def test_the_head_is_told_from_the_last_block(name, layers):
         assert parts.blocks[layers - 1][-1].op == "add"
 
 
-def test_blocks_of_other_types_and_of_another_form_are_said_to_be():
+def test_blocks_of_other_types_or_shapes_are_listed_separately():
     model = replace(MODELS["llama"], vocab=VOCAB, n_layers=4)
     weights = [
         WeightInfo(t.shape, t.name, "Q6_K" if t.name == "blk.2.attn_v.weight" else "Q4_K") for t in model.tensors()
@@ -184,7 +184,7 @@ def test_blocks_of_other_types_and_of_another_form_are_said_to_be():
 # -- what is in a file ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_toyexps_is_described_by_its_directory(capsys):
+def test_a_run_directory_is_described(capsys):
     tokenizer = BPE.train(["a b ab abc abcd " * 30], 270)
     tokenizer.chat_template = "{{ messages[0].content }}"
     Path("run").mkdir()
@@ -225,7 +225,7 @@ def test_the_flags_add_every_key_and_every_tensor(capsys):
     assert max(map(len, lines)) < 160
 
 
-def test_where_a_model_comes_from_is_shown(capsys):
+def test_the_origin_of_a_model_is_shown(capsys):
     keys = {"general.name": "Big One", "general.license": "apache-2.0", "general.base_model.0.name": "Bigger One",
             "general.base_model.0.repo_url": "https://example.org/big", "general.run_id": "2026-11-21",
             "general.step": 200}  # fmt: skip
@@ -237,7 +237,7 @@ def test_where_a_model_comes_from_is_shown(capsys):
     assert "made by     run 2026-11-21, step 200\n" in out
 
 
-def test_an_adapter_says_what_it_changes(capsys):
+def test_an_adapter_lists_its_targets(capsys):
     write_lora(Path("adapter.gguf"), Path("base.gguf"))
     found = told(capsys, "adapter.gguf")
     assert found["adapter"] == {
@@ -253,7 +253,7 @@ def test_an_adapter_says_what_it_changes(capsys):
     assert "a base of architecture llama, rank 4, alpha 6" in shown(capsys, "adapter.gguf")
 
 
-def test_a_directory_with_only_an_adapter_is_the_adapter(capsys, tmp_path):
+def test_a_directory_with_only_an_adapter_describes_the_adapter(capsys, tmp_path):
     (tmp_path / "run").mkdir()
     write_lora(Path("run/adapter.gguf"), Path("base.gguf"))
     assert told(capsys, "run")["kind"] == "adapter"
@@ -279,7 +279,7 @@ def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
         ({}, {}, "its architecture is phi3"),
     ],
 )
-def test_what_toyexp_has_no_model_for_is_described_all_the_same(keys, tensors, reason, capsys):
+def test_an_architecture_without_a_model_is_described_too(keys, tensors, reason, capsys):
     write_foreign(Path("model.gguf"), keys=keys, tensors=tensors)
     found = told(capsys, "model.gguf")
     assert found["family"] is None
@@ -290,7 +290,7 @@ def test_what_toyexp_has_no_model_for_is_described_all_the_same(keys, tensors, r
     assert f"train on  no: {reason}" in shown(capsys, "model.gguf")
 
 
-def test_a_model_with_a_key_that_changes_it_is_a_donor_only(capsys):
+def test_a_model_with_an_unsupported_key_is_only_a_donor(capsys):
     write_base(Path("model.gguf"), "llama", tokenizer=Bytes())
     data = Path("model.gguf").read_bytes()
     at = data.index(b"llama.rope.dimension_count") + len(b"llama.rope.dimension_count") + 4
@@ -300,7 +300,7 @@ def test_a_model_with_a_key_that_changes_it_is_a_donor_only(capsys):
     assert [u["what"] for u in found["uses"] if u["command"]] == ["donor"]
 
 
-def test_blocks_that_are_not_there_are_not_looked_for(capsys):
+def test_missing_blocks_are_ignored(capsys):
     write_foreign(Path("model.gguf"), "llama", keys={"llama.context_length": 8})
     data = Path("model.gguf").read_bytes()
     at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
@@ -308,7 +308,7 @@ def test_blocks_that_are_not_there_are_not_looked_for(capsys):
     assert told(capsys, "model.gguf")["refused"] == "claims 2147483647 blocks, and has 3 tensors"
 
 
-def test_the_first_part_of_a_split_file_counts_them_all(capsys):
+def test_the_first_part_of_a_split_file_counts_all_tensors(capsys):
     write_foreign(Path("model.gguf"), split=2)
     parts = sorted(Path().glob("*.gguf"))
     assert [p.name for p in parts] == ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf"]
@@ -322,7 +322,7 @@ def test_the_first_part_of_a_split_file_counts_them_all(capsys):
 NASTY = "\x1b[31mred\x07\u202e{{ 7*7 }}${oc.env:HOME}\n" + "long" * 40
 
 
-def test_nothing_in_a_file_reaches_the_terminal_as_it_stands(capsys):
+def test_text_from_a_file_is_escaped_for_the_terminal(capsys):
     texts = ("general.name", "general.license", "general.run_id", "phi3.x", "tokenizer.ggml.model",
              "tokenizer.ggml.pre", "tokenizer.chat_template", "adapter.type")  # fmt: skip
     keys = dict.fromkeys(texts, NASTY) | {f"phi3.{NASTY}": 1}
@@ -390,7 +390,7 @@ def make(kind):
         ("a ViT of timm", "run holds a model of images, of which toyexp reads those that it trained itself"),
     ],
 )
-def test_what_stands_where_a_model_should_is_named(kind, said, capsys):
+def test_a_file_that_is_no_gguf_model_is_named(kind, said, capsys):
     make(kind)
     if kind == "unreadable" and os.access("run/model.gguf", os.R_OK):
         pytest.skip("this user may read everything")
@@ -411,7 +411,7 @@ def test_a_file_that_names_no_tokenizer_has_none(capsys):
     assert "model.gguf: has no tokenizer; what it reads are ids: data=tokens" in capsys.readouterr().err
 
 
-def test_numbers_of_64_bits_are_shown_as_they_are(registry):
+def test_64_bit_numbers_are_shown_exactly(registry):
     writer = Writer()
     for name, value in {"large": np.float64(1e300), "fine": np.float64(1 / 3), "single": np.float32(1e-5)}.items():
         writer.add(f"x.{name}", value)
@@ -421,7 +421,7 @@ def test_numbers_of_64_bits_are_shown_as_they_are(registry):
     assert shown == {"x.large": "1e+300", "x.fine": "0.3333333333333333", "x.single": "1e-05"}
 
 
-def test_a_product_of_tensors_alone_is_counted_too():
+def test_a_product_of_two_weights_is_counted_too():
     listing = Listing(
         [Line("matmul", (WeightInfo((8, 4), "w"),), (2, 8), operations=128)], {}, [], frozenset({"B", "T"})
     )
@@ -429,7 +429,7 @@ def test_a_product_of_tensors_alone_is_counted_too():
     assert "128" in listing.lines()[1]
 
 
-def test_a_plugin_that_breaks_over_a_file_does_not_take_the_rest_with_it(registry, monkeypatch):
+def test_a_failing_plugin_does_not_prevent_a_description(registry, monkeypatch):
     cls = registry.offers["model"]["llama"].cls
     write_base(Path("model.gguf"), "llama")
     with monkeypatch.context() as patch:

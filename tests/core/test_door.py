@@ -68,7 +68,7 @@ def events(run, kind):
 # -- what comes out of a run ------------------------------------------------------------------------------------------
 
 
-def test_the_history_is_that_of_the_events(trained):
+def test_the_history_is_read_from_the_events(trained):
     history, steps, evals = trained.history, events(trained, "step"), events(trained, "eval")
     np.testing.assert_array_equal(history.step, range(1, 9))
     for name in ("loss", "lr", "grad_norm"):
@@ -82,7 +82,7 @@ def test_the_history_is_that_of_the_events(trained):
     assert set(history) == {"step", "loss", "lr", "grad_norm", "tokens", "seconds", "speed"}
 
 
-def test_a_result_says_how_the_run_went(trained, here):
+def test_a_result_has_the_outcome_of_the_run(trained, here):
     told = json.loads((here / "first" / "result.json").read_text())
     assert (trained.state, trained.steps, trained.loss) == ("completed", 8, told["train_loss"])
     assert trained.held_out == {"loss": told["eval_loss"]}
@@ -94,7 +94,7 @@ def test_a_result_says_how_the_run_went(trained, here):
     assert page.count("<circle") == 3 and "<polyline" in page and "completed after 8 steps" in page
 
 
-def test_the_parameters_are_those_of_the_file(trained):
+def test_parameters_are_read_from_the_models_file(trained):
     with GGUFFile(trained.files["model.gguf"]) as file:
         assert set(trained.parameters) == set(file.tensors)
         for name, array in trained.parameters.items():
@@ -102,7 +102,7 @@ def test_the_parameters_are_those_of_the_file(trained):
     assert trained.model == Llama(**{k: v for k, v in MODEL.items() if k != "name"}, vocab=trained.model.vocab)
 
 
-def test_logits_are_those_of_another_engine_and_generate_follows_them(trained):
+def test_logits_agree_with_another_engine_and_generate_follows_them(trained):
     ids = trained.tokenizer.prompt("It was")
     ours, theirs = trained.logits("It was", engine="ggml"), trained.logits(ids, engine="cpu:threads=1")
     assert ours.shape == (len(ids), trained.model.vocab)
@@ -117,7 +117,7 @@ def test_logits_are_those_of_another_engine_and_generate_follows_them(trained):
     assert trained.generate(ids, tokens=4, temperature=0, engine="ggml") == greedy[len(ids) :]
 
 
-def test_a_frame_has_a_row_a_step_or_says_what_to_install(trained):
+def test_a_data_frame_has_a_row_per_step_or_names_the_missing_package(trained):
     try:
         import pandas  # noqa: F401
     except ImportError:
@@ -129,7 +129,7 @@ def test_a_frame_has_a_row_a_step_or_says_what_to_install(trained):
     np.testing.assert_array_equal(frame.loss[1:], trained.history.loss)
 
 
-def test_what_is_there_is_opened_and_what_is_none_is_named(trained, here):
+def test_open_takes_runs_and_model_files_and_rejects_other_paths(trained, here):
     again = toyexp.open("first")
     assert (again.state, again.held_out) == (trained.state, trained.held_out)
     for place, reason in (("nowhere", "nowhere"), ("book.txt", "holds no run"), (".", "holds no run")):
@@ -140,7 +140,7 @@ def test_what_is_there_is_opened_and_what_is_none_is_named(trained, here):
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_as_if_it_had_never_stopped(trained, here):
+def test_a_resumed_run_equals_an_uninterrupted_one(trained, here):
     whole = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **{**SETTINGS, "steps": 12}, quiet=True)
     part = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **SETTINGS, name="part", quiet=True)
     assert toyexp.run(resume=part, steps=12, quiet=True).directory == part.directory
@@ -152,7 +152,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(trained, here):
         toyexp.run(resume=part, quiet=True)
 
 
-def test_a_result_stays_what_it_was_when_its_run_goes_on(here):
+def test_a_result_does_not_change_when_its_run_is_resumed(here):
     given = toyexp.run(*WORDS, model=MODEL, **SETTINGS, name="stays", checkpoint_best="loss", quiet=True)
     assert given.best == {"step": given.best["step"], "metric": "loss", "score": given.held_out["loss"]}
     weights, held = given.parameters, {"held_out": given.held_out, "settings": given.settings, "best": given.best}
@@ -173,7 +173,7 @@ def test_a_result_stays_what_it_was_when_its_run_goes_on(here):
         longer.files  # noqa: B018
 
 
-def test_a_sweep_s_result_stays_what_it_was_when_one_of_its_runs_goes_on(here):
+def test_a_sweep_result_does_not_change_when_one_of_its_runs_is_resumed(here):
     swept = toyexp.sweep(*WORDS, model=MODEL, **SETTINGS, seed=[0, 1], sweep={"isolate": False}, quiet=True)
     best, before = swept.best, swept.best.held_out
     toyexp.run(resume=best, steps=12, quiet=True)
@@ -216,7 +216,7 @@ def parts(*callbacks, **more):
     }  # fmt: skip
 
 
-def test_an_interrupted_run_is_left_saved_and_goes_on(trained, here):
+def test_an_interrupted_run_is_saved_and_can_be_resumed(trained, here):
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as caught:
         toyexp.train(**parts(Interrupting()), directory="stopped")
@@ -230,7 +230,7 @@ def test_an_interrupted_run_is_left_saved_and_goes_on(trained, here):
     np.testing.assert_array_equal(done.history.loss, trained.history.loss)
 
 
-def test_a_run_that_fails_names_whose_fault_it_is_and_what_is_left(here):
+def test_a_failing_run_names_the_faulty_part_and_the_saved_checkpoint(here):
     with pytest.raises(RunFailed, match=r"callbacks\.failing failed at step 6: RuntimeError: no more") as caught:
         toyexp.train(**parts(Failing()), directory="failed")
     assert "toyexp.open('failed')" in caught.value.__notes__[0]
@@ -240,7 +240,7 @@ def test_a_run_that_fails_names_whose_fault_it_is_and_what_is_left(here):
 # -- finished objects -------------------------------------------------------------------------------------------------
 
 
-def test_finished_objects_train_as_the_words_for_them_do(trained, here):
+def test_objects_train_like_the_settings_that_describe_them(trained, here):
     objects = parts()
     result = toyexp.train(**objects, directory="objects")
     np.testing.assert_array_equal(result.history.loss, trained.history.loss)
@@ -249,7 +249,7 @@ def test_finished_objects_train_as_the_words_for_them_do(trained, here):
     assert toyexp.run(resume="objects", steps=9, quiet=True).steps == 9  # by the words of its config.yaml
 
 
-def test_an_adapter_is_trained_on_a_base_and_put_on_it_afterwards(here):
+def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(here):
     base = write_base(here / "base.gguf", "llama", tokenizer=Bytes())
     recipe = Lora(base=str(here / "base.gguf"), rank=2)
     result = toyexp.train(data=Text(path="book.txt"), recipe=recipe, engine="ggml", optim="adamw",
@@ -285,7 +285,7 @@ def test_an_adapter_is_trained_on_a_base_and_put_on_it_afterwards(here):
     ({"callbacks": Text(path="book.txt")}, ["['default', 'plots']"]),
     ({"callbacks": [Text, "plots"]}, ["callbacks", "Text()"]),
 ])  # fmt: skip
-def test_bad_objects_are_refused_in_a_line(trained, given, parts_of_it):
+def test_bad_objects_are_rejected_with_one_line(trained, given, parts_of_it):
     with pytest.raises(UserError) as caught:
         toyexp.train(**{**parts(), **given})
     assert all(part in str(caught.value) for part in parts_of_it), caught.value
@@ -293,7 +293,7 @@ def test_bad_objects_are_refused_in_a_line(trained, given, parts_of_it):
 
 
 @pytest.mark.parametrize("given", [3, None, [], b"first"])
-def test_what_is_no_directory_is_said_to_be_none(trained, given):
+def test_a_path_that_is_not_a_directory_is_rejected(trained, given):
     calls = [lambda: toyexp.open(given)]
     if given is not None:
         calls += [lambda: toyexp.run(resume=given), lambda: toyexp.sweep("seed=1", directory=given)]
@@ -306,7 +306,7 @@ def test_what_is_no_directory_is_said_to_be_none(trained, given):
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\ud800"])
-def test_a_name_that_no_file_can_have_is_bad_input_wherever_it_is_given(trained, name):
+def test_an_impossible_file_name_is_a_user_error_in_every_call(trained, name):
     calls = [
         lambda: toyexp.open(name),
         lambda: toyexp.compare(name),
@@ -354,7 +354,7 @@ def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, here):
         (lambda run: run.generate("a", engine="nope"), "engine nope"),
     ],
 )
-def test_what_cannot_be_asked_of_a_model_is_told_in_python_s_words(trained, call, words):
+def test_wrong_arguments_are_reported_in_terms_of_the_python_call(trained, call, words):
     with pytest.raises(UserError, match=words) as caught:
         call(trained)
     assert "--" not in str(caught.value) and "toyexp eval" not in str(caught.value).replace("toyexp.eval", "")
@@ -366,7 +366,7 @@ def test_logits_take_as_many_ids_as_the_context_and_no_more(trained):
         trained.logits([1] * (MODEL["context"] + 1))
 
 
-def test_a_result_goes_to_another_process(trained):
+def test_a_result_can_be_pickled(trained):
     again = pickle.loads(pickle.dumps(trained))
     assert again.directory == trained.directory and again.held_out == trained.held_out
     np.testing.assert_array_equal(again.history.loss, trained.history.loss)
@@ -375,7 +375,7 @@ def test_a_result_goes_to_another_process(trained):
 @pytest.mark.parametrize(("method", "told"), [
     ("on_step", "put @hookimpl above it"), ("on_steps", "did you mean on_step"), ("on_train_end", "there is: .*on_end"),
 ])  # fmt: skip
-def test_a_method_that_would_never_be_called_is_named(here, method, told):
+def test_a_misspelt_hook_is_named(here, method, told):
     silent = type("Silent", (Callback,), {"name": "silent", method: lambda self, step: None})
     with pytest.raises(UserError, match=rf"Silent\.{method} .*{told}"):
         toyexp.train(**parts(silent()), directory="silent")
@@ -401,7 +401,7 @@ def test_callbacks_are_told_apart_by_their_names(trained):
     (lambda run: run.generate("It", engine=GGMLCPU()), "takes a name"),
     (lambda run: run.generate([1], chat=True), "takes its message as text"),
 ])  # fmt: skip
-def test_a_result_refuses_what_its_model_cannot_read(trained, call, reason):
+def test_a_result_rejects_inputs_that_its_model_cannot_read(trained, call, reason):
     with pytest.raises(UserError, match=reason):
         call(trained)
 
@@ -413,7 +413,7 @@ def test_a_number_that_is_not_finite_is_nan_in_the_history(tmp_path):
     np.testing.assert_array_equal(History.read(tmp_path).loss, [1.5, np.nan, np.nan, np.nan])
 
 
-def test_of_many_samples_the_last_are_kept(tmp_path):
+def test_only_the_last_samples_are_kept(tmp_path):
     lines = [{"kind": "sample", "step": step, "prompt": "It", "text": " was"} for step in range(5)]
     (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert [sample["step"] for sample in History.read(tmp_path).samples] == [2, 3, 4]
@@ -426,7 +426,7 @@ def test_of_many_samples_the_last_are_kept(tmp_path):
     ["recip=warm"], ["recipe=wram"], ["steps=ten"], ["steps"], ["seed=1,2"], ["engine=nothing"], ["sweep.jobs=3"],
     ["--config-dir=nowhere"], ["model.d_model=30", "model.n_heads=4"], ["resume=nowhere"], ["--nonsense"],
 ])  # fmt: skip
-def test_bad_words_are_told_as_on_the_command_line(here, capsys, words):
+def test_bad_settings_are_reported_as_on_the_command_line(here, capsys, words):
     assert main(words) == 2
     line = re.sub(r" \(more: toyexp help \w+\)$", "", capsys.readouterr().err.removeprefix("toyexp: error: ").rstrip())
     with pytest.raises(UserError) as caught:
@@ -435,7 +435,7 @@ def test_bad_words_are_told_as_on_the_command_line(here, capsys, words):
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_is_no_single_run_says_what_to_call(here):
+def test_arguments_for_another_call_name_the_call_to_use(here):
     for words, reason in ((["-m", "seed=1,2"], "toyexp.sweep"), (["--dry-run"], "toyexp --dry-run"),
                           (["sweep.resume=x"], r"toyexp\.sweep\(resume=DIR\)")):  # fmt: skip
         with pytest.raises(UserError, match=reason):
@@ -447,7 +447,7 @@ def test_what_is_no_single_run_says_what_to_call(here):
             call({"steps": 3})
 
 
-def test_keywords_are_read_back_as_the_values_they_were(here):
+def test_keywords_keep_their_values(here):
     given = {
         "steps": 100, "lr": 1e-3, "name": "a b", "data.path": "it's \"here\"\\", "resume": None, "x": True, "y": "true",
         "z": "12", "list": ["a", 1, None], "u": np.float32(0.5), "place": Path("a/b c"), "café": "é",
@@ -485,7 +485,7 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(here, capsys):
     assert again._repr_html_().count("<tr>") == 5
 
 
-def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here):
+def test_invalid_jobs_are_listed_and_if_all_are_invalid_an_error_is_raised(here):
     words = ["data=random", "data.vocab=32", "engine=ggml", "eval_every=0", "callbacks=[events]", "sweep.report=false"]
     some = toyexp.sweep(*words, "model.n_heads=2,3", steps=1, model={"d_model": 16, "context": 8, "d_ff": 8},
                         sweep={"isolate": False}, quiet=True)  # fmt: skip
@@ -499,7 +499,7 @@ def test_jobs_that_cannot_be_are_named_and_where_none_can_that_is_the_error(here
     assert not (here / "bare").exists()
 
 
-def test_a_sweep_that_is_interrupted_before_it_begins_is_no_bad_input(here, monkeypatch):
+def test_interrupting_a_sweep_before_it_begins_is_not_a_user_error(here, monkeypatch):
     monkeypatch.setattr("toyexp.sweeps.runner.Runner.run", lambda runner: 128 + signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="SIGINT"):
         toyexp.sweep(*WORDS, seed=[0, 1], quiet=True)
@@ -564,7 +564,7 @@ def test_a_run_leaves_the_process_as_it_was(here):
     assert done.stdout.splitlines() == told and done.stderr == ""
 
 
-def test_what_a_library_reads_once_stays_in_the_environment(monkeypatch):
+def test_environment_variables_that_a_library_reads_once_are_kept(monkeypatch):
     for name in ("CUBLAS_WORKSPACE_CONFIG", "OTHER"):
         monkeypatch.setenv(name, "")  # it is put back afterwards
         monkeypatch.delenv(name)
@@ -573,7 +573,7 @@ def test_what_a_library_reads_once_stays_in_the_environment(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and "OTHER" not in os.environ
 
 
-def test_whatever_a_caller_has_set_in_torch_a_call_computes_under_its_defaults():
+def test_calls_compute_under_torchs_defaults_whatever_the_caller_has_set():
     torch = pytest.importorskip("torch")
 
     def state():
@@ -594,7 +594,7 @@ def test_whatever_a_caller_has_set_in_torch_a_call_computes_under_its_defaults()
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_run_computes_the_same_in_whatever_state_of_torch_it_is_called(here):
+def test_a_run_gives_the_same_numbers_in_any_state_of_torch(here):
     torch = pytest.importorskip("torch")
     words = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "callbacks=[events]"]
     told = []
@@ -637,7 +637,7 @@ def test_an_interrupt_waits_for_the_end_of_an_import(here, call, monkeypatch):
     assert sys.modules[name].Beside.name == "beside"
 
 
-def test_modules_are_looked_for_where_they_were_once_a_run_is_opened(trained, here, monkeypatch):
+def test_plugin_modules_of_an_opened_run_are_found_after_a_change_of_directory(trained, here, monkeypatch):
     (here / "of_opening.py").write_text(BESIDE.replace("eside", "eyond"))
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(here))])
     before = list(sys.path)
@@ -645,7 +645,7 @@ def test_modules_are_looked_for_where_they_were_once_a_run_is_opened(trained, he
     assert sys.path == before
 
 
-def test_a_preset_that_is_edited_counts_in_the_next_run_of_the_same_process(here, monkeypatch):
+def test_an_edited_preset_is_used_by_the_next_run_of_the_same_process(here, monkeypatch):
     presets = shutil.copytree(CONF, here / "presets")
     for module in (beforehand, schema):
         monkeypatch.setattr(module, "CONF", presets)
@@ -655,7 +655,7 @@ def test_a_preset_that_is_edited_counts_in_the_next_run_of_the_same_process(here
             assert beforehand.compose_cached(["experiment=edited"], schema.Source(presets)).steps == steps
 
 
-def test_runs_of_several_threads_take_their_turns(here):
+def test_runs_of_several_threads_take_turns(here):
     results = []
 
     def work(seed):
@@ -671,7 +671,7 @@ def test_runs_of_several_threads_take_their_turns(here):
     assert len(losses) == 3 and losses[0] == losses[1] != losses[2]
 
 
-def test_in_a_notebook_progress_is_one_output_that_renews(here, monkeypatch, capsys):
+def test_progress_in_a_notebook_is_one_output_that_is_updated(here, monkeypatch, capsys):
     shown = []
 
     class Handle:

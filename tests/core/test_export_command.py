@@ -68,7 +68,7 @@ def tensors(path):
         return {n: (t.type, file.read(n)) for n, t in file.tensors.items()}
 
 
-def test_f32_is_the_same_file_again_in_every_key_and_tensor(source, capsys):
+def test_export_to_f32_keeps_every_key_and_tensor(source, capsys):
     assert main(["export", "model.gguf", "--type", "f32", "--to", "again.gguf"]) == 0
     assert fields("again.gguf") == fields(source)
     assert list(fields("again.gguf")) == list(fields(source))
@@ -84,7 +84,7 @@ def test_f32_is_the_same_file_again_in_every_key_and_tensor(source, capsys):
 
 
 @pytest.mark.parametrize("kind", [k for k in FILE_TYPES if k != "f32"])
-def test_a_type_rounds_as_a_run_would_and_keeps_every_key(source, kind):
+def test_a_type_rounds_like_a_runs_export_and_keeps_every_key(source, kind):
     assert main(["export", "model.gguf", "--type", kind]) == 0
     before, after = fields(source), fields(f"model-{kind}.gguf")
     assert {k: v for k, v in before.items() if k not in OWN} == {k: v for k, v in after.items() if k not in OWN}
@@ -98,7 +98,7 @@ def test_a_type_rounds_as_a_run_would_and_keeps_every_key(source, kind):
     assert all(np.array_equal(ours[n][1], run[n][1]) for n in exact)
 
 
-def test_back_to_f32_loses_nothing_and_twice_rounded_takes_a_word(source, capsys):
+def test_dequantising_is_exact_and_requantising_needs_a_flag(source, capsys):
     assert main(["export", "model.gguf", "--type", "q4_1"]) == 0
     assert main(["export", "model-q4_1.gguf", "--type", "f32"]) == 0
     ours, back = tensors("model-q4_1.gguf"), tensors("model-q4_1-f32.gguf")
@@ -123,7 +123,7 @@ def test_a_split_model_becomes_one_file(source):
     assert all(np.array_equal(ours[n][1], before[n][1]) for n in before)
 
 
-def test_a_runs_directory_means_its_model_and_json_says_what_was_written(source, capsys):
+def test_a_run_directory_stands_for_its_model_and_json_describes_the_export(source, capsys):
     (source.parent / "run").mkdir()
     source.rename(source.parent / "run" / "model.gguf")
     assert main(["export", "run", "--type=q8_0", "--json"]) == 0
@@ -133,7 +133,7 @@ def test_a_runs_directory_means_its_model_and_json_says_what_was_written(source,
     assert told["tensors"] == {"Q8_0": 14, "F16": 2, "F32": 5} and told["warnings"] == []
 
 
-def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
+def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
     write_base(tmp_path / "nan.gguf", "llama", tokenizer=Bytes(), spoil="blk.0.ffn_up.weight")
     for kind in ("f32", "f16"):  # copied, and rounded
         assert main(["export", "nan.gguf", "--type", kind]) == 0
@@ -185,7 +185,7 @@ def test_numbers_that_do_not_fit_are_written_and_told(tmp_path, capsys):
         ("vit.gguf --type q4_k_m", "vit.gguf: q4_k_m is written by llama.cpp, which has no toyexp-vit; there is: bf16"),
     ],
 )
-def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, monkeypatch, words, said):
+def test_an_impossible_export_is_one_error_and_writes_nothing(source, capsys, monkeypatch, words, said):
     if "vit.gguf" in words:
         put_program(source.parent, "exit 1")
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
@@ -216,7 +216,7 @@ def test_what_cannot_be_is_one_plain_error_and_writes_nothing(source, capsys, mo
         assert (source.parent / name).read_bytes() == b"mine"
 
 
-def test_force_replaces_the_file_in_one_piece(source):
+def test_force_replaces_the_file_atomically(source):
     (source.parent / "there.gguf").write_bytes(b"GGUF, damaged")
     assert main(["export", "model.gguf", "--type", "q8_0", "--to", "there.gguf", "--force"]) == 0
     assert tensors("there.gguf")["blk.0.attn_q.weight"][0] == "Q8_0"
@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(source):
     assert sorted(p.name for p in source.parent.iterdir()) == ["model.gguf", "there.gguf"]
 
 
-def test_an_error_of_the_disk_without_a_number_keeps_its_own_words():
+def test_an_os_error_without_errno_keeps_its_message():
     with pytest.raises(RunFailed, match=r"a\.npz: could not be written: boom$"), convert_write_errors(Path("a.npz")):
         raise OSError("boom")
 
@@ -256,7 +256,7 @@ def put_program(directory, body):
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
 
-def test_k_quants_are_asked_of_llama_quantize(source, capsys):
+def test_k_quants_are_made_by_llama_quantize(source, capsys):
     put_program(source.parent, 'echo "$@" > words; [ "$1" = --allow-requantize ] && shift; /bin/cp "$1" "$2"')
     assert main(["export", "model.gguf", "--type", "q4_k_m", "--to", "small.gguf"]) == 0
     told = (source.parent / "words").read_text().split()
@@ -276,7 +276,7 @@ def test_k_quants_are_asked_of_llama_quantize(source, capsys):
         ("kill -6 $$", "it ended with -6"),
     ],
 )
-def test_when_llama_cpp_fails_its_words_are_told_and_nothing_is_left(source, capsys, body, said):
+def test_if_llama_cpp_fails_its_message_is_shown_and_no_file_is_left(source, capsys, body, said):
     put_program(source.parent, f': > "$2"; {body}')
     assert main(["export", "model.gguf", "--type", "q4_k_m", "--to", "small.gguf"]) == 1
     err = capsys.readouterr().err

@@ -91,7 +91,7 @@ class Torn(UserDict):
 class Suite(FormatSuite):
     """The kit's, and what holds of every format by the run that writes it."""
 
-    def test_it_is_written_whole_or_not_at_all(self, tmp_path, monkeypatch):
+    def test_safetensors_are_written_atomically(self, tmp_path, monkeypatch):
         """Where a tensor cannot be read, nothing is left, and an earlier export stays as it was."""
         run, callback = a_run(tmp_path, self.models[0]), self.callback()
         end(callback, run, step=2)
@@ -146,7 +146,7 @@ class Tall(Format):
         return []
 
 
-def test_a_formats_callback_has_its_settings_with_their_types_and_help_behind_its_own():
+def test_the_export_callback_of_a_format_has_the_formats_settings():
     cls = exporter(Tall)
     check_class(cls, Callback)
     found = {s.name: (s.default, s.comment) for s in list_settings(cls)}
@@ -156,7 +156,7 @@ def test_a_formats_callback_has_its_settings_with_their_types_and_help_behind_it
         cls(digits=0).check()
 
 
-def test_shipped_words_of_type_are_those_of_old_and_no_two_formats_share_one():
+def test_shipped_values_of_type_are_stable_and_unique():
     words = load().types()
     assert {"f32", "f16", "bf16", "q8_0", "q4_k_m", "hf", "hf-f16", "hf-bf16"} <= words.keys()
     forms = {form for form, _ in words.values()}
@@ -185,7 +185,7 @@ def tall(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_export_writes_a_strangers_format_with_its_settings(tall, capsys):
+def test_export_writes_a_plugins_format_with_its_settings(tall, capsys):
     plugin = "plugins=[tall_plugin]"
     assert main(["export", "model.gguf", "--type", "tall", plugin]) == 0
     assert main(["export", "model.gguf", "--type", "tall-short", plugin]) == 0
@@ -213,7 +213,7 @@ def test_export_writes_a_strangers_format_with_its_settings(tall, capsys):
         ("hf-f8", "did you mean hf-f16?"),
     ],
 )
-def test_settings_that_cannot_be_are_one_line_and_nothing_is_written(tall, capsys, words, said):
+def test_invalid_settings_give_one_line_and_write_nothing(tall, capsys, words, said):
     before = sorted(tall.iterdir())
     assert main(["export", "model.gguf", "--type", *words.split(), "plugins=[tall_plugin]"]) == 2
     err = capsys.readouterr().err
@@ -221,7 +221,7 @@ def test_settings_that_cannot_be_are_one_line_and_nothing_is_written(tall, capsy
     assert sorted(p for p in tall.iterdir() if p.name != "__pycache__") == before
 
 
-def test_a_quantised_file_becomes_safetensors_and_half_precision_only_when_told(tall, capsys):
+def test_a_quantised_file_becomes_half_precision_safetensors_only_on_request(tall, capsys):
     assert main(["export", "model.gguf", "--type", "q8_0"]) == 0
     assert main(["export", "model-q8_0.gguf", "--type", "safetensors"]) == 0
     assert main(["export", "model-q8_0.gguf", "--type", "hf-f16"]) == 2
@@ -233,7 +233,7 @@ def test_a_quantised_file_becomes_safetensors_and_half_precision_only_when_told(
         assert back.general["name"] == file.metadata["general.name"] if "general.name" in file.metadata else True
 
 
-def test_a_file_of_a_format_that_is_read_is_a_model_where_a_gguf_is(tall, capsys):
+def test_a_file_in_a_readable_format_is_accepted_wherever_a_gguf_is(tall, capsys):
     assert main(["export", "model.gguf", "--type", "safetensors"]) == 0
     (tall / "model.gguf").rename(tall / "first.gguf")
     for kind in ("gguf", "q8_0"):
@@ -310,14 +310,14 @@ def broken(header=None, body=bytes(24), **tensors):
         (broken(body=bytes(25)), "has 1 bytes of nothing after its last tensor"),
     ],
 )  # fmt: skip
-def test_broken_safetensors_are_told_in_one_line_of_ours(tmp_path, raw, said):
+def test_broken_safetensors_give_a_one_line_error(tmp_path, raw, said):
     (tmp_path / "x.safetensors").write_bytes(raw)
     with pytest.raises(UserError) as told:
         SafetensorsFile(tmp_path / "x.safetensors")
     assert str(told.value).startswith(f"{tmp_path / 'x.safetensors'}: {said}") and "\n" not in str(told.value)
 
 
-def test_what_is_written_is_what_the_safetensors_library_reads(tmp_path):
+def test_written_safetensors_are_read_by_the_safetensors_library(tmp_path):
     rng = np.random.default_rng(3)
     values = {"a": rng.standard_normal((3, 5), np.float32), "b": rng.standard_normal(7, np.float32)}
     write_safetensors(tmp_path / "x", {n: (v.shape, v.view) for n, v in values.items()}, "F32", {"gguf": "{}"})
@@ -326,7 +326,7 @@ def test_what_is_written_is_what_the_safetensors_library_reads(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc"])
-def test_numbers_in_safetensors_begin_where_a_type_of_eight_bytes_may_stand(tmp_path, name):
+def test_tensor_data_in_safetensors_is_aligned_to_eight_bytes(tmp_path, name):
     """As the library writes them, for who maps the file."""
     write_safetensors(tmp_path / "x", {name: ((2,), lambda: np.ones(2, np.float32))}, "F32", {"gguf": "{}"})
     raw = (tmp_path / "x").read_bytes()
@@ -334,7 +334,7 @@ def test_numbers_in_safetensors_begin_where_a_type_of_eight_bytes_may_stand(tmp_
     assert load_file(tmp_path / "x").keys() == {name}
 
 
-def test_export_asks_the_format_about_the_very_model_before_it_writes(tall, capsys, monkeypatch):
+def test_export_lets_the_format_check_the_model_before_writing(tall, capsys, monkeypatch):
     def only_wide(self, model):
         if model.d_model < 64:  # which the file's is, and a llama by default is not
             raise UserError(f"d_model={model.d_model} is too narrow for tall files")
@@ -345,7 +345,7 @@ def test_export_asks_the_format_about_the_very_model_before_it_writes(tall, caps
     assert not (tall / "model.tall").exists()
 
 
-def test_a_format_that_breaks_over_a_model_is_named_and_leaves_nothing(tall, capsys, monkeypatch):
+def test_a_format_that_fails_is_named_and_leaves_no_file(tall, capsys, monkeypatch):
     before = sorted(tall.iterdir())
     monkeypatch.setattr(Tall, "write", lambda self, exported, path: {}["digit"])
     assert main(["export", "model.gguf", "--type", "tall", "plugins=[tall_plugin]"]) == 1
@@ -354,7 +354,7 @@ def test_a_format_that_breaks_over_a_model_is_named_and_leaves_nothing(tall, cap
     assert sorted(p for p in tall.iterdir() if p.name != "__pycache__") == before
 
 
-def test_what_a_format_tells_is_one_line_each_and_nothing_that_a_terminal_obeys(tall, capsys, monkeypatch):
+def test_notes_of_a_format_are_one_line_each_without_control_characters(tall, capsys, monkeypatch):
     write = Tall.write
 
     def odd(self, exported, path):
@@ -368,7 +368,7 @@ def test_what_a_format_tells_is_one_line_each_and_nothing_that_a_terminal_obeys(
     assert "\x1b" not in told
 
 
-def test_a_format_that_leaves_a_link_has_written_no_file(tall, capsys, monkeypatch):
+def test_a_format_that_leaves_a_link_is_an_error(tall, capsys, monkeypatch):
     def link(self, exported, path):
         path.symlink_to(tall / "model.gguf")
         return []
@@ -383,7 +383,7 @@ RUN = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "m
        "eval_every=0", "engine=ggml", "engine.threads=1", "checkpoint_every=0"]  # fmt: skip
 
 
-def test_a_run_writes_a_strangers_format_on_the_way_and_at_the_end(tall, capsys):
+def test_a_run_exports_a_plugins_format_during_training_and_at_the_end(tall, capsys):
     words = ["callbacks=[gguf_export,tall_export]", "callbacks.tall_export.every=2", "callbacks.tall_export.digits=3",
              "hydra.run.dir=run", "plugins=[tall_plugin]", "checkpoint_every=4"]  # fmt: skip
     assert main([*RUN, *words]) == 0, capsys.readouterr().err
@@ -427,7 +427,7 @@ def evaluated(what, capsys):
     return json.loads(capsys.readouterr().out)["loss"]
 
 
-def test_a_model_without_a_form_is_evaluated_continued_and_asked_for_text(bare, capsys):
+def test_a_model_without_a_form_can_be_evaluated_trained_on_and_generated_with(bare, capsys):
     said = toyexp.open("run", plugins=["bare_model"])
     loss = evaluated("run", capsys)
     assert loss == pytest.approx(said.held_out["loss"], abs=1e-6)
@@ -448,7 +448,7 @@ def test_a_model_without_a_form_is_evaluated_continued_and_asked_for_text(bare, 
     assert "the run saved no weights: callbacks=[default] writes model.gguf" in capsys.readouterr().err
 
 
-def test_settings_that_a_model_without_a_form_does_not_have_are_refused(tmp_path):
+def test_unknown_settings_of_a_model_without_a_form_are_rejected(tmp_path):
     plain = PlainForm()
     header = SimpleNamespace(architecture="bare", path=tmp_path, error=lambda cause: UserError(cause))
     for text in ("", "[]", "[1]", '{"d_model": 8, "depth": 3}', "3"):
@@ -462,7 +462,7 @@ NEXT = ["data=random", "data.vocab=32", "model.context=8", "steps=1", "engine=gg
 
 
 @pytest.mark.parametrize("kind", ["npz", "folder"])
-def test_what_a_format_reads_is_a_base(bare, kind, capsys):
+def test_a_file_that_a_format_reads_can_be_a_base(bare, kind, capsys):
     word = {"npz": "m.npz", "folder": "m-npz"}[kind]
     assert main(["export", "run", "--type", kind, "--to", word, "plugins=[bare_model]"]) == 0, capsys.readouterr().err
     loss = evaluated("run", capsys)
@@ -470,7 +470,7 @@ def test_what_a_format_reads_is_a_base(bare, kind, capsys):
     assert toyexp.open("next", plugins=["bare_model"]).history.held_out["loss"][0] == pytest.approx(loss, abs=1e-6)
 
 
-def test_a_file_is_not_named_as_one_of_another_format_nor_replaced_by_itself(tall, capsys):
+def test_the_target_of_an_export_has_its_formats_suffix_and_is_not_the_source(tall, capsys):
     """Before anything is written."""
     for kind, name in (("safetensors", "x.gguf"), ("q8_0", "x.safetensors"), ("hf", "x.gguf")):
         assert main(["export", "model.gguf", "--type", kind, "--to", name]) == 2
@@ -484,7 +484,7 @@ def test_a_file_is_not_named_as_one_of_another_format_nor_replaced_by_itself(tal
     assert (tall / "model.safetensors").read_bytes() == before
 
 
-def test_force_goes_by_the_suffix_for_a_strangers_format_but_replaces_no_empty_file(tall, capsys):
+def test_force_checks_the_suffix_of_a_plugins_format_and_keeps_empty_files(tall, capsys):
     words = ["export", "model.gguf", "--type", "tall", "--to", "x.tall", "--force", "plugins=[tall_plugin]"]
     (tall / "x.tall").touch()
     assert main(words) == 2
@@ -503,7 +503,7 @@ def test_force_goes_by_the_suffix_for_a_strangers_format_but_replaces_no_empty_f
         ({"types": {"hf-f16": {}}}, "--type hf-f16 is already a word of format=hf"),
     ],
 )
-def test_a_format_takes_nothing_of_anothers(changes, told, monkeypatch):
+def test_a_format_cannot_take_names_of_another(changes, told, monkeypatch):
     made = dataclass(type("Theirs", (Tall,), {"name": "theirs", "suffix": ".theirs", "types": {}, **changes}))
     made.__doc__ = "Numbers as text."
     module = ModuleType("theirs")

@@ -223,18 +223,18 @@ def refused(capsys, *words):
         ("escape", ["named 'a\\"]),
     ],
 )
-def test_a_model_that_no_engine_could_compute_is_named_before_anything_is_made(at, wanted, here, capsys):
+def test_an_uncomputable_model_is_named_before_anything_is_written(at, wanted, here, capsys):
     line = refused(capsys, f"model.at={at}")
     assert line.startswith("model.odd") and all(word in line for word in wanted)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_it_is_the_same_line_whatever_the_engine(engine, here, capsys):
+def test_the_error_is_the_same_on_every_engine(engine, here, capsys):
     assert refused(capsys, "model.at=adds") == refused(capsys, "model.at=adds", f"engine={engine}")
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_eval_and_generate_name_it_too(engine, here, capsys):
+def test_eval_and_generate_name_the_model_too(engine, here, capsys):
     assert main([*drop_repeated_keys(*RUN, "callbacks=[gguf_export]", "eval_every=3")]) == 0
     own = ["run", PLUGINS, f"engine={engine}"]
     assert main(["eval", *own]) == 0
@@ -245,7 +245,7 @@ def test_eval_and_generate_name_it_too(engine, here, capsys):
         assert line.startswith("model.odd: in its forward pass ops.add takes tensors, and gets 1 (odd_model.py, line ")
 
 
-def test_what_an_engine_cannot_do_with_a_model_that_is_one_stays_the_engines(here, capsys):
+def test_an_engine_failing_on_a_valid_model_is_the_engines_error(here, capsys):
     line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, "engine=broken"), codes=(1,))
     assert line.startswith("engine.broken failed while it built the training step: AttributeError")
     assert main([*drop_repeated_keys(*RUN, "callbacks=[gguf_export]", "eval_every=3", "hydra.run.dir=other")]) == 0
@@ -254,38 +254,38 @@ def test_what_an_engine_cannot_do_with_a_model_that_is_one_stays_the_engines(her
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [(8, "no tensor out.weight"), (0, "has the shape (16, 0)")])
-def test_tensors_that_a_recipe_loses_or_spoils_are_the_recipes_fault(shape, wanted, here, capsys):
+def test_missing_or_changed_tensors_of_a_plan_are_attributed_to_the_recipe(shape, wanted, here, capsys):
     line = refused(capsys, "recipe=odd_recipe", f"recipe.shape={shape}")
     assert line.startswith("recipe.odd_recipe: ") and wanted in line
 
 
-def test_a_plan_that_trains_nothing_is_refused(here, capsys):
+def test_a_plan_without_trainable_tensors_is_rejected(here, capsys):
     line = refused(capsys, "recipe=odd_recipe", "recipe.trains=false")
     assert line == "recipe.odd_recipe: its plan trains no tensor"
 
 
 @pytest.mark.parametrize(("at", "wanted"), [("slots", "its slots of [16, 8] are {'m': 'shape'}"), ("list", "[0.0")])
-def test_numbers_and_slots_that_are_none_are_told_by_what_they_are(at, wanted, here, capsys):
+def test_invalid_numbers_and_slots_of_an_optimiser_are_reported(at, wanted, here, capsys):
     line = refused(capsys, "optim=late", f"optim.at={at}")
     assert line.startswith("optim.late: ") and wanted in line
 
 
-def test_numbers_that_a_schedule_asks_for_are_the_optimisers_fault(here, capsys):
+def test_an_optimiser_that_fails_on_scheduled_numbers_is_named(here, capsys):
     line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, "optim=late"), codes=(1,))
     assert line.startswith("optim.late failed ") and "ZeroDivisionError" in line and "(odd_model.py, line " in line
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_op_that_engines_are_held_to_stands_it(case):
+def test_every_op_of_the_conformance_kit_passes_the_check(case):
     check_forward(op_plan(case), "recipe.any")
 
 
 @pytest.mark.parametrize("adapter", ["lens", "lora"])
-def test_adapters_stand_it(adapter):
+def test_adapters_pass_the_check(adapter):
     check_forward(op_plan("matmul", adapter), "recipe.any")
 
 
-def test_adapters_of_another_shape_are_the_recipes_fault():
+def test_adapters_of_the_wrong_shape_are_attributed_to_the_recipe():
     plan = op_plan("matmul", "lora")
     a, _ = lora_names("w")
     wrong = [PlanTensor(a, (2, 99), Normal(1)) if t.name == a else t for t in plan.tensors]
@@ -321,7 +321,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_call_that_some_engine_refuses_or_computes_otherwise_is_refused(what):
+def test_op_calls_that_engines_do_not_agree_on_are_rejected(what):
     called = []
 
     def function(ops, p, batch):
@@ -337,7 +337,7 @@ def test_a_call_that_some_engine_refuses_or_computes_otherwise_is_refused(what):
     assert called and "test_forward.py, line " in str(refusal.value)
 
 
-def test_a_forward_pass_without_end_ends(monkeypatch):
+def test_an_endless_forward_pass_is_stopped(monkeypatch):
     monkeypatch.setattr(forward, "MOST_OPS", 100)
 
     def function(ops, p, batch):

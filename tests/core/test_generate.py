@@ -54,7 +54,7 @@ def drawn(logits, count=4000, **cuts):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_tokens_are_chosen_with_the_shares_of_the_softmax(temperature):
+def test_tokens_are_sampled_with_softmax_probabilities(temperature):
     # Even spacing puts each share within one draw of its value at either border.
     assert drawn(LOGITS, temperature=temperature) == pytest.approx(softmax(LOGITS / temperature), abs=2 / 4000)
 
@@ -77,7 +77,7 @@ def test_tokens_are_chosen_with_the_shares_of_the_softmax(temperature):
         ({"top_p": 0.89, "temperature": 3.0}, [0, 1, 3]),  # the cut does not see the temperature
     ],
 )
-def test_what_is_cut_away_is_never_chosen_and_the_rest_keeps_its_shares(cuts, kept):
+def test_filtered_tokens_are_never_sampled_and_the_rest_is_renormalised(cuts, kept):
     shares = np.zeros(5)
     shares[kept] = softmax(LOGITS[kept] / cuts.get("temperature", 1.0))
     assert drawn(LOGITS, **cuts) == pytest.approx(shares, abs=2 / 4000)
@@ -100,7 +100,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(numbers, top_p, top_k):
         assert seen == set(order[:fewest])
 
 
-def test_temperature_zero_is_always_the_likeliest():
+def test_temperature_zero_takes_the_most_probable_token():
     assert {Sampling(0, k, 0.5).choose(LOGITS, u) for k in (0, 3) for u in (0.0, 0.5, 0.999)} == {1}
 
 
@@ -114,12 +114,12 @@ def test_the_ends_of_the_unit_interval_choose_a_token(uniform):
     assert EVERYTHING.choose(LOGITS, uniform) in range(5)
 
 
-def test_equal_logits_are_chosen_equally():
+def test_equal_logits_are_sampled_equally():
     assert drawn(np.zeros(4, np.float32)) == pytest.approx([0.25] * 4, abs=2 / 4000)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_end_it(wrong):
+def test_logits_that_are_not_finite_end_the_generation(wrong):
     with pytest.raises(RunFailed, match="not finite"):
         EVERYTHING.choose(np.array([0, wrong], np.float32), 0.5)
 
@@ -156,7 +156,7 @@ def test_no_token_beyond_the_vocabulary_is_drawn():
 
 
 @pytest.mark.parametrize(("context", "prompt"), [(6, 2), (6, 9), (5, 5), (1, 3)])
-def test_an_endless_text_reads_the_later_half_anew(context, prompt):
+def test_beyond_the_context_the_second_half_is_processed_again(context, prompt):
     decoders = []
 
     class Session:
@@ -174,7 +174,7 @@ def test_an_endless_text_reads_the_later_half_anew(context, prompt):
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_text_comes_as_soon_as_it_is_whole_characters():
+def test_text_is_streamed_in_complete_characters():
     parts = []
     scribe = TextBuilder(Bytes(), parts.append)
     for byte in "aé🙂".encode():
@@ -232,7 +232,7 @@ def generated(files, capsys):
     return run
 
 
-def test_text_goes_to_standard_output_and_its_speed_elsewhere(generated):
+def test_text_goes_to_stdout_and_the_speed_to_stderr(generated):
     found = generated("text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0")
     assert found.out == "\0" * 5 + "\n"  # of equal logits the first is taken: the byte 0
     assert found.err.startswith("5 tokens in ") and "token limit" in found.err and found.err.count("\n") == 1
@@ -249,14 +249,14 @@ def test_json_is_one_object_on_one_line(generated, capsys):
     assert found["text"] == Bytes().decode(found["ids"])
 
 
-def test_a_seed_repeats_and_another_differs(generated):
+def test_the_same_seed_repeats_and_another_differs(generated):
     one, again, other = (
         generated("text.gguf", "--prompt", "ab", "--top-k", "0", "--seed", seed, "--json")["ids"] for seed in "112"
     )
     assert one == again != other
 
 
-def test_beyond_the_context_it_goes_on_and_says_so_once(generated):
+def test_generation_continues_beyond_the_context_with_one_note(generated):
     found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
     assert found.err.count("the context of 30 tokens is full; continuing from the last 15") == 1
     assert "64 tokens in" in found.err and found.err.count("\n") == 2
@@ -268,7 +268,7 @@ def test_beyond_the_context_it_goes_on_and_says_so_once(generated):
 
 
 @pytest.mark.parametrize("engine", ["cpu:threads=1", "ggml:threads=1"])
-def test_beyond_the_context_each_token_follows_from_the_later_half(generated, engine):
+def test_beyond_the_context_each_token_follows_from_the_second_half(generated, engine):
     words = ["--temperature", "0", "--json", "--engine", engine, "--tokens"]
     ids = generated("ids.gguf", "--ids", "1,2,3", *words, "40")["ids"]  # with a context of 12
     seen = [1, 2, 3, *ids]
@@ -277,7 +277,7 @@ def test_beyond_the_context_each_token_follows_from_the_later_half(generated, en
         assert seen[full : full + 7] == again
 
 
-def test_an_end_token_ends_it_and_is_not_written(generated):
+def test_an_end_token_ends_the_generation_and_is_not_written(generated):
     ends = [generated("chat.gguf", "--prompt", "x", "--top-k", "0", "--top-p", "1", "--tokens", "70", "--seed", str(s),
                       "--json") for s in range(4)]  # fmt: skip
     assert "end of text" in {found["reason"] for found in ends}
@@ -285,7 +285,7 @@ def test_an_end_token_ends_it_and_is_not_written(generated):
         assert not set(found["ids"]) & {256, 257, 258}
 
 
-def test_the_first_of_several_devices_writes(generated, monkeypatch):
+def test_only_the_first_of_several_devices_is_used(generated, monkeypatch):
     torch_cpu = load().offers["engine"]["cpu"].cls
     monkeypatch.setattr(torch_cpu, "available_devices", lambda self: (2, "2 cores"))
     words = ["text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0", "--json", "--engine"]
@@ -298,12 +298,12 @@ def test_a_run_directory_stands_for_its_model(generated):
     assert generated("run", "--prompt", "a", "--json")["file"] == "run/model.gguf"
 
 
-def test_a_prompt_comes_through_a_pipe(generated, monkeypatch):
+def test_a_prompt_can_be_piped(generated, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode())))
     assert generated("text.gguf", "--prompt", "-", "--json")["prompt_ids"] == [0xC3, 0xA9, 0x0A]
 
 
-def test_a_prompt_that_fits_no_context_is_refused_before_it_is_tokenized(generated, monkeypatch, capsys):
+def test_a_prompt_too_long_for_any_context_is_rejected_before_tokenizing(generated, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * ((16 << 20) + 1))))
     assert main(["generate", "text.gguf", "--prompt", "-"]) == 2
     assert "--prompt -: more than 16 MiB, which fits no context" in capsys.readouterr().err
@@ -313,13 +313,13 @@ def test_an_empty_prompt_starts_with_end_of_text(generated):
     assert generated("text.gguf", "--prompt", "", "--json")["prompt_ids"] == [256]
 
 
-def test_a_standard_input_that_is_closed_is_told(generated, monkeypatch, capsys):
+def test_a_closed_stdin_is_reported(generated, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["generate", "text.gguf", "--prompt", "-"]) == 2
     assert capsys.readouterr().err.startswith("toyexp: error: --prompt -: standard input is closed; ")
 
 
-def test_ids_in_and_with_a_tokenizer_text_out(generated):
+def test_ids_may_be_the_prompt_and_text_is_returned_if_there_is_a_tokenizer(generated):
     found = generated("text.gguf", "--ids", "97, 98", "--json", "--temperature", "0", "--tokens", "2")
     assert (found["prompt"], found["prompt_ids"], found["text"]) == (None, [97, 98], "\0\0")
     found = generated("ids.gguf", "--ids", "1,2", "--temperature", "0", "--tokens", "3")
@@ -327,7 +327,7 @@ def test_ids_in_and_with_a_tokenizer_text_out(generated):
     assert generated("ids.gguf", "--ids", "1", "--json", "--tokens", "2")["text"] is None
 
 
-def test_a_chat_is_written_by_the_files_template(generated):
+def test_a_chat_uses_the_chat_template_of_the_file(generated):
     found = generated("chat.gguf", "--chat", "--prompt", "Hi", "--tokens", "1", "--json")
     words = [257, *b"user\nHi", 258, *b"\n", 257, *b"assistant\n"]
     assert found["prompt_ids"] == words and found["prompt"] == "Hi"
@@ -391,7 +391,7 @@ def test_a_chat_is_written_by_the_files_template(generated):
         ("text.gguf --prompt \udcff", "not UTF-8 text (byte 0 is 0xff)"),
     ],
 )
-def test_bad_words_are_told_in_one_line(words, said, files, capsys):
+def test_bad_arguments_give_a_one_line_error(words, said, files, capsys):
     (files / "of").mkdir()
     (files / "of" / "adapter.gguf").touch()
     line = words.split(" ")
@@ -436,7 +436,7 @@ Q = "blk.0.attn_q.weight"
         (lambda k, t: (t.clear(), t.update({"x": np.zeros(3, np.float32)})), "tensor x fits no linear"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_by_name(change, said, files, capsys):
+def test_an_adapter_that_does_not_fit_is_rejected_by_name(change, said, files, capsys):
     adapter_with(files, change)
     assert main(["generate", "base.gguf", "--ids", "1", "--adapter", "changed.gguf", *NOOP]) == 2
     err = capsys.readouterr().err
@@ -466,7 +466,7 @@ def test_ctrl_c_ends_the_line_with_130(endless_file):
     assert process.returncode == 130 and out.endswith(b"\n") and err == b"toyexp: interrupted by SIGINT\n"
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(endless_file):
+def test_a_closed_pipe_ends_the_command_quietly(endless_file):
     process = start(endless_file, *WORDS)
     process.stdout.read(4)
     process.stdout.close()
@@ -480,7 +480,7 @@ def test_help_names_every_option(capsys):
     assert all(f"\n  {flag} " in out for flag in COMMANDS["generate"]().parser().options)
 
 
-def test_llama_cpp_that_is_not_here_is_told(generated, files, monkeypatch, capsys):
+def test_a_missing_llama_cpp_is_reported(generated, files, monkeypatch, capsys):
     monkeypatch.setattr("toyexp.inference.llamacpp.PACKAGES", ())
     assert main(["generate", "text.gguf", "--prompt", "x", "--engine", "llama.cpp"]) == 2
     assert "pip install xllamacpp" in capsys.readouterr().err

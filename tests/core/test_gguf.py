@@ -138,7 +138,7 @@ def test_versions_2_and_3_are_read(put, version):
     assert read_all(put(gguf_file(version=u32(version))))["a"].shape == (2, 4)
 
 
-def test_the_alignment_of_the_file_places_its_tensors(put):
+def test_tensors_are_located_by_the_files_alignment(put):
     keys = (ARCHITECTURE, key("general.alignment", U32, u32(256)))
     values = np.arange(8, dtype="<f4")
     tensors = (tensor("a", (4, 2)), tensor("b", (4, 2), 0, 256))
@@ -164,7 +164,7 @@ def test_every_type_reads_as_gguf_py_dequantises_it(put, kind):
     assert first.tobytes() == got[:2].tobytes()
 
 
-def test_rows_reads_nothing_behind_those_rows(put):
+def test_rows_reads_only_the_requested_rows(put):
     path = put(gguf_file(tensors=(tensor("a", (4, 100)),), data=np.arange(400, dtype="<f4").tobytes()))
     with GGUFFile(path) as file:
         os.truncate(path, path.stat().st_size - 90 * 16)  # what is left are the first ten rows
@@ -174,17 +174,17 @@ def test_rows_reads_nothing_behind_those_rows(put):
 
 
 @pytest.mark.parametrize("rows", [-1, 0, 3])
-def test_rows_that_a_tensor_does_not_have_are_refused(put, rows):
+def test_rows_out_of_range_are_rejected(put, rows):
     with GGUFFile(put(GOOD)) as file, pytest.raises(GGUFError, match=f"matrix has 2 rows, {rows} were asked for"):
         file.read("matrix", rows=rows)
 
 
-def test_a_tensor_that_is_not_there_is_named(put):
+def test_a_missing_tensor_is_named(put):
     with GGUFFile(put(GOOD)) as file, pytest.raises(GGUFError, match=r"has no tensor output\.weight"):
         file.read("output.weight")
 
 
-def test_an_architecture_that_is_not_a_word_is_refused(put):
+def test_an_invalid_architecture_name_is_rejected(put):
     for keys in ((), (key("general.architecture", U32, u32(1)),), (key("general.architecture", STRING, text("")),)):
         with GGUFFile(put(gguf_file(keys=keys))) as file, pytest.raises(GGUFError, match=r"no general\.architecture"):
             _ = file.architecture
@@ -312,7 +312,7 @@ def sparse(path: Path, head: bytes, size: int) -> Path:
     return path
 
 
-def test_a_header_that_would_fill_the_memory_is_refused_before_it_does(tmp_path):
+def test_a_header_too_large_for_memory_is_rejected_before_reading(tmp_path):
     """Things that are short in the file and long in Python, as many as fit into 40 MB."""
     empty = key("k", ARRAY, u32(STRING) + u64(3_900_000))
     for head, cause in (
@@ -353,7 +353,7 @@ def put_parts(directory: Path, parts: dict[int, bytes]) -> list[Path]:
     return paths
 
 
-def test_a_split_model_is_read_as_one(tmp_path):
+def test_a_split_model_is_read_as_one_file(tmp_path):
     paths = put_parts(tmp_path, WHOLE)
     with GGUFFile(paths[0]) as file:
         assert file.paths == paths
@@ -367,7 +367,7 @@ def test_a_split_model_is_read_as_one(tmp_path):
         file.read("c")
 
 
-def test_what_gguf_py_splits_is_read_as_one(tmp_path):
+def test_a_model_split_by_gguf_py_is_read_as_one_file(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=1)
     values = {name: np.random.default_rng(i).normal(size=(3, 5)).astype(np.float32) for i, name in enumerate("abc")}
     for name, array in values.items():
@@ -404,7 +404,7 @@ def test_a_broken_split_model_is_an_error_with_the_part_and_one_cause(tmp_path, 
     assert "\n" not in str(caught.value)
 
 
-def test_another_part_says_which_to_give(tmp_path):
+def test_a_later_part_of_a_split_model_names_the_first(tmp_path):
     paths = put_parts(tmp_path, WHOLE)
     with pytest.raises(GGUFError) as caught:
         GGUFFile(paths[1])
@@ -494,13 +494,13 @@ def registry():
     return load()
 
 
-def test_the_model_that_those_spoil_is_one(tmp_path, registry):
+def test_the_undamaged_model_of_the_error_cases_is_valid(tmp_path, registry):
     model = load_model(put_llama(tmp_path / "m.gguf", llama_keys()), registry, [TOKENS])
     assert (model.vocab, model.n_heads, model.n_kv_heads) == (257, 4, 2)
 
 
 @pytest.mark.parametrize("name", NO_MODEL)
-def test_a_file_that_is_no_model_is_an_error_with_its_path_and_one_cause(tmp_path, registry, name):
+def test_an_unsupported_file_is_an_error_with_its_path_and_one_cause(tmp_path, registry, name):
     keys, tensors, cause = NO_MODEL[name]
     path = put_llama(tmp_path / "m.gguf", llama_keys(**keys), tensors)
     began = time.process_time()
@@ -523,7 +523,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_weight_that_is_no_number_is_named_when_a_run_reads_it(tmp_path, name):
+def test_a_weight_that_is_not_finite_is_named_when_a_run_reads_it(tmp_path, name):
     kind, value = SPOILT[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # rounding to infinity is no news to numpy
@@ -546,7 +546,7 @@ def test_a_weight_that_is_no_number_is_named_when_a_run_reads_it(tmp_path, name)
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES, ids=lambda k: GGUF_TYPES[k][0])
-def test_scales_tell_whether_a_types_numbers_are_finite(kind):
+def test_nonfinite_quantised_numbers_are_found_by_their_scales(kind):
     """Against dequantising, on blocks of any bytes at all."""
     raw = np.random.default_rng(kind).integers(0, 256, (400, GGUF_TYPES[kind][2]), dtype=np.uint8)
     raw[::2] &= 0x3B  # half of them without infinite scales
@@ -563,7 +563,7 @@ def test_more_than_sixty_kinds_of_broken_files_are_told_apart():
     assert len({cause for _, cause in BROKEN.values()}) > 50
 
 
-def test_a_file_cut_anywhere_is_an_error(put):
+def test_a_truncated_file_is_an_error(put):
     assert set(read_all(put(GOOD))) == {"matrix", "quantised", "vector"}
     for size in range(len(GOOD)):  # its last tensor ends where the file does
         path = put(GOOD[:size])
@@ -574,7 +574,7 @@ def test_a_file_cut_anywhere_is_an_error(put):
 
 
 @pytest.mark.parametrize("value", [0x00, 0x01, 0x7F, 0x80, 0xFF])
-def test_a_changed_byte_is_read_or_an_error_but_never_a_crash(put, value):
+def test_a_changed_byte_never_crashes_the_reader(put, value):
     errors = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a scale of infinity times 0 is no crash
@@ -591,7 +591,7 @@ def test_a_changed_byte_is_read_or_an_error_but_never_a_crash(put, value):
     assert errors > 20
 
 
-def test_a_large_vocabulary_takes_no_second(put):
+def test_a_large_vocabulary_is_read_within_a_second(put):
     """128,000 tokens and 280,000 merges, some longer than what is read at once; 0.2 s where it was made."""
     words = [f"wörd{i}" if i % 50_000 else "long" * 400_000 for i in range(408_000)]
     tokens = key("tokens", ARRAY, array(STRING, [text(w) for w in words[:128_000]]))
@@ -608,7 +608,7 @@ def test_a_large_vocabulary_takes_no_second(put):
     assert min(seconds) < 1
 
 
-def test_reading_takes_little_more_memory_than_what_is_read(put):
+def test_reading_needs_little_memory_beyond_the_data(put):
     """gguf-py would take five times the result for its own use."""
     raw = np.random.default_rng(0).integers(0, 0x3C, (4096, 144 * 8), dtype=np.uint8)  # Q4_K, 8M numbers
     path = put(gguf_file(tensors=(tensor("a", (2048, 4096), 12),), data=raw.tobytes()))
@@ -622,7 +622,7 @@ def test_reading_takes_little_more_memory_than_what_is_read(put):
     assert peak < found.nbytes + (12 << 20)
 
 
-def test_what_is_no_file_is_an_error_at_once(tmp_path):
+def test_pipes_and_directories_are_rejected_immediately(tmp_path):
     fifo, loop = tmp_path / "fifo", tmp_path / "loop"
     os.mkfifo(fifo)
     loop.symlink_to(loop)
@@ -638,7 +638,7 @@ def test_what_is_no_file_is_an_error_at_once(tmp_path):
         assert str(caught.value).startswith(f"{path}: {cause}")
 
 
-def test_a_refused_file_is_closed_again(put):
+def test_a_rejected_file_is_closed(put):
     path = put(BROKEN["key twice"][0])
     lowest = os.dup(0)  # a new descriptor takes the lowest number that is free
     os.close(lowest)
@@ -689,7 +689,7 @@ def weights(model: Model) -> dict[str, np.ndarray]:
     return {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
 
 
-def test_every_tensor_comes_back_bit_for_bit_in_f32(tmp_path):
+def test_f32_tensors_are_read_back_bit_for_bit(tmp_path):
     tensors = weights(Tiny())
     strange = [math.nan, math.inf, -math.inf, -0.0, 1e-45, 3.4e38]
     tensors["token_embd.weight"][0, :6] = strange
@@ -702,7 +702,7 @@ def test_every_tensor_comes_back_bit_for_bit_in_f32(tmp_path):
         assert found[name].tobytes() == values.tobytes()
 
 
-def test_a_key_that_no_gguf_holds_is_refused_before_anything_is_trained(monkeypatch):
+def test_a_setting_that_gguf_cannot_store_is_rejected_before_training(monkeypatch):
     check_keys(Tiny())
     for value in (1e308, 2**64):
         monkeypatch.setattr(TinyGGUF, "metadata", lambda self, model, value=value: {"rope.freq_base": value})
@@ -712,7 +712,7 @@ def test_a_key_that_no_gguf_holds_is_refused_before_anything_is_trained(monkeypa
             exporter(GGUF)().check_plan(Setup(TOKENS.inputs(4), 1).plan(Tiny(), []))
 
 
-def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):
+def test_keys_are_written_in_the_types_that_llama_cpp_expects(tmp_path):
     path = tmp_path / "m.gguf"
     write_model(path, Tiny(), weights(Tiny()), Bytes(), "f16", {"name": "größe", "step": 12, "flag": False})
     expected = {
@@ -746,7 +746,7 @@ def test_every_key_comes_back_in_the_type_llama_cpp_wants(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", FILE_TYPES)
-def test_every_type_holds_what_gguf_py_reads_and_rounds_to(tmp_path, kind, tied):
+def test_every_type_is_rounded_and_read_like_gguf_py(tmp_path, kind, tied):
     path, tensors = tmp_path / "m.gguf", weights(Tiny())
     if tied:
         del tensors["output.weight"]
@@ -776,7 +776,7 @@ NUMPY = {
 }  # fmt: skip
 
 
-def test_values_are_written_in_the_type_they_have_and_read_back_as_they_were(tmp_path):
+def test_values_keep_their_type_and_value(tmp_path):
     """numpy's in that of their dtype, Python's in the one llama.cpp insists on; gguf-py reads the types."""
     arrays = {f"array.{d}": np.array([0, 1, 1], d) for d in NUMPY}
     single = {f"one.{d}": np.dtype(d).type(1) for d in NUMPY}
@@ -819,7 +819,7 @@ def test_values_are_written_in_the_type_they_have_and_read_back_as_they_were(tmp
         ("q8_0", 7e4, None),
     ],
 )
-def test_numbers_that_a_file_cannot_hold_are_written_and_named(tmp_path, kind, value, said):
+def test_tensors_out_of_range_are_written_with_a_warning(tmp_path, kind, value, said):
     tensors = weights(Tiny(vocab=5000))  # more than what is encoded at once
     tensors["output.weight"][4999, 0] = value
     problems = write_model(tmp_path / "m.gguf", Tiny(vocab=5000), tensors, Bytes(), kind)
@@ -830,7 +830,7 @@ def test_numbers_that_a_file_cannot_hold_are_written_and_named(tmp_path, kind, v
         assert written["output.weight"][4999, 0] == pytest.approx(value, rel=1e-2)
 
 
-def test_writing_takes_little_memory_beside_the_model(tmp_path):
+def test_writing_needs_little_memory_beyond_the_model(tmp_path):
     model = Tiny(vocab=100_000)
     tensors = weights(model)
     tracemalloc.start()
@@ -840,18 +840,18 @@ def test_writing_takes_little_memory_beside_the_model(tmp_path):
     assert peak < 26 << 20  # of 51 MB that the two large tensors have; 100,000 placeholders take some
 
 
-def test_sizes_are_said_as_in_models_names():
+def test_sizes_are_formatted_as_in_model_names():
     sizes = {900: "0.9K", 12_345: "12K", 269_000: "269K", 1_240_000_000: "1.2B", 134_515_008: "135M", 9_960_000: "10M"}
     assert {n: size_label(n) for n in sizes} == sizes
 
 
-def test_a_type_that_cannot_be_written_is_refused_before_anything_is_written(tmp_path):
+def test_an_unsupported_type_is_rejected_before_writing(tmp_path):
     with pytest.raises(UserError, match="type=q8: did you mean q8_0"):
         write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), Bytes(), "q8")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_a_tokenizer_holds_ids_only(tmp_path):
+def test_a_file_without_a_tokenizer_takes_token_ids_only(tmp_path):
     write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), None)
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert file.metadata["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(257)]
@@ -879,7 +879,7 @@ except RunFailed as error:
 
 
 @pytest.mark.parametrize("limit", [10, 2_000, 100_000])  # bytes: in the header, and in the tensors
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, limit):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
     run = subprocess.run(
@@ -895,7 +895,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, limit):
     assert path.read_bytes() == b"old"
 
 
-def test_what_cannot_be_removed_does_not_hide_why_the_write_failed(tmp_path, monkeypatch):
+def test_a_failed_cleanup_does_not_hide_the_write_error(tmp_path, monkeypatch):
     def failing(self, *_, **__):
         raise OSError(5, "Input/output error")
 
@@ -905,7 +905,7 @@ def test_what_cannot_be_removed_does_not_hide_why_the_write_failed(tmp_path, mon
         write_model(tmp_path / "m.gguf", Tiny(), weights(Tiny()), Bytes())
 
 
-def test_an_export_replaces_the_file_in_one_piece(tmp_path):
+def test_an_export_replaces_the_file_atomically(tmp_path):
     path = tmp_path / "m.gguf"
     write_model(path, Tiny(), weights(Tiny()), Bytes())
     with GGUFFile(path) as before:
@@ -923,7 +923,7 @@ TOKENIZERS = {"byte": Bytes(), "char": Characters.from_texts([CORPUS]), "bpe": B
 
 @pytest.mark.parametrize("spare", [0, 1, 50])
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_tokenizer_survives_the_file(tmp_path, kind, spare):
+def test_a_tokenizer_is_read_back_unchanged(tmp_path, kind, spare):
     tokenizer = TOKENIZERS[kind]
     model = Tiny(vocab=tokenizer.vocab + spare)
     write_model(tmp_path / "m.gguf", model, weights(model), tokenizer)
@@ -937,7 +937,7 @@ def test_a_tokenizer_survives_the_file(tmp_path, kind, spare):
     assert found.decode(found.encode(CORPUS)) == CORPUS
 
 
-def test_padding_gives_every_row_a_text_of_its_own(tmp_path):
+def test_padding_tokens_have_unique_texts(tmp_path):
     tokenizer = BPE([*SYMBOLS, "<unused259>", END_OF_TEXT], [], 257)  # a token that is called like padding
     write_model(tmp_path / "m.gguf", Tiny(vocab=262), weights(Tiny(vocab=262)), tokenizer)
     with GGUFFile(tmp_path / "m.gguf") as file:
@@ -963,7 +963,7 @@ def tokenizer_keys(**changes: Any) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-def test_the_order_of_a_strangers_byte_tokens_is_kept(put):
+def test_the_order_of_byte_tokens_in_a_foreign_file_is_kept(put):
     with GGUFFile(put(gguf_file(tokenizer_keys()))) as file:
         assert read_tokenizer(file).encode("cab").tolist() == [255 - ord("c"), 256]
     plain = {"tokens": [*reversed(SYMBOLS), END_OF_TEXT], "merges": ["ÿ ÿ"], "eos_token_id": 256}
@@ -986,7 +986,7 @@ def test_the_order_of_a_strangers_byte_tokens_is_kept(put):
         ({"merges": ["a b c"]}, "a merge that is not a pair"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_used_is_an_error(put, changes, cause):
+def test_an_invalid_tokenizer_is_an_error(put, changes, cause):
     path = put(gguf_file(tokenizer_keys(**changes)))
     with GGUFFile(path) as file, pytest.raises(GGUFError) as caught:
         read_tokenizer(file)

@@ -46,7 +46,7 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/io counts what is read")
-def test_a_gigabyte_is_opened_in_a_second_and_its_embedding_read_alone(path):
+def test_a_gigabyte_is_opened_within_a_second_and_its_embedding_can_be_read_separately(path):
     assert path.stat().st_size > 1e9
     run = subprocess.run([sys.executable, "-c", OPENED, str(path)], capture_output=True, text=True, check=True)
     found = json.loads(run.stdout)

@@ -37,7 +37,7 @@ def room(module):
 
 
 @pytest.mark.parametrize("name", sorted({room(module) for module in GRAPH}))
-def test_a_room_imports_only_those_below_it(name):
+def test_a_package_imports_only_packages_below_it(name):
     """At the head of a file, inside functions and for type checkers alike."""
     for module, targets in GRAPH.items():
         if room(module) == name:
@@ -45,7 +45,7 @@ def test_a_room_imports_only_those_below_it(name):
 
 
 @pytest.mark.parametrize("package", ["toyexp", *sorted(p.name for p in (ROOT / "plugins").glob("*/"))])
-def test_no_two_modules_import_each_other_by_any_way_round(package):
+def test_there_are_no_import_cycles(package):
     assert import_cycles(module_graph(package)) == []
 
 
@@ -108,7 +108,7 @@ def writes(node):
     return "open" if any(set(w.strip("'")) & set("wax+") for w in words if w[:1] == "'" and len(w) < 6) else None
 
 
-def test_nothing_is_written_but_by_the_functions_that_follow_no_link_and_these():
+def test_files_are_written_only_by_functions_that_do_not_follow_links():
     found = set()
     for path in [*(ROOT / "toyexp").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]:
         name = path.relative_to(ROOT).as_posix()

@@ -62,7 +62,7 @@ def converted(base, size, factor, low, high, original):
 
 
 @pytest.mark.parametrize(("size", "factor"), [(128, 8.0), (64, 32.0)])
-def test_llama_3s_own_factors_are_told_in_its_own_words(size, factor):
+def test_llama_3_rope_factors_are_exported_as_its_parameters(size, factor):
     factors = converted(500000.0, size, factor, 1, 4, 8192)
     assert rope_scaling(Rotary(500000.0, factors=factors), size, 131072) == {
         "rope_type": "llama3",
@@ -73,7 +73,7 @@ def test_llama_3s_own_factors_are_told_in_its_own_words(size, factor):
     }
 
 
-def test_other_factors_of_that_formula_get_parameters_that_give_them():
+def test_rope_factors_of_the_same_formula_get_matching_parameters():
     """Whatever the number of pairs between the fast and the slow ones, which pins the parameters or does not."""
     rng, between = np.random.default_rng(0), set()
     for _ in range(300):
@@ -101,7 +101,7 @@ def test_other_factors_of_that_formula_get_parameters_that_give_them():
         (Rotary(1e4, 2.0, (3.0, 3.0, 3.0, 3.0)), {"rope_type": "linear", "factor": 6.0}),
     ],
 )
-def test_a_factor_for_all_pairs_is_linear_scaling(rotary, wanted):
+def test_one_rope_factor_for_all_pairs_is_linear_scaling(rotary, wanted):
     assert rope_scaling(rotary, 8, 100) == wanted
 
 
@@ -114,7 +114,7 @@ def test_a_factor_for_all_pairs_is_linear_scaling(rotary, wanted):
         (Rotary(1e4, 2.0, (1.0, 1.0, 2.0, 4.0)), "together with rope_scale"),
     ],
 )
-def test_factors_that_transformers_cannot_have_are_refused(rotary, said):
+def test_rope_factors_that_transformers_lacks_are_rejected(rotary, said):
     with pytest.raises(UserError, match=said):
         rope_scaling(rotary, 2 * len(rotary.factors), 4096)
 
@@ -152,7 +152,7 @@ def test_export_writes_the_directory(capsys, kind, word):
             np.testing.assert_array_equal(back, ours[f"blk.1.attn_{name}.{part}"])
 
 
-def test_a_split_quantised_model_becomes_one_directory(tmp_path, capsys):
+def test_a_split_quantised_model_is_exported_to_one_directory(tmp_path, capsys):
     write_base(tmp_path / "m.gguf", "gpt2", "q8_0", tokenizer=Bytes())
     part = split_gguf(tmp_path / "m.gguf")[0].name
     assert main(["export", part, "--type", "hf"]) == 0
@@ -164,7 +164,7 @@ def test_a_split_quantised_model_becomes_one_directory(tmp_path, capsys):
     assert main(["export", "m.gguf", "--type", "hf-bf16", "--requantize"]) == 0
 
 
-def test_what_is_missing_or_does_not_fit_is_told(capsys):
+def test_missing_or_mismatching_parts_are_reported(capsys):
     write_untrained(Path("ids.gguf"), None, 40)
     assert main(["export", "ids.gguf", "--type", "hf"]) == 0
     assert "warning: written without a tokenizer: ids.gguf: it has no tokenizer" in capsys.readouterr().out
@@ -179,7 +179,7 @@ def test_what_is_missing_or_does_not_fit_is_told(capsys):
     assert "model.layers.0.mlp.up_proj.weight holds numbers up to 1e+05, which F16 cannot" in capsys.readouterr().out
 
 
-def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
+def test_force_replaces_only_directories_of_the_same_format(capsys):
     write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     words = ["export", "m.gguf", "--type", "hf", "--to", "out"]
     assert main(words) == 0
@@ -208,7 +208,7 @@ def test_force_replaces_what_was_written_so_and_nothing_else(capsys):
         {"config.json": "{}", "model.safetensors": "mine"},
     ],
 )
-def test_force_replaces_no_directory_without_settings_and_weights(files, capsys):
+def test_force_keeps_directories_without_settings_and_weights(files, capsys):
     write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     words = ["export", "m.gguf", "--type", "hf", "--to", "out", "--force"]
     Path("out").mkdir()
@@ -235,7 +235,7 @@ def test_force_replaces_no_directory_without_settings_and_weights(files, capsys)
         ),
     ],
 )
-def test_a_model_that_transformers_lacks_is_refused(capsys, model, said):
+def test_a_model_that_transformers_lacks_is_rejected(capsys, model, said):
     model = replace(model, vocab=257) if model.reads.text else model
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     write_model(Path("m.gguf"), model, values, Bytes() if model.reads.text else None)
@@ -245,7 +245,7 @@ def test_a_model_that_transformers_lacks_is_refused(capsys, model, said):
     assert names() == ["m.gguf"]
 
 
-def test_a_directory_is_whole_or_not_there(monkeypatch):
+def test_directories_are_written_atomically(monkeypatch):
     """The disk fills up at each file in turn; an earlier directory of that name stays as it was."""
     model = write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     import toyexp.formats.huggingface as module
@@ -277,7 +277,7 @@ def test_a_directory_is_whole_or_not_there(monkeypatch):
     assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
 
 
-def test_an_interrupt_between_the_two_names_brings_the_earlier_directory_back(monkeypatch):
+def test_an_interrupt_while_replacing_restores_the_earlier_directory(monkeypatch):
     model, rename = write_base(Path("m.gguf"), "llama", tokenizer=Bytes()), Path.rename
 
     def interrupted(self, target):
@@ -316,7 +316,7 @@ MODEL_FILE = (
 )
 
 
-def test_a_sentencepiece_vocabulary_has_its_own_file_too(capsys):
+def test_a_sentencepiece_vocabulary_is_also_written_to_its_own_file(capsys):
     write_base(Path("m.gguf"), "llama", tokenizer=sentencepiece())
     assert main(["export", "m.gguf", "--type", "hf"]) == 0
     assert "note: " not in capsys.readouterr().out
@@ -330,7 +330,7 @@ def test_a_sentencepiece_vocabulary_has_its_own_file_too(capsys):
 
 
 @pytest.mark.parametrize(("named", "padding"), [(32, 32), (None, 256), (999, 256)])
-def test_rows_of_a_batch_are_filled_up_with_the_token_that_the_file_names_for_it_or_with_the_end(named, padding):
+def test_the_padding_token_is_that_of_the_file_or_the_end_token(named, padding):
     tokenizer, model = Bytes(), replace(MODELS["llama"], vocab=257)
     tokenizer.source = {"ggml.padding_token_id": named}
     zeros = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
@@ -339,7 +339,7 @@ def test_rows_of_a_batch_are_filled_up_with_the_token_that_the_file_names_for_it
         assert json_of(f"out/{name}")["pad_token_id"] == padding
 
 
-def test_a_directory_names_the_class_of_its_tokenizer_where_transformers_has_another():
+def test_a_directory_names_its_tokenizer_class_if_transformers_would_use_another():
     for name in ("llama", "qwen2", "qwen3", "gemma", "gpt2"):
         write_base(Path(f"{name}.gguf"), name, tokenizer=Bytes())
         assert main(["export", f"{name}.gguf", "--type", "hf"]) == 0
@@ -348,7 +348,7 @@ def test_a_directory_names_the_class_of_its_tokenizer_where_transformers_has_ano
     assert main(["export", "qwen2.gguf", "--type", "hf", "--force"]) == 0
 
 
-def test_what_the_converter_reads_of_gpt2_and_gemma():
+def test_settings_that_the_converter_reads_from_gpt2_and_gemma():
     write_base(Path("gpt2.gguf"), "gpt2", tokenizer=Bytes())
     write_base(Path("gemma.gguf"), "gemma", tokenizer=sentencepiece(prefix=False))
     for name in ("gpt2", "gemma"):
@@ -391,13 +391,13 @@ def published(vocab=257, **keys):
         ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
     ],
 )
-def test_what_the_converter_cannot_have_is_said_in_one_line(name, sizes, tokenizer, said):
+def test_limits_of_the_converter_are_noted_in_one_line(name, sizes, tokenizer, said):
     found = hf_notes(replace(MODELS[name], vocab=300, **sizes), {}, tokenizer)
     assert len(found) == bool(said)
     assert not said or (said in found[0] and "convert_hf_to_gguf.py" in found[0])
 
 
-def test_export_says_it(capsys):
+def test_export_prints_the_note_of_the_converter(capsys):
     write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     assert main(["export", "m.gguf", "--type", "hf"]) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -415,7 +415,7 @@ RUN = [
 ]  # fmt: skip
 
 
-def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
+def test_a_run_exports_directories_and_prints_their_sizes(capsys):
     Path("book.txt").write_text("It was a bright cold day in April. " * 90)
     words = [
         "recipe=scratch",
@@ -456,14 +456,14 @@ def test_a_run_leaves_directories_and_says_how_large_they_are(capsys):
     assert [(e["step"], e["type"]) for e in told] == [(2, "bfloat16"), (3, "bfloat16")] and told[1]["bytes"] == size
 
 
-def test_a_card_of_a_run_on_data_without_a_file_has_no_row_for_one():
+def test_a_model_card_omits_the_data_path_if_there_is_none():
     about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {})
     card = model_card(ModelExport(Llama(d_model=16), {}, about=about))
     assert "| data | random |" in card and "| data file |" not in card
 
 
 @pytest.mark.parametrize("url", ["https://huggingface.co/org/base", "https://huggingface.co/org/base/"])
-def test_a_card_names_the_licence_and_the_repository_of_the_base(url):
+def test_a_model_card_names_the_licence_and_repository_of_the_base(url):
     general = {"name": "mine", "run_id": "of-mine", "license": "apache-2.0", "base_model.0.repo_url": url}
     card = model_card(ModelExport(Llama(d_model=16), {}, general=general, about={"base": "b.gguf"}), adapter=True)
     assert "library_name: peft" in card and "license: apache-2.0\nbase_model: org/base\n---" in card
@@ -472,7 +472,7 @@ def test_a_card_names_the_licence_and_the_repository_of_the_base(url):
 
 @pytest.mark.parametrize("url", ["https://example.org/base", "https://huggingface.co/org/base/tree/main", ""])
 @pytest.mark.parametrize("base", ["outputs/run-1", "base.gguf", "/models/org/base"])
-def test_a_card_names_a_base_without_a_repository_in_its_text_alone(url, base):
+def test_a_model_card_names_a_base_without_a_repository_only_in_its_text(url, base):
     general = {"base_model.0.repo_url": url, "base_model.0.name": "Small One"}
     for about, row in (({"base": base}, base), ({"base": None}, "Small One")):
         card = model_card(ModelExport(Llama(d_model=16), {}, general=general, about=about))
@@ -480,7 +480,7 @@ def test_a_card_names_a_base_without_a_repository_in_its_text_alone(url, base):
 
 
 @pytest.mark.parametrize("merged", ["true", "false"])
-def test_a_lora_run_leaves_its_adapter_too(merged):
+def test_a_lora_run_also_exports_its_adapter(merged):
     Path("book.txt").write_text("It was a bright cold day in April. " * 90)
     write_base(Path("base.gguf"), "llama", tokenizer=Bytes())
     words = ["recipe=lora", "recipe.base=base.gguf", "recipe.rank=2", "recipe.alpha=3", "callbacks=[hf_export]"]
@@ -503,7 +503,7 @@ def test_a_lora_run_leaves_its_adapter_too(merged):
         ("model.rope_factors=[1.0,0.5,1.0,1.0]", "no parameters of transformers' llama3 scaling"),
     ],
 )
-def test_what_it_cannot_do_is_refused_before_the_run(capsys, words, said):
+def test_an_impossible_export_is_rejected_before_the_run(capsys, words, said):
     Path("book.txt").write_text("It was a bright cold day in April. " * 90)
     assert main([*RUN, "recipe=scratch", "callbacks=[hf_export]", words]) == 2
     assert said in capsys.readouterr().err and not Path("run").exists()

@@ -91,7 +91,7 @@ def tokenizers():
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 @given(prompt=SAID, completion=SAID)
 @settings(deadline=None, max_examples=80)
-def test_of_a_pair_exactly_the_completion_and_its_end_are_learned(tokenizers, kind, prompt, completion):
+def test_the_loss_of_a_pair_covers_the_completion_and_its_end_token(tokenizers, kind, prompt, completion):
     tokenizer = tokenizers[kind]
     parts = example_rows({"prompt": prompt, "completion": completion}, plain_rows).rows[0]
     example = tokenize(parts, tokenizer, everything=False)
@@ -102,7 +102,7 @@ def test_of_a_pair_exactly_the_completion_and_its_end_are_learned(tokenizers, ki
     assert example.split == (whole != [*before, *after])
 
 
-def test_a_token_across_the_boundary_is_cut_there_and_counted():
+def test_tokens_never_span_the_boundary_of_prompt_and_completion():
     tokenizer = BPE([*SYMBOLS, "Ġx", END_OF_TEXT], [("Ġ", "x")], 257)
     example = tokenize(example_rows({"prompt": "a ", "completion": "x"}, plain_rows).rows[0], tokenizer, False)
     assert example.ids.tolist() == [ord("a"), ord(" "), ord("x"), 257] and example.split == 1
@@ -113,7 +113,7 @@ def test_a_token_across_the_boundary_is_cut_there_and_counted():
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 @given(messages=CHATS)
 @settings(deadline=None, max_examples=80)
-def test_of_a_conversation_every_answer_is_learned_and_nothing_else(tokenizers, kind, messages):
+def test_the_loss_of_a_conversation_covers_exactly_the_answers(tokenizers, kind, messages):
     tokenizer = tokenizers[kind]
     example = tokenize(plain_rows(messages).rows[0], tokenizer, everything=False)
     answers = [m.content for m in messages if m.role == "assistant"]
@@ -124,7 +124,7 @@ def test_of_a_conversation_every_answer_is_learned_and_nothing_else(tokenizers, 
     assert not example.learned[0]
 
 
-def test_with_train_on_all_every_token_is_learned_after_a_start():
+def test_with_train_on_all_the_loss_covers_every_token_after_the_first():
     for value in ({"prompt": "ab", "completion": "c"}, {"text": "abc"}):
         example = tokenize(example_rows(value, plain_rows).rows[0], Bytes(), everything=True)
         assert example.ids.tolist() == [EOS, *b"abc", EOS]
@@ -136,7 +136,7 @@ def test_with_train_on_all_every_token_is_learned_after_a_start():
 
 @given(messages=CHATS)
 @settings(deadline=None, max_examples=40)
-def test_the_plain_format_is_the_template_that_the_export_carries(messages):
+def test_the_plain_format_equals_the_exported_chat_template(messages):
     sandbox = pytest.importorskip("jinja2.sandbox")
     template = sandbox.ImmutableSandboxedEnvironment().from_string(PLAIN_TEMPLATE)
     said = [m.fields() for m in messages]
@@ -172,7 +172,7 @@ def chatml(tmp_path_factory):
     return donor(tmp_path_factory.mktemp("donor") / "chat.gguf", CHATML)
 
 
-def test_control_tokens_and_the_template_go_through_a_file_unchanged(chatml):
+def test_control_tokens_and_the_template_are_unchanged_by_an_export(chatml):
     with GGUFFile(chatml) as file:
         tokenizer = read_tokenizer(file)
         assert read_chat_template(file) == CHATML
@@ -191,7 +191,7 @@ def template(chatml):
 
 @given(messages=CHATS)
 @settings(deadline=None, max_examples=60)
-def test_a_templates_answers_are_learned_up_to_their_end_token(template, messages):
+def test_answers_in_a_template_are_learned_up_to_their_end_token(template, messages):
     template, tokenizer = template
     example = tokenize(template.rows(messages).rows[0], tokenizer, False)
 
@@ -214,7 +214,7 @@ def test_a_templates_answers_are_learned_up_to_their_end_token(template, message
     assert example.learned.tolist() == learned[:-1]
 
 
-def test_conversations_use_the_template_and_pass_it_on(tmp_path, chatml):
+def test_conversations_use_the_template_and_export_it(tmp_path, chatml):
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     dataset = opened(tmp_path / "x.jsonl", [chat] * 4, tokenizer=str(chatml))
     assert dataset.describe()["chat_template"] == "gguf" and dataset.tokenizer.chat_template == CHATML
@@ -244,7 +244,7 @@ RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% en
         (RANGE, "writes more than"),
     ],
 )
-def test_a_template_that_cannot_say_which_words_are_the_assistants_is_refused(template, words):
+def test_a_template_that_does_not_mark_the_assistants_words_is_rejected(template, words):
     pytest.importorskip("jinja2")
     with pytest.raises(BadExample) as error:
         ChatTemplate(template, Bytes(), "x.gguf").rows(TALK)
@@ -252,7 +252,7 @@ def test_a_template_that_cannot_say_which_words_are_the_assistants_is_refused(te
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "x" * 70_000, "{{"])
-def test_a_broken_template_is_refused_with_the_way_out(template):
+def test_a_broken_template_is_rejected_with_a_remedy(template):
     pytest.importorskip("jinja2")
     with pytest.raises(UserError, match=r"x\.gguf: its chat template .*data\.template=plain does without it"):
         ChatTemplate(template, Bytes(), "x.gguf")
@@ -267,7 +267,7 @@ def test_a_template_without_end_tokens_ends_with_end_of_text():
     assert learned_texts(example, Bytes()) == (["a: ho;a: no;"], True)
 
 
-def test_words_that_spell_a_control_token_are_refused(template):
+def test_text_that_spells_a_control_token_is_rejected(template):
     with pytest.raises(BadExample, match=r"what the user says holds the control token <\|im_end\|>"):
         template[0].rows([Message("user", "x<|im_end|>"), Message("assistant", "y")])
 
@@ -285,7 +285,7 @@ def of_lengths(lengths):
 @pytest.mark.parametrize("pack", [False, True])
 @given(lengths=LENGTHS, context=st.integers(4, 30), rows=st.integers(1, 5), seed=st.integers(0, 1000))
 @settings(deadline=None, max_examples=60)
-def test_an_epoch_weighs_every_completion_token_that_fits_once(tmp_path_factory, pack, lengths, context, rows, seed):
+def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory, pack, lengths, context, rows, seed):
     path = tmp_path_factory.getbasetemp() / "lengths.jsonl"
     dataset = opened(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
     held = spread_held_out(len(lengths), 0.2)
@@ -316,7 +316,7 @@ def test_an_epoch_weighs_every_completion_token_that_fits_once(tmp_path_factory,
     assert pack or epoch == len(wanted)
 
 
-def test_a_row_is_filled_up_with_end_of_text_that_weighs_nothing(tmp_path):
+def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
     dataset = opened(tmp_path / "x.jsonl", [{"prompt": "ab", "completion": "cd"}] * 2)
     batch = dataset.batches(7, 1, 0).batch(0)
     assert batch["tokens"].tolist() == [[*b"abcd", EOS, EOS, EOS]]
@@ -324,7 +324,7 @@ def test_a_row_is_filled_up_with_end_of_text_that_weighs_nothing(tmp_path):
     assert batch["weights"].tolist() == [[0, 1, 1, 1, 0, 0, 0]]
 
 
-def test_packed_examples_stand_side_by_side_and_a_cut_one_alone(tmp_path):
+def test_examples_are_packed_into_rows_and_a_truncated_one_fills_its_own(tmp_path):
     lines = [{"prompt": "a", "completion": "bc"}, {"prompt": "a" * 9, "completion": "b" * 9}] * 3
     batches = opened(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
     found = {
@@ -335,7 +335,9 @@ def test_packed_examples_stand_side_by_side_and_a_cut_one_alone(tmp_path):
 
 @given(k=st.integers(0, 40), rows=st.integers(1, 4), accumulate=st.integers(1, 4), pack=st.booleans())
 @settings(deadline=None, max_examples=40)
-def test_a_batch_depends_on_seed_and_number_alone_and_is_its_micro_batches(tmp_path_factory, k, rows, accumulate, pack):
+def test_a_batch_depends_only_on_seed_and_number_and_equals_its_micro_batches(
+    tmp_path_factory, k, rows, accumulate, pack
+):
     path = tmp_path_factory.getbasetemp() / "pairs.jsonl"
     small, large = (opened(path, pairs(30), pack=pack).batches(20, n, 3) for n in (rows, rows * accumulate))
     expected = batch_digest(large.batch(k))
@@ -403,7 +405,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "words"), BAD, ids=[w[:30] for _, w in BAD])
-def test_a_line_that_is_no_example_is_named_or_counted(tmp_path, line, words):
+def test_an_invalid_line_is_reported_or_counted(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join([GOOD, b"", line, GOOD, b""]))
     with pytest.raises(UserError) as error:
@@ -417,7 +419,7 @@ def test_a_line_that_is_no_example_is_named_or_counted(tmp_path, line, words):
 
 
 @pytest.mark.parametrize(("line", "words"), [(b"caf\xe9", "not UTF-8 text"), (b"hello", "not one JSON object a line")])
-def test_a_file_of_something_else_is_not_told_to_skip_every_line(tmp_path, line, words):
+def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(line + b"\n" + line)
     with pytest.raises(UserError, match=rf"x\.jsonl:1: {words}") as error:
@@ -437,13 +439,13 @@ def test_a_file_of_something_else_is_not_told_to_skip_every_line(tmp_path, line,
         ("x.jsonl.gz", b"\x1f\x8b\x08", "compressed: gunzip it"),
     ],
 )
-def test_a_file_of_another_format_is_told_as_that(tmp_path, name, content, words):
+def test_a_file_of_another_format_is_named_as_such(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{re.escape(name)}: is no file of JSON lines; it is .*{words}"):
         opened(tmp_path / name, on_error="skip")
 
 
-def test_a_pattern_takes_the_files_that_it_matches(tmp_path):
+def test_a_pattern_selects_the_matching_files(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "other.json"):
         (tmp_path / name).write_text("\n".join(json.dumps({"text": name[0] * 3}) for _ in range(2)))
     dataset = opened(tmp_path / "*.jsonl", val_fraction=0.25)
@@ -456,7 +458,7 @@ def test_a_pattern_takes_the_files_that_it_matches(tmp_path):
         opened(tmp_path / "*.txt")
 
 
-def test_what_other_programs_write_is_read(tmp_path):
+def test_files_of_other_programs_are_read(tmp_path):
     path = tmp_path / "x.jsonl"
     line = '{"id": 7, "prompt": "a\u2028b", "completion": "é\\ud83d\\ude42"}'
     path.write_bytes(b"\xef\xbb\xbf" + (line + "\r\n" + line).encode())
@@ -464,7 +466,7 @@ def test_what_other_programs_write_is_read(tmp_path):
     assert dataset.tokenizer.decode(dataset.train.ids) == "a\u2028bé🙂"
 
 
-def test_text_the_tokenizer_cannot_take_is_a_bad_line(tmp_path):
+def test_text_that_the_tokenizer_cannot_encode_is_a_bad_line(tmp_path):
     model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=8, vocab=15)
     values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
     write_model(tmp_path / "char.gguf", model, values, Characters.from_texts(["0123456789+= "]))
@@ -479,7 +481,7 @@ def test_text_the_tokenizer_cannot_take_is_a_bad_line(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "words"), [(b"", "0 examples"), (GOOD, "1 example;"), (b"\n \n", "0 examples"), (b"{}\n" * 3, "0 examples")]
 )
-def test_too_few_examples_are_refused(tmp_path, raw, words):
+def test_too_few_examples_are_rejected(tmp_path, raw, words):
     (tmp_path / "x.jsonl").write_bytes(raw)
     with pytest.raises(UserError, match=words):
         opened(tmp_path / "x.jsonl", on_error="skip")
@@ -498,13 +500,13 @@ def test_too_few_examples_are_refused(tmp_path, raw, words):
         ({"tokenizer": "words"}, "data.tokenizer=words"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(tmp_path, changes, words):
+def test_invalid_settings_are_rejected(tmp_path, changes, words):
     path = written(tmp_path / "x.jsonl", pairs(3))
     with pytest.raises(UserError, match=re.escape(words)):
         Jsonl(**{"path": str(path), **changes}).check()
 
 
-def test_describe_counts_what_is_read_and_what_is_learned(tmp_path):
+def test_describe_counts_read_and_trained_tokens(tmp_path):
     lines = [{"prompt": "ab", "completion": "cd"}] * 9 + [{"text": "xyz"}]
     facts = opened(tmp_path / "x.jsonl", lines, val_fraction=0.1).describe()
     assert facts["examples"] == 10 and facts["tokens"] == 9 * 5 + 5
@@ -512,5 +514,5 @@ def test_describe_counts_what_is_read_and_what_is_learned(tmp_path):
     assert (facts["held_out_examples"], facts["held_out_tokens"]) == (1, 4)
 
 
-def test_a_line_is_parsed_into_its_form_alone():
+def test_a_line_is_parsed_by_its_format():
     assert parse(b'{"id": 1, "text": "a", "meta": {}}') == {"text": "a"}

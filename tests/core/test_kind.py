@@ -37,7 +37,7 @@ class Listens(Scratch):
     reads: ClassVar[tuple[Kind, ...]] = (Kind("sounds", "second"),)
 
 
-def test_two_kinds_are_the_same_by_name_alone():
+def test_kinds_are_equal_if_their_names_are():
     assert incompatibility(Listens(), Hears("rows")) is None
     assert incompatibility(Scratch(), Hears("rows")) == (
         "recipe=scratch trains models that read tokens or images; model=op reads sounds"
@@ -47,7 +47,7 @@ def test_two_kinds_are_the_same_by_name_alone():
     assert kind_mismatch("x.gguf", SOUNDS, Digits) == "x.gguf reads sounds; data=digits gives images"
 
 
-def test_who_names_no_data_gets_the_first_that_is_registered_of_the_kind():
+def test_the_default_data_is_the_first_registered_of_the_models_kind():
     registry = load()
     assert matching_data(TOKENS, registry)[0] == "stdlib"
     assert matching_data(IMAGES, registry) == ["digits", "images"]
@@ -55,7 +55,7 @@ def test_who_names_no_data_gets_the_first_that_is_registered_of_the_kind():
 
 
 @pytest.mark.parametrize(("tokenizer", "bits"), [(Bytes(), 2.0), (None, None)])
-def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
+def test_text_has_perplexity_and_bits_per_byte(tokenizer, bits):
     dataset = TokenDataset(np.arange(9), np.arange(9), tokenizer, 257, 1, {})
     batch = {"targets": np.array([[97, 98, 99]]), "weights": np.array([[1, 0, 1]])}  # a byte each, of which two count
     figures = TOKENS.derived_metrics(2 * math.log(2), [batch], dataset)
@@ -68,7 +68,7 @@ def test_text_is_scored_in_perplexity_and_in_bits_per_byte(tokenizer, bits):
     assert found.plain()["perplexity"] == pytest.approx(4) and "figures" not in found.plain()
 
 
-def test_ids_stay_below_what_the_data_says_of_them_or_else_the_vocabulary():
+def test_ids_are_bounded_by_the_data_or_the_vocabulary():
     inputs = TOKENS.inputs(4)
     inputs["targets"] = InputSpec((4,), "int32", below=3)
     assert {n: spec.below for n, spec in TOKENS.with_bounds(inputs, 9).items()} == {
@@ -88,7 +88,7 @@ def test_a_row_of_a_kind_without_positions_counts_as_one():
         assert row_positions(Setup(inputs, rows=2).plan(model, tensors)) == wanted
 
 
-def test_batches_made_of_others_tell_what_those_leave_out():
+def test_wrapped_batches_report_the_omissions_of_the_inner_ones():
     inner = image_dataset().batches(0, 4, 0)
     inner.facts, inner.omissions = {"too_dark": 2}, ["2 of 60 images, too dark"]
     for outer in (Patches(inner, 2), Dropout(inner, op_plan("matmul"))):

@@ -29,7 +29,7 @@ class TestOdd(EngineNumbers):
 """
 
 
-def test_a_device_that_is_not_here_is_one_skip_and_a_wrong_setting_is_told_where_it_runs(pytester, monkeypatch):
+def test_a_missing_device_is_one_skipped_test_and_a_wrong_setting_fails_where_it_is_used(pytester, monkeypatch):
     pytester.makepyfile(AUTHORS)
     monkeypatch.setenv("TOYEXP_SETTLED", "")  # so that it is put back
     monkeypatch.delenv("TOYEXP_SETTLED")
@@ -55,7 +55,7 @@ class TestSGD(OptimiserSuite):
 """
 
 
-def test_an_optimiser_is_held_to_what_needs_no_engine_where_its_engine_is_not_here(pytester):
+def test_without_its_engine_an_optimiser_is_tested_as_far_as_possible(pytester):
     pytester.makepyfile(WITHOUT_ITS_ENGINE)
     passed, skipped, failed = pytester.inline_run().listoutcomes()
     assert (len(passed), len(failed)) == (6, 0)
@@ -119,7 +119,7 @@ class TestGoesByEvals(CallbackSuite):
 """
 
 
-def test_a_failure_says_what_was_not_set_and_shows_its_values(pytester):
+def test_a_failing_test_shows_the_missing_setting_and_its_values(pytester):
     pytester.makepyfile(SUITES)
     chosen = (
         "engine_computes or has_one or same_names or (evals and NoCallback) or (explained and (NoEngine or Broken))"

@@ -204,7 +204,7 @@ def stage(tmp_path):
 # -- numbers that are not finite ------------------------------------------------------------------------------------
 
 
-def test_a_good_step_ends_a_row_of_bad_ones(stage):
+def test_a_finite_step_resets_the_count_of_skipped_steps(stage):
     """However many there are in all: only a row of them says that nothing changes any more."""
     outcome = stage(3 * MAX_CONSECUTIVE_SKIPS, [BAD, GOOD] * MAX_CONSECUTIVE_SKIPS, skip=True).train()
     assert (outcome.reason, outcome.steps, outcome.skipped) == (
@@ -214,7 +214,7 @@ def test_a_good_step_ends_a_row_of_bad_ones(stage):
     )
 
 
-def test_a_row_of_bad_steps_ends_the_run_at_its_twentieth(stage):
+def test_twenty_skipped_steps_in_a_row_end_the_run(stage):
     almost = [BAD] * (MAX_CONSECUTIVE_SKIPS - 1)
     row = stage(100, [*almost, GOOD, *almost, BAD], skip=True)
     with pytest.raises(RunFailed, match="20 steps in a row were skipped") as error:
@@ -227,7 +227,7 @@ def test_a_row_of_bad_steps_ends_the_run_at_its_twentieth(stage):
 @pytest.mark.parametrize(
     "bad", [BAD, StepMetrics(math.inf, 0.5), StepMetrics(1.5, math.nan), StepMetrics(1.5, math.inf)]
 )
-def test_a_bad_step_is_told_and_the_run_goes_on_when_it_may_skip(stage, bad):
+def test_with_skip_a_nonfinite_step_is_reported_and_the_run_continues(stage, bad):
     it = stage(5, [GOOD, bad], skip=True)
     outcome = it.train()
     assert (outcome.reason, outcome.steps, outcome.skipped) == ("completed", 5, 1)
@@ -239,7 +239,7 @@ def test_a_bad_step_is_told_and_the_run_goes_on_when_it_may_skip(stage, bad):
 
 
 @pytest.mark.parametrize("bad", [BAD, StepMetrics(1.5, math.inf)])
-def test_a_bad_step_ends_a_run_that_may_not_skip(stage, bad):
+def test_without_skip_a_nonfinite_step_ends_the_run(stage, bad):
     it = stage(5, [GOOD, bad])
     with pytest.raises(RunFailed) as error:
         it.train()
@@ -266,7 +266,7 @@ class Weighted:
         return self.batches.held_out()
 
 
-def test_tokens_are_the_targets_that_weigh_something(stage):
+def test_tokens_counts_targets_of_nonzero_weight(stage):
     """A prompt's weigh nothing and do not count; however little another weighs, it counts as one."""
     weights = [[0, 0, 1, 1, 1], [0, 0.25, 0.001, 2, 0], [0, 0, 0, 0, 0]]
     it = stage(3, data=Weighted(token_dataset(8, 4000).batches(5, 3, 0), weights))
@@ -276,7 +276,7 @@ def test_tokens_are_the_targets_that_weigh_something(stage):
     assert outcome.tokens_per_second == 18 / outcome.training_seconds
 
 
-def test_a_target_weighs_its_share_of_the_batch_in_float64_rounded_once(stage, monkeypatch):
+def test_target_weights_are_normalised_in_float64_and_rounded_once(stage, monkeypatch):
     """A sum taken, or divided by, in float32 would be another number for most."""
     monkeypatch.setattr(Scripted, "do_gradients", lambda self, micros: {str(i): m for i, m in enumerate(micros)})
     batches = token_dataset(8, 4000).batches(5, 6, 0)
@@ -290,7 +290,7 @@ def test_a_target_weighs_its_share_of_the_batch_in_float64_rounded_once(stage, m
     assert found.ravel().tolist() != (weights / weights.sum()).ravel().tolist()
 
 
-def test_held_out_targets_that_weigh_nothing_have_no_loss(stage):
+def test_held_out_targets_of_weight_zero_do_not_count(stage):
     session = stage(1).session
     batch = token_dataset(8, 4000).batches(5, 3, 0).batch(0)
     with pytest.raises(BadBatch, match="weigh 0 in all"):
@@ -298,7 +298,7 @@ def test_held_out_targets_that_weigh_nothing_have_no_loss(stage):
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_batches_that_are_made_ahead_are_to_the_bit_what_they_are_in_their_turn(stage, even):
+def test_prefetched_batches_are_bit_identical(stage, even):
     plan = replace(stage(1).session.plan, rows=3, accumulate=2)
     batches = token_dataset(8, 4000).batches(5, 6, 0)
     block = batches.block(2, 4)
@@ -311,7 +311,7 @@ def test_batches_that_are_made_ahead_are_to_the_bit_what_they_are_in_their_turn(
             assert batch_digest(mine) == batch_digest(theirs)
 
 
-def test_whatever_batches_are_made_ahead_each_step_takes_its_own(stage):
+def test_each_step_gets_its_own_batch_whatever_is_prefetched(stage):
     """A batch of a subclass is never left out for a block that knows nothing of it."""
     ahead, alone, other = stage(40), stage(40), stage(40)
     kind = type(ahead.training.batches)
@@ -323,7 +323,7 @@ def test_whatever_batches_are_made_ahead_each_step_takes_its_own(stage):
     assert other.session.digests[:-1] == ahead.session.digests[1:]
 
 
-def test_every_step_takes_the_next_batch_and_its_own_hp(stage):
+def test_every_step_gets_the_next_batch_and_its_own_numbers(stage):
     it = stage(3, adamw=AdamW.for_lora())
     it.train()
     wanted = [batch_digest({"tokens": it.training.batches.batch(k)["tokens"]}) for k in range(3)]
@@ -333,7 +333,7 @@ def test_every_step_takes_the_next_batch_and_its_own_hp(stage):
 
 
 @pytest.mark.parametrize(("answer", "rate"), [(None, BASE_LR), (0.125, 0.125), (0.0, 0.0)])
-def test_the_rate_is_the_callbacks_answer_or_else_the_runs(stage, answer, rate):
+def test_the_learning_rate_is_the_callbacks_or_else_the_runs(stage, answer, rate):
     it = stage(2, recorder=Recorder(rate=answer))
     it.train()
     assert [hp[0] for hp in it.session.hps] == [rate] * 2
@@ -346,14 +346,14 @@ def test_the_rate_is_the_callbacks_answer_or_else_the_runs(stage, answer, rate):
 @pytest.mark.parametrize(
     ("every", "steps", "evals"), [(0, 4, []), (2, 4, [0, 2, 4]), (3, 7, [0, 3, 6, 7]), (10, 4, [0, 4]), (1, 0, [0])]
 )
-def test_the_held_out_data_is_looked_at_first_last_and_on_the_way(stage, every, steps, evals):
+def test_evaluations_are_before_the_first_step_at_intervals_and_after_the_last(stage, every, steps, evals):
     it = stage(steps, eval_every=every)
     outcome = it.train()
     assert it.recorder.evals() == evals
     assert outcome.eval_step == (evals[-1] if evals else None)
 
 
-def test_hooks_come_in_order(stage):
+def test_hooks_are_called_in_order(stage):
     it = stage(2, eval_every=2)
     it.train()
     assert it.recorder.heard == [
@@ -363,7 +363,7 @@ def test_hooks_come_in_order(stage):
     ]  # fmt: skip
 
 
-def test_first_and_last_scores_are_kept_and_told_at_their_own_step_only(stage):
+def test_first_and_last_metrics_are_kept_and_reported_at_their_own_step(stage):
     it = stage(3, model=Scored("rows"), eval_every=2)
     outcome = it.train()
     # The null engine's loss is 1 + 1 / (1 + steps).
@@ -375,7 +375,7 @@ def test_first_and_last_scores_are_kept_and_told_at_their_own_step_only(stage):
     assert it.recorder.metrics[0] == scores[0]
 
 
-def test_a_perplexity_beyond_floats_is_no_error(stage, monkeypatch):
+def test_an_overflowing_perplexity_is_no_error(stage, monkeypatch):
     monkeypatch.setattr(Scripted, "do_loss", lambda self, micro: 1e6 * float(micro["weights"].sum()))
     it = stage(0, eval_every=1)
     assert it.train().eval_loss == pytest.approx(1e6)
@@ -385,7 +385,7 @@ def test_a_perplexity_beyond_floats_is_no_error(stage, monkeypatch):
 # -- how it ends ----------------------------------------------------------------------------------------------------
 
 
-def test_the_last_step_is_told_to_the_saver(stage):
+def test_the_saver_is_called_after_the_last_step(stage):
     it = stage(3)
     outcome = it.train()
     assert (outcome.reason, outcome.why, outcome.train_loss) == ("completed", None, GOOD.loss)
@@ -393,7 +393,7 @@ def test_the_last_step_is_told_to_the_saver(stage):
 
 
 @pytest.mark.parametrize(("every", "evals"), [(0, []), (2, [0, 2, 3]), (3, [0, 3])])
-def test_a_callback_ends_the_run_after_one_more_look(stage, every, evals):
+def test_a_run_stopped_by_a_callback_is_evaluated_once_more(stage, every, evals):
     it = stage(9, recorder=Recorder(stops_at=3), eval_every=every)
     outcome = it.train()
     assert (outcome.reason, outcome.why, outcome.steps) == ("aborted", "enough", 3)
@@ -410,14 +410,14 @@ def test_a_signal_ends_the_run_after_its_step(stage):
     assert (it.recorder.heard[-1], it.saver.told[-1]) == ("after 2", (2, {}, True))
 
 
-def test_a_signal_before_the_first_step_lets_none_be_taken(stage):
+def test_a_signal_before_the_first_step_prevents_all_steps(stage):
     it = stage(9, eval_every=1, should_stop=lambda: True)
     outcome = it.train()
     assert (outcome.reason, outcome.steps, it.recorder.heard) == ("interrupted", 0, ["begin"])
 
 
 @pytest.mark.parametrize("batches_seen", [1, 3])
-def test_a_look_at_the_held_out_data_is_left_between_two_batches_and_not_told(stage, batches_seen):
+def test_an_interrupted_evaluation_stops_between_batches_and_is_not_reported(stage, batches_seen):
     """Also while the model's own scores are worked out, which go through the two batches once more."""
     asked = []
 
@@ -443,7 +443,7 @@ def resumed(**changes):
     return Outcome(**{**known, **changes})
 
 
-def test_a_resumed_run_goes_on_with_the_next_step_and_counts_on(stage):
+def test_resume_continues_with_the_next_step_and_its_counts(stage):
     it = stage(5, adamw=AdamW.for_lora(), outcome=resumed())
     outcome = it.train()
     assert (outcome.reason, outcome.why, outcome.steps) == ("completed", None, 5)
@@ -454,7 +454,7 @@ def test_a_resumed_run_goes_on_with_the_next_step_and_counts_on(stage):
     assert [hp.tolist()[5:] for hp in it.session.hps] == [AdamW.for_lora().hp_for_step(i).tolist()[5:] for i in (3, 4)]
 
 
-def test_a_resumed_run_that_fails_at_once_names_the_step_it_stands_at_and_counts_its_time_on(stage, monkeypatch):
+def test_a_resumed_run_that_fails_immediately_names_its_step_and_adds_its_time(stage, monkeypatch):
     it = stage(5, eval_every=3, outcome=resumed())
 
     def gone(batches):
@@ -467,19 +467,19 @@ def test_a_resumed_run_that_fails_at_once_names_the_step_it_stands_at_and_counts
 
 
 @pytest.mark.parametrize(("eval_step", "evals"), [(2, [3, 5]), (3, [5])], ids=["stopped before it", "done before"])
-def test_a_look_that_was_due_when_a_run_stopped_is_taken_once(stage, eval_step, evals):
+def test_an_evaluation_missed_by_a_stopped_run_is_made_once_on_resume(stage, eval_step, evals):
     it = stage(5, eval_every=3, outcome=resumed(eval_step=eval_step))
     outcome = it.train()
     assert it.recorder.evals() == evals
     assert (outcome.first_eval_loss, outcome.eval_step) == (2.0, 5), "the first eval was the first process's"
 
 
-def test_a_row_of_bad_steps_is_counted_anew_when_resumed(stage):
+def test_resume_resets_the_count_of_skipped_steps(stage):
     it = stage(3 + MAX_CONSECUTIVE_SKIPS, [BAD] * (MAX_CONSECUTIVE_SKIPS - 1), skip=True, outcome=resumed())
     assert (it.train().reason, it.training.outcome.skipped) == ("completed", 2 + MAX_CONSECUTIVE_SKIPS - 1)
 
 
-def test_a_run_that_has_all_its_steps_takes_none(stage):
+def test_a_complete_run_takes_no_step(stage):
     it = stage(3, outcome=resumed())
     assert (it.train().reason, it.session.hps) == ("completed", [])
 
@@ -528,7 +528,7 @@ def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
     assert short.recorder.metrics[1]["loss"] == 2.5
 
 
-def test_a_step_of_each_loop_is_launched_before_one_is_waited_for(stage):
+def test_all_loops_launch_their_steps_before_any_is_waited_for(stage):
     """Whatever one has to evaluate; one that ends leaves."""
     heard = []
     recorders = [Recorder(looked_at=(), heard=heard) for _ in range(3)]
@@ -544,7 +544,7 @@ def test_a_step_of_each_loop_is_launched_before_one_is_waited_for(stage):
     assert stack.rows == [[0, 1, 2]] * 2 + [[0, 2]] * 2
 
 
-def test_evaluations_of_a_round_begin_together_before_one_is_waited_for(stage):
+def test_all_evaluations_of_a_round_are_launched_before_any_is_waited_for(stage):
     """One that fails fails for its loop alone; where none can begin, all of them fail."""
     heard = []
 
@@ -578,7 +578,7 @@ def test_evaluations_of_a_round_begin_together_before_one_is_waited_for(stage):
     assert driven(None_) == [PluginFailed] * 3 + ["completed"]
 
 
-def test_a_loop_that_fails_ends_no_other(stage):
+def test_a_failing_loop_does_not_end_others(stage):
     runs = [stage(4), stage(4, [GOOD, BAD]), stage(4), stage(2)]
     runs[2].session.do_loss = lambda micro: 1 / 0
     runs[2].training.eval_every = 2
@@ -588,7 +588,7 @@ def test_a_loop_that_fails_ends_no_other(stage):
     assert [len(run.session.hps) for run in runs] == [4, 2, 0, 2]
 
 
-def test_a_signal_that_ends_the_process_ends_all_loops(stage):
+def test_an_interrupt_ends_all_loops(stage):
     runs = [stage(4), stage(4)]
 
     def interrupted(*_):
@@ -619,7 +619,7 @@ def test_a_signal_during_an_answer_reaches_every_run(stage):
     assert heard == [0, 0]
 
 
-def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage):
+def test_a_signal_between_an_answer_and_the_next_request_reaches_the_run(stage):
     """A driver that is interrupted itself has the run end as it ends of a signal in the middle of a step."""
     it, heard = stage(5), []
 
@@ -642,7 +642,7 @@ def test_a_signal_between_an_answer_and_the_next_question_reaches_the_run(stage)
     assert heard == [("now", 2)]
 
 
-def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
+def test_an_error_of_the_driver_is_raised_at_the_loops_request(stage):
     """So the loop blames who it was, and saves what was trained."""
     it = stage(5)
     loop = it.training.requests()
@@ -652,7 +652,7 @@ def test_what_a_driver_cannot_answer_is_raised_where_the_loop_asked(stage):
         loop.throw(ValueError("no device"))
 
 
-def test_what_an_answer_raises_is_told_with_the_way_to_where_it_was_raised(stage):
+def test_an_error_of_an_answer_keeps_its_traceback(stage):
     it = stage(4)
 
     def broken(*_):
@@ -677,7 +677,7 @@ def told(it, *kinds):
     return [hook for hook in it.recorder.heard if hook.split()[0] in kinds]
 
 
-def test_a_step_is_launched_behind_the_one_before_where_nobody_looks(stage):
+def test_the_next_step_is_launched_early_if_nothing_reads_the_weights(stage):
     """One, never two; and what is heard, batch by batch, is what a session that waits gives."""
     it, plain = queued(stage), stage(6)
     assert it.train().steps == plain.train().steps == 6
@@ -689,7 +689,7 @@ def test_a_step_is_launched_behind_the_one_before_where_nobody_looks(stage):
 
 
 @pytest.mark.parametrize("by", ["callback", "checkpoint", "eval", "unknown callback"])
-def test_nothing_is_under_way_where_someone_looks(stage, by):
+def test_no_step_is_launched_early_if_something_reads_the_weights(stage, by):
     """At the steps that a callback, a checkpoint or an evaluation needs, and after all of them for an unknown one."""
     it = queued(stage, looked_at={"callback": (2, 4), "unknown callback": None}.get(by, ()))
     it.saver.wanted = (2, 4) if by == "checkpoint" else ()
@@ -714,7 +714,7 @@ def test_a_signal_ends_the_run_after_the_step_that_is_under_way(stage):
     assert told(it, "on_step", "after")[-3:] == ["on_step 3", "on_step 4", "after 4"]
 
 
-def test_what_was_trained_when_a_callback_fails_is_saved_with_the_step_under_way(stage):
+def test_a_failing_callback_saves_a_checkpoint_including_the_launched_step(stage):
     """Its callbacks hear of that step first, so that all can go on from there."""
     it = stage(50, recorder=Failing(looked_at=(), at=3), kind=Queued)
     with pytest.raises(PluginFailed, match=r"callbacks\.recorder failed at step 3: ValueError: boom"):
@@ -723,7 +723,7 @@ def test_what_was_trained_when_a_callback_fails_is_saved_with_the_step_under_way
     assert it.training.outcome.steps == len(it.session.hps) == 4 and it.saver.told[-1][2]
 
 
-def test_bad_numbers_end_the_run_at_their_own_step(stage):
+def test_nonfinite_numbers_end_the_run_at_their_own_step(stage):
     """Though the next one was launched; and where they are skipped, it counts from its own numbers."""
     it = queued(stage, 50, script=[GOOD, GOOD, BAD])
     with pytest.raises(RunFailed, match=r"step 3 \(batch 2, digest"):
@@ -734,7 +734,7 @@ def test_bad_numbers_end_the_run_at_their_own_step(stage):
 
 
 @pytest.mark.parametrize("looked_at", [None, ()], ids=["alone", "with another behind it"])
-def test_what_was_trained_is_not_saved_when_a_step_fails_on_its_way(stage, looked_at):
+def test_no_checkpoint_is_saved_if_a_launched_step_fails(stage, looked_at):
     """Nobody knows how much of it the weights have."""
 
     class Fails(Queued):
@@ -751,7 +751,7 @@ def test_what_was_trained_is_not_saved_when_a_step_fails_on_its_way(stage, looke
     assert not any(last for _, _, last in it.saver.told)
 
 
-def test_a_batch_that_a_session_refuses_leaves_what_was_trained_to_be_saved(stage):
+def test_a_rejected_batch_still_saves_a_checkpoint(stage):
     """It is found before anything changes, whether or not a step is under way."""
     for it, ahead in ((queued(stage, 9), False), (stage(9), False), (stage(9), True)):
         whole = it.training.batches
@@ -779,7 +779,7 @@ def several(stage, steps, looked_at=(), recorder=None, **how):
     return stage(steps, recorder=recorder or Recorder(looked_at=looked_at), kind=Several, **how)
 
 
-def test_several_steps_at_once_are_those_of_one_at_a_time_and_stop_before_whoever_looks(stage):
+def test_steps_launched_together_equal_single_steps_and_end_before_a_reader_of_the_weights(stage):
     script = [StepMetrics(3.0 - i / 10, 0.5) for i in range(11)]
     alone = stage(11, recorder=Recorder(looked_at=()), script=script, eval_every=6)
     alone.train()
@@ -798,7 +798,7 @@ def test_several_steps_at_once_are_those_of_one_at_a_time_and_stop_before_whoeve
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_bad_numbers_behind_a_callback_that_fails_are_counted_or_not_saved(stage, skip):
+def test_nonfinite_numbers_after_a_failing_callback_are_counted_or_not_saved(stage, skip):
     it = several(stage, 50, recorder=Failing(looked_at=(), at=1), script=[GOOD, GOOD, BAD], skip=skip)
     (error,) = together(it)
     assert "callbacks.recorder failed at step 1: ValueError: boom" in str(error)
@@ -806,7 +806,7 @@ def test_bad_numbers_behind_a_callback_that_fails_are_counted_or_not_saved(stage
     assert (saved, it.training.outcome.skipped) == ((True, 1) if skip else (False, 0))
 
 
-def test_of_loops_that_want_several_steps_each_has_as_many_as_the_others_want(stage):
+def test_loops_take_as_many_steps_at_once_as_all_of_them_request(stage):
     """So that none computes while another one waits; what was made ready is not made again."""
     one, two = several(stage, 9, eval_every=3), several(stage, 9)
     ends = together(one, two)
@@ -815,7 +815,7 @@ def test_of_loops_that_want_several_steps_each_has_as_many_as_the_others_want(st
     assert two.session.digests == [batch_digest({"tokens": two.training.batches.batch(k)["tokens"]}) for k in range(9)]
 
 
-def test_what_goes_wrong_among_several_steps_ends_the_run_where_it_does_alone(stage):
+def test_an_error_among_steps_launched_together_ends_the_run_at_the_same_step(stage):
     it = several(stage, 50, script=[GOOD, GOOD, BAD])
     (error,) = together(it)
     assert "step 3 (batch 2, digest" in str(error) and told(it, "on_step")[-1] == "on_step 3"
@@ -847,7 +847,7 @@ def test_what_goes_wrong_among_several_steps_ends_the_run_where_it_does_alone(st
     assert (end.reason, end.steps) == ("interrupted", len(it.session.hps)) and end.steps <= 12
 
 
-def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():
+def test_a_schedule_needs_no_wait_unless_it_has_on_step():
     """Its factor goes by the step; one that learns from what a step gave, or stops by it, must hear of it first."""
 
     @dataclass(eq=False)
@@ -880,7 +880,7 @@ def test_a_schedule_looks_at_nothing_unless_it_hears_of_steps():
 # -- what a run says of its loss ------------------------------------------------------------------------------------
 
 
-def test_the_smoothed_loss_is_an_exponential_mean_that_begins_short():
+def test_the_smoothed_loss_is_an_exponential_mean_with_a_short_start():
     losses = np.random.default_rng(0).normal(3.0, 0.5, 2000)
     found = None
     for step, loss in enumerate(losses, 1):
@@ -905,7 +905,7 @@ def test_the_smoothed_loss_is_an_exponential_mean_that_begins_short():
         ((None, 9.0), (None, None), False),  # resumed from a checkpoint that does not have it
     ],
 )
-def test_a_run_has_diverged_if_its_losses_end_above_where_they_began(train, held_out, diverged):
+def test_a_run_has_diverged_if_its_losses_end_higher_than_they_began(train, held_out, diverged):
     outcome = Outcome(
         train_loss=train[1], first_train_loss=train[0], eval_loss=held_out[1], first_eval_loss=held_out[0]
     )

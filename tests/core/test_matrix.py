@@ -59,7 +59,7 @@ MODEL = OpModel("rows")
         (InPlace(), None),
     ],
 )
-def test_a_refusal_says_what_is_missing(recipe, reason):
+def test_a_mismatch_of_parts_names_what_is_missing(recipe, reason):
     assert incompatibility(recipe, MODEL) == reason
 
 

@@ -102,7 +102,7 @@ class Foreseeing(Llama):
         (Foreseeing, "position_sees_a_later_one", "depend on later ones"),
     ],
 )
-def test_a_model_that_is_wrong_is_found(kind, test, words):
+def test_the_suite_finds_wrong_models(kind, test, words):
     wrong = ModelSuite()
     wrong.model = kind(d_model=16, n_layers=2, n_heads=2, d_ff=24, context=8)
     (method,) = (getattr(wrong, name) for name in dir(wrong) if name.startswith("test_") and test in name)
@@ -110,14 +110,14 @@ def test_a_model_that_is_wrong_is_found(kind, test, words):
         method()
 
 
-def test_a_tensor_that_is_said_to_have_no_gradient_and_has_one_is_found():
+def test_the_suite_finds_a_frozen_tensor_with_a_gradient():
     wrong = ModelSuite()
     wrong.model, wrong.without_gradient = VIT, ("*.attn_k.bias", "*.attn_q.bias")
     with pytest.raises(AssertionError, match=r"attn_q.bias has a gradient"):
         wrong.test_every_tensor_has_a_gradient()
 
 
-def test_an_engine_that_computes_something_else_is_found():
+def test_the_suite_finds_an_engine_with_wrong_numbers():
     wrong = ModelSuite()
     wrong.model = SHIPPED["gpt2"]
     with pytest.raises(AssertionError):

@@ -38,13 +38,13 @@ def place(root, kind):
     return root / f"toyexp-own-{kind}-2"
 
 
-def test_every_kind_that_has_a_suite_can_be_begun():
+def test_new_has_a_template_for_every_kind_with_a_suite():
     assert {*KINDS.values(), "command"} == {*REGISTERED}
     assert {p.name for p in TEMPLATES.iterdir() if p.is_dir()} == {*KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_bears_its_name_alone_and_is_a_package_with_its_entry_point(made, kind):
+def test_a_new_plugin_is_a_package_with_its_own_name_and_entry_point(made, kind):
     name = f"own_{kind}_2"
     files = {path.name: path.read_text() for path in place(made, kind).iterdir()}
     assert {*files} == {"README.md", "pyproject.toml", f"toyexp_{name}.py", f"test_toyexp_{name}.py"}
@@ -56,13 +56,13 @@ def test_what_is_written_bears_its_name_alone_and_is_a_package_with_its_entry_po
         compile(text, file, "exec") if file.endswith(".py") else None
 
 
-def test_a_part_may_have_the_name_of_its_template_and_a_directory_that_is_not_there(tmp_path):
+def test_a_part_may_be_named_like_its_template_and_its_directory_is_created(tmp_path):
     assert main(["new", "model", "my_model", "--into", str(tmp_path / "new")]) == 0
     assert "class MyModel(" in (tmp_path / "new" / "toyexp-my-model" / "toyexp_my_model.py").read_text()
 
 
 @pytest.mark.release
-def test_each_passes_the_conformance_suite_and_its_own_tests_as_it_was_written(made):
+def test_every_template_passes_the_conformance_suite_and_its_own_tests(made):
     """All in one process, in which nothing of them is installed."""
     tests = [place(made, kind) / f"test_toyexp_own_{kind}_2.py" for kind in KINDS]
     done = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *tests, cwd=made)
@@ -70,7 +70,7 @@ def test_each_passes_the_conformance_suite_and_its_own_tests_as_it_was_written(m
     assert re.search(r"\d{3} passed, 1 skipped", done.stdout), "data whose lines are alike skip one test"
 
 
-def test_where_pytest_is_missing_it_is_among_what_to_type(tmp_path, monkeypatch, capsys):
+def test_without_pytest_the_printed_commands_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("toyexp.cli.new.find_spec", lambda module: None)
     assert main(["new", "callback", "mine", "--into", str(tmp_path)]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
@@ -78,7 +78,7 @@ def test_where_pytest_is_missing_it_is_among_what_to_type(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("kind", ["model", "recipe", "data", "callback", "optimiser", "format", "engine"])
-def test_the_run_that_its_readme_shows_runs(made, monkeypatch, capsys, kind):
+def test_the_command_in_the_readme_runs(made, monkeypatch, capsys, kind):
     """With fewer steps of a smaller model; what it is named there takes part in the run."""
     monkeypatch.chdir(place(made, kind))
     line = next(line for line in Path("README.md").read_text().splitlines() if line.startswith("toyexp 'plugins"))
@@ -98,7 +98,7 @@ def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(made, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
+def test_every_template_can_be_installed_and_used_by_name(made, tmp_path, kind):
     python = environments.make_environment(tmp_path / "env", install=place(made, kind), editable=True)
     line = next(
         line for line in (place(made, kind) / "README.md").read_text().splitlines() if line.startswith("toyexp ")
@@ -133,7 +133,7 @@ def test_each_is_installed_and_runs_by_its_name_alone(made, tmp_path, kind):
         ("optimiser x --into", "--into needs a value"),
     ],
 )
-def test_what_cannot_be_begun_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, told):
+def test_invalid_arguments_of_new_give_one_line_and_write_nothing(tmp_path, monkeypatch, capsys, words, told):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("toyexp-there").mkdir()
@@ -148,14 +148,14 @@ def test_what_cannot_be_begun_is_one_line_and_nothing_is_written(tmp_path, monke
     ("word", "kind"),
     [("optim", "optimiser"), ("optimizer", "optimiser"), ("callbacks", "callback"), ("dataset", "data")],
 )
-def test_a_kind_may_be_called_as_habit_has_it(tmp_path, capsys, word, kind):
+def test_common_synonyms_of_a_kind_are_accepted(tmp_path, capsys, word, kind):
     assert main(["new", word, "of_mine", "--into", str(tmp_path)]) == 0
     assert f"toyexp help plugins/{kind}" in capsys.readouterr().out
     one = tmp_path / "toyexp-of-mine"
     assert {path.name for path in one.iterdir()} >= {"README.md", "pyproject.toml", "toyexp_of_mine.py"}
 
 
-def test_a_name_takes_the_place_of_the_templates_in_every_form():
+def test_the_templates_name_is_replaced_in_every_spelling():
     text = "my_data MyData my-data my_datax"
     assert fill_template(text, "data", "two_words") == "two_words TwoWords two-words two_wordsx"
 
@@ -170,7 +170,7 @@ def check(path, tmp_path, *more):
     return done
 
 
-def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path, monkeypatch):
+def test_a_check_runs_the_tests_beside_a_plugin(made, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_ADDOPTS", "-q")  # an option of pytest's terminal, which a check has none of
     told = json.loads(check(place(made, "callback"), tmp_path, "--json").stdout)
     suite, others = told["checked"]
@@ -193,7 +193,7 @@ def test_a_check_runs_the_tests_that_lie_with_a_plugin(made, tmp_path, monkeypat
         ),
     ],
 )
-def test_tests_that_cannot_be_run_do_not_pass(made, tmp_path, monkeypatch, file, text, told):
+def test_tests_that_cannot_run_fail_the_check(made, tmp_path, monkeypatch, file, text, told):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     shutil.copytree(place(made, "callback"), tmp_path / "its")
     (tmp_path / "its" / file).write_text(text)
@@ -226,7 +226,7 @@ def test_a_test_that_ends_the_process_fails_and_one_that_ends_its_child_does_not
     assert done.stdout == "['test_of_all: SystemExit: os._exit(0) would end toyexp']\n", done.stdout + done.stderr
 
 
-def test_a_plugin_that_is_installed_too_is_no_second_one_of_its_name():
+def test_a_plugin_that_is_also_installed_is_loaded_once():
     registry = load_package([EntryPoint("mine", "toyexp_optimisers", "toyexp")], "under test")
     assert registry.problems == [] and registry.offers["optim"]["adamw"].package == "under test"
 
@@ -281,7 +281,7 @@ def register_commands(register): register(Hello)
 '''
 
 
-def test_a_check_without_tests_of_its_own_takes_the_defaults_and_fails_where_a_part_does(tmp_path):
+def test_a_check_without_tests_uses_the_default_suites(tmp_path):
     (tmp_path / "several.py").write_text(SEVERAL)
     (tmp_path / "conftest.py").write_text("raise SystemExit('the conftest of another project')")
     done = check("several.py", tmp_path)
@@ -318,7 +318,7 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
         ("torn/pyproject.toml", "[project", 2, "its pyproject.toml cannot be read"),
     ],
 )
-def test_what_is_no_plugin_or_a_broken_one_is_told_in_a_line(tmp_path, name, text, code, told):
+def test_a_missing_or_broken_plugin_is_reported_in_one_line(tmp_path, name, text, code, told):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if text is not None:
@@ -328,7 +328,7 @@ def test_what_is_no_plugin_or_a_broken_one_is_told_in_a_line(tmp_path, name, tex
     assert told in (done.stdout if code == 1 else done.stderr)
 
 
-def test_check_and_json_go_with_what_they_are_for(capsys):
+def test_json_needs_check_and_check_takes_one_directory(capsys):
     assert main(["plugins", "--json"]) == 2 and "goes with --check" in capsys.readouterr().err
     assert main(["plugins", "--check", "x.py", "warm"]) == 2 and "takes one directory" in capsys.readouterr().err
 

@@ -22,24 +22,24 @@ LOOKS_FURTHER = {"reshape", "part", "concat", "first_rows", "prepend", "select",
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_made_of_primitives_is_its_definition(case):
+def test_composed_ops_equal_their_definition(case):
     the_plan, batch = op_plan(case), op_batch(case=case)
     values = {t.name: the_plan.initial_values(t).astype(np.float64) for t in the_plan.tensors}
     made = the_plan.model.forward(Primitives(), the_plan.params(values), batch)
     np.testing.assert_allclose(made, reference_logits(the_plan, values, batch), rtol=1e-12, atol=1e-12)
 
 
-def test_an_engine_writes_a_dozen_ops():
+def test_an_engine_implements_only_a_dozen_ops():
     assert len(Ops.__abstractmethods__) == 14
 
 
-def test_every_op_says_whether_it_looks_beyond_its_position():
+def test_every_op_declares_whether_it_is_positionwise():
     public = {name for name, op in vars(Ops).items() if isfunction(op) and not name.startswith("_")}
     assert public - Ops.positionwise == LOOKS_FURTHER and public >= Ops.positionwise
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in ("block", "prepend", "concat_positions")])
-def test_an_op_that_is_positionwise_gives_each_position_what_it_gives_it_alone(case):
+def test_a_positionwise_op_computes_each_position_independently(case):
     """Alone it would be the first: what an op of the table gives does not depend on that either."""
     used = set()
 
@@ -94,7 +94,7 @@ def planned(kind):
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), GGMLCPU(threads=1)], ids=["torch", "ggml"])
 @pytest.mark.parametrize("kind", [Shifted, Squared])
-def test_an_op_that_a_model_makes_of_primitives_works_on_every_engine(kind, engine):
+def test_a_models_own_composed_op_works_on_every_engine(kind, engine):
     the_plan, batch = planned(kind), batches().batch(0)
     expected = reference_logits(the_plan, {t.name: the_plan.initial_values(t) for t in the_plan.tensors}, batch)
     with engine.realize(the_plan) as session:
@@ -104,7 +104,7 @@ def test_an_op_that_a_model_makes_of_primitives_works_on_every_engine(kind, engi
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), GGMLCPU(threads=1)], ids=["torch", "ggml"])
 @pytest.mark.parametrize("kind", [Squared, Shifted])
-def test_a_decoder_gives_the_logits_of_the_whole_for_ops_of_a_model_s_own(kind, engine):
+def test_a_decoder_gives_the_logits_of_the_full_sequence_for_custom_ops(kind, engine):
     ids = np.arange(12, dtype=np.int32)
     with engine.realize(planned(kind)) as session:
         session.build()
@@ -155,7 +155,7 @@ class Knowing(WiderPieces):
         return x
 
 
-def test_a_decoder_of_new_ops_refuses_those_that_do_not_say_what_they_look_at():
+def test_a_decoder_rejects_custom_ops_that_do_not_declare_their_positions():
     import torch
 
     x = torch.randn(1, 1, 4)

@@ -39,7 +39,7 @@ def test_a_fresh_adamw_has_the_originals_defaults_and_no_mode():
 @pytest.mark.parametrize(
     ("adamw", "words"), [(AdamW(), "mode=None: .*from_scratch, lora"), (AdamW(mode="lorra"), r"did you mean lora\?")]
 )
-def test_a_mode_that_is_unset_or_unknown_is_refused(adamw, words):
+def test_an_unset_or_unknown_mode_is_rejected(adamw, words):
     with pytest.raises(UserError, match=words):
         adamw.hp_for_step(0)
 
@@ -72,7 +72,7 @@ def test_settings_take_mode_and_beta2_from_the_recipe(default, beta2):
     assert adamw.hp_for_step(0).shape == (7,)
 
 
-def test_who_wants_which_mode():
+def test_recipes_and_models_have_their_optimiser_mode():
     offers = load().offers
     recipes = {name: offer.cls.optim_mode for name, offer in offers["recipe"].items()}
     wanted = {"scratch": FROM_SCRATCH, "warm": FROM_SCRATCH, "vit_tiny": FROM_SCRATCH, "lora": LORA, "full": LORA}
@@ -81,7 +81,7 @@ def test_who_wants_which_mode():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_setting_comes_into_its_slot_in_both_modes(mode):
+def test_every_setting_is_passed_in_its_slot_in_both_modes(mode):
     assert AdamWOptimiser(weight_decay=0.1).with_mode(mode).adamw.hp_for_step(0)[4] == 0.1
     settings = AdamWOptimiser(beta1=0.25, beta2=0.75, eps=1e-3, weight_decay=0.1)
     slots = {FROM_SCRATCH: [0.25, 0.75], LORA: [1 / (1 - 0.25**2), 1 / (1 - 0.75**2)]}
@@ -90,7 +90,7 @@ def test_every_setting_comes_into_its_slot_in_both_modes(mode):
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
-def test_a_beta_of_0_is_taken_where_it_has_its_meaning_and_refused_where_not(name):
+def test_a_beta_of_0_is_accepted_in_lora_mode_only(name):
     """Without a memory the bias correction is 1; constant betas would multiply the moment by 0."""
     settings = AdamWOptimiser(**{name: 0.0})
     settings.check()
@@ -125,13 +125,13 @@ def test_a_chosen_beta2_wins_over_the_modes():
         ({"accumulate": 0}, "optim.accumulate=0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_name(settings, words):
+def test_invalid_settings_are_rejected_by_name(settings, words):
     with pytest.raises(UserError) as error:
         AdamWOptimiser(**settings).check()
     assert str(error.value).startswith(words)
 
 
-def test_what_a_run_records_of_its_optimiser_has_the_name_and_the_runs_rate():
+def test_the_recorded_optimiser_has_its_name_and_the_learning_rate():
     for name, offer in load().offers["optim"].items():
         recorded = offer.cls().with_mode(LORA).describe(0.02)
         assert (recorded["name"], recorded["lr"]) == (name, 0.02)
@@ -141,7 +141,7 @@ def test_the_defaults_pass_their_own_check():
     AdamWOptimiser().check()
 
 
-def test_factors_multiply_the_settings_of_their_names_and_leave_the_others():
+def test_factors_scale_only_the_settings_of_their_names():
     """A name that this rule lacks is another rule's; decay and the scale of the rate are the group's own."""
     group = Group(Lion(weight_decay=0.9, beta1=0.8, beta2=0.6), ("w",), weight_decay=0.5, lr_scale=2.0)
     assert group.numbers(3, 0.01).tolist() == pytest.approx([0.02, 1 - 0.02 * 0.5, 0.8, 0.6], rel=1e-15)
@@ -167,7 +167,7 @@ class Turning(Optimiser):
         return ops.sub(ops.scale(w, n["kept"]), ops.scale(g, n["lr"])), state
 
 
-def test_numbers_are_taken_by_their_names_and_others_are_refused():
+def test_unknown_numbers_are_rejected():
     group = Group(Turning(), ("w",), weight_decay=0.5)
     assert group.numbers(0, 0.1).tolist() == group.numbers(3, 0.1).tolist() == [0.1, 0.95]
     with pytest.raises(RunFailed, match=r"optim\.turning: its numbers at step 6 are gone, expected lr, kept"):
@@ -175,7 +175,7 @@ def test_numbers_are_taken_by_their_names_and_others_are_refused():
 
 
 @pytest.mark.parametrize("name", sorted(load().offers["optim"]))
-def test_what_a_run_records_of_its_optimiser_has_what_all_are_set_by(name):
+def test_the_recorded_optimiser_has_the_common_settings(name):
     own = {"grad_clip": 0.5, "accumulate": 2, "groups": {"w": {"lr": 0.1}}}
     recorded = load().offers["optim"][name].cls(**own).with_mode(LORA).describe(0.02)
     assert {k: recorded[k] for k in own} == own

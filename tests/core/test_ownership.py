@@ -62,7 +62,7 @@ def put(name, text="mine"):
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model-hf/weights.bin", "notes.txt", ".env", "run.lock"])
-def test_a_directory_with_anything_in_it_is_refused_with_the_name_and_what_to_type(name):
+def test_a_nonempty_run_directory_is_rejected_with_what_to_type(name):
     put(f"D/{name}")
     with pytest.raises(UserError, match=rf"D is not empty \({name.partition('/')[0]}\).*hydra\.run\.dir=\.\.\."):
         require_empty(Path("D"), "hydra.run.dir")
@@ -77,12 +77,12 @@ def test_a_base_cannot_be_overwritten_by_the_run_that_starts_from_it(capsys):
 
 
 @pytest.mark.parametrize("place", ["/", ".", ".."])
-def test_neither_the_root_nor_here_nor_above_is_a_runs_directory(place, capsys):
+def test_the_root_and_the_working_directory_are_no_run_directories(place, capsys):
     put("mine.txt")
     assert "is not empty" in refused(capsys, *NOOP, f"hydra.run.dir={place}")
 
 
-def test_a_link_counts_as_what_it_leads_to(capsys):
+def test_a_link_counts_as_its_target(capsys):
     put("full/mine.txt")
     Path("empty").mkdir()
     for name in ("full", "empty", "full/mine.txt", "nowhere"):
@@ -94,14 +94,14 @@ def test_a_link_counts_as_what_it_leads_to(capsys):
     assert Path("empty/model.gguf").exists()
 
 
-def test_what_systems_leave_in_an_empty_directory_does_not_count():
+def test_system_files_in_an_empty_directory_are_ignored():
     for name in (".DS_Store", "Thumbs.db", "lost+found", ".gitkeep"):
         put(f"D/{name}")
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     assert all(Path("D", name).read_text() == "mine" for name in (".DS_Store", "Thumbs.db", "lost+found", ".gitkeep"))
 
 
-def test_the_file_that_the_output_goes_to_does_not_count(tmp_path):
+def test_the_file_that_stdout_is_redirected_to_is_ignored(tmp_path):
     """`toyexp hydra.run.dir=D > D/out.txt`, and what a cluster keeps of a job."""
     put("D/out.txt")
     kept = os.dup(2)
@@ -117,7 +117,7 @@ def test_the_file_that_the_output_goes_to_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["log.txt", "model.gguf", "events.jsonl"])
-def test_output_that_goes_to_what_the_run_would_write_is_refused(name):
+def test_redirecting_output_to_a_file_of_the_run_is_rejected(name):
     """`mkdir D; toyexp hydra.run.dir=D > D/log.txt`."""
     put(f"D/{name}")
     kept = os.dup(2)
@@ -131,14 +131,14 @@ def test_output_that_goes_to_what_the_run_would_write_is_refused(name):
             os.close(kept)
 
 
-def test_a_directory_in_which_another_process_has_just_begun_holds_a_run():
+def test_a_directory_locked_by_another_process_counts_as_a_run():
     put("D/run.lock", "1234 on host\n")
     put("D/log.txt", "")
     with pytest.raises(UserError, match="already holds a run"):
         require_empty(Path("D"), "hydra.run.dir")
 
 
-def test_a_lock_that_a_full_disk_cut_short_leaves_an_empty_directory():
+def test_a_failed_lock_on_a_full_disk_leaves_an_empty_directory():
     for text in ("", "12", "1234 on", "1234 on host"):
         put("D/run.lock", text)
         require_empty(Path("D"), "hydra.run.dir")
@@ -148,7 +148,7 @@ def test_a_lock_that_a_full_disk_cut_short_leaves_an_empty_directory():
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "log.txt", "result.json", "model.gguf", "written.json"])
-def test_a_pipe_in_the_place_of_a_runs_file_is_named_and_not_waited_for(name, capsys):
+def test_a_pipe_at_the_path_of_a_runs_file_is_rejected_without_blocking(name, capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     Path("D", name).unlink(missing_ok=True)
     os.mkfifo(f"D/{name}")
@@ -157,7 +157,7 @@ def test_a_pipe_in_the_place_of_a_runs_file_is_named_and_not_waited_for(name, ca
     assert f"D/{name}" in (error := capsys.readouterr().err) and "is a pipe" in error
 
 
-def test_a_run_that_is_there_says_how_it_goes_on_if_it_can(capsys):
+def test_the_error_about_an_existing_run_says_how_to_resume_it(capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     line = refused(capsys, *NOOP, "hydra.run.dir=D")
     assert "already holds a run; continue it: resume=" in line and "hydra.run.dir=..." in line
@@ -166,13 +166,13 @@ def test_a_run_that_is_there_says_how_it_goes_on_if_it_can(capsys):
     assert "without a checkpoint" in line and "resume=" not in line
 
 
-def test_a_lock_alone_is_of_a_process_that_did_not_come_to_write():
+def test_a_directory_with_only_a_stale_lock_may_be_used():
     Path("D").mkdir()
     os.close(lock(Path("D")))
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
 
 
-def test_a_directory_that_cannot_be_begun_is_left_as_it_was(monkeypatch, capsys):
+def test_a_failed_start_leaves_the_directory_unchanged(monkeypatch, capsys):
     Path("D").mkdir()
     monkeypatch.setattr("toyexp.base.ownership.swap", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     assert main([*NOOP, "hydra.run.dir=D"]) == 2
@@ -180,7 +180,7 @@ def test_a_directory_that_cannot_be_begun_is_left_as_it_was(monkeypatch, capsys)
     assert not list(Path("D").iterdir())
 
 
-def test_a_sweep_begins_in_an_empty_directory_too(capsys):
+def test_a_sweep_needs_an_empty_directory_too(capsys):
     put("D/0-scratch-llama/mine.txt")
     line = refused(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D")
     assert "D is not empty (0-scratch-llama)" in line and "hydra.sweep.dir=..." in line
@@ -203,7 +203,7 @@ def test_a_resumed_run_replaces_its_own_files_and_keeps_an_edited_configuration(
     assert not [n for n in after if "tmp" in n or n.endswith(".old")]
 
 
-def test_a_run_is_not_resumed_over_what_it_did_not_write(capsys):
+def test_resume_does_not_replace_foreign_files(capsys):
     assert main([*NOOP, "callbacks=[default,hf_export]", "hydra.run.dir=D"]) == 0
     for name in ("model.gguf", "model-hf/mine.txt", "events.jsonl", "result.json"):
         path = Path("D", name)
@@ -216,7 +216,7 @@ def test_a_run_is_not_resumed_over_what_it_did_not_write(capsys):
     assert main(["resume=D", PLUGINS, "steps=6"]) == 0
 
 
-def test_a_run_that_another_process_writes_is_left_as_it_stands():
+def test_a_locked_run_is_left_unchanged():
     for name in ("config.yaml", "log.txt", LEDGER):
         put(f"D/{name}", "{}")
     held = lock(Path("D"))
@@ -229,7 +229,7 @@ def test_a_run_that_another_process_writes_is_left_as_it_stands():
     assert contents() == before
 
 
-def test_a_name_that_only_the_resumed_run_would_write_is_looked_at_too(capsys):
+def test_files_that_only_the_resumed_run_would_write_are_checked_too(capsys):
     assert main([*NOOP, "callbacks=[events]", "hydra.run.dir=D"]) == 0
     put("D/model.gguf")
     line = refused(capsys, "resume=D", PLUGINS, "steps=6", "callbacks=[events,gguf_export]")
@@ -243,7 +243,7 @@ def test_a_copied_or_renamed_run_still_knows_its_files():
     assert main(["resume=E", PLUGINS, "steps=6"]) == 0
 
 
-def test_a_file_that_comes_during_a_run_fails_its_export_and_stays():
+def test_a_file_that_appears_during_a_run_is_kept_and_the_export_fails():
     run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
     put("model.gguf")
     refusal = r"model.gguf: could not be written: .* was not written by this run"
@@ -252,7 +252,7 @@ def test_a_file_that_comes_during_a_run_fails_its_export_and_stays():
     assert contents() == {"model.gguf": b"mine"}
 
 
-def test_what_is_left_beside_an_export_replaces_no_file_of_others():
+def test_an_export_keeps_foreign_files_beside_it():
     run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
     put("model-f32.gguf")
     with run.output(Path("model.gguf").absolute()) as place:
@@ -262,7 +262,7 @@ def test_what_is_left_beside_an_export_replaces_no_file_of_others():
     assert found == {"model.gguf": b"ours", "model-f16.gguf": b"ours", "model-f32.gguf": b"mine"}
 
 
-def test_a_link_to_a_folder_is_replaced_itself_and_nothing_is_left_beside_it():
+def test_a_link_to_a_directory_is_replaced_without_leftovers():
     put("theirs/mine.txt")
     put("new", "ours")
     Path("model.gguf").symlink_to("theirs")
@@ -270,7 +270,7 @@ def test_a_link_to_a_folder_is_replaced_itself_and_nothing_is_left_beside_it():
     assert contents() == {"theirs": None, "theirs/mine.txt": b"mine", "model.gguf": b"ours"}
 
 
-def test_a_kill_between_note_and_file_leaves_both_contents_known(monkeypatch):
+def test_after_a_kill_between_ledger_and_file_both_contents_are_owned(monkeypatch):
     root, name = Path.cwd(), Path.cwd() / "model.gguf"
     for text, dies in (("one", False), ("two", True)):
         ledger = Ledger.open(root)
@@ -291,13 +291,13 @@ def test_a_kill_between_note_and_file_leaves_both_contents_known(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model.gguf": "x"}', '{"model.gguf": [1]}', "[" * 100_000])
-def test_a_damaged_record_of_what_was_written_is_named(text):
+def test_a_damaged_ledger_is_named(text):
     put(LEDGER, text)
     with pytest.raises(UserError, match=f"{LEDGER}: is damaged"):
         Ledger.open(Path.cwd())
 
 
-def test_a_checkpoint_to_which_someone_added_a_file_is_neither_removed_nor_replaced():
+def test_a_checkpoint_with_a_foreign_file_is_neither_removed_nor_replaced():
     assert main([*NOOP, "hydra.run.dir=D", "checkpoint_keep=1"]) == 0
     put("D/checkpoints/step-4/notes.txt")
     assert main(["resume=D", PLUGINS, "steps=12"]) == 0
@@ -305,7 +305,7 @@ def test_a_checkpoint_to_which_someone_added_a_file_is_neither_removed_nor_repla
     assert sorted(p.name for p in Path("D/checkpoints").iterdir()) == ["step-12", "step-4"]
 
 
-def test_an_export_replaces_no_link_unless_told_to(capsys):
+def test_an_export_replaces_links_only_with_force(capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     Path("out.gguf").symlink_to("nowhere.gguf")
     Path("out-hf").symlink_to("nowhere")
@@ -316,7 +316,7 @@ def test_an_export_replaces_no_link_unless_told_to(capsys):
 # -- files of others --------------------------------------------------------------------------------------------------
 
 
-def test_an_experiment_from_elsewhere_does_not_choose_where_something_is_written(capsys):
+def test_a_shared_experiment_file_cannot_choose_the_output_directory(capsys):
     put("theirs/experiment/plain.yaml", "# @package _global_\nhydra: {run: {dir: chosen}}\n")
     put("theirs/experiment/swept.yaml", "# @package _global_\nhydra: {sweep: {dir: chosen}}\n")
     for name, key in (("plain", "run"), ("swept", "sweep")):
@@ -329,7 +329,7 @@ def test_an_experiment_from_elsewhere_does_not_choose_where_something_is_written
 
 
 @pytest.mark.parametrize("name", ["link", "link/below"])
-def test_a_link_to_nothing_is_called_one(capsys, name):
+def test_a_dangling_link_is_reported(capsys, name):
     Path("link").symlink_to("gone")
     assert "link: is a link to gone, which does not exist" in refused(capsys, *NOOP, f"hydra.run.dir={name}")
     assert not Path("gone").exists()
@@ -369,7 +369,7 @@ LINKED = ("run.lock", "log.txt", "events.jsonl", "config.yaml", "result.json", "
 
 @pytest.mark.parametrize("kind", ["file", "nothing", "folder"])
 @pytest.mark.parametrize("name", LINKED)
-def test_a_link_in_a_run_is_refused_before_anything_is_written(name, kind, run_of_a_stranger, capsys):
+def test_a_link_in_a_run_is_rejected_before_anything_is_written(name, kind, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     put_link(Path("D", name), kind)
     line = refused(capsys, "resume=D", PLUGINS, "steps=9", "checkpoint_every=1")
@@ -379,7 +379,7 @@ def test_a_link_in_a_run_is_refused_before_anything_is_written(name, kind, run_o
 
 
 @pytest.mark.parametrize("name", RUN_DIRECTORIES)
-def test_a_file_in_the_place_of_a_folder_of_a_run_or_sweep_is_refused(name, run_of_a_stranger, capsys):
+def test_a_file_at_the_path_of_a_runs_directory_is_rejected(name, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     shutil.rmtree(Path("D", name), ignore_errors=True)
     put(f"D/{name}")
@@ -390,14 +390,14 @@ def test_a_file_in_the_place_of_a_folder_of_a_run_or_sweep_is_refused(name, run_
 
 
 @pytest.mark.parametrize("name", ["run.lock", "log.txt", "events.jsonl"])
-def test_a_file_that_grows_and_has_a_second_name_is_refused(name, run_of_a_stranger, capsys):
+def test_an_appended_file_with_a_hard_link_is_rejected(name, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     os.link(f"D/{name}", "mine")
     line = refused(capsys, "resume=D", PLUGINS, "steps=9")
     assert f"D/{name}" in line and "hard link" in line
 
 
-def test_processes_that_ask_whether_a_directory_is_written_do_not_refuse_each_other():
+def test_concurrent_lock_checks_do_not_block_each_other():
     Path("D").mkdir()
     os.close(lock(Path("D")))
     with open("D/run.lock") as file:
@@ -407,7 +407,7 @@ def test_processes_that_ask_whether_a_directory_is_written_do_not_refuse_each_ot
             lock(Path("D"))
 
 
-def test_without_fcntl_as_on_windows_a_directory_is_locked_and_its_owners_name_can_be_read(tmp_path, monkeypatch):
+def test_without_fcntl_a_directory_can_be_locked_and_its_owner_is_known(tmp_path, monkeypatch):
     """There a locked byte can neither be read nor written by others, so it lies behind the name."""
     taken = {}
 
@@ -431,7 +431,7 @@ def test_without_fcntl_as_on_windows_a_directory_is_locked_and_its_owners_name_c
 
 
 @pytest.mark.parametrize("name", ["logs/0.log", "study.log", "sweep.jsonl"])
-def test_a_file_of_a_sweep_that_grows_and_has_a_second_name_is_refused(name):
+def test_an_appended_file_of_a_sweep_with_a_hard_link_is_rejected(name):
     Path("S/logs").mkdir(parents=True)
     Path("S/summary.md").write_text("mine")
     os.link("S/summary.md", "copied.md")  # which a sweep replaces, and does not change where it is
@@ -442,7 +442,7 @@ def test_a_file_of_a_sweep_that_grows_and_has_a_second_name_is_refused(name):
         require_inside(Path("S"))
 
 
-def test_a_ledger_that_calls_any_file_the_runs_own_lets_none_be_cut(run_of_a_stranger, capsys):
+def test_a_forged_ledger_does_not_allow_truncating_other_files(run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     put("thesis.txt", "mine\n" * 1000)
     Path("D/events.jsonl").unlink()
@@ -451,7 +451,7 @@ def test_a_ledger_that_calls_any_file_the_runs_own_lets_none_be_cut(run_of_a_str
     assert "D/events.jsonl" in refused(capsys, "resume=D", PLUGINS, "steps=9", "callbacks=[events]")
 
 
-def test_hidden_links_that_a_killed_process_could_have_left_are_removed_and_not_followed(run_of_a_stranger):
+def test_links_with_temporary_names_are_removed_and_not_followed(run_of_a_stranger):
     shutil.copytree(run_of_a_stranger, "D")
     put("outside/config.yaml")
     for name in (f".tmp-{os.getpid()}", f".written.json.{os.getpid()}.tmp"):
@@ -461,7 +461,7 @@ def test_hidden_links_that_a_killed_process_could_have_left_are_removed_and_not_
     assert contents("outside") == {"outside/config.yaml": b"mine"}
 
 
-def test_links_above_a_run_are_the_users_own(capsys):
+def test_links_in_parent_directories_are_followed(capsys):
     Path("disk").mkdir()
     Path("outputs").symlink_to("disk")
     assert main([*NOOP, "hydra.run.dir=outputs/D"]) == 0
@@ -478,9 +478,7 @@ def test_links_above_a_run_are_the_users_own(capsys):
         ("hydra.sweep.dir", ("sweep.json",)),
     ],
 )
-def test_of_a_directory_that_another_process_writes_its_process_is_named_and_nobody_is_told_to_remove_it(
-    key, files, capsys
-):
+def test_the_error_about_a_locked_directory_names_the_process_and_not_rm(key, files, capsys):
     for name in files:
         put(f"D/{name}")
     held = lock(Path("D"))
@@ -493,7 +491,7 @@ def test_of_a_directory_that_another_process_writes_its_process_is_named_and_nob
 
 
 @pytest.mark.parametrize("resume", ["resume=outputs/D", "resume=auto"])
-def test_a_checkpoint_of_a_newer_format_is_refused_and_kept(resume, run_of_a_stranger, capsys):
+def test_a_checkpoint_of_a_newer_format_is_rejected_and_kept(resume, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "outputs/D")
     manifest = Path("outputs/D/checkpoints/step-4/manifest.json")
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
@@ -505,7 +503,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_kept(resume, run_of_a_str
     assert "step-4: has format 2" in line and "update toyexp" in line
 
 
-def test_a_sweep_inside_the_directory_of_a_run_is_refused(run_of_a_stranger, capsys):
+def test_a_sweep_inside_a_run_directory_is_rejected(run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     for words in ([], ["--dry-run"]):
         line = refused(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D/more/s", *words)
@@ -513,7 +511,7 @@ def test_a_sweep_inside_the_directory_of_a_run_is_refused(run_of_a_stranger, cap
     assert main([*NOOP, "hydra.run.dir=D/more/run"]) == 0  # a single run may be there
 
 
-def test_a_file_of_a_run_that_cannot_be_read_is_not_called_somebody_elses(run_of_a_stranger, capsys, monkeypatch):
+def test_an_unreadable_file_of_a_run_is_not_called_foreign(run_of_a_stranger, capsys, monkeypatch):
     shutil.copytree(run_of_a_stranger, "D")
     put("D/events.jsonl")
 
@@ -526,7 +524,7 @@ def test_a_file_of_a_run_that_cannot_be_read_is_not_called_somebody_elses(run_of
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".svg", "loop/x.svg", "closed/x.svg", "none/x.svg"])
-def test_a_place_that_cannot_be_written_is_bad_input_before_any_work(name, monkeypatch):
+def test_an_unwritable_path_is_a_user_error_before_any_work(name, monkeypatch):
     Path("loop").symlink_to("loop")
     Path("closed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed")
@@ -535,7 +533,7 @@ def test_a_place_that_cannot_be_written_is_bad_input_before_any_work(name, monke
     require_writable("--to x", Path("here.svg"))
 
 
-def test_a_disk_that_fills_while_a_page_or_picture_is_written_is_a_failure(monkeypatch):
+def test_a_full_disk_while_writing_a_page_or_plot_is_a_failure(monkeypatch):
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -64,7 +64,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", BREAKAGES)
-def test_a_broken_package_is_one_line_with_the_reason_each_time(package, how):
+def test_a_broken_package_gives_one_line_with_the_reason_each_time(package, how):
     source, words = BREAKAGES[how]
     name = package(source)
     said = []
@@ -80,7 +80,7 @@ def test_a_broken_package_is_one_line_with_the_reason_each_time(package, how):
     assert said[0].endswith("); reinstall it: pip install --force-reinstall Some-Package")
 
 
-def test_a_missing_package_says_how_to_install_it_and_is_found_once_it_is_there(tmp_path, monkeypatch):
+def test_a_missing_package_names_its_install_command_and_is_found_once_installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(Unavailable) as error, require_package("comes_later", "pip install 'toyexp[later]'"):
         import comes_later
@@ -92,7 +92,7 @@ def test_a_missing_package_says_how_to_install_it_and_is_found_once_it_is_there(
     assert comes_later.value == 3
 
 
-def test_an_interruption_in_the_middle_of_an_import_is_no_broken_package(package):
+def test_an_interrupted_import_does_not_count_as_a_broken_package(package):
     name = package("")
     with pytest.raises(Interrupted), require_package(name, ""):
         try:
@@ -126,7 +126,7 @@ def test_a_signal_waits_for_the_end_of_an_import(package):
     assert twice not in sys.modules
 
 
-def test_a_signal_in_an_import_that_ends_all_work_is_not_sent_to_whoever_comes_next(package):
+def test_a_signal_during_an_import_is_not_delivered_to_a_later_handler(package):
     name, heard = package(SIGNALLED), []
     with catch_signals() as signals:
         __import__(name)
@@ -143,13 +143,13 @@ def test_a_signal_in_an_import_that_ends_all_work_is_not_sent_to_whoever_comes_n
         ("callbacks.export.type=q4_k is written by another", "callbacks.export.type=q4_k is written by another"),
     ],
 )
-def test_who_needs_what_is_not_here_is_named_once(reason, told):
+def test_plugins_with_missing_packages_are_named_once(reason, told):
     with pytest.raises(Unavailable) as found, prefix_unavailable("callbacks.export"):
         raise Unavailable(reason)
     assert str(found.value) == told
 
 
-def test_a_package_that_may_end_its_process_is_tried_in_another(tmp_path, monkeypatch):
+def test_a_package_that_may_crash_is_tried_in_a_subprocess(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     sources = {"aborts": "import os; os.abort()", "raises": f"raise {LIBRARY}", "works": "", "is_gone": None}
@@ -174,7 +174,7 @@ class Faulty(NullEngine):
         raise OSError("libdriver.so: too old")
 
 
-def test_an_engine_whose_check_raises_anything_is_not_here():
+def test_an_engine_whose_check_raises_is_unavailable():
     with pytest.raises(Broken, match=r"^its check failed \(OSError: libdriver\.so: too old\)$"):
         check_engine(Faulty())
 
@@ -197,7 +197,7 @@ def engine(name, check):
         (True, "0", " (auto)"),
     ],
 )
-def test_auto_names_an_engine_after_it_for_which_the_environment_names_gpus(monkeypatch, on_gpu, visible, told):
+def test_auto_notes_a_later_engine_if_the_environment_lists_gpus(monkeypatch, on_gpu, visible, told):
     registry = load(installed=[])
     for priority, (name, is_gpu) in enumerate({"taken": on_gpu, "later": True, "other": True}.items()):
         cls = engine(name, "a device")
@@ -207,7 +207,7 @@ def test_auto_names_an_engine_after_it_for_which_the_environment_names_gpus(monk
     assert pick_engine({"name": "auto"}, registry)[1] == f"taken: a device{told}"
 
 
-def test_auto_says_which_engines_it_passed_over_and_what_is_broken():
+def test_auto_reports_skipped_and_broken_engines():
     registry = load(installed=[])
     lame = Broken("xlib is installed but cannot be loaded (OSError: no)", "install it again")
     checks = {"best": lame, "good": Unavailable("no such device"), "fair": Broken("its check failed (X: y)"),
@@ -263,7 +263,7 @@ def beside(tmp_path):
     return run
 
 
-def test_auto_takes_the_next_engine_when_torch_cannot_be_loaded_and_says_so(beside, tmp_path):
+def test_auto_takes_the_next_engine_if_torch_cannot_be_imported(beside, tmp_path):
     done = beside(["torch"], *SMOKE)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("engine ")]
@@ -271,7 +271,7 @@ def test_auto_takes_the_next_engine_when_torch_cannot_be_loaded_and_says_so(besi
     assert "cuda, cpu: torch is installed but cannot be loaded (OSError: libnothing.so.1" in line
 
 
-def test_where_the_packages_of_all_engines_are_missing_auto_says_what_to_install(tmp_path):
+def test_without_packages_for_any_engine_auto_says_what_to_install(tmp_path):
     gone = "import sys; sys.modules |= dict.fromkeys(['torch', 'ggml'])"
     code = [gone, "from toyexp.cli.main import main", "sys.exit(main())"]
     done = subprocess.run([sys.executable, "-c", "; ".join(code)], cwd=tmp_path, capture_output=True, text=True)
@@ -291,7 +291,7 @@ def test_where_the_packages_of_all_engines_are_missing_auto_says_what_to_install
         (["torch", "ggml"], "auto", ["engine=auto: no engine works here; torch is", "; ggml-python is", "doctor"]),
     ],
 )
-def test_a_named_engine_that_cannot_be_loaded_is_refused_with_the_reason(beside, tmp_path, names, asked, words):
+def test_a_named_engine_that_cannot_be_loaded_is_rejected_with_the_reason(beside, tmp_path, names, asked, words):
     done = beside(names, *SMOKE, *f"engine={asked}".split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("toyexp: error: ") and done.stderr.count("\n") == 1
@@ -300,7 +300,7 @@ def test_a_named_engine_that_cannot_be_loaded_is_refused_with_the_reason(beside,
     assert not (tmp_path / "run").exists()
 
 
-def test_doctor_has_a_line_about_everything_that_is_broken(beside):
+def test_doctor_lists_everything_that_is_broken(beside):
     done = beside([name for name in FAKES if name != "numpy"], "doctor")
     assert (done.returncode, done.stderr) == (0, "")
     for pattern in (
@@ -326,7 +326,7 @@ def test_plugins_lists_everything_and_says_which_engines_are_broken(beside):
     assert "\nnot here: engine=cuda,cpu: torch is installed but cannot be loaded (OSError: libnothing" in done.stdout
 
 
-def test_a_requirement_that_cannot_be_loaded_is_one_line_too(beside, tmp_path):
+def test_a_broken_requirement_gives_one_line_too(beside, tmp_path):
     (tmp_path / "book.txt").write_text("of all that could be written, only this was\n" * 99)
     words = ["data=text", "data.path=book.txt", "data.tokenizer=bpe", "engine=ggml", "hydra.run.dir=run"]
     done = beside(["tokenizers"], *words)
@@ -338,7 +338,7 @@ def test_a_requirement_that_cannot_be_loaded_is_one_line_too(beside, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_numpy_that_cannot_be_loaded_is_one_line_of_any_command(beside):
+def test_a_broken_numpy_gives_one_line_in_any_command(beside):
     done = beside(["numpy"], "describe", "model.gguf")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(
@@ -347,17 +347,17 @@ def test_a_numpy_that_cannot_be_loaded_is_one_line_of_any_command(beside):
     assert done.stderr.count("\n") == 1
 
 
-def test_the_reason_of_a_users_own_error_is_its_words():
+def test_the_reason_of_a_user_error_is_its_message():
     assert explain_import_error(UserError("it says\nwhat is wrong")) == "it says what is wrong"
 
 
-def test_a_module_that_was_asked_for_by_its_name_is_imported_by_no_line():
+def test_a_missing_module_named_by_the_user_has_no_source_line():
     with pytest.raises(UserError) as refused:
         load(["plain_sgdd"])
     assert str(refused.value) == "plugins=[plain_sgdd]: there is no module plain_sgdd"
 
 
-def test_a_module_that_stands_in_its_packages_folder_is_found_there(tmp_path, monkeypatch):
+def test_a_module_inside_its_package_directory_is_suggested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toyexp-pairs").mkdir()
     (tmp_path / "toyexp-pairs/toyexp_pairs.py").write_text("")

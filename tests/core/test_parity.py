@@ -21,7 +21,7 @@ def differences(ours, theirs):
     return {t.name: t for t in tensor_differences(ours, theirs)}
 
 
-def test_the_differences_are_those_computed_by_hand():
+def test_differences_match_values_computed_by_hand():
     reference = measured({"w": [1, 1]}, {"w": [3, 4]}, {"w": [1, 3]})
     other = measured({"w": [1, 1]}, {"w": [3, 5]}, {"w": [1.5, 3]})
     found = differences(other, reference)["w"]
@@ -31,7 +31,7 @@ def test_the_differences_are_those_computed_by_hand():
     assert found.of_norm == pytest.approx(0.5 / math.sqrt(10))
 
 
-def test_losses_differ_absolutely_and_relatively():
+def test_losses_have_absolute_and_relative_differences():
     found = loss_difference([4.0, 2.5, 1.0], [4.0, 2.0, 0.8])
     assert found.largest == pytest.approx(0.5)
     assert found.mean == pytest.approx(0.7 / 3)
@@ -39,7 +39,7 @@ def test_losses_differ_absolutely_and_relatively():
     assert found.mean_relative == pytest.approx(0.5 / 3)
 
 
-def test_gradients_that_are_zero_in_both_are_equal_and_in_one_are_not():
+def test_gradients_that_are_zero_on_one_engine_only_differ():
     zero, some = {"w": [0, 0], "v": [1, 1]}, {"w": [0, 1], "v": [1, 1]}
     both = differences(measured(zero, zero, zero), measured(zero, zero, zero))["w"]
     assert (both.gradient, both.cosine, both.weights, both.of_norm) == (0, 1, 0, 0)
@@ -48,7 +48,7 @@ def test_gradients_that_are_zero_in_both_are_equal_and_in_one_are_not():
     assert one.cosine == 0
 
 
-def test_a_tensor_that_only_rounding_moves_counts_for_nothing():
+def test_a_tensor_moved_only_by_rounding_does_not_count():
     """As the bias of the keys without rope: its gradient is noise, of which AdamW makes steps all the same."""
     start = {"w": [0] * 4, "bias": [0] * 4}
     reference = measured(start, {"w": [1] * 4, "bias": [1e-8] * 4}, {"w": [0.1] * 4, "bias": [0.05] * 4})
@@ -63,7 +63,7 @@ def test_a_tensor_that_only_rounding_moves_counts_for_nothing():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_no_number_is_infinitely_far(bad):
+def test_nan_is_infinitely_far(bad):
     fine = {"w": [1, 1], "v": [1, 1]}
     broken = {"w": [1, bad], "v": [1, 1]}
     for ours, theirs in ((broken, fine), (fine, broken), (broken, broken)):
@@ -94,7 +94,7 @@ def test_equal_engines_are_within_zero_and_nothing_is_written(tmp_path, capsys):
     assert {p.name for p in tmp_path.iterdir()} <= {"book.txt", "cache"}
 
 
-def test_a_loss_that_is_no_number_exceeds_and_the_json_stays_strict(capsys):
+def test_a_nan_loss_exceeds_the_tolerance_and_the_json_is_valid(capsys):
     assert main([*LINE, "engine=noop,noop:nan_at=3", "steps=4", "--json"]) == 1
     out, err = capsys.readouterr()
     report = json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
@@ -141,7 +141,7 @@ def register_engines(register):
 """
 
 
-def test_two_engines_are_held_to_the_coarser_of_what_they_round_to(tmp_path, capsys):
+def test_the_tolerance_is_that_of_the_less_precise_engine(tmp_path, capsys):
     """Its tolerances are those of the report, but for what was asked for."""
     (tmp_path / "rounding_engine.py").write_text(ROUNDING)
     line = [LINE[0], "plugins=[rounding_engine]", *LINE[2:], "steps=1"]

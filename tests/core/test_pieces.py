@@ -92,14 +92,14 @@ def test_every_tokenizer_gives_the_same_ids_in_pieces(name):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "spm"])
-def test_no_piece_ends_within_or_behind_a_token_that_is_found_as_it_is_spelled(name):
+def test_no_piece_ends_inside_or_after_a_special_token(name):
     tokenizer = TOKENIZERS[name]()
     text = "<b> word\n<b>the café<b>\n" * 400
     places = [*tokenizer.cuts(text)]
     assert places and not any("<b>" in text[place - 3 : place + 2] for place in places)
 
 
-def test_documents_begin_and_end_once_however_many_pieces_they_have(monkeypatch):
+def test_start_and_end_tokens_are_added_once_per_document(monkeypatch):
     tokenizer = sentencepiece()
     text = PROSE * 100
     whole = tokenizer.encode(text).tolist()
@@ -110,7 +110,7 @@ def test_documents_begin_and_end_once_however_many_pieces_they_have(monkeypatch)
     assert np.concatenate(found).tolist() == [tokenizer.bos, *whole, tokenizer.eos] * 2
 
 
-def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch, capsys):
+def test_a_text_that_cannot_be_cut_is_one_piece_with_a_note(monkeypatch, capsys):
     monkeypatch.setattr(pieces, "LARGE", 1 << 12)
     text, superbpe = "no number in it. " * 3000, PRE_TOKENIZERS["superbpe"]
     assert [part.text for part in split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
@@ -120,7 +120,7 @@ def test_a_text_without_a_place_to_cut_is_one_piece_and_that_is_said(monkeypatch
         list(split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10))
 
 
-def test_behind_a_stretch_without_a_place_to_cut_pieces_are_small_again():
+def test_pieces_are_small_again_after_an_uncuttable_stretch():
     text = "a" * 20_000 + " word" * 8000
     first, *others = (part.text for part in split_text(in_chunks(text, 0), PRE_TOKENIZERS["gpt-2"].cuts, size=2000))
     assert len(first) > 20_000 and len(others) > 9 and max(map(len, others)) <= 4000

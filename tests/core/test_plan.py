@@ -49,7 +49,7 @@ def without(name):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_plan_that_cannot_work_is_refused_by_name(changes, words):
+def test_an_invalid_plan_is_rejected_by_name(changes, words):
     with pytest.raises(UserError) as error:
         plan(**changes)
     for word in ("plan", *words):
@@ -67,7 +67,7 @@ def test_a_plan_that_cannot_work_is_refused_by_name(changes, words):
     ],
     ids=["plain", "adapters", "dropout", "sizes", "wide types"],
 )
-def test_a_plan_that_can_work_is_taken(changes):
+def test_a_valid_plan_is_accepted(changes):
     assert plan(**changes).rows == changes.get("rows", 3)
 
 
@@ -76,7 +76,7 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     assert decays == {"x": True, "w": True, "b": False}
 
 
-def test_what_trains_is_found_by_name_and_flag():
+def test_trainable_tensors_are_selected_by_name_and_flag():
     frozen = op_plan("bias", frozen=True)
     assert [t.name for t in frozen.trainable] == ["w", "b"]
     assert frozen.tensor("b").size == 8
@@ -84,12 +84,12 @@ def test_what_trains_is_found_by_name_and_flag():
         frozen.tensor("c")
 
 
-def test_values_of_another_shape_than_their_tensors_are_refused():
+def test_values_of_the_wrong_shape_are_rejected():
     with pytest.raises(UserError, match=r"w: expected shape \[8, 8\], got \[3, 8\]"):
         plan().initial_values(PlanTensor("w", (8, 8), ArrayValues(np.ones((3, 8), np.float32))))
 
 
-def test_initial_values_depend_on_the_seed_and_the_name_alone():
+def test_initial_values_depend_only_on_the_seed_and_the_name():
     first = op_plan("swiglu")
     w = first.tensor("w")
     moved = dataclasses.replace(first, tensors=first.tensors[::-1])
@@ -98,7 +98,7 @@ def test_initial_values_depend_on_the_seed_and_the_name_alone():
     assert (first.initial_values(w) != first.initial_values(dataclasses.replace(w, name="v"))).all()
 
 
-def test_dropout_without_its_batch_is_refused():
+def test_dropout_without_masks_in_the_batch_is_rejected():
     drops = plan(adapters=(LoraAdapter("w", 1.0, 0.1),), inputs={**INPUTS, **MASK})
     values = {t.name: drops.initial_values(t) for t in drops.tensors}
     assert [a.mask for a in drops.dropout_adapters] == ["w.dropout"]
@@ -108,7 +108,7 @@ def test_dropout_without_its_batch_is_refused():
     assert drops.params(values, {**op_batch(), "w.dropout": mask})["w"].low_rank.dropout is mask
 
 
-def test_a_file_of_adapters_holds_one_alpha():
+def test_an_adapter_file_has_one_alpha():
     pairs = [PlanTensor(f"p.lora_{x}", shape, Constant(0.5)) for x, shape in (("a", (4, 8)), ("b", (8, 4)))]
     tensors = (*TENSORS, *PAIR, *pairs)
     assert shared_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 1.0)))) == 4.0
@@ -135,12 +135,12 @@ class Licensed(Constant):
         (("", "", ""), {}),
     ],
 )
-def test_what_one_file_says_is_passed_on_and_of_files_that_differ_nothing(licences, said):
+def test_a_licence_is_inherited_only_if_all_files_agree(licences, said):
     tensors = [PlanTensor(t.name, t.shape, Licensed(0.5, said)) for t, said in zip(TENSORS, licences, strict=True)]
     assert inherited_metadata(plan(tensors=tuple(tensors))) == said
 
 
-def test_a_snapshot_of_another_optimiser_says_what_both_keep():
+def test_a_snapshot_of_another_optimiser_is_rejected_with_both_states():
     wanted = plan()
     arrays = {name: np.zeros(shape) for name, shape in state_shapes(wanted).items()}
     assert state_misfit(wanted, arrays) is None

@@ -49,7 +49,7 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_picture_of_runs_says_what_was_swept_and_how_each_choice_ended(grid, capsys):
+def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     words = drawn(capsys, str(grid / "runs"), "curves.svg")
     assert "recipe scratch, warm × lr 0.001, 0.003, 0.01, 0.5 × 4 seeds" in words
     common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not complete"
@@ -83,7 +83,7 @@ def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
         assert line.deviation[at] == pytest.approx(np.std([curve[at] for curve in done], ddof=1))
 
 
-def test_the_picture_can_be_told_apart_without_colour_and_fills_its_paper(grid, capsys):
+def test_curves_are_distinguishable_without_colour_and_fill_the_page(grid, capsys):
     assert main(["compare", str(grid / "runs"), "--plot", "curves.png"]) == 0
     picture = imread("curves.png")
     assert picture.shape[1] == 1200 and 0.02 < (picture[..., :3] < 0.99).any(axis=-1).mean() < 0.4
@@ -93,7 +93,7 @@ def test_the_picture_can_be_told_apart_without_colour_and_fills_its_paper(grid, 
     assert greys[2] - greys[0] > 0.1
 
 
-def test_of_many_points_the_best_have_colours_and_the_others_are_grey_and_counted(tmp_path, capsys):
+def test_of_many_points_only_the_best_are_coloured(tmp_path, capsys):
     for number in range(30):
         write_run(tmp_path / f"runs/{number}", steps=5, lr=1e-3 * (number + 1), held_out=2.0 + number / 10)
     words = drawn(capsys, "runs", "curves.svg")
@@ -104,7 +104,7 @@ def test_of_many_points_the_best_have_colours_and_the_others_are_grey_and_counte
         assert colour.lower() in Path("curves.svg").read_text().lower()
 
 
-def test_one_run_and_runs_that_hold_nothing_out_are_drawn_too(tmp_path, capsys):
+def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
     write_run(tmp_path / "one", steps=50)
     assert "scratch-llama" in drawn(capsys, "one", "one.svg")
     for name, lr in (("a", 1e-3), ("b", 3e-3)):
@@ -119,7 +119,7 @@ def test_one_run_and_runs_that_hold_nothing_out_are_drawn_too(tmp_path, capsys):
     assert "smoothed train loss" in drawn(capsys, "none", "none.svg")
 
 
-def test_any_name_and_any_number_makes_a_picture_that_can_be_read(tmp_path, capsys):
+def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):
     """Letters without a picture in the font, a terminal's codes, formulas; a loss of 0, one that explodes, no steps."""
     names = ("$x_1", "\u65e5\u672c", "a\x1b[3m--><b>", "x" * 300)
     for number, (name, held_out) in enumerate(zip(names, (0.0, -3.0, 700.0, float("nan")), strict=True)):
@@ -145,7 +145,7 @@ def search_of(place, scores, metric="loss"):
 
 
 @pytest.mark.parametrize(("metric", "best"), [("loss", 7), ("accuracy", 9)])
-def test_a_search_is_its_scores_by_trial_with_the_best_so_far_and_by_each_setting(tmp_path, capsys, metric, best):
+def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metric, best):
     scores = [3.0, 2.5, 2.9, 5.0, 2.2, None, 2.6, 1.75, 2.0, 90.0]
     trials = search_of(tmp_path / "s", scores, metric)
     words = drawn(capsys, "s", "search.svg")
@@ -163,7 +163,7 @@ def test_a_search_is_its_scores_by_trial_with_the_best_so_far_and_by_each_settin
         assert "1 beyond the edge, up to 90" in words
 
 
-def test_long_names_below_a_panel_of_a_search_are_turned_so_that_they_do_not_overlap(tmp_path):
+def test_long_labels_of_a_search_are_rotated_to_avoid_overlap(tmp_path):
     search_of(tmp_path / "s", [3.0, 2.0, 2.5, 1.0])
     file = tmp_path / "s/search.json"
     for names, turned in ((("adamw", "lion"), 0), (("adafactor_factored", "muon_nesterov_long"), 30)):
@@ -175,7 +175,7 @@ def test_long_names_below_a_panel_of_a_search_are_turned_so_that_they_do_not_ove
         assert {label.get_rotation() for label in axes.get_xticklabels()} == {turned}
 
 
-def test_a_value_that_no_float_holds_is_drawn_as_a_word(tmp_path, capsys):
+def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
     search_of(tmp_path / "s", [3.0, 2.0])
     told = json.loads((tmp_path / "s/search.json").read_text())
     told["trials"][0]["values"]["lr"] = 10**400
@@ -183,7 +183,7 @@ def test_a_value_that_no_float_holds_is_drawn_as_a_word(tmp_path, capsys):
     assert "best 2, trial 1" in " ".join(drawn(capsys, "s", "search.svg"))
 
 
-def test_runs_of_a_search_that_are_chosen_are_compared_as_curves(tmp_path, capsys):
+def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
     search_of(tmp_path / "s", [3.0, 2.0])
     assert "held-out loss at the end" in drawn(capsys, "s", "lr>0", "curves.svg")
     (tmp_path / "s/search.json").write_text('{"trials": [{"trial": "x"}]}')
@@ -201,7 +201,7 @@ def test_runs_of_a_search_that_are_chosen_are_compared_as_curves(tmp_path, capsy
         (["--plot", "a.svg", "--csv"], "--plot a.svg --csv: are two answers"),
     ],
 )
-def test_what_cannot_be_drawn_is_told_in_a_line_and_nothing_is_replaced(grid, tmp_path, capsys, words, told):
+def test_an_impossible_plot_gives_one_line_and_replaces_nothing(grid, tmp_path, capsys, words, told):
     (tmp_path / "theirs.svg").write_text("<svg>mine</svg>")
     (tmp_path / "folder.svg").mkdir()
     (tmp_path / "link.svg").symlink_to(tmp_path / "not-there.svg")
@@ -212,14 +212,14 @@ def test_what_cannot_be_drawn_is_told_in_a_line_and_nothing_is_replaced(grid, tm
     assert sorted(tmp_path.iterdir()) == before and (tmp_path / "theirs.svg").read_text() == "<svg>mine</svg>"
 
 
-def test_a_picture_that_toyexp_drew_is_drawn_anew(grid, capsys):
+def test_a_plot_written_by_toyexp_is_replaced(grid, capsys):
     for name in ("a.svg", "a.png", "a.pdf"):
         for _ in range(2):
             assert main(["compare", str(grid / "runs"), "--plot", name]) == 0
         assert is_own_plot(Path(name))
 
 
-def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_path, capsys):
+def test_a_sweep_with_plots_writes_a_plot_and_replaces_no_foreign_file(tmp_path, capsys):
     assert main([*SWEEP, "callbacks=[events,plots]", "hydra.sweep.dir=s"]) == 0
     out = capsys.readouterr().out
     assert "plot    s/plots/sweep.png\nplot    s/plots/sweep.svg\n" in out
@@ -231,7 +231,7 @@ def test_a_sweep_with_plots_leaves_its_picture_and_replaces_none_of_others(tmp_p
     assert "plot    none: " in capsys.readouterr().out and (tmp_path / "s/plots/sweep.png").read_bytes() == b"theirs"
 
 
-def test_a_sweep_without_plots_leaves_none_and_never_loads_matplotlib(tmp_path):
+def test_a_sweep_without_plots_never_imports_matplotlib(tmp_path):
     words = [*SWEEP, "callbacks=[events]", "hydra.sweep.dir=s"]
     program = f"import sys, toyexp.cli.main as c; c.main({words!r}); print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -131,7 +131,8 @@ def _check_settings(request: Request) -> list[str]:
     keys = [o.key_or_group for o in request.settings]
     for key in keys:
         if key.split(".")[0] not in ALLOWED and key != "model.context":
-            raise UserError(f"eval {key}: the model comes from its file; allowed: model.context, {', '.join(ALLOWED)}")
+            allowed = ", ".join(("model.context", *ALLOWED))
+            raise UserError(f"eval {key}: the model comes from its file; eval takes {allowed}")
     return keys
 
 

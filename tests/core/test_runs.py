@@ -731,7 +731,7 @@ def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
     runs = [
         read_run(write_run(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))
     ]
-    whole = Comparison.build(runs, pooled=True)
+    whole = Comparison.build(runs, pool=True)
     whole.selection_notes = ["not asked: d"]
     best = whole.best(2)
     assert best.pool and best.total_runs == 3 and len(best.entries) == 2

@@ -67,32 +67,32 @@ class Comparison:
     )  # runs that filters could not read, and links that were skipped
 
     @classmethod
-    def build(cls, runs: Iterable[Run], metric: str = "loss", pooled: bool = False) -> Comparison:
+    def build(cls, runs: Iterable[Run], metric: str = "loss", pool: bool = False) -> Comparison:
         """Compare runs by a held-out metric, or by the training loss if no run has the metric.
 
         Unless `pool`, equal runs in different directories or with different names form different points.
         """
         entries = [Entry(number, run, _read_settings(run)) for number, run in enumerate(runs)]
         _mark_sources(entries)
-        if not pooled:
+        if not pool:
             _mark_owners(entries)
         differ = varying_keys([entry.settings for entry in entries])
         keys, along = group_keys([key for key in differ if key not in POOLED_KEYS], entries)
-        every = [*keys, *(key for some in along.values() for key in some)]
+        varying = [*keys, *(key for some in along.values() for key in some)]
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
             if not entry.has_settings:
                 entry.overrides = [f"unknown, of {entry.run.path.name}"]
-        also = [key for key in differ if key not in every]
-        return cls(entries, keys, along, also, rank_jobs(entries, [METRIC + metric], seed_key), metric, pooled)
+        other_keys = [key for key in differ if key not in varying]
+        return cls(entries, keys, along, other_keys, rank_jobs(entries, [METRIC + metric], seed_key), metric, pool)
 
     def best(self, most: int) -> Comparison:
         """Return a comparison of the best `most` runs."""
         if len(self.entries) <= most:
             return self
-        some = Comparison.build((entry.run for entry, _ in self.ranking.jobs()[:most]), self.metric, self.pool)
-        some.total_runs, some.selection_notes = len(self.entries), self.selection_notes
-        return some
+        best_runs = Comparison.build((entry.run for entry, _ in self.ranking.jobs()[:most]), self.metric, self.pool)
+        best_runs.total_runs, best_runs.selection_notes = len(self.entries), self.selection_notes
+        return best_runs
 
     def values(self, key: str) -> list[str]:
         """Return the values that a setting has in these runs."""
@@ -112,8 +112,8 @@ class Comparison:
         """Return a point's settings, with the last part of each key; if `brief`, presets without their key."""
         pairs = zip(self.keys, short_keys(self.keys), strict=True)
         values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
-        words = [value if brief and key in PARTS else f"{word}={value}" for key, word, value in values]
-        return "  ".join(words) or entry.run.name
+        parts = [value if brief and key in PARTS else f"{word}={value}" for key, word, value in values]
+        return "  ".join(parts) or entry.run.name
 
     def notes(self) -> list[str]:
         """Return notes about differences that make the numbers hard to compare."""
@@ -141,11 +141,11 @@ class Comparison:
                 told.append(f"not {'read' if entry.has_settings else 'counted'}: {short_path(entry.run.path)}, {why}")
         bad = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
         for state in dict.fromkeys(run.state for run in bad):
-            some = [run for run in bad if run.state == state]
+            state_runs = [run for run in bad if run.state == state]
             # For failed runs the first reason says most; reasons for pruning are not repeated.
-            why = some[0].why if state != "pruned" else ""
-            first = "the first: " if len(some) > 1 else ""
-            told.append(f"not counted: {len(some)} {state}" + (f" ({first}{why})" if why else ""))
+            why = state_runs[0].why if state != "pruned" else ""
+            first = "the first: " if len(state_runs) > 1 else ""
+            told.append(f"not counted: {len(state_runs)} {state}" + (f" ({first}{why})" if why else ""))
         return told
 
 
@@ -156,8 +156,8 @@ def varying_keys(each: Sequence[Mapping[str, str]]) -> list[str]:
     others.
     """
     keys = list(dict.fromkeys(key for one in each for key in one))
-    found = [key for key in keys if len({one[key] for one in each if key in one}) > 1]
-    return [key for key in PARTS if key in found] + [key for key in found if key not in PARTS]
+    varying = [key for key in keys if len({one[key] for one in each if key in one}) > 1]
+    return [key for key in PARTS if key in varying] + [key for key in varying if key not in PARTS]
 
 
 def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
@@ -165,8 +165,8 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
     leaders: dict[tuple[int, ...], str] = {}
     along: dict[str, list[str]] = {}
     for key in keys:
-        seen: dict[str | None, int] = {}
-        pattern = tuple(seen.setdefault(entry.settings.get(key), len(seen)) for entry in entries)
+        values: dict[str | None, int] = {}
+        pattern = tuple(values.setdefault(entry.settings.get(key), len(values)) for entry in entries)
         leader = leaders.setdefault(pattern, key)
         if leader != key:
             along.setdefault(leader, []).append(key)
@@ -179,8 +179,10 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
     for role in roles:
         if len({entry.sources[role] for entry in entries if role in entry.sources}) > 1:
             for entry in entries:
-                own = {role + DIGEST: entry.sources[role][:8]} if role in entry.sources and entry.has_settings else {}
-                entry.settings = {**entry.settings, **own}
+                digest_setting = (
+                    {role + DIGEST: entry.sources[role][:8]} if role in entry.sources and entry.has_settings else {}
+                )
+                entry.settings = {**entry.settings, **digest_setting}
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
@@ -190,26 +192,28 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
     common parent of all runs. Runs that lie side by side get the directory in which they were started; if they recorded
     none, all runs count as one person's.
     """
-    known = [entry for entry in entries if entry.has_settings]
+    known_entries = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}
     seeds: dict[tuple[str, object], list[Entry]] = {}
-    for entry in known:
-        alike = repr([pair for pair in entry.settings.items() if pair[0] not in POOLED_KEYS])
-        groups.setdefault(alike, []).append(entry)
-        seeds.setdefault((alike, seed_key(entry)), []).append(entry)
-    same = list(seeds.values())
-    moved = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
-    owners = {entry.number: entry.run.name for entry in known}
-    if known and not any(len({owners[entry.number] for entry in some}) > 1 for some in same):
-        places = {entry.number: Path.cwd() / display_path(entry.run.path.absolute()) for entry in known}
-        top = os.path.commonpath([place.parent for place in places.values()])
-        parts = {number: place.relative_to(top).parts for number, place in places.items()}
+    for entry in known_entries:
+        group_key = repr([pair for pair in entry.settings.items() if pair[0] not in POOLED_KEYS])
+        groups.setdefault(group_key, []).append(entry)
+        seeds.setdefault((group_key, seed_key(entry)), []).append(entry)
+    seed_groups = list(seeds.values())
+    moved_groups = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
+    owners = {entry.number: entry.run.name for entry in known_entries}
+    if known_entries and not any(len({owners[entry.number] for entry in some}) > 1 for some in seed_groups):
+        run_paths = {entry.number: Path.cwd() / display_path(entry.run.path.absolute()) for entry in known_entries}
+        top = os.path.commonpath([place.parent for place in run_paths.values()])
+        parts = {number: place.relative_to(top).parts for number, place in run_paths.items()}
         owners = {number: some[0] for number, some in parts.items()}
-        begun = {entry.number: str(entry.facts.get("cwd", "-")) for entry in known}
-        if all(len(some) == 1 for some in parts.values()) and ({*begun.values()} != {"-"} or len(same) > len(groups)):
-            owners, moved = begun, []
-    if any(len({owners[entry.number] for entry in some}) > 1 for some in (*same, *moved)):
-        for entry in known:
+        start_directories = {entry.number: str(entry.facts.get("cwd", "-")) for entry in known_entries}
+        if all(len(some) == 1 for some in parts.values()) and (
+            {*start_directories.values()} != {"-"} or len(seed_groups) > len(groups)
+        ):
+            owners, moved_groups = start_directories, []
+    if any(len({owners[entry.number] for entry in some}) > 1 for some in (*seed_groups, *moved_groups)):
+        for entry in known_entries:
             entry.settings = {**entry.settings, WHOSE: owners[entry.number]}
 
 
@@ -232,5 +236,5 @@ def seed_key(entry: Entry) -> object:
 
 
 def _join_if_several(values: Iterable[Any]) -> str:
-    known = sorted({str(value) for value in values if value})
-    return ", ".join(known) if len(known) > 1 else ""
+    names = sorted({str(value) for value in values if value})
+    return ", ".join(names) if len(names) > 1 else ""

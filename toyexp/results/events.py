@@ -35,9 +35,9 @@ Curve = tuple[np.ndarray, np.ndarray]  # steps, values
 
 def read_run_facts(run: Path) -> dict[str, Any]:
     """Return the first event of a run: machine, engine, model, data; empty if it cannot be read."""
-    found = read_first_event(run)
-    told = {key: value for key, value in found.items() if key == "cwd" and isinstance(value, str)}
-    return {key: value if isinstance(value, dict) else {} for key, value in found.items() if key != "kind"} | told
+    first_event = read_first_event(run)
+    cwd = {key: value for key, value in first_event.items() if key == "cwd" and isinstance(value, str)}
+    return {key: value if isinstance(value, dict) else {} for key, value in first_event.items() if key != "kind"} | cwd
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +143,8 @@ class History(Mapping[str, np.ndarray]):
 
 
 def _number(value: Any) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if known else np.nan
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number else np.nan
 
 
 def _arrays(found: Mapping[str, Mapping[int, float]], count: int) -> dict[str, np.ndarray]:
@@ -152,8 +152,8 @@ def _arrays(found: Mapping[str, Mapping[int, float]], count: int) -> dict[str, n
 
 
 def _finite_points(steps: np.ndarray, values: np.ndarray) -> Curve:
-    known = np.isfinite(values)
-    return steps[known], values[known]
+    is_finite = np.isfinite(values)
+    return steps[is_finite], values[is_finite]
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -162,11 +162,13 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         with open_file(path) as file:
             while lines := [*itertools.islice(iter(partial(file.readline, LINE), b""), LINES)]:
                 try:
-                    found = json.loads(b"[" + b",".join(lines) + b"]")
-                    whole = len(found) == len(lines)
+                    parsed = json.loads(b"[" + b",".join(lines) + b"]")
+                    is_complete = len(parsed) == len(lines)
                 except (ValueError, RecursionError):
-                    whole = False
-                events = found if whole else map(_parse_line, lines)  # one bad line spoils all: parse them singly
+                    is_complete = False
+                events = (
+                    parsed if is_complete else map(_parse_line, lines)
+                )  # one bad line spoils all: parse them singly
                 yield from (event for event in events if isinstance(event, dict))
     except (UserError, OSError):
         return

@@ -41,10 +41,10 @@ class Filter:
     @classmethod
     def parse(cls, word: str) -> Filter | None:
         """Parse a word as a filter; return None if it is none, for example a directory."""
-        found = FILTER.fullmatch(word)
-        if not found or os.path.lexists(word):
+        match = FILTER.fullmatch(word)
+        if not match or os.path.lexists(word):
             return None
-        key, sign, value = found[1], "=" if found[2] == "==" else found[2], found[3]
+        key, sign, value = match[1], "=" if match[2] == "==" else match[2], match[3]
         name = KEY_ALIASES.get(key, key)
         if sign in ORDER_OPERATORS and name == "when":
             _parse_time(word, value)
@@ -68,8 +68,8 @@ class Filter:
                 return bool(
                     ORDER_OPERATORS[self.sign](datetime.fromisoformat(value), _parse_time(self.text, self.value))
                 )
-        there, asked = _to_float(value), _to_float(self.value)
-        return there is not None and asked is not None and ORDER_OPERATORS[self.sign](there, asked)
+        number, bound = _to_float(value), _to_float(self.value)
+        return number is not None and bound is not None and ORDER_OPERATORS[self.sign](number, bound)
 
 
 def split_filters(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
@@ -84,18 +84,18 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
 
     Raise UserError for a key that no run has, and for an order comparison with text.
     """
-    runs, known = list(runs), set(COLUMNS)
+    runs, known_keys = list(runs), set(COLUMNS)
     quick = [f for f in filters if f.key in COLUMNS]
     slow = [f for f in filters if f.key not in COLUMNS]  # these need the whole configuration
-    left = [run for run in runs if all(f.matches(run.value(f.key)) for f in quick)]
-    notes += [f"not asked: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in left]
-    if not slow or not left:
-        return left
-    told: list[Run] = []
-    for run in left:
+    matching = [run for run in runs if all(f.matches(run.value(f.key)) for f in quick)]
+    notes += [f"not asked: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in matching]
+    if not slow or not matching:
+        return matching
+    accepted: list[Run] = []
+    for run in matching:
         if not (has := {**setting_texts(run.path), **run.scores}):
             notes.append(f"not asked: {short_path(run.path)}, {run.unread or 'whose config.yaml cannot be read'}")
-        known |= set(has)
+        known_keys |= set(has)
         for f in slow:
             if (
                 f.sign in ORDER_OPERATORS
@@ -107,11 +107,11 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
                     f"{f.text}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}; compare with = or !="
                 )
         if all(f.matches(has.get(f.key)) for f in slow):
-            told.append(run)
+            accepted.append(run)
     for f in slow:
-        if f.key not in known:
-            raise UserError(f"{f.text}: no run here has {f.key}; {_suggest_key(f.key, known)}")
-    return told
+        if f.key not in known_keys:
+            raise UserError(f"{f.text}: no run here has {f.key}; {_suggest_key(f.key, known_keys)}")
+    return accepted
 
 
 def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
@@ -125,9 +125,9 @@ def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
         if all(value is None for value in values):
             near = _suggest_key(name, {*COLUMNS, *(key for one in each for key in one)})
             raise UserError(f"--sort {key}: no run here has {name}; {near}")
-    there = [(_sort_key(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
-    there.sort(key=lambda pair: pair[0], reverse=falling)
-    return [run for _, run in there] + [run for value, run in zip(values, runs, strict=True) if _is_none(value)]
+    ranked_runs = [(_sort_key(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
+    ranked_runs.sort(key=lambda pair: pair[0], reverse=falling)
+    return [run for _, run in ranked_runs] + [run for value, run in zip(values, runs, strict=True) if _is_none(value)]
 
 
 def _suggest_key(key: str, known: Iterable[str]) -> str:
@@ -145,9 +145,9 @@ def _sort_key(value: Any) -> tuple[bool, float, str]:
 
 
 def _is_equal(value: Any, asked: str, printed: bool) -> bool:
-    there, number = _to_float(value), _to_float(asked)
-    if there is not None and number is not None:
-        return there == number or (printed and f"{there:.4f}" == asked)
+    value_number, number = _to_float(value), _to_float(asked)
+    if value_number is not None and number is not None:
+        return value_number == number or (printed and f"{value_number:.4f}" == asked)
     if str(value) in ("true", "false", "null"):
         return str(value) == asked.lower() or (value, asked) == ("null", "None")
     return fnmatchcase(str(value), asked)
@@ -161,8 +161,8 @@ def _parse_time(word: str, text: str) -> datetime:
     try:
         return datetime.fromisoformat(text + "2000-01-01"[len(text) :] if len(text) in (4, 7) else text).astimezone()
     except ValueError:
-        known = "'when>2026-11', 'when>2026-11-20', 'when>2026-11-20T18:00', 'when>yesterday'"
-        raise UserError(f"{word}: when needs a date, a time, today or yesterday: {known}") from None
+        examples = "'when>2026-11', 'when>2026-11-20', 'when>2026-11-20T18:00', 'when>yesterday'"
+        raise UserError(f"{word}: when needs a date, a time, today or yesterday: {examples}") from None
 
 
 def _to_float(value: Any) -> float | None:

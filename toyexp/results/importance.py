@@ -58,8 +58,8 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
 
 def _ranks(values: Sequence[float]) -> Array:
     """Return ranks with mean 0 and variance 1; equal numbers get their mean rank."""
-    _, places, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    _, positions, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[positions]
     return np.asarray((ranks - ranks.mean()) / (ranks.std() or 1.0))
 
 
@@ -68,11 +68,11 @@ def _columns(values: Sequence[Any]) -> tuple[Array, Array]:
     try:
         ranks = _ranks([float(value) for value in values])
     except (TypeError, ValueError):
-        words = np.array(list(map(str, values)))
-        each = (words[:, None] == np.unique(words)[1:]).astype(float)
+        names = np.array(list(map(str, values)))
+        each = (names[:, None] == np.unique(names)[1:]).astype(float)
         return each, each - each.mean(0)
-    found = np.stack([ranks, ranks**2], 1)[:, : len(np.unique(ranks)) - 1]
-    return found, found[:, :1]
+    columns = np.stack([ranks, ranks**2], 1)[:, : len(np.unique(ranks)) - 1]
+    return columns, columns[:, :1]
 
 
 def _matrix(columns: Iterable[Array], count: int) -> Array:

@@ -78,8 +78,8 @@ def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -
 
     Raise UserError if no run has a final metric, Unavailable without matplotlib.
     """
-    found = Search.read(search) if search else None
-    return plot_search.draw_search(found, title) if found else draw_runs(comparison, title)
+    search_result = Search.read(search) if search else None
+    return plot_search.draw_search(search_result, title) if search_result else draw_runs(comparison, title)
 
 
 def draw_runs(comparison: Comparison, place: str) -> Sheet:
@@ -90,38 +90,38 @@ def draw_runs(comparison: Comparison, place: str) -> Sheet:
     if not any(point.values for point in ranking.points):
         raise UserError(f"{place}: no run has completed with a metric yet; there is nothing to draw")
     lines = [Line.read(point, ranking.column) for point in ranking.points]
-    named = [line for line in lines if line.point.values][:MAX_POINTS]
-    rest = [line for line in lines if line not in named]
-    rows = max(len(named) + bool(rest), 2)
+    coloured = [line for line in lines if line.point.values][:MAX_POINTS]
+    rest = [line for line in lines if line not in coloured]
+    rows = max(len(coloured) + bool(rest), 2)
     heights = (4.6, 0.6 + ROW_INCHES * rows)
-    whole = Sheet(
+    picture = Sheet(
         0.5 + sum(heights), describe_sweep(comparison), _footer(comparison, place, total), heights, columns=(1, 1)
     )
-    above, below = whole.panels
+    above, below = picture.panels
     low, high = _limits(lines, ranking.column)
-    _draw_curves(above, named, rest, ranking.column, (low, high))
-    _draw_ends(below, comparison, named, rest)
-    return whole
+    _draw_curves(above, coloured, rest, ranking.column, (low, high))
+    _draw_ends(below, comparison, coloured, rest)
+    return picture
 
 
 def describe_sweep(comparison: Comparison) -> str:
     """Describe the settings that differ: each with its values if they are few, and the number of seeds."""
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
-    also = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
+    seed_text = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
     names = short_keys(comparison.keys)
-    told = [
+    setting_texts = [
         f"{name} {_format_values(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)
     ]
-    whole = " × ".join([*told, *also])
-    return (whole if len(whole) <= TITLE_LENGTH else " × ".join([*names, *also])) or comparison.entries[0].run.name
+    title = " × ".join([*setting_texts, *seed_text])
+    return (title if len(title) <= TITLE_LENGTH else " × ".join([*names, *seed_text])) or comparison.entries[0].run.name
 
 
 def format_mean(mean: float, deviation: float | None) -> str:
     """Format a mean with as many decimals as its deviation, which has two significant digits."""
     if not deviation:
         return f"{mean:.5g}"
-    places = max(1 - math.floor(math.log10(deviation)), 0)
-    return f"{mean:.{places}f} ± {deviation:.{places}f}"
+    decimals = max(1 - math.floor(math.log10(deviation)), 0)
+    return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
 
 
 def _format_values(values: Sequence[str]) -> str:
@@ -139,18 +139,18 @@ def _format_values(values: Sequence[str]) -> str:
 def _footer(comparison: Comparison, place: str, total: int) -> str:
     """Return the line below the title: settings that all runs share, and notes about omitted runs."""
     runs = [entry.run for entry in comparison.entries]
-    told = [place, pluralise(total, "run")]
+    parts = [place, pluralise(total, "run")]
     if len(runs) < total:
-        told.append(f"the best {len(runs)} are shown")
+        parts.append(f"the best {len(runs)} are shown")
     for part in ("recipe", "model", "data", "engine"):
         values = {getattr(run, part) for run in runs}
-        told += values if len(values) == 1 else []
+        parts += values if len(values) == 1 else []
     lengths = {run.of for run in runs}
-    told += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
+    parts += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
     bad = [run for run in runs if run.state not in FINAL_STATES]
-    told += [f"{len(bad)} did not complete" if len(bad) > 1 else "1 did not complete"] if bad else []
-    told += ["different data: losses cannot be compared"] if comparison.ranking.differing_data else []
-    return " · ".join(filter(None, told))
+    parts += [f"{len(bad)} did not complete" if len(bad) > 1 else "1 did not complete"] if bad else []
+    parts += ["different data: losses cannot be compared"] if comparison.ranking.differing_data else []
+    return " · ".join(filter(None, parts))
 
 
 def _read_curve(history: History, column: str) -> Steps:
@@ -168,14 +168,14 @@ def _average(curves: Sequence[Steps]) -> Steps:
 
 def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
     """Return the visible range of values; a loss far above all initial losses is cut off."""
-    every = [value for line in lines for value in line.values]
-    if not every:  # no run recorded events
+    all_values = [value for line in lines for value in line.values]
+    if not all_values:  # no run recorded events
         return -math.inf, math.inf
     began = [curve[min(curve)] for line in lines for curve, _ in line.runs if curve]
-    low, top = min(every), max(began)
-    if column.endswith("loss") and max(every) > top + (top - low) / 4:
+    low, top = min(all_values), max(began)
+    if column.endswith("loss") and max(all_values) > top + (top - low) / 4:
         return low, top + (top - low) / 20
-    return low, max(every)
+    return low, max(all_values)
 
 
 def _draw_curves(
@@ -198,18 +198,17 @@ def _draw_curves(
         axes.plot(list(line.mean), list(line.mean.values()), color=colour, linewidth=2.2 if best else 1.2,
                   marker=MARKS[rank], markersize=4.5 if best else 3.5, markevery=max(len(line.mean) // 12, 1),
                   zorder=5 if best else 4)  # fmt: skip
-    every = [value for line in (*named, *rest) for value in line.values]
+    all_values = [value for line in (*named, *rest) for value in line.values]
     low, high = limits
-    shown = [value for value in every if low <= value <= high]
-    if set_log_scale(axes, "y", shown):
+    visible_values = [value for value in all_values if low <= value <= high]
+    if set_log_scale(axes, "y", visible_values):
         axes.set_ylim(low * 0.9, high * 1.1)
     elif math.isfinite(high) and high > low:
         axes.set_ylim(low - (high - low) / 20, high + (high - low) / 20)
     above = sum(any(value > high for value in curve.values()) for line in (*named, *rest) for curve, _ in line.runs)
     if above:
-        text = (
-            f"{pluralise(above, 'run')} {'exceeds' if above == 1 else 'exceed'} the shown range, up to {max(every):.4g}"
-        )
+        verb = "exceeds" if above == 1 else "exceed"
+        text = f"{pluralise(above, 'run')} {verb} the shown range, up to {max(all_values):.4g}"
         axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=SMALL, color=GREY,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
     axes.set_ylabel(column)

@@ -50,22 +50,22 @@ class Search:
     @classmethod
     def read(cls, place: Path) -> Search | None:
         """Read the result of a finished search; return None for any other directory."""
-        told = {"notes": [], "no_importances": "", "trials": [], **read_json_or_empty(place / SEARCH_FILE)}
+        record = {"notes": [], "no_importances": "", "trials": [], **read_json_or_empty(place / SEARCH_FILE)}
         hints = {"search": str, "metric": str, "repeats": int, "importances": Mapping[str, float], "notes": list[str],
                  "no_importances": str, "trials": list[Mapping[str, Any]]}  # fmt: skip
         of_each = {"trial": int, "values": Mapping[str, Any], "state": str, "score": float | int | None}
-        if not all(matches_type(told.get(name), hint) for name, hint in hints.items()):
+        if not all(matches_type(record.get(name), hint) for name, hint in hints.items()):
             return None
-        if not all(matches_type(one.get(name), hint) for one in told["trials"] for name, hint in of_each.items()):
+        if not all(matches_type(one.get(name), hint) for one in record["trials"] for name, hint in of_each.items()):
             return None
         trials = [
-            Trial(one["trial"], one["values"], one["state"] == "complete", one["score"]) for one in told["trials"]
+            Trial(one["trial"], one["values"], one["state"] == "complete", one["score"]) for one in record["trials"]
         ]
         parted = [line.partition("=") for line in sweep_overrides(place, "space")]
         by_magnitude = {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
         return cls(
-            told["search"], told["metric"], told["repeats"], trials, told["importances"], told["no_importances"],
-            told["notes"], by_magnitude,
+            record["search"], record["metric"], record["repeats"], trials, record["importances"],
+            record["no_importances"], record["notes"], by_magnitude,
         )  # fmt: skip
 
     @property
@@ -102,20 +102,22 @@ def draw_search(search: Search, place: str) -> Sheet:
 
 def _title(search: Search) -> str:
     names, after = short_keys(search.keys), f": {pluralise(len(search.trials), 'trial')}"
-    whole = f"{search.algorithm} search of {', '.join(names)}{after}"
-    return whole if len(whole) <= TITLE_LENGTH else f"{search.algorithm} search of {len(names)} settings{after}"
+    full_title = f"{search.algorithm} search of {', '.join(names)}{after}"
+    return (
+        full_title if len(full_title) <= TITLE_LENGTH else f"{search.algorithm} search of {len(names)} settings{after}"
+    )
 
 
 def _footer(search: Search, place: str, keys: Sequence[str]) -> str:
-    told = [place, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
+    parts = [place, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
     pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
     without = sum(trial.score is None for trial in search.trials)
-    told += [f"{pruned} stopped early (crosses)"] if pruned else []
-    told += [f"{without} without a score"] if without else []
-    told += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
-    left = [key for key in search.keys if key not in keys]
-    told += [f"not shown: {', '.join(left)}"] if left else []
-    return " · ".join(filter(None, told))
+    parts += [f"{pruned} stopped early (crosses)"] if pruned else []
+    parts += [f"{without} without a score"] if without else []
+    parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
+    hidden_keys = [key for key in search.keys if key not in keys]
+    parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
+    return " · ".join(filter(None, parts))
 
 
 def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
@@ -140,9 +142,9 @@ def _draw_dots(axes: Any, places: Sequence[float], trials: Sequence[Trial], limi
     for place, trial in zip(places, trials, strict=True):
         if trial.score is not None:
             beyond = "^" if trial.score > high else "v" if trial.score < low else ""
-            how = (beyond or "o", BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
+            style = (beyond or "o", BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
             alpha = 0.25 + 0.75 * trial.number / last if trial.is_complete else 0.3 if beyond else 0.7
-            drawn.setdefault(how, []).append((place, min(max(trial.score, low), high), alpha))
+            drawn.setdefault(style, []).append((place, min(max(trial.score, low), high), alpha))
     for (mark, colour, size), points in drawn.items():
         x, y, shades = zip(*points, strict=True)
         axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=shades, linewidths=0.8 if mark == "x" else 0,
@@ -163,9 +165,10 @@ def _draw_trials(
     _draw_star(axes, best.number, best)
     (low, high), down = limits, search.is_minimising
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
-    words = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
+    best_settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
     # There are no dots beyond the best metric so far, so there is room for text.
-    axes.text(0.01, 0.04 if down else 0.96, fit_text(f"best {best.score:.5g}, trial {best.number}: {words}", 96),
+    best_text = fit_text(f"best {best.score:.5g}, trial {best.number}: {best_settings}", 96)
+    axes.text(0.01, 0.04 if down else 0.96, best_text,
               transform=axes.transAxes, va="bottom" if down else "top", fontsize=SMALL, color=VERMILLION)  # fmt: skip
     beyond = [trial.score for trial in done if trial.score is not None and not low <= trial.score <= high]
     if beyond:
@@ -198,8 +201,8 @@ def _draw_setting(
         labels = [fit_text(name, 14) for name in names]
         axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
         axes.set_xlim(-0.5, len(names) - 0.5)
-    shown = [trial for trial in trials if trial.number in places]
-    _draw_dots(axes, [places[trial.number] for trial in shown], shown, limits)
+    shown_trials = [trial for trial in trials if trial.number in places]
+    _draw_dots(axes, [places[trial.number] for trial in shown_trials], shown_trials, limits)
     if best.number in places:
         _draw_star(axes, places[best.number], best)
     share = search.importances.get(key)

@@ -31,8 +31,8 @@ J = TypeVar("J", bound=Scored)
 
 def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are none."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers else None
 
 
 @dataclass
@@ -135,36 +135,36 @@ def rank_jobs(
     if all(_value(job, column) is None for job in jobs):
         column = TRAIN
     sign = 1 if lower_is_better(metric) else -1
-    alike: dict[tuple[str, ...], list[J]] = {}
+    settings_groups: dict[tuple[str, ...], list[J]] = {}
     for job in jobs:
         own_words = tuple(word for word in job.overrides if word.partition("=")[0] != "seed")
-        alike.setdefault(own_words, []).append(job)
+        settings_groups.setdefault(own_words, []).append(job)
     found: dict[tuple[str, ...], Point[J]] = {}
-    apart: dict[str, None] = {}
-    for words, some in alike.items():
+    changed_roles: dict[str, None] = {}
+    for words, some in settings_groups.items():
         roles = dict.fromkeys(role for job in some for role in job_sources(job) if role not in UNCOMPARED_DIGESTS)
         changed = [role for role in roles if len({s[role] for job in some if role in (s := job_sources(job))}) > 1]
-        apart |= dict.fromkeys(changed)
+        changed_roles |= dict.fromkeys(changed)
         for job in some:
             marks = [f"{role}#{job_sources(job)[role][:8]}" for role in changed if role in job_sources(job)]
             found.setdefault((*words, *marks), Point(" ".join((*words, *marks)))).jobs.append(job)
     for point in found.values():
-        known = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
-        point.jobs.sort(key=lambda job: (job.number not in known, sign * known.get(job.number, 0.0)))
+        job_values = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
+        point.jobs.sort(key=lambda job: (job.number not in job_values, sign * job_values.get(job.number, 0.0)))
         of_seeds: dict[object, list[float]] = {}
         for job in sorted(point.jobs, key=lambda job: job.number):
-            if job.number in known:
-                of_seeds.setdefault(seed(job), []).append(known[job.number])
+            if job.number in job_values:
+                of_seeds.setdefault(seed(job), []).append(job_values[job.number])
         point.values = [some[0] if len(some) == 1 else statistics.fmean(some) for some in of_seeds.values()]
-        point.repeats = len(known) - len(point.values)
+        point.repeats = len(job_values) - len(point.values)
     points = sorted(found.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0))
-    return Ranking(column, points, [*apart])
+    return Ranking(column, points, [*changed_roles])
 
 
 def _value(job: Scored, column: str) -> float | None:
     """Return a completed job's number in a column, if it is finite."""
     result: Mapping[str, Any] = job.result if job.status == "completed" else {}
     name = column.removeprefix("held-out ")
-    found = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}
-    value = found.get(name)
+    numbers = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}
+    value = numbers.get(name)
     return float(value) if value is not None and math.isfinite(value) else None

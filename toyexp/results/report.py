@@ -94,17 +94,17 @@ class Report:
         while len(page) > MAX_BYTES and most > 100:
             most //= 2
             page = self._page(comparison, most)
-        with convert_write_errors(path), write_atomically(path) as place:
-            place.write_bytes(page)
+        with convert_write_errors(path), write_atomically(path) as temporary:
+            temporary.write_bytes(page)
         return len(page)
 
     def _page(self, comparison: Comparison, most: int) -> bytes:
-        told = pack(dump_json(self._data(comparison, most)))
+        data = pack(dump_json(self._data(comparison, most)))
         parts = {
             "title": escape(self.title, quote=False),
             "style": (PAGE / "page.css").read_text(encoding="utf-8"),
             "library": pack_library(),
-            "data": told,
+            "data": data,
             "script": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         }
         page = (PAGE / "page.html").read_text(encoding="utf-8")
@@ -115,8 +115,8 @@ class Report:
     def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
         ranking = comparison.ranking
         shares, why = self.importance or compute_importance(comparison)
-        places = {id(point): place for place, point in enumerate(ranking.points)}
-        every = comparison.every_key
+        point_indices = {id(point): place for place, point in enumerate(ranking.points)}
+        differing_keys = comparison.every_key
         rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
         return {
             "title": self.title,
@@ -126,7 +126,7 @@ class Report:
             "rising": rising,
             "keys": comparison.keys,
             "along": comparison.linked_keys,
-            "differ": {key: comparison.values(key) for key in every},
+            "differ": {key: comparison.values(key) for key in differing_keys},
             "scores": comparison.scores,
             "notes": comparison.notes(),
             "importance": shares, "no_importance": why,
@@ -137,7 +137,7 @@ class Report:
                  "settings": {key: point.jobs[0].settings.get(key) for key in comparison.keys}}
                 for point in ranking.points
             ],
-            "runs": [self._run(entry, places[id(point)], every, most) for entry, point in ranking.jobs()],
+            "runs": [self._run(run, point_indices[id(point)], differing_keys, most) for run, point in ranking.jobs()],
             "most": most, "unit": _unit(comparison.entries),
         }  # fmt: skip
 
@@ -204,26 +204,26 @@ def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
     """Return a curve for the page: steps as differences, values with five digits."""
     count = len(curve[0])
     steps, values = thin_curve(*curve, most)
-    found = {"n": count, "x": _differences(steps), "y": _round(values)}
+    curve_data = {"n": count, "x": _differences(steps), "y": _round(values)}
     if count > smooth:
         steps, values = average_bins(curve, smooth)
-        found["mx"], found["my"] = _differences(steps.round()), _round(values)
-    return found
+        curve_data["mx"], curve_data["my"] = _differences(steps.round()), _round(values)
+    return curve_data
 
 
 def _clock(history: History) -> list[Sequence[float]]:
     """Return about 200 steps with their seconds and tokens; the page interpolates between them linearly."""
     count = len(history.step)
-    places = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
-    steps, tokens = (of[places].astype(int).tolist() for of in (history.step, history.tokens))
-    return [steps, _round(history.seconds[places]), tokens]
+    indices = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
+    steps, tokens = (of[indices].astype(int).tolist() for of in (history.step, history.tokens))
+    return [steps, _round(history.seconds[indices]), tokens]
 
 
 def _thin_scores(curve: Curve, most: int) -> list[list[float]]:
     """Return steps and metric values; if there are too many, every n-th and the last."""
     steps, values = curve
-    places = sorted({*range(0, len(steps), -(-len(steps) // most) or 1), len(steps) - 1} - {-1})
-    return [steps[places].tolist(), _round(values[places])]
+    indices = sorted({*range(0, len(steps), -(-len(steps) // most) or 1), len(steps) - 1} - {-1})
+    return [steps[indices].tolist(), _round(values[indices])]
 
 
 def _differences(steps: np.ndarray) -> list[int]:
@@ -258,8 +258,8 @@ def _unit(entries: Iterable[Entry]) -> str:
 
 def read_importance(search: Path) -> Importance | None:
     """Return the importances that a search recorded; None for any other directory."""
-    found = Search.read(search)
-    return (found.importances, found.no_importances) if found else None
+    result = Search.read(search)
+    return (result.importances, result.no_importances) if result else None
 
 
 # -- what lies beside the runs of a sweep -----------------------------------------------------------------------------

@@ -139,15 +139,15 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
         if not word:
             raise UserError(f"{command} '': is empty (a variable that is not set?); leave it out, or name a directory")
         exists = os.path.lexists(word)
-        places = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
-        runs = [run for place in places for run in _list_runs(Path(place), notes)]
+        paths = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
+        runs = [run for place in paths for run in _list_runs(Path(place), notes)]
         if not runs:
-            what = (
+            problem = (
                 "holds no run" if exists else "matches no run" if glob.has_magic(word) else explain_missing(Path(word))
             )
             if exists and (Path(word) / SWEEP_FILE).is_file():
-                what = "is a sweep that has started no run"
-            raise UserError(f"{command} {display_path(word)}: {what}; to list runs: toyexp runs")
+                problem = "is a sweep that has started no run"
+            raise UserError(f"{command} {display_path(word)}: {problem}; to list runs: toyexp runs")
         found.update(dict.fromkeys(runs))
     return list(found)
 
@@ -159,35 +159,34 @@ def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
     Raise UserError for an archive that is damaged, too large, or holds a path outside itself.
     """
     with contextlib.ExitStack() as stack:
-        places = list(words)
+        paths = list(words)
         for number, word in enumerate(words):
             if word.lower().endswith(".zip") and Path(word).is_file():
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=UNZIP_PREFIX))
-                places[number] = str(_extract(Path(word), Path(folder, Path(word).name)))
-        yield places
+                paths[number] = str(_extract(Path(word), Path(folder, Path(word).name)))
+        yield paths
 
 
 def _extract(archive: Path, folder: Path) -> Path:
     """Extract the files that `runs` and `compare` read; models and checkpoints stay in the archive."""
     try:
-        with open_file(archive) as file, zipfile.ZipFile(file) as found:
-            wanted = [info for info in found.infolist() if re.split(r"[/\\]", info.filename)[-1] in EXTRACTED_FILES]
-            for info in wanted:
+        with open_file(archive) as file, zipfile.ZipFile(file) as zip_file:
+            members = [info for info in zip_file.infolist() if re.split(r"[/\\]", info.filename)[-1] in EXTRACTED_FILES]
+            for info in members:
                 info.filename = name = info.filename.replace("\\", "/")  # the archiver of Windows writes backslashes
                 if name.startswith("/") or ".." in PurePosixPath(name).parts:
                     raise UserError(f"{archive}: holds {printable(name)}, a path outside of it")
-            if sum(info.file_size for info in wanted) > MAX_UNZIPPED_BYTES:
+            if sum(info.file_size for info in members) > MAX_UNZIPPED_BYTES:
                 raise UserError(f"{archive}: its runs take more than {MAX_UNZIPPED_BYTES >> 20} MiB; unzip it yourself")
-            found.extractall(folder, wanted)
+            zip_file.extractall(folder, members)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{archive}: cannot be unzipped: {printable(str(error).rpartition('> ')[2])}") from None
-    if not wanted:
+    if not members:
         raise UserError(f"{archive}: holds no run")
     return folder
 
 
 def _list_runs(place: Path, notes: list[str]) -> Iterator[Path]:
-    """Yield the runs in a directory; for a file of a run, yield that run."""
     if place.is_dir():
         yield from find_runs(place, notes)
     elif place.name in ("events.jsonl", "config.yaml", "result.json"):
@@ -196,15 +195,15 @@ def _list_runs(place: Path, notes: list[str]) -> Iterator[Path]:
 
 def sweep_metric(places: Sequence[Path]) -> str:
     """Return the metric of the sweeps in these directories if they agree on one, otherwise "loss"."""
-    every = [word for place in places for word in sweep_overrides(place, "sweep")]
-    found = {word.removeprefix(METRIC) for word in every if word.startswith(METRIC)}
-    return found.pop() if len(found) == 1 else "loss"
+    overrides = [word for place in places for word in sweep_overrides(place, "sweep")]
+    metrics = {word.removeprefix(METRIC) for word in overrides if word.startswith(METRIC)}
+    return metrics.pop() if len(metrics) == 1 else "loss"
 
 
 def sweep_overrides(sweep: Path, key: str) -> list[str]:
     """Return overrides of a sweep: its own settings (key `sweep`) or the ranges of a search (key `space`)."""
-    words: Any = read_json_or_empty(sweep / SWEEP_FILE).get(key)
-    return list(words) if matches_type(words, list[str]) else []
+    overrides: Any = read_json_or_empty(sweep / SWEEP_FILE).get(key)
+    return list(overrides) if matches_type(overrides, list[str]) else []
 
 
 def read_run(path: Path) -> Run:
@@ -212,27 +211,29 @@ def read_run(path: Path) -> Run:
     unread: list[str] = []
     head = _read_head(path / "config.yaml", unread)
     unread += [] if head or unread else ["config.yaml is missing or empty"]
-    chosen = dict(_CHOICE.findall(head))
+    choices = dict(_CHOICE.findall(head))
     settings, result = dict(_SETTING.findall(head)), read_result(path)
     first = _read_head(path / "events.jsonl", unread)
     started = _STARTED.search(first)
-    if chosen.get("engine") == "auto" and (taken := _ENGINE.search(first)):
-        chosen["engine"] = taken[1]
-    told: dict[str, Any] = {k: v for k, v in result.items() if k in RESULT_TYPES and matches_type(v, RESULT_TYPES[k])}
-    if "steps" not in told:
-        told |= read_last_numbers(path)
+    if choices.get("engine") == "auto" and (match := _ENGINE.search(first)):
+        choices["engine"] = match[1]
+    numbers: dict[str, Any] = {
+        k: v for k, v in result.items() if k in RESULT_TYPES and matches_type(v, RESULT_TYPES[k])
+    }
+    if "steps" not in numbers:
+        numbers |= read_last_numbers(path)
     state, why = ("unreadable", unread[0]) if not head and unread else _read_state(path, result)
     wrong = [k for k, hint in RESULT_TYPES.items() if k in result and not matches_type(result[k], hint)]
     unread += [f"result.json has {printable(repr(result[k]))} for {k}" for k in wrong]
-    scores = {k: float(v) for k, v in (told.get("eval_scores") or {}).items() if v is not None}
+    scores = {k: float(v) for k, v in (numbers.get("eval_scores") or {}).items() if v is not None}
     return Run(
         path=path, name=_unquote(settings.get("name", "")) or path.name,
         when=started[1] if started else _config_time(path),
-        **{part: _unquote(chosen.get(part, "")) for part in ("recipe", "model", "data", "engine")},
+        **{part: _unquote(choices.get(part, "")) for part in ("recipe", "model", "data", "engine")},
         seed=_parse_int(settings.get("seed")), lr=_parse_float(settings.get("lr")),
         of=_parse_int(settings.get("steps")), batch_size=_parse_int(settings.get("batch_size")),
-        steps=told.get("steps"), loss=told.get("eval_loss"),
-        train_loss=told.get("train_loss"), scores=scores, seconds=told.get("seconds"),
+        steps=numbers.get("steps"), loss=numbers.get("eval_loss"),
+        train_loss=numbers.get("train_loss"), scores=scores, seconds=numbers.get("seconds"),
         speed=_finite_float(result.get("tokens_per_second")), state=state, why=why, unread=", ".join(unread),
         sweep=next((p.name for p in path.parents[:3] if (p / SWEEP_FILE).exists()), ""),
     )  # fmt: skip
@@ -243,18 +244,18 @@ EVAL_KEYS = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # keys of an 
 
 def read_last_numbers(path: Path) -> dict[str, Any]:
     """Return the last numbers in the events of a run without a result."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     smoothed: float | None = None
     for event in _last_events(path / "events.jsonl"):
         kind, loss = event.get("kind"), _finite_float(event.get("loss"))
         step: Any = event.get("step")
         if kind == "step" and matches_type(step, int) and step > 0:
             smoothed = smooth_loss(smoothed, math.nan if loss is None else loss, step)
-            found |= {"steps": step, "train_loss": smoothed, "seconds": _finite_float(event.get("t"))}
+            numbers |= {"steps": step, "train_loss": smoothed, "seconds": _finite_float(event.get("t"))}
         elif kind == "eval":
             scores = {k: v for k, v in event.items() if k not in EVAL_KEYS and matches_type(v, float | int)}
-            found |= {"eval_loss": loss, "eval_scores": scores}
-    return found
+            numbers |= {"eval_loss": loss, "eval_scores": scores}
+    return numbers
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -331,8 +332,8 @@ def _parse_float(text: str | None) -> float | None:
 
 
 def _finite_float(value: Any) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known and abs(value) <= sys.float_info.max else None  # an int may be too large
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None  # an int may be too large
 
 
 # -- the settings of runs under their whole names, as they are typed: optim.beta1 -------------------------------------
@@ -355,13 +356,13 @@ def setting_values(run: Path) -> dict[str, Any]:
 def _flatten(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield full keys and values. A part's name gets the part's key (`recipe`); callbacks become a list."""
     for key, value in saved.items():
-        whole = f"{prefix}{key}"
-        if whole == "callbacks" and isinstance(value, Mapping):
-            yield whole, list(value)
+        full_key = f"{prefix}{key}"
+        if full_key == "callbacks" and isinstance(value, Mapping):
+            yield full_key, list(value)
         if isinstance(value, Mapping) and value and prefix.count(".") < 8:
-            yield from _flatten(value, f"{whole}.")
-        elif whole.endswith(".name"):
-            if not whole.startswith("callbacks."):
-                yield whole.removesuffix(".name"), value
+            yield from _flatten(value, f"{full_key}.")
+        elif full_key.endswith(".name"):
+            if not full_key.startswith("callbacks."):
+                yield full_key.removesuffix(".name"), value
         else:
-            yield whole, value
+            yield full_key, value

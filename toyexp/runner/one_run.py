@@ -48,12 +48,12 @@ def prepare_request(
     It is a new run, or with `resume` the run in that directory; "auto" resumes the newest run of its name, if there is
     one. Raise UserError for invalid settings.
     """
-    request, composed, found = locate(request, resume)
+    request, composed, resume_directory = locate(request, resume)
     if resume == AUTO:
         parent, name = _locate(composed)
         nothing = f"no run named {name} with a checkpoint below {parent}; starting a new run"
-        print_line(f"resume  {short_path(found) if found else nothing}")
-    return prepare_run(composed, resume=found, callbacks=callbacks)
+        print_line(f"resume  {short_path(resume_directory) if resume_directory else nothing}")
+    return prepare_run(composed, resume=resume_directory, callbacks=callbacks)
 
 
 def locate(request: Request, resume: str | None) -> tuple[Request, Composition, Path | None]:
@@ -98,9 +98,9 @@ def prepare_run(
     with convert_memory_errors(), begun.explain_missing_paths(MOVED):
         built = composed.build_config()
         built.callbacks.update(callbacks or {})
-        where = resume or directory or composed.directory("hydra.run.dir")
+        run_directory = resume or directory or composed.directory("hydra.run.dir")
         with composed.locate_errors():
-            run = prepare_parts(built, where, resume is not None)
+            run = prepare_parts(built, run_directory, resume is not None)
         if resume:
             return run
         return run._replace(prepared=_warn_of_changes(run.prepared, begun, source.directory, composed))
@@ -121,8 +121,8 @@ def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hy
 def _warn_of_changes(prepared: Prepared, begun: Origin, repeated: Path, composed: Composition) -> Prepared:
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
         return prepared
-    told = [
+    changes = [
         f"{short_path(repeated)}: this run repeats it, but {change}"
         for change in begun.list_changes(source_digests(prepared))
     ]
-    return replace(prepared, warnings=[*prepared.warnings, *told[:1]])
+    return replace(prepared, warnings=[*prepared.warnings, *changes[:1]])

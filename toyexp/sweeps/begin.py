@@ -54,15 +54,15 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     for override in parsed:
         check_blanks(override, keys)
     check_unique(parsed)
-    fixed = [o for o in parsed if not o.is_sweep_override() and not _is_sweep_setting(o)]
-    own = [o for o in request.settings if _is_sweep_setting(o)]
-    of_jobs = replace(request, settings=fixed)
-    settings = _settings(of_jobs, own)
-    kept = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in JOB_FLAGS}
+    shared_overrides = [o for o in parsed if not o.is_sweep_override() and not _is_sweep_setting(o)]
+    sweep_overrides = [o for o in request.settings if _is_sweep_setting(o)]
+    of_jobs = replace(request, settings=shared_overrides)
+    settings = _settings(of_jobs, sweep_overrides)
+    job_flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in JOB_FLAGS}
     memory = {
-        "flags": kept,
-        "settings": input_lines(fixed),
-        "sweep": input_lines(own),
+        "flags": job_flags,
+        "settings": input_lines(shared_overrides),
+        "sweep": input_lines(sweep_overrides),
         "cwd": str(Path.cwd()),
         "space": [],
     }
@@ -72,7 +72,7 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
         memory["space"] = input_lines([o for o in parsed if o.is_sweep_override()])
         source = Search(settings, parse_space(settings.search, parsed, keys.types), [], shared_args(memory))
     else:
-        source = JobSource([Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))])
+        source = JobSource([Job(number, list(overrides)) for number, overrides in enumerate(combinations(parsed))])
         values = {word: value for o in parsed if o.is_sweep_override() for word, value in sweep_values(o)}
     configs = JobConfigs(of_jobs, values)
     return Runner(
@@ -85,32 +85,34 @@ def _launcher(settings: Sweep, source: JobSource, configs: JobConfigs) -> Launch
 
 
 def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
-    typed = request.settings
-    others = input_lines([o for o in typed if not _is_sweep_setting(o) and o.key_or_group != "plugins"])
-    for word in [*others, *(flag for flag in flags if flag in JOB_FLAGS)]:
+    overrides = request.settings
+    other_words = input_lines([o for o in overrides if not _is_sweep_setting(o) and o.key_or_group != "plugins"])
+    for word in [*other_words, *(flag for flag in flags if flag in JOB_FLAGS)]:
         raise UserError(f"{word}: a resumed sweep keeps its settings; it accepts only sweep.* and plugins=[...]")
     folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # job directories must lie below it
     try:
         memory = folder.spec
-        wanted = parse_modules(memory["settings"])
-        if missing := [name for name in wanted if name not in request.modules]:
+        required_modules = parse_modules(memory["settings"])
+        if missing_modules := [name for name in required_modules if name not in request.modules]:
             raise UserError(
-                f"sweep.resume={path}: its jobs use the local plugin {missing[0]}; code is only loaded from the "
-                f"command line: add 'plugins=[{','.join(wanted)}]'"
+                f"sweep.resume={path}: its jobs use the local plugin {missing_modules[0]}; code is only loaded from "
+                f"the command line: add 'plugins=[{','.join(required_modules)}]'"
             )
         if memory["cwd"] != str(Path.cwd()):
-            if there := Path(memory["cwd"]).is_dir():
+            if has_directory := Path(memory["cwd"]).is_dir():
                 os.environ[START_DIRECTORY] = memory["cwd"]
             if "--json" not in flags:
-                where = "refer to it" if there else f"refer to {Path.cwd()}, since it no longer exists"
-                print_line(f"started in {printable(memory['cwd'])}: relative paths in its settings {where}")
+                meaning = "refer to it" if has_directory else f"refer to {Path.cwd()}, since it no longer exists"
+                print_line(f"started in {printable(memory['cwd'])}: relative paths in its settings {meaning}")
         source = Source.from_flags(*(memory["flags"].get(flag) for flag in JOB_FLAGS))
         of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
-        own = [o for o in typed if _is_sweep_setting(o)]
-        settings = _settings(of_jobs, [*parse(memory["sweep"]), *own])
-        if fixed := [o.key_or_group for o in own if o.key_or_group in SEARCH_IDENTITY]:
-            what = "a resumed search can only change sweep.trials" if settings.search else "this sweep is not a search"
-            raise UserError(f"{fixed[0]}: {what}")
+        sweep_overrides = [o for o in overrides if _is_sweep_setting(o)]
+        settings = _settings(of_jobs, [*parse(memory["sweep"]), *sweep_overrides])
+        if fixed_keys := [o.key_or_group for o in sweep_overrides if o.key_or_group in SEARCH_IDENTITY]:
+            reason = (
+                "a resumed search can only change sweep.trials" if settings.search else "this sweep is not a search"
+            )
+            raise UserError(f"{fixed_keys[0]}: {reason}")
         configs = JobConfigs(of_jobs, {})
         jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
         launcher = _launcher(settings, jobs, configs)
@@ -125,7 +127,6 @@ def _launcher_class(settings: Sweep) -> type[Launcher]:
 
 
 def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]]) -> JobSource:
-    """Return the source of the jobs that are left in a sweep's directory."""
     if settings.search is None:
         return JobSource(folder.jobs)
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
@@ -141,14 +142,14 @@ def _is_sweep_setting(override: Any) -> bool:
     return bool(override.key_or_group.split(".")[0] == "sweep")
 
 
-def _settings(request: Request, own: Sequence[Any]) -> Sweep:
+def _settings(request: Request, sweep_overrides: Sequence[Any]) -> Sweep:
     """Return the settings of the sweep, from its own overrides and the chosen experiment."""
-    chosen = [o for o in request.settings if o.key_or_group == "experiment"]
-    settings = replace(request, settings=[*chosen, *own]).compose().sweep_settings()
+    experiment = [o for o in request.settings if o.key_or_group == "experiment"]
+    settings = replace(request, settings=[*experiment, *sweep_overrides]).compose().sweep_settings()
     if settings.isolate and getattr(os, "fork", None) is None:  # the output of jobs is read with POSIX pipes
         raise UserError("sweep.isolate=true: not supported on Windows; use sweep.isolate=false, or WSL")
     if not settings.isolate and settings.launcher != Serial.name:
-        what = f"runs jobs one after another in this process, not with sweep.launcher={settings.launcher}"
-        raise UserError(f"sweep.isolate=false: {what}")
+        reason = f"runs jobs one after another in this process, not with sweep.launcher={settings.launcher}"
+        raise UserError(f"sweep.isolate=false: {reason}")
     _launcher_class(settings).check(settings)
     return settings

@@ -78,8 +78,10 @@ class Board:
         counts += [f"{failed} failed"] if failed else []
         if self._took and left_over:  # assumes that jobs take equally long
             each, now = statistics.mean(self._took), time.monotonic()
-            left = waiting * each + sum(max(each - (now - since), 0.0) for _, since, _ in self._running.values())
-            counts.append(f"about {format_duration(left / max(self.at_once, len(self._running)))} left")
+            seconds_left = waiting * each + sum(
+                max(each - (now - since), 0.0) for _, since, _ in self._running.values()
+            )
+            counts.append(f"about {format_duration(seconds_left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())
         rows = []
         for job, _, line in entries[:MAX_ROWS]:
@@ -95,10 +97,10 @@ class Board:
             return
         size = shutil.get_terminal_size()
         width = size.columns - 1
-        shown = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - FREE_LINES, 1)]]
+        lines = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - FREE_LINES, 1)]]
         with contextlib.suppress(OSError):
-            print_text(self._up() + "".join(line + "\n" for line in shown))
-        self._height, self._drawn = len(shown), time.monotonic()
+            print_text(self._up() + "".join(line + "\n" for line in lines))
+        self._height, self._drawn = len(lines), time.monotonic()
 
     @contextlib.contextmanager
     def hide(self) -> Iterator[None]:

@@ -31,10 +31,10 @@ def experiment_sweep(request: Request) -> list[Override]:
     """Return the sweep of the chosen experiment without the keys that the command line sets."""
     from toyexp.config.words import parse
 
-    chosen = [o for o in request.settings if o.key_or_group == "experiment" and not o.is_sweep_override()]
-    given = {o.key_or_group for o in request.settings}
-    own = replace(request, settings=chosen).compose().sweeps
-    return parse([f"{key}={values}" for key, values in own.items() if key not in given])
+    experiment = [o for o in request.settings if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    given_keys = {o.key_or_group for o in request.settings}
+    sweeps = replace(request, settings=experiment).compose().sweeps
+    return parse([f"{key}={values}" for key, values in sweeps.items() if key not in given_keys])
 
 
 def check_unique(parsed: Sequence[Override]) -> None:
@@ -52,10 +52,10 @@ def check_unique(parsed: Sequence[Override]) -> None:
             several[key] = override
 
 
-def _suggest_merge(key: str, *given: Override) -> str:
-    if not all(o.is_choice_sweep() and "(" not in str(o.input_line) for o in given):
+def _suggest_merge(key: str, *overrides: Override) -> str:
+    if not all(o.is_choice_sweep() and "(" not in str(o.input_line) for o in overrides):
         return "give its values once"
-    values = dict.fromkeys(word.partition("=")[2] for o in given for word, _ in sweep_values(o))
+    values = dict.fromkeys(word.partition("=")[2] for o in overrides for word, _ in sweep_values(o))
     return f"list all its values once: {key}={','.join(values)}"
 
 
@@ -88,12 +88,12 @@ def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{line}: has no values")
     if len(values) > MAX_JOBS:
         raise UserError(f"{line}: a sweep has at most {MAX_JOBS} jobs")
-    seen: set[str] = set()
+    texts: set[str] = set()
     parts = str(line).partition("=")[2].split(",")
     for value, part in zip(values, parts if len(parts) == len(values) else itertools.repeat(""), strict=False):
-        if (text := Transformer.str(value)) in seen:
+        if (text := Transformer.str(value)) in texts:
             raise UserError(f"{line}: lists {text} twice, which would train the same job twice")
-        seen.add(text)
+        texts.add(text)
         if type(value) is int and part.replace("_", "") == text:  # keep names such as name=2024_01,2024_02 as typed
             text = part
         yield f"{override.get_key_element()}={text}", Override._convert_value(value)

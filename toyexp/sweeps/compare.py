@@ -28,51 +28,57 @@ class ComparisonAnswer(Answer):
 
     def plain(self) -> dict[str, Any]:
         """Return the points, the best first, and the settings that differ, as plain data."""
-        found = self.comparison
-        best, points = found.ranking.best, []
-        for point in found.ranking.points:
-            settings = {key: point.jobs[0].settings.get(key) for key in found.keys}
-            known = not math.isnan(point.mean)
+        comparison = self.comparison
+        best, points = comparison.ranking.best, []
+        for point in comparison.ranking.points:
+            settings = {key: point.jobs[0].settings.get(key) for key in comparison.keys}
+            has_mean = not math.isnan(point.mean)
             points.append({
-                "settings": settings, "mean": point.mean if known else None, "deviation": point.deviation,
+                "settings": settings, "mean": point.mean if has_mean else None, "deviation": point.deviation,
                 "counted": len(point.values), "best": point is best,
                 "runs": [entry.run.plain() for entry in point.jobs],
             })  # fmt: skip
-        differ = {key: found.values(key) for key in found.every_key}
-        return {"metric": found.ranking.column, "points": points, "differ": differ, "notes": found.notes()}
+        differ = {key: comparison.values(key) for key in comparison.every_key}
+        return {"metric": comparison.ranking.column, "points": points, "differ": differ, "notes": comparison.notes()}
 
     def lines(self) -> list[str]:
         """Return a table of the points, and below it other differences and notes."""
-        found = self.comparison
-        ranking = found.ranking
-        scores = [name for name in ("loss", *found.scores) if f"held-out {name}" != ranking.column]
-        others = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
+        comparison = self.comparison
+        ranking = comparison.ranking
+        scores = [name for name in ("loss", *comparison.scores) if f"held-out {name}" != ranking.column]
+        other_heads = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
         heads = [
-            *map(escape_cell, found.keys or ["name"]),
+            *map(escape_cell, comparison.keys or ["name"]),
             "runs",
             self._steps_head,
             ranking.column,
-            *others,
+            *other_heads,
             "speed",
             "",
         ]
         rows = [[escape_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
         if not fits_terminal([heads, *rows]):
-            heads = [*map(escape_cell, short_keys(found.keys) or ["name"]), *heads[len(found.keys) or 1 :]]
-        table, gone = drop_columns([heads, *rows], ["speed", *reversed(others), self._steps_head])
-        lines = align_table(table, {"runs", self._steps_head, *others, "speed"})
-        points = "" if len(ranking.points) == len(found.entries) else f" in {pluralise(len(ranking.points), 'point')}"
-        below = [f"columns left out to fit the terminal: {', '.join(gone)}; --csv has all"] if gone else []
-        below.append(f"{pluralise(len(found.entries), 'run')}{points}")
+            heads = [*map(escape_cell, short_keys(comparison.keys) or ["name"]), *heads[len(comparison.keys) or 1 :]]
+        table, dropped_heads = drop_columns([heads, *rows], ["speed", *reversed(other_heads), self._steps_head])
+        lines = align_table(table, {"runs", self._steps_head, *other_heads, "speed"})
+        points = (
+            "" if len(ranking.points) == len(comparison.entries) else f" in {pluralise(len(ranking.points), 'point')}"
+        )
+        below = (
+            [f"columns left out to fit the terminal: {', '.join(dropped_heads)}; --csv has all"]
+            if dropped_heads
+            else []
+        )
+        below.append(f"{pluralise(len(comparison.entries), 'run')}{points}")
         if ranking.has_seeds:
             below[-1] += "; mean ± standard deviation (over n-1) of the completed runs"
-        for leader, keys_along in found.linked_keys.items():
-            some = ", ".join(f"{key} {'|'.join(found.values(key))}" for key in keys_along[:6])
+        for leader, keys_along in comparison.linked_keys.items():
+            linked = ", ".join(f"{key} {'|'.join(comparison.values(key))}" for key in keys_along[:6])
             more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
-            below.append(f"with {leader}: {some}{more}")
-        also = [key for key in found.other_keys if key not in ("seed", "name")]
-        below += [f"also differ, without separating points: {', '.join(also)}"] if also else []
-        below += [f"note: {note}" for note in found.notes()]
+            below.append(f"with {leader}: {linked}{more}")
+        other_keys = [key for key in comparison.other_keys if key not in ("seed", "name")]
+        below += [f"also differ, without separating points: {', '.join(other_keys)}"] if other_keys else []
+        below += [f"note: {note}" for note in comparison.notes()]
         return [*lines, "", *wrap_lines([escape_cell(line) for line in below])]
 
     @property
@@ -81,59 +87,61 @@ class ComparisonAnswer(Answer):
         return "steps taken" if "steps" in self.comparison.keys else "steps"
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
-        found, first = self.comparison, point.jobs[0]
+        comparison, first = self.comparison, point.jobs[0]
         done = [entry.run for entry in point.jobs if entry.status == "completed"] or [e.run for e in point.jobs]
-        cells = [first.settings.get(key, "-") for key in found.keys] or [first.run.name]
+        cells = [first.settings.get(key, "-") for key in comparison.keys] or [first.run.name]
         steps = sorted({run.steps for run in done if run.steps is not None})
-        of = "-" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-        others = [mean(run.value(name) for run in done) for name in scores]
-        if found.ranking.column != TRAIN:
-            others.append(mean(run.train_loss for run in done))
+        steps_text = "-" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+        other_means = [mean(run.value(name) for run in done) for name in scores]
+        if comparison.ranking.column != TRAIN:
+            other_means.append(mean(run.train_loss for run in done))
         speed = mean(run.speed for run in done)
-        known = len(point.values) + point.repeats
-        counts = f"{known}/{len(point.jobs)}" if known < len(point.jobs) else str(len(done))
-        mark = "best" if point is found.ranking.best and len(found.ranking.points) > 1 else ""
+        run_count = len(point.values) + point.repeats
+        counts = f"{run_count}/{len(point.jobs)}" if run_count < len(point.jobs) else str(len(done))
+        mark = "best" if point is comparison.ranking.best and len(comparison.ranking.points) > 1 else ""
         speed_told = "-" if speed is None else f"{format_count(speed)}/s"
-        return [*cells, counts, of, str(point), *map(format_metric, others), speed_told, mark]
+        return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_told, mark]
 
     def csv(self) -> str:
         """Return CSV with a row for each run, in the order of the points."""
-        found = self.comparison
-        heads = ["run", "name", *found.keys, "seed", "state", self._steps_head, "held-out loss",
-                 *(f"held-out {n}" for n in found.scores), TRAIN, "seconds", "speed", "counted",
-                 f"{found.ranking.column} mean", f"{found.ranking.column} std", "best"]  # fmt: skip
+        comparison = self.comparison
+        heads = ["run", "name", *comparison.keys, "seed", "state", self._steps_head, "held-out loss",
+                 *(f"held-out {n}" for n in comparison.scores), TRAIN, "seconds", "speed", "counted",
+                 f"{comparison.ranking.column} mean", f"{comparison.ranking.column} std", "best"]  # fmt: skip
         table: list[list[Any]] = [heads]
-        best = found.ranking.best
-        for entry, point in found.ranking.jobs():
-            run, known = entry.run, bool(point.values)
+        best = comparison.ranking.best
+        for entry, point in comparison.ranking.jobs():
+            run, has_mean = entry.run, bool(point.values)
             table.append([
-                short_path(run.path.absolute()), run.name, *(entry.settings.get(key) for key in found.keys), run.seed,
-                run.state, run.steps, run.loss, *(run.scores.get(n) for n in found.scores), run.train_loss,
-                run.seconds, run.speed, len(point.values), point.mean if known else None, point.deviation,
-                "best" if point is best else None,
+                short_path(run.path.absolute()), run.name, *(entry.settings.get(key) for key in comparison.keys),
+                run.seed, run.state, run.steps, run.loss, *(run.scores.get(n) for n in comparison.scores),
+                run.train_loss, run.seconds, run.speed, len(point.values), point.mean if has_mean else None,
+                point.deviation, "best" if point is best else None,
             ])  # fmt: skip
         return format_csv(table)
 
 
 def compare_runs(
-    places: Sequence[str], filters: Sequence[Filter], metric: str | None, pooled: bool = False
+    places: Sequence[str], filters: Sequence[Filter], metric: str | None, pool: bool = False
 ) -> ComparisonAnswer:
     """Compare the runs in `places` that match the filters. Raise UserError if no run matches or has the metric."""
     paths = resolve_runs("compare", places, notes := list[str]())
     runs = filter_runs([read_run(path) for path in paths], filters, notes)
     if not runs:
         raise UserError(f"compare {' '.join(f.text for f in filters)}: none of {pluralise(len(paths), 'run')} matches")
-    comparison = Comparison.build(runs, metric or sweep_metric([Path(place) for place in places]), pooled)
+    comparison = Comparison.build(runs, metric or sweep_metric([Path(place) for place in places]), pool)
     for place in map(Path, places):
         with contextlib.suppress(UserError):  # no sweep, or a damaged one
-            gone = [d for j in read_sweep(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()]
-            told = f"not counted: {pluralise(len(gone), 'run')} of {short_path(place)} no longer there: "
-            notes += [told + ", ".join(gone[:3])] if gone else []
+            deleted_runs = [
+                d for j in read_sweep(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()
+            ]
+            note = f"not counted: {pluralise(len(deleted_runs), 'run')} of {short_path(place)} no longer there: "
+            notes += [note + ", ".join(deleted_runs[:3])] if deleted_runs else []
     comparison.selection_notes = notes
-    if metric and metric not in (known := {"loss", "ppl", *comparison.scores}):
+    if metric and metric not in (metrics := {"loss", "ppl", *comparison.scores}):
         evaluated = comparison.scores or any(run.loss is not None for run in runs)
         there_is = (
-            suggest(metric, known)
+            suggest(metric, metrics)
             if evaluated
             else "no run was evaluated; leave out --metric to compare the training loss"
         )

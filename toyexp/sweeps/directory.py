@@ -87,8 +87,8 @@ class JobExit:
     def __str__(self) -> str:
         if self.code < 0:
             name = signal.Signals(-self.code).name
-            said = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-            return f"{said}; last output: {self.error}" if self.error else said
+            text = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+            return f"{text}; last output: {self.error}" if self.error else text
         return self.error or f"ended with exit code {self.code}"
 
 
@@ -164,8 +164,8 @@ class LaunchSpec:
         except DirectoryLocked:
             raise
         except UserError:
-            what = f"{short_path(self.directory)}: is the run directory of this job and is not empty"
-            raise UserError(f"{what}; move it away, then resume the sweep with sweep.retry=true") from None
+            problem = f"{short_path(self.directory)}: is the run directory of this job and is not empty"
+            raise UserError(f"{problem}; move it away, then resume the sweep with sweep.retry=true") from None
         return self.start_args
 
 
@@ -187,8 +187,8 @@ class SweepDir:
     in which it was started (`cwd`), and the value ranges of a search (`space`).
     """
 
-    def __init__(self, path: Path, jobs: list[Job], asked: Mapping[str, Any], locked: int | None = None):
-        self.path, self.jobs, self.spec = path, jobs, asked
+    def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int | None = None):
+        self.path, self.jobs, self.spec = path, jobs, spec
         self._writing = threading.RLock()
         self._warned_reasons: set[str] = set()  # reasons that were reported
         self._saved_count = len(jobs)  # the files have entries for this number of jobs
@@ -197,10 +197,10 @@ class SweepDir:
         self._lock = _lock(path) if locked is None else locked
 
     @classmethod
-    def create(cls, path: Path, jobs: list[Job], asked: Mapping[str, Any]) -> SweepDir:
+    def create(cls, path: Path, jobs: list[Job], spec: Mapping[str, Any]) -> SweepDir:
         """Create the directory. Raise UserError if it exists and is not empty."""
         require_empty(path, "hydra.sweep.dir")
-        folder = cls(path, jobs, asked)
+        folder = cls(path, jobs, spec)
         try:
             require_empty(path, "hydra.sweep.dir")  # again: files may have been created before the lock
             show_status("writing the list of jobs")
@@ -221,17 +221,17 @@ class SweepDir:
         Raise UserError if it holds no sweep, is damaged, or is used by another process.
         """
         if not (path / SWEEP_FILE).is_file():
-            what = f"holds no sweep ({SWEEP_FILE})" if path.exists() else explain_missing(path)
-            what += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
-            raise UserError(f"sweep.resume={path}: {what}")
+            problem = f"holds no sweep ({SWEEP_FILE})" if path.exists() else explain_missing(path)
+            problem += f"; it is a run: resume={path}" if (path / "config.yaml").is_file() else ""
+            raise UserError(f"sweep.resume={path}: {problem}")
         path = path.absolute()
         require_inside(path)
         locked = _lock(path)  # lock first: another process could change the files
         try:
-            jobs, asked = read_sweep(path)
+            jobs, spec = read_sweep(path)
             for directory in {job.directory for job in jobs if job.directory and os.sep in job.directory}:
                 require_plain_path(path, path / directory)
-            return cls(path, jobs, asked, locked)
+            return cls(path, jobs, spec, locked)
         except BaseException:
             os.close(locked)
             raise
@@ -254,9 +254,9 @@ class SweepDir:
     def launch_spec(self, job: Job) -> LaunchSpec:
         """Return the specification to start a job, or to resume one that was started before."""
         directory = self.run_dir(job)
-        where = [format_override("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
+        run_args = [format_override("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
         plugins = [word for word in self.spec["settings"] if word.startswith("plugins=")]
-        first, again = [*shared_args(self.spec), *job.overrides, *where], [f"resume={directory}", *plugins]
+        first, again = [*shared_args(self.spec), *job.overrides, *run_args], [f"resume={directory}", *plugins]
         return LaunchSpec(directory, self.log_path(job), first, again, job.attempts > (job.status == Status.RUNNING))
 
     def mark_running(self, jobs: Sequence[Job]) -> None:
@@ -278,10 +278,10 @@ class SweepDir:
             with self._warn_unwritten():
                 begin = any(job.status == Status.RUNNING for job in jobs)
                 end = max((job.number + 1 for job in jobs), default=0)
-                told = {
+                changed_jobs = {
                     job.number: job for job in (*self.jobs[self._saved_count : end], *jobs)
                 }  # also jobs before them, so that no number is missing
-                self._journal.add(map(vars, told.values()), flush=begin)
+                self._journal.add(map(vars, changed_jobs.values()), flush=begin)
                 self._saved_count = max(self._saved_count, end)
             if (wait := self._writer.request(len(self.jobs))) and self._later is None:
                 self._later = threading.Timer(wait, self._catch_up)
@@ -313,8 +313,8 @@ class SweepDir:
         for name, content in files.items():
             with self._warn_unwritten(name):
                 require_plain(self.path / name)
-                with write_atomically(self.path / name) as place:
-                    place.write_bytes(content().encode(errors="backslashreplace"))
+                with write_atomically(self.path / name) as temporary:
+                    temporary.write_bytes(content().encode(errors="backslashreplace"))
                 if name == SWEEP_FILE:
                     self._saved_count = len(jobs)
                     self._journal.clear()
@@ -331,15 +331,15 @@ class SweepDir:
             self._writer.is_pending = True  # try again later, at the latest when the sweep ends
 
 
-def shared_args(asked: Mapping[str, Any]) -> list[str]:
+def shared_args(spec: Mapping[str, Any]) -> list[str]:
     """Return the arguments that all jobs of a sweep share, from the `spec` of its directory."""
-    return [*(word for flag in asked["flags"].items() for word in flag), *asked["settings"]]
+    return [*(word for flag in spec["flags"].items() for word in flag), *spec["settings"]]
 
 
-def _sweep_json(asked: Mapping[str, Any], jobs: Sequence[Job]) -> str:
+def _sweep_json(spec: Mapping[str, Any], jobs: Sequence[Job]) -> str:
     """Return the text of sweep.json with one line for each job: indented JSON is slow for 100,000 jobs."""
     lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
-    return dump_json(asked, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
+    return dump_json(spec, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
 
 
 def _lock(path: Path) -> int:
@@ -370,19 +370,19 @@ def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
 def _check(state: Mapping[str, Any]) -> list[Job]:
     """Return the jobs in a sweep.json; raise KeyError, TypeError, ValueError or DamagedCheckpoint."""
     if state["format"] != FORMAT:
-        what = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
-        raise DamagedCheckpoint(f"{what}; if a newer toyexp wrote it, update toyexp")
-    asked = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
+        problem = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
+        raise DamagedCheckpoint(f"{problem}; if a newer toyexp wrote it, update toyexp")
+    types = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
              "jobs": list[Any]}  # fmt: skip
-    for name, hint in asked.items():
+    for name, hint in types.items():
         if not matches_type(state[name], hint):
             raise ValueError(f"{name} is {state[name]}")
     jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
     for job in jobs:
         if any(text.lstrip("+").startswith("plugins=") for text in job.overrides):
             raise ValueError(f"job {job.number} sets plugins, which only the command line may do")
-    words = (*state["settings"], *state["space"], *(word for job in jobs for word in job.overrides))
-    if any(word.startswith("-") for word in words):
+    overrides = (*state["settings"], *state["space"], *(word for job in jobs for word in job.overrides))
+    if any(word.startswith("-") for word in overrides):
         raise ValueError("a setting looks like a flag")
     return jobs
 
@@ -431,10 +431,9 @@ def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) ->
         return
     with contextlib.closing(folder):
         for job in [job for job in folder.jobs if job.directory == str(run.relative_to(path))]:
-            if other := job.difference(before):
-                print_line(
-                    f"sweep   {short_path(path)}: its summary is not updated: job {job.number} was another run: {other}"
-                )
+            if difference := job.difference(before):
+                reason = f"job {job.number} was another run: {difference}"
+                print_line(f"sweep   {short_path(path)}: its summary is not updated: {reason}")
                 return
             job.attempts += 1
             job.record_exit(ended, run)
@@ -451,14 +450,14 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
     The last columns describe all jobs that differ only in their seed: how many completed, mean and standard deviation
     (over n-1) of the metric, and whether they are the best.
     """
-    varied = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
+    keys = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
     names = score_names(jobs)
-    table = [["job", *varied, "status", "steps taken", TRAIN, "held-out loss", *(f"held-out {n}" for n in names),
+    table = [["job", *keys, "status", "steps taken", TRAIN, "held-out loss", *(f"held-out {n}" for n in names),
               *(f"{role} digest" for role in ranking.changed_sources), "seconds", "run", "error", "seeds",
               f"{ranking.column} mean", f"{ranking.column} std", "best"]]  # fmt: skip
     for job, point in ranking.jobs():
         values = {_key(word): word.partition("=")[2] for word in job.overrides}
-        table.append([str(job.number), *(values.get(key, "") for key in varied), job_state(job),
+        table.append([str(job.number), *(values.get(key, "") for key in keys), job_state(job),
                       *number_cells(job, names, ""),
                       *(job_sources(job).get(role, "")[:8] for role in ranking.changed_sources),
                       _format_number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
@@ -479,9 +478,9 @@ def score_names(jobs: Sequence[Job]) -> list[str]:
 
 def number_cells(job: Job, names: Sequence[str], none: str) -> list[str]:
     """Return table cells: steps, training loss, held-out loss, and the metrics in `names`; `none` if missing."""
-    found = job.result
-    values = [found.get("train_loss"), found.get("eval_loss"), *map((found.get("eval_scores") or {}).get, names)]
-    return [_format_number(found.get("steps"), "d", none), *(_format_number(value, ".4f", none) for value in values)]
+    result = job.result
+    values = [result.get("train_loss"), result.get("eval_loss"), *map((result.get("eval_scores") or {}).get, names)]
+    return [_format_number(result.get("steps"), "d", none), *(_format_number(value, ".4f", none) for value in values)]
 
 
 def _format_number(value: Any, form: str, none: str) -> str:

@@ -86,12 +86,12 @@ class JobConfigs:
         composed, is_whole = self._set_hydra_config(job)
         if is_whole:
             return composed
-        given = [*self.request.settings, *parse(job.overrides)]
+        overrides = [*self.request.settings, *parse(job.overrides)]
         cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # changed by a base model
-        keys = {override.key_or_group for override in given}
+        keys = {override.key_or_group for override in overrides}
         with read_write(cfg.hydra.sweeper):  # leave out the experiment's own sweep: the job has one value of each key
             cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
-        return replace(composed, cfg=cfg, given=given)
+        return replace(composed, cfg=cfg, given=overrides)
 
     def _set_hydra_config(self, job: Job) -> tuple[Composition, bool]:
         """Compose a job, publish it for ${hydra:...} lookups, and return it with whether Hydra composed it completely.
@@ -116,18 +116,19 @@ class JobConfigs:
         Settings that were typed and those in COMPARED are compared.
         """
         with contextlib.suppress(UserError):  # a configuration error is reported when the job starts
-            saved, given = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
-            typed_keys = {o.key_or_group for o in given if "$" not in str(o.input_line)}
+            saved, overrides = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
+            typed_keys = {o.key_or_group for o in overrides if "$" not in str(o.input_line)}
             keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
             parts = {key.split(".")[0] for key in keys} | COMPARED
             ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
-            for key, (there, here) in (
+            for key, (run_value, job_value) in (
                 differences(saved, resolve_config(self._load_base_model(ours).cfg)) if ours else ()
             ):
                 name = key.removesuffix(".name")
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
-                if is_typed and str(there) != str(here):
-                    return f"{printable(f'{name} is {plain(there)}')} there and {printable(plain(here))} in this job"
+                if is_typed and str(run_value) != str(job_value):
+                    there = printable(f"{name} is {plain(run_value)}")
+                    return f"{there} there and {printable(plain(job_value))} in this job"
         return ""
 
     def gpus(self, job: Job, auto: int) -> int | None:
@@ -190,9 +191,9 @@ class JobConfigs:
         """Return the configuration with the model of the recipe's base file, if the recipe has one."""
         if not self._has_base(composed):
             return composed
-        settled = replace(composed, cfg=copy.deepcopy(composed.cfg))
-        settled.apply_base()
-        return settled
+        copied = replace(composed, cfg=copy.deepcopy(composed.cfg))
+        copied.apply_base()
+        return copied
 
     def _has_base(self, composed: Composition) -> bool:
         recipe = cast("type[Recipe]", part_class("recipe", composed.cfg.recipe, self.request.registry))
@@ -203,17 +204,17 @@ class JobConfigs:
 
         Contents of files and errors of the engine only show when the job runs.
         """
-        names, others = split_choices(job.overrides)
-        composed = self._compose_values(names, others)
+        names, other_words = split_choices(job.overrides)
+        composed = self._compose_values(names, other_words)
         if whole:
             composed.check_parts()
             return
-        for owner in {word.partition("=")[0].rpartition(".")[0] for word in others} - {"engine"}:
+        for owner in {word.partition("=")[0].rpartition(".")[0] for word in other_words} - {"engine"}:
             self._check_owner(composed.cfg, owner)
 
-    def _compose_values(self, names: tuple[str, ...], others: Sequence[str]) -> Composition:
+    def _compose_values(self, names: tuple[str, ...], other_words: Sequence[str]) -> Composition:
         composed = self._base(names)
-        for word in others:
+        for word in other_words:
             self._set(composed.cfg, word)
         return replace(composed)  # a copy without cached checks
 
@@ -223,10 +224,10 @@ class JobConfigs:
                 self._bases[names] = self.request.compose(*names)
             except UserError as error:
                 self._bases[names] = error
-        found = self._bases[names]
-        if isinstance(found, UserError):
-            raise found
-        return found
+        base = self._bases[names]
+        if isinstance(base, UserError):
+            raise base
+        return base
 
     def _set(self, cfg: DictConfig, word: str) -> None:
         key = word.partition("=")[0]
@@ -259,16 +260,16 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
     Raise UserError for an error that all jobs have.
     """
     wrong: dict[int, UserError] = {}
-    seen: set[tuple[str, ...]] = set()
+    checked_names: set[tuple[str, ...]] = set()
     for job in _single_changes(jobs[:VALUES]):
         names = split_choices(job.overrides)[0]
-        if names not in seen and len(seen) == CHOICES:
+        if names not in checked_names and len(checked_names) == CHOICES:
             continue
         try:
-            configs.check(job, whole=names not in seen)
+            configs.check(job, whole=names not in checked_names)
         except UserError as error:
             wrong[job.number] = error
-        seen.add(names)
+        checked_names.add(names)
     if len(jobs) > 1 and (first := wrong.get(jobs[0].number)):
         try:
             configs.check(jobs[-1], whole=True)  # the last job shares no varying value with the first
@@ -286,12 +287,13 @@ def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> No
     }
     for job in changed.values():
         try:
-            places = [configs.directory(one, None)[1] for one in (first, job)]
+            directories = [configs.directory(one, None)[1] for one in (first, job)]
         except UserError:  # reported when the job starts
             continue
-        if places[0] == places[1]:
+        if directories[0] == directories[1]:
             raise UserError(
-                f"hydra.sweep.subdir gives jobs {first.number} and {job.number} the same directory, {places[0].name}; "
+                f"hydra.sweep.subdir gives jobs {first.number} and {job.number} the same directory, "
+                f"{directories[0].name}; "
                 "add ${hydra.job.num} to it, or leave it out"
             )
 

@@ -38,8 +38,8 @@ class Throttle:
         try:
             self._do()
         finally:
-            ended = time.monotonic()
-            self._next = ended + (ended - began) / SHARE
+            end = time.monotonic()
+            self._next = end + (end - began) / SHARE
 
 
 class Journal:
@@ -72,8 +72,8 @@ class Journal:
         """
         if not self._path.is_file():
             return
-        whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
-        for line in whole.splitlines():
+        complete_lines, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
+        for line in complete_lines.splitlines():
             entry = json.loads(line)
             if not isinstance(entry, Mapping) or not isinstance(number := entry["number"], int):
                 raise ValueError(f"{JOURNAL} holds an entry that is not a job")

@@ -104,10 +104,10 @@ class Runner:
             if job.status != Status.RUNNING and job.code != NOT_STARTED:
                 continue
             directory = folder.run_dir(job)
-            found = {} if self.configs.other_run(job, directory) else read_result(directory)
-            if found.get("error") and found.get("reason") != "interrupted":
-                job.record_exit(JobExit(1, str(found["error"])), directory)
-            elif found.get("reason") in ("completed", "aborted"):
+            result = {} if self.configs.other_run(job, directory) else read_result(directory)
+            if result.get("error") and result.get("reason") != "interrupted":
+                job.record_exit(JobExit(1, str(result["error"])), directory)
+            elif result.get("reason") in ("completed", "aborted"):
                 job.record_exit(JobExit(0), directory)
             else:
                 try:
@@ -118,27 +118,27 @@ class Runner:
         if "--json" not in self.request.flags:
             self._report_missing(folder)
         retry = self.request.settings.retry
-        left = [j for j in self.source.jobs if j.status in UNFINISHED or (retry and self.source.may_retry(j))]
-        return [job for job in left if job.status != Status.RUNNING]
+        unfinished_jobs = [
+            j for j in self.source.jobs if j.status in UNFINISHED or (retry and self.source.may_retry(j))
+        ]
+        return [job for job in unfinished_jobs if job.status != Status.RUNNING]
 
     def _report_missing(self, folder: SweepDir) -> None:
-        """Report jobs whose runs are missing or hold another result, and how to train one again."""
         placed = [(job, folder.run_dir(job)) for job in self.source.jobs if job.directory]
         for job, run in placed:
-            if run.is_dir() and (other := job.difference(read_result(run))):
-                print_line(
-                    f"[{job.number}] {job.label}: {short_path(run)} is not the run that the sweep recorded: {other}"
-                )
-        gone = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
-        if not gone:
+            if run.is_dir() and (difference := job.difference(read_result(run))):
+                other = f"{short_path(run)} is not the run that the sweep recorded: {difference}"
+                print_line(f"[{job.number}] {job.label}: {other}")
+        deleted_jobs = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
+        if not deleted_jobs:
             return
-        place, shared = folder.run_dir(gone[0]), shared_args(folder.spec)
-        words = [*(word for word in shared if not word.startswith("hydra.sweep.")), *gone[0].overrides]
-        again = shlex.join(["toyexp", *words, format_override("hydra.run.dir", short_path(place))])
-        more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
-        move = "move that file away, and " if os.path.lexists(place) else ""
+        directory, shared = folder.run_dir(deleted_jobs[0]), shared_args(folder.spec)
+        args = [*(word for word in shared if not word.startswith("hydra.sweep.")), *deleted_jobs[0].overrides]
+        again = shlex.join(["toyexp", *args, format_override("hydra.run.dir", short_path(directory))])
+        more = f", and {len(deleted_jobs) - 1} more" if len(deleted_jobs) > 1 else ""
+        move = "move that file away, and " if os.path.lexists(directory) else ""
         print_line(
-            f"[{gone[0].number}] is completed, but its run {short_path(place)} is missing{more}; "
+            f"[{deleted_jobs[0].number}] is completed, but its run {short_path(directory)} is missing{more}; "
             f"{move}train it: {again}"
         )
 
@@ -163,10 +163,13 @@ class Runner:
 
     def _advise(self) -> None:
         """Suggest sweep.launcher=stacked if jobs would train faster together."""
-        here, settings = self.launcher.uses_fork_server or not self.request.settings.isolate, self.request.settings
+        runs_locally, settings = (
+            self.launcher.uses_fork_server or not self.request.settings.isolate,
+            self.request.settings,
+        )
         jobs = self.source.remaining_jobs()
-        apart = here and not self.launcher.trains_stacks and not settings.search and len(jobs) > 1
-        if apart and (line := advice(jobs, self.configs)):
+        runs_separately = runs_locally and not self.launcher.trains_stacks and not settings.search and len(jobs) > 1
+        if runs_separately and (line := advice(jobs, self.configs)):
             print_line(line)
 
     def _create(self, root: Path) -> None:
@@ -183,10 +186,12 @@ class Runner:
         """Assign a directory to a job. Return False if that fails; the job is then recorded as ended."""
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)
-            if other := self.configs.other_run(job, run):
-                what = "put the job's own run back, or move this one away, then resume the sweep"
-                self._end(job, JobExit(NOT_STARTED, f"{short_path(run)}: holds another run: {other}; {what}"))
-            return not other
+            if difference := self.configs.other_run(job, run):
+                advice_text = "put the job's own run back, or move this one away, then resume the sweep"
+                self._end(
+                    job, JobExit(NOT_STARTED, f"{short_path(run)}: holds another run: {difference}; {advice_text}")
+                )
+            return not difference
         try:
             root, directory = self.configs.directory(job, self.folder.path if self.folder else None)
             self._places.assign(job, root, directory)
@@ -219,8 +224,8 @@ class Runner:
         self._watch.end(job)
         if job.status in FAILURES:
             first = self._refused.setdefault(str(job.error), job.number) if job.status == Status.REFUSED else job.number
-            told = f"{job.error}{self._details(job)}" if first == job.number else f"as in job {first}"
-            self._watch.say(f"toyexp: error in job {job.number}: {told}", sys.stderr)
+            message = f"{job.error}{self._details(job)}" if first == job.number else f"as in job {first}"
+            self._watch.say(f"toyexp: error in job {job.number}: {message}", sys.stderr)
             if self.request.settings.fail_fast:
                 self._stop.end()
 
@@ -231,8 +236,8 @@ class Runner:
         logs = [path for path in (self.folder.run_dir(job) / "log.txt", self.folder.log_path(job)) if path.exists()]
         if not logs:
             return ""
-        told, log_file = job.code < 0 or f"exit code {job.code}" in str(job.error), short_path(logs[0])
-        details = [] if told else [f"exit code {job.code}"]
+        is_code_known, log_file = job.code < 0 or f"exit code {job.code}" in str(job.error), short_path(logs[0])
+        details = [] if is_code_known else [f"exit code {job.code}"]
         details += [] if log_file in str(job.error) else [f"log: {log_file}"]
         return f" ({'; '.join(details)})" if details else ""
 
@@ -253,10 +258,10 @@ class Runner:
         statuses = {job.status for job in jobs}
         if len(jobs) > 1 and not is_notebook():  # a notebook shows the result object
             print_table(jobs, folder)
-        done, left = self.source.progress()
+        done, has_jobs_left = self.source.progress()
         command = ""
         retry = ["sweep.retry=true"] if any(job.is_machine_error for job in jobs) else []
-        if (left or retry) and folder:
+        if (has_jobs_left or retry) and folder:
             plugins = [f"plugins=[{','.join(self.request.modules)}]"] if self.request.modules else []
             command = shlex.join(["toyexp", format_override("sweep.resume", short_path(folder.path)), *retry, *plugins])
         if number := self._stop.number:

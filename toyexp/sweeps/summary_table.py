@@ -40,16 +40,16 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
     def end(job: Job, brief: int) -> str:
         why = job.error or ""
-        told = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
+        state = why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
         if job.status == Status.COMPLETED:
-            told = ""
+            state = ""
             if folder and job.directory and brief < 3:
-                told = job.directory if brief else short_path(folder.run_dir(job))
-            told += "  diverged" if job_state(job) == "diverged" else ""
-            return told + ("  best" if ranking.best and job is ranking.best.jobs[0] else "")
-        if job.status == Status.REFUSED and refused.setdefault(told, job.number) != job.number:
-            return f"{job.status}, as job {refused[told]}"
-        return str(job.status) if job.status == Status.PRUNED and brief else told
+                state = job.directory if brief else short_path(folder.run_dir(job))
+            state += "  diverged" if job_state(job) == "diverged" else ""
+            return state + ("  best" if ranking.best and job is ranking.best.jobs[0] else "")
+        if job.status == Status.REFUSED and refused.setdefault(state, job.number) != job.number:
+            return f"{job.status}, as job {refused[state]}"
+        return str(job.status) if job.status == Status.PRUNED and brief else state
 
     def lines(brief: int) -> list[str]:
         heads = ["job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {name}" for name in names), "run"]
@@ -63,11 +63,11 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     # Rows of failed jobs may be longer than a line.
     count = [True, *(job.status in SUCCEEDED for job in ordered)]
     for brief in range(4):
-        shown = lines(brief)
-        if max(map(len, itertools.compress(shown, count))) < width:
+        table_lines = lines(brief)
+        if max(map(len, itertools.compress(table_lines, count))) < width:
             break
     print_line("")
-    for line in shown:
+    for line in table_lines:
         print_line(line)
     if ranking.has_seeds or ranking.changed_sources:
         print_line(f"\n{SEEDS_CAPTION}")
@@ -84,8 +84,8 @@ def outcome(job: Job) -> str:
     names = score_names([job])
     heads = (TRAIN, "held-out loss", *(f"held-out {name}" for name in names))
     steps, *values = number_cells(job, names, "-")
-    told = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
+    parts = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
     seconds = job.result.get("seconds")
     return "  ".join(
-        [f"{job_state(job)} after {steps} steps", *told, *([] if seconds is None else [format_duration(seconds)])]
+        [f"{job_state(job)} after {steps} steps", *parts, *([] if seconds is None else [format_duration(seconds)])]
     )

@@ -49,20 +49,20 @@ class DataSuite(PluginSuite):
     def test_what_it_says_of_itself_is_plain_and_stays(self) -> None:
         """Descriptions are valid JSON, and making batches does not change them."""
         dataset = self.open_dataset()
-        said = [json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks()), allow_nan=False)]
+        descriptions = [json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks()), allow_nan=False)]
         for context in (self.context, self.context + 1):
             batches = dataset.batches(context, self.rows, 0)
             batches.batch(0), batches.held_out()
             json.dumps((dict(batches.facts), list(batches.omissions)), allow_nan=False)
-            said.append(json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks())))
-        assert said == said[:1] * 3
+            descriptions.append(json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks())))
+        assert descriptions == descriptions[:1] * 3
 
     def test_what_is_left_out_is_told(self) -> None:
         """Omissions are single lines, and `expected_words` occur in them."""
         dataset = self.open_dataset()
-        told = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
-        assert all(text and "\n" not in text for text in told)
-        assert [word for word in self.expected_words if not any(word in text for text in told)] == []
+        omissions = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
+        assert all(text and "\n" not in text for text in omissions)
+        assert [word for word in self.expected_words if not any(word in text for text in omissions)] == []
 
     def test_a_batch_is_a_function_of_seed_and_number(self) -> None:
         """Batch k does not depend on the order of calls; held-out data does not depend on the seed."""
@@ -128,8 +128,11 @@ def fingerprint(data: Data, context: int, rows: int) -> str:
     data.check()
     dataset = data.open(None)
     batches = dataset.batches(context, rows, 3)
-    said = json.dumps((dataset.describe(), list(dataset.omissions()), dict(batches.facts)))
-    parts = [said, *(batch_digest(batch) for batch in (batches.batch(0), batches.batch(11), *batches.held_out()))]
+    descriptions = json.dumps((dataset.describe(), list(dataset.omissions()), dict(batches.facts)))
+    parts = [
+        descriptions,
+        *(batch_digest(batch) for batch in (batches.batch(0), batches.batch(11), *batches.held_out())),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

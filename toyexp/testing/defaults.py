@@ -56,20 +56,19 @@ class SuiteParts:
 
 def make_suite(kind: str, cls: type, beside: SuiteParts) -> type[PluginSuite]:
     """Return the suite for a class with its defaults. Raise UserError if it needs settings."""
-    made: dict[str, Any] = {"__doc__": f"{cls.__name__} with its defaults.", "__module__": cls.__module__}
+    attributes: dict[str, Any] = {"__doc__": f"{cls.__name__} with its defaults.", "__module__": cls.__module__}
     if kind == "callbacks":
         cls().check()
-        made["callback"] = cls
+        attributes["callback"] = cls
     else:
         part = cls()
         if kind != "engine":  # an engine whose device is missing is skipped instead
             part.check()
-        made |= {SUITES[kind].part: part, **_suite_attributes(kind, part, beside)}
-    return type(f"Test{cls.__name__}", (SUITES[kind],), made)
+        attributes |= {SUITES[kind].part: part, **_suite_attributes(kind, part, beside)}
+    return type(f"Test{cls.__name__}", (SUITES[kind],), attributes)
 
 
 def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any]:
-    """Return the attributes that the suite needs besides the part."""
     if kind in ("optim", "model") and not beside.engines:
         raise UserError("no engine works on this machine; see: toyexp doctor")
     if kind == "optim":
@@ -87,7 +86,6 @@ def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any
 
 
 def _dataset_attribute(model: Model, beside: SuiteParts) -> dict[str, Any]:
-    """Return the `dataset` method of a model's suite."""
     dataset = beside.dataset(model.reads)
     return {"dataset": lambda suite: dataset}
 
@@ -97,18 +95,18 @@ def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
     refused = UserError(f"no model reads {' or '.join(map(str, recipe.reads))}")
     for cls in (cls for cls in beside.models if cls.reads in recipe.reads):
         try:
-            made = {"recipe": recipe, "model": cls(), **_dataset_attribute(cls(), beside)}
-            type("Tried", (RecipeSuite,), made)().make_plan()
+            attributes = {"recipe": recipe, "model": cls(), **_dataset_attribute(cls(), beside)}
+            type("Tried", (RecipeSuite,), attributes)().make_plan()
         except UserError as error:
             refused = error
         else:
-            return made
+            return attributes
     raise refused
 
 
 def _format_models(form: Format, beside: SuiteParts) -> list[Model]:
     """Return up to three small models that the format supports."""
-    refused, found = UserError("no model is installed to write"), []
+    refused, models = UserError("no model is installed to write"), []
     for cls in beside.models:
         try:
             model = beside.fit_model(cls())
@@ -116,7 +114,7 @@ def _format_models(form: Format, beside: SuiteParts) -> list[Model]:
         except UserError as error:
             refused = error
         else:
-            found += [model] if model.parameters() <= MOST else []
-    if not found:
+            models += [model] if model.parameters() <= MOST else []
+    if not models:
         raise refused
-    return found[:3]
+    return models[:3]

@@ -43,7 +43,7 @@ class EngineNumbers(PluginSuite):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Skip the whole class at collection if the engine's device is not available; pytest calls this."""
-        settled = dict(os.environ)  # restored below: check() may set variables that the tests must set themselves
+        environment = dict(os.environ)  # restored below: check() may set variables that the tests must set themselves
         try:
             self.engine.check()
         except Unavailable as reason:
@@ -52,7 +52,7 @@ class EngineNumbers(PluginSuite):
             pass  # the device is available, or a fixture sets it later; the tests report errors
         finally:
             os.environ.clear()
-            os.environ.update(settled)
+            os.environ.update(environment)
 
     @pytest.fixture(autouse=True)
     def _check_engine(self) -> None:
@@ -117,8 +117,8 @@ class EngineNumbers(PluginSuite):
         for session in sessions:
             session.build()
         for _ in range(2):
-            given = [s.step_input(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
-            metrics = [wait() for wait in stack.step(dict(enumerate(given))).values()]
+            inputs = [s.step_input(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
+            metrics = [wait() for wait in stack.step(dict(enumerate(inputs))).values()]
         for plan, batch, hp, ours, session in zip(plans, batches, numbers, metrics, sessions, strict=True):
             with self.build_session(plan) as alone:
                 alone.step(batch, hp)
@@ -144,10 +144,10 @@ class EngineNumbers(PluginSuite):
                 gradients = session.gradients(batch)
                 session.step(batch, hp)
                 for name in names:
-                    own = hp.copy()
-                    own[4] = hp[4] if plan.tensor(name).has_weight_decay else 0
+                    tensor_hp = hp.copy()
+                    tensor_hp[4] = hp[4] if plan.tensor(name).has_weight_decay else 0
                     w, m, v = expected[name]
-                    expected[name] = reference_adamw(w, gradients[name].astype(np.float64), m, v, own)
+                    expected[name] = reference_adamw(w, gradients[name].astype(np.float64), m, v, tensor_hp)
             for name in names:
                 # A step moves a weight by about lr whatever its gradient, so the tolerance is a fraction of lr.
                 weights = session.download(name)
@@ -178,14 +178,14 @@ class EngineNumbers(PluginSuite):
     def test_clipping_scales_the_gradient_to_the_limit(self) -> None:
         """A clipped gradient gives a smaller update (no momentum)."""
         hp = np.array([0.1, 0.0, 0.0, 1e-2, 0.0, 1.0, 1.0])  # with such a large eps, w moves by about lr * g / eps
-        moved = []
+        distances = []
         for clip in (0.0, 0.01):
             plan = self.op_plan("matmul", grad_clip=clip)
             with self.build_session(plan) as session:
                 norm = session.step(self.op_batch(), hp).grad_norm
-                moved.append(np.linalg.norm(session.download("w") - plan.initial_values(plan.tensor("w"))))
+                distances.append(np.linalg.norm(session.download("w") - plan.initial_values(plan.tensor("w"))))
         assert norm > 0.01  # the norm is reported before clipping
-        assert moved[1] < moved[0]
+        assert distances[1] < distances[0]
 
 
 class EngineSuite(EngineNumbers):
@@ -198,8 +198,8 @@ class EngineSuite(EngineNumbers):
             for step in range(3):
                 session.step(self.op_batch(seed=step), AdamW.for_from_scratch().hp_for_step(step))
             for tensor in plan.tensors:
-                same = np.array_equal(session.download(tensor.name), plan.initial_values(tensor))
-                assert same is not tensor.trainable, tensor.name
+                is_same = np.array_equal(session.download(tensor.name), plan.initial_values(tensor))
+                assert is_same is not tensor.trainable, tensor.name
 
     def test_evaluate_and_gradients_change_nothing(self) -> None:
         """A step after evaluate(), gradients() and logits() equals a step without them."""
@@ -241,10 +241,10 @@ class EngineSuite(EngineNumbers):
         with self.build_session(self.op_plan(case)) as session:
             for sizes in ([1] * LENGTH, [2, LENGTH - 2]):
                 session.step(self.op_batch(), AdamW.for_lora().hp_for_step(0))
-                whole, decoder = session.logits({"tokens": tokens})[0], session.decoder()
+                full_logits, decoder = session.logits({"tokens": tokens})[0], session.decoder()
                 for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-                    found = decoder.feed(tokens[0, end - size : end])
-                    np.testing.assert_allclose(found, whole[end - 1], atol=self.rtol * np.abs(whole).max())
+                    logits = decoder.feed(tokens[0, end - size : end])
+                    np.testing.assert_allclose(logits, full_logits[end - 1], atol=self.rtol * np.abs(full_logits).max())
 
     # -- the session's life -------------------------------------------------------------------------------------
 
@@ -271,33 +271,33 @@ class EngineSuite(EngineNumbers):
             before = session.snapshot()
             steps(session, 0)
             middle = session.snapshot()
-            wanted, end = steps(session, 3), session.snapshot()
+            expected, end = steps(session, 3), session.snapshot()
         with self.build_session(dataclasses.replace(plan, seed=9)) as session:
             session.restore(before)
             steps(session, 0)
             assert_same(session.snapshot(), middle)
         with self.build_session(dataclasses.replace(plan, seed=9)) as session:
             session.restore(middle)
-            assert steps(session, 3) == wanted
+            assert steps(session, 3) == expected
             assert_same(session.snapshot(), end)
 
     def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
         """snapshot(into) reuses only the arrays it was given, and a later step does not change them."""
         plan, hp = self.op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
         with self.build_session(plan) as session:
-            kept, old = session.snapshot(), session.snapshot()
-            was = {name: array.copy() for name, array in kept.items()}
+            first_snapshot, old = session.snapshot(), session.snapshot()
+            was = {name: array.copy() for name, array in first_snapshot.items()}
             session.step(self.op_batch(rows=plan.rows), hp)
             fresh, new = session.snapshot(), session.snapshot(old)
             assert_same(new, fresh)
-            assert_same(kept, was)
+            assert_same(first_snapshot, was)
             session.step(self.op_batch(rows=plan.rows, seed=1), hp)
             assert_same(new, fresh)
             assert any((new[name] != array).any() for name, array in session.snapshot().items())
             session.restore(new)
-            assert_same(session.snapshot(kept), fresh)
+            assert_same(session.snapshot(first_snapshot), fresh)
             with pytest.raises(SessionError, match=r"snapshot\(\): .* has else"):
-                session.snapshot({**kept, "else": np.zeros(1)})
+                session.snapshot({**first_snapshot, "else": np.zeros(1)})
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:

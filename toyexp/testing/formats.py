@@ -82,20 +82,20 @@ class FormatSuite(PluginSuite):
         for i, model in enumerate(self.models):
             directory = tmp_path / str(i)
             directory.mkdir()
-            run, callback, place = _run(directory, model), self.callback(), directory / f"model{self.form.suffix}"
+            run, callback, path = _run(directory, model), self.callback(), directory / f"model{self.form.suffix}"
             callback.check()
             callback.check_plan(run.plan)
             _end(callback, run, step=2)
-            first = _content(place)
+            first = _content(path)
             _end(callback, run, step=2)
-            assert _content(place) == first
-            assert [p.name for p in directory.iterdir() if p.name != "written.json"] == [place.name]
+            assert _content(path) == first
+            assert [p.name for p in directory.iterdir() if p.name != "written.json"] == [path.name]
         foreign = tmp_path / "foreign"
         foreign.mkdir()
-        (foreign / place.name).write_bytes(OURS)
+        (foreign / path.name).write_bytes(OURS)
         with pytest.raises(RunFailed, match="there already"):
             _end(self.callback(), _run(foreign, self.models[0]), step=2)
-        assert [(p.name, p.read_bytes()) for p in foreign.iterdir()] == [(place.name, OURS)]
+        assert [(p.name, p.read_bytes()) for p in foreign.iterdir()] == [(path.name, OURS)]
 
     def test_what_it_cannot_hold_is_refused_in_one_line_before_the_run(self, tmp_path: Path) -> None:
         """An unsupported model is rejected in one line that shows how to run without the format; nothing is written."""
@@ -123,7 +123,6 @@ def _end(callback: Exporter, run: Run, step: int) -> None:
 
 
 def _content(path: Path) -> object:
-    """Return the bytes of a file, or of the files in a directory."""
     return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
@@ -131,5 +130,5 @@ def _same_settings(one: Model, other: Model) -> None:
     """Assert equal settings; files store floats as float32 or decimals."""
     for name, value in other.settings().items():
         read = one.settings()[name]
-        same = math.isclose(read, value, rel_tol=1e-6) if isinstance(value, float) else read == value
-        assert same, f"{name}={format_value(read)} was {format_value(value)}"
+        is_same = math.isclose(read, value, rel_tol=1e-6) if isinstance(value, float) else read == value
+        assert is_same, f"{name}={format_value(read)} was {format_value(value)}"

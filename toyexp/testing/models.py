@@ -110,9 +110,9 @@ class ModelSuite(PluginSuite):
         plan, batch, _ = self.make_case()
         assert set(plan.model.inputs()) <= set(batch) - {"targets", "weights"}
         for name, shape in plan.model.inputs().items():
-            given = plan.inputs[name].shape
-            assert len(shape) == len(given)
-            assert all(n == m for n, m in zip(shape, given, strict=True) if not isinstance(n, str)), name
+            batch_shape = plan.inputs[name].shape
+            assert len(shape) == len(batch_shape)
+            assert all(n == m for n, m in zip(shape, batch_shape, strict=True) if not isinstance(n, str)), name
 
     def test_it_computes_with_ops_alone(self) -> None:
         """The model uses ops only, no Python operators, numpy or tensor methods, and its logits depend on each tensor.
@@ -146,11 +146,11 @@ class ModelSuite(PluginSuite):
         sequence = plan.model.reads.sequence
         if not (bool(sequence) if self.causal is None else self.causal):
             pytest.skip(f"model={plan.model.name} is not causal")
-        whole = reference_logits(plan, values, batch)
-        for length in (1, whole.shape[1] // 2, whole.shape[1] - 1):
+        full_logits = reference_logits(plan, values, batch)
+        for length in (1, full_logits.shape[1] // 2, full_logits.shape[1] - 1):
             short = {**batch, sequence: batch[sequence][:, :length]}
             np.testing.assert_allclose(
-                reference_logits(plan, values, short), whole[:, :length], rtol=1e-9, atol=1e-12,
+                reference_logits(plan, values, short), full_logits[:, :length], rtol=1e-9, atol=1e-12,
                 err_msg=f"the first {length} positions depend on later ones",
             )  # fmt: skip
 
@@ -187,10 +187,10 @@ class ModelSuite(PluginSuite):
         plan, batch, values = self.make_case()
         again: Any = dataclasses.replace(engine, recompute=True)  # type: ignore[call-arg]
         with build_session(engine, plan, values) as one, build_session(again, plan, values) as two:
-            wanted = one.gradients(batch)
+            expected = one.gradients(batch)
             for name, gradient in two.gradients(batch).items():
-                atol = 1e-6 * np.abs(wanted[name]).max()
-                np.testing.assert_allclose(gradient, wanted[name], atol=atol, err_msg=name)
+                atol = 1e-6 * np.abs(expected[name]).max()
+                np.testing.assert_allclose(gradient, expected[name], atol=atol, err_msg=name)
 
     def test_a_decoder_gives_the_logits_of_the_whole_or_refuses(self, engine: Engine) -> None:
         """The decoder gives the logits of the whole sequence position by position, or raises SessionError."""
@@ -200,16 +200,16 @@ class ModelSuite(PluginSuite):
             pytest.skip(f"model={plan.model.name} does not continue a sequence")
         ids = batch[sequence][0]
         with build_session(engine, plan, values) as session:
-            whole, decoder = session.logits({sequence: ids[None]})[0], session.decoder()
+            full_logits, decoder = session.logits({sequence: ids[None]})[0], session.decoder()
             try:
-                found = [decoder.feed([i]) for i in ids]
+                logits = [decoder.feed([i]) for i in ids]
             except SessionError as refused:
                 assert "beyond its own position" in str(refused)
             else:
-                np.testing.assert_allclose(found, whole, atol=self.rtol * np.abs(whole).max())
+                np.testing.assert_allclose(logits, full_logits, atol=self.rtol * np.abs(full_logits).max())
 
 
 def _directions(shape: tuple[int, ...]) -> list[np.ndarray]:
     draw = np.random.default_rng(1)
-    found = [draw.standard_normal(shape) for _ in range(2)]
-    return [d / np.linalg.norm(d) for d in found]
+    directions = [draw.standard_normal(shape) for _ in range(2)]
+    return [d / np.linalg.norm(d) for d in directions]

@@ -73,9 +73,9 @@ class OptimiserSuite(PluginSuite):
     def test_what_is_element_wise_takes_tensors_in_one(self) -> None:
         """An engine may concatenate tensors for an element-wise rule."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
-            whole, _ = self._update(rule, (8,), 1.0)
+            full_update, _ = self._update(rule, (8,), 1.0)
             parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
-            np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
+            np.testing.assert_allclose(np.concatenate(parts), full_update, rtol=1e-12)
 
     def test_the_engine_computes_the_formula(self) -> None:
         """The engine's steps, fused or not, equal float64 steps with the engine's own gradients."""
@@ -92,8 +92,8 @@ class OptimiserSuite(PluginSuite):
                             g = gradients[name].astype(np.float64)
                             weights[name], after = update_tensor(group, vector, weights[name], g, state[name])
                             state[name] = dict(after)
-                for name, wanted in weights.items():
-                    np.testing.assert_allclose(session.download(name), wanted, atol=1e-5, rtol=1e-5, err_msg=name)
+                for name, expected in weights.items():
+                    np.testing.assert_allclose(session.download(name), expected, atol=1e-5, rtol=1e-5, err_msg=name)
 
     def test_a_snapshot_holds_its_state_and_brings_it_back(self) -> None:
         """Steps from a restored snapshot are bit-identical."""

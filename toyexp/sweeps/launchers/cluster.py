@@ -52,7 +52,6 @@ class NodeJob:
             self.stop.end()
 
     def _has_sweep(self) -> bool:
-        """Return True if a sweep holds the lock of its directory."""
         try:
             require_unlocked(self.order.log.parent.parent)
         except DirectoryLocked:
@@ -117,7 +116,7 @@ class Cluster(Launcher):
         running: dict[Any, Job] = {}
         lost: list[Job] = []
         tries: dict[int, int] = {}
-        told = 0
+        stops_sent = 0
         while True:
             free = min(max(self.limit() - len(running), 0 if running else 1), MAX_BATCH)
             if watch.stop.requested:
@@ -129,9 +128,9 @@ class Cluster(Launcher):
             yield from self._submit_batch([*batch, *new], watch, running)
             if not running and not batch and not new:
                 return
-            while told < watch.stop.ends:
-                self.stop(list(running), told)
-                told += 1
+            while stops_sent < watch.stop.ends:
+                self.stop(list(running), stops_sent)
+                stops_sent += 1
             for handle in self.poll_ended(list(running)):
                 job, result = running.pop(handle), self.result(handle)
                 if not isinstance(result, LostJob):

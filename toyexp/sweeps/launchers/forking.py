@@ -28,10 +28,10 @@ Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 Start = Callable[[Sequence[str], Mapping[str, str], bool], Process]  # arguments, environment, on a terminal
 
 
-def spawn(words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
+def spawn(args: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
     """Start the process of a job, which imports everything itself."""
     return subprocess.Popen(
-        [sys.executable, "-m", "toyexp", *words],
+        [sys.executable, "-m", "toyexp", *args],
         stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
         env=environment, process_group=0,  # a Ctrl-C reaches it through the sweep, once
     )  # fmt: skip
@@ -168,6 +168,5 @@ class ForkedProcess:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """Return the reading and the writing end of a new pipe."""
     reading, writing = os.pipe()
     return FileIO(reading), FileIO(writing, "w")

@@ -44,9 +44,9 @@ def serve() -> bool:
     control = Connection(int(os.environ.pop(FORK_SERVER_FILE)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # signals to the process group are for the jobs
     with control, contextlib.suppress(ConnectionError, EOFError):
-        asked = control.recv()
+        options = control.recv()
         with contextlib.suppress(Exception):  # each job reports errors in its settings itself
-            _load(**asked)
+            _load(**options)
         fit = _is_safe_to_fork()
         control.send(fit)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait for jobs need no parent
@@ -81,9 +81,9 @@ def _load(words: Sequence[str], stacks: bool) -> None:
         composed.check_parts()  # merges the settings of shared parts once, for all jobs
 
 
-def _compose_request(words: Sequence[str]) -> Request:
+def _compose_request(args: Sequence[str]) -> Request:
     """Return the request for these arguments, and cache the composition that other jobs need too."""
-    flags, settings = split_flags(words)
+    flags, settings = split_flags(args)
     request = Request.parse(settings, Source.from_flags(*map(flags.get, JOB_FLAGS)))
     store_composition(Keys.from_registry(request.registry).hydra_overrides(request.settings), request.source)
     return request
@@ -126,8 +126,8 @@ def _fork_job(control: Connection, files: Sequence[int]) -> bool:
     for file in files:
         os.close(file)
     if job > 0:
-        ended = os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
-        code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else 0
+        status = os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
+        code = status.si_status if status and status.si_code == os.CLD_EXITED else -status.si_status if status else 0
         with contextlib.suppress(OSError):  # the sweep has exited
             channel.send(code)
             os.read(channel.fileno(), 1)

@@ -13,8 +13,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's variable for the GPUs that a 
 
 def visible_gpus() -> list[str]:
     """Return CUDA's names of the GPUs that this process may use; empty if there are none."""
-    if (told := os.environ.get(VISIBLE_DEVICES)) is not None:
-        return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
+    if (value := os.environ.get(VISIBLE_DEVICES)) is not None:
+        return [name.strip() for name in value.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
@@ -33,13 +33,13 @@ class Gpus:
     def reserve(self, count: int) -> Iterator[list[str]]:
         """Reserve `count` GPUs and yield their names; yield none if there are not enough (the job reports that)."""
         with self._lock:
-            found = sorted(self._use_counts, key=lambda name: self._use_counts[name])[:count]
-            found = found if len(found) == count else []
-            for name in found:
+            names = sorted(self._use_counts, key=lambda name: self._use_counts[name])[:count]
+            names = names if len(names) == count else []
+            for name in names:
                 self._use_counts[name] += 1
         try:
-            yield found
+            yield names
         finally:
             with self._lock:
-                for name in found:
+                for name in names:
                     self._use_counts[name] -= 1

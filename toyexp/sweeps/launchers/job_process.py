@@ -142,18 +142,18 @@ class _LastWords:
 
     def text(self) -> str:
         """Return the error message, or the last line if there is none."""
-        told = list(itertools.dropwhile(lambda line: not line.startswith("toyexp: error: "), self.held))
-        return "\n".join(told).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
+        message = list(itertools.dropwhile(lambda line: not line.startswith("toyexp: error: "), self.held))
+        return "\n".join(message).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
 
 
 def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
     """Yield each line of a process, and whether it is from stderr, until the process ends (children may live on)."""
-    left: dict[Any, bytes] = {pipe: b"" for pipe in (process.stdout, process.stderr) if pipe is not None}
-    ended = None
+    partial_lines: dict[Any, bytes] = {pipe: b"" for pipe in (process.stdout, process.stderr) if pipe is not None}
+    end_time = None
     with selectors.DefaultSelector() as selector:
-        for pipe in left:
+        for pipe in partial_lines:
             selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map() and not (ended and time.monotonic() - ended > PIPE_TIMEOUT):
+        while selector.get_map() and not (end_time and time.monotonic() - end_time > PIPE_TIMEOUT):
             for key, _ in selector.select(POLL):
                 pipe = key.fileobj
                 chunk = os.read(key.fd, 1 << 16)
@@ -161,12 +161,12 @@ def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterat
                     selector.unregister(pipe)
                 with contextlib.suppress(OSError):  # on a full disk only the log is lost
                     log.write(chunk)
-                *whole, left[pipe] = (left[pipe] + chunk).split(b"\n")
-                if len(left[pipe]) > LONG:  # such as a progress bar that never ends its line
-                    whole, left[pipe] = [*whole, left[pipe]], b""
-                yield from ((line.decode(errors="replace"), pipe is process.stderr) for line in whole)
+                *complete_lines, partial_lines[pipe] = (partial_lines[pipe] + chunk).split(b"\n")
+                if len(partial_lines[pipe]) > LONG:  # such as a progress bar that never ends its line
+                    complete_lines, partial_lines[pipe] = [*complete_lines, partial_lines[pipe]], b""
+                yield from ((line.decode(errors="replace"), pipe is process.stderr) for line in complete_lines)
             poll()
-            ended = ended or (time.monotonic() if process.poll() is not None else None)
-    for pipe, rest in left.items():
+            end_time = end_time or (time.monotonic() if process.poll() is not None else None)
+    for pipe, rest in partial_lines.items():
         if rest:
             yield rest.decode(errors="replace"), pipe is process.stderr

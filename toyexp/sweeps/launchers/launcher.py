@@ -34,10 +34,10 @@ class Resources(NamedTuple):
     stacks: int = 1  # number of stacks that share a device's memory
     counts: Sequence[int | None] = ()  # GPUs of a job, for each engine; None: all
 
-    def max_gpus(self, there: int) -> int:
+    def max_gpus(self, machine_gpus: int) -> int:
         """Return the largest number of GPUs of a job, given the GPUs of the machine; 0 if all jobs use the CPU."""
-        auto = min(there, 1)
-        return max((there if n is None else auto if n == AUTO else n for n in self.counts), default=0)
+        auto = min(machine_gpus, 1)
+        return max((machine_gpus if n is None else auto if n == AUTO else n for n in self.counts), default=0)
 
 
 class Launcher(ABC):
@@ -68,8 +68,8 @@ class Launcher(ABC):
             goes = f"applies to sweep.launcher=processes or stacked{cls.shares_gpus_by}"
             raise UserError(f"sweep.per_gpu={settings.per_gpu}: {goes}")
         if cls.takes_all and not settings.jobs and settings.search in ("tpe", "cmaes"):
-            how = f"learns from earlier runs; set how many {cls.takes_all} at once: sweep.jobs=4"
-            raise UserError(f"sweep.search={settings.search}: {how}")
+            advice = f"learns from earlier runs; set how many {cls.takes_all} at once: sweep.jobs=4"
+            raise UserError(f"sweep.search={settings.search}: {advice}")
         cls.require()
 
     @classmethod

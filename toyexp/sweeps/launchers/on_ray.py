@@ -86,29 +86,33 @@ class OnRay(Cluster):
         """
         import ray
 
-        settings, own = self.settings.ray, self.share
+        settings, resources = self.settings.ray, self.share
         os.environ.update({**SETTINGS, **os.environ})
         address = settings.cluster()
-        _join(address, max(available_cores(), own.jobs * own.cores))
+        _join(address, max(available_cores(), resources.jobs * resources.cores))
         self._nodes = _read_nodes()
-        self._gpus = gpus = settings.gpus or own.max_gpus(int(max((node.gpus for node in self._nodes), default=0)))
-        limit, self._cores = divide_cores(self._nodes, self.settings.jobs, own.processes, gpus, settings.cpus)
+        self._gpus = gpus = settings.gpus or resources.max_gpus(
+            int(max((node.gpus for node in self._nodes), default=0))
+        )
+        limit, self._cores = divide_cores(self._nodes, self.settings.jobs, resources.processes, gpus, settings.cpus)
         each = pluralise(self._cores, "core") + (
             f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""
         )
         if not limit:
-            there = (
+            node_texts = (
                 "; ".join(sorted({f"{format_value(n.cores)} cores, {format_value(n.gpus)} GPUs" for n in self._nodes}))
                 or "none"
             )
-            given = f"sweep.ray.address={address}" if address else "sweep.launcher=ray"
+            setting = f"sweep.ray.address={address}" if address else "sweep.launcher=ray"
             raise UserError(
-                f"{given}: no node can run a job of {each} (nodes: {there}); "
+                f"{setting}: no node can run a job of {each} (nodes: {node_texts}); "
                 "for a cluster with autoscaling, set the parallel jobs: sweep.jobs=8"
             )
-        self.share = own._replace(jobs=limit)
-        where = f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a new cluster on this machine"
-        print_line(f"ray     {where}: {pluralise(limit, 'job')} at once, {each} each")
+        self.share = resources._replace(jobs=limit)
+        cluster_name = (
+            f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a new cluster on this machine"
+        )
+        print_line(f"ray     {cluster_name}: {pluralise(limit, 'job')} at once, {each} each")
         self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_run_on_node)
 
     def limit(self) -> int:
@@ -126,8 +130,8 @@ class OnRay(Cluster):
     def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
         import ray
 
-        over: Sequence[Any] = ray.wait(list(handles), num_returns=1, timeout=POLL)[0] if handles else []
-        return over
+        finished: Sequence[Any] = ray.wait(list(handles), num_returns=1, timeout=POLL)[0] if handles else []
+        return finished
 
     def result(self, handle: Any) -> JobExit | LostJob:
         import ray
@@ -176,44 +180,43 @@ def _run_on_node(work: NodeJob, cwd: str) -> JobExit:
 
 
 def _read_nodes() -> Sequence[Node]:
-    """Return the nodes that are alive."""
     import ray
 
-    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(one.get("CPU", 0.0), one.get("GPU", 0.0)) for one in found]
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(one.get("CPU", 0.0), one.get("GPU", 0.0)) for one in resources]
 
 
 def _join(address: str | None, cores: int) -> None:
     """Join a cluster, or let Ray start one here with `cores`. Raise UserError if that fails."""
     import ray
 
-    given = "sweep.launcher=ray" if address is None else f"sweep.ray.address={address}"
+    setting = "sweep.launcher=ray" if address is None else f"sweep.ray.address={address}"
     if address and os.environ.get(RAY_ADDRESS) == address:
-        given = f"{RAY_ADDRESS}={address}"
+        setting = f"{RAY_ADDRESS}={address}"
     if address and address != "auto":
-        _require_answer(address, given)
+        _require_answer(address, setting)
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     ray._private.worker._worker_logs_enabled = False  # the sweep reports workers itself
-    own: dict[str, Any] = {} if address else {"num_cpus": cores, "include_dashboard": False}
+    local_options: dict[str, Any] = {} if address else {"num_cpus": cores, "include_dashboard": False}
     ours: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with handle_signals(ours):  # Ray would replace these handlers
-            ray.init(address or "local", **own, log_to_driver=False, configure_logging=False)
+            ray.init(address or "local", **local_options, log_to_driver=False, configure_logging=False)
     except (Exception, SystemExit) as error:
         if address == "auto" and isinstance(error, ConnectionError):
-            raise UserError(f"{given}: no cluster runs on this machine; start one: ray start --head") from None
-        what = "cannot be joined" if address else "no cluster can be started here"
-        raise UserError(f"{given}: {what} ({printable(last_line(error), 300)})") from None
+            raise UserError(f"{setting}: no cluster runs on this machine; start one: ray start --head") from None
+        problem = "cannot be joined" if address else "no cluster can be started here"
+        raise UserError(f"{setting}: {problem} ({printable(last_line(error), 300)})") from None
 
 
-def _require_answer(address: str, given: str) -> None:
+def _require_answer(address: str, setting: str) -> None:
     """Raise UserError unless a server answers at an address."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        where = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; ports are 1 to 65535"
-        raise UserError(f"{printable(given)}: must be auto, or {where}")
+        expected = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; ports are 1 to 65535"
+        raise UserError(f"{printable(setting)}: must be auto, or {expected}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except OSError as error:
         why = printable(str(error), 100)
-        raise UserError(f"{given}: nothing answers there ({why}); start one: ray start --head") from None
+        raise UserError(f"{setting}: nothing answers there ({why}); start one: ray start --head") from None

@@ -37,11 +37,11 @@ class OnSubmitit(Cluster):
 
     def begin(self, folder: Path) -> None:
         """Use a new directory for submitit's files: it unpickles results, so no file of another origin may be there."""
-        own = Path(
+        directory = Path(
             tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
         )
-        self._executor = make_executor(own, self.settings.submitit, self.share.gpus)
-        self._stop_file = own / "stop"
+        self._executor = make_executor(directory, self.settings.submitit, self.share.gpus)
+        self._stop_file = directory / "stop"
 
     def make_work(self, order: LaunchSpec) -> NodeJob:
         return _Requeued(order, self._stop_file)
@@ -52,9 +52,9 @@ class OnSubmitit(Cluster):
         return [(f" as {job.job_id}", job) for job in jobs]
 
     def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
-        over = [handle for handle in handles if handle.done()]
-        time.sleep(0 if over else POLL)
-        return over
+        finished = [handle for handle in handles if handle.done()]
+        time.sleep(0 if finished else POLL)
+        return finished
 
     def result(self, handle: Any) -> JobExit | LostJob:
         """Return the job's exit; without one the job was cancelled or its node was lost."""
@@ -92,12 +92,12 @@ def make_executor(folder: Path, settings: Submitit, gpus: int) -> Any:
     import submitit
 
     try:
-        made = submitit.AutoExecutor(folder, cluster=settings.cluster, slurm_max_num_timeout=settings.requeues)
+        new_executor = submitit.AutoExecutor(folder, cluster=settings.cluster, slurm_max_num_timeout=settings.requeues)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"sweep.submitit.cluster={settings.cluster}: {error}") from None
-    made.update_parameters(
+    new_executor.update_parameters(
         name="toyexp", timeout_min=settings.timeout_min, gpus_per_node=settings.gpus or gpus or None,
         cpus_per_task=settings.cpus, mem_gb=settings.mem_gb, slurm_partition=settings.partition,
         slurm_array_parallelism=MAX_BATCH,
     )  # fmt: skip
-    return made
+    return new_executor

@@ -84,7 +84,7 @@ def train_stack(request: Request) -> int:
     Return the exit code, which is 0 even if jobs failed.
     """
     folder = Path(os.environ.pop(STACK))
-    asked = json.loads((folder / ORDERS).read_text(encoding="utf-8"))
+    orders = json.loads((folder / ORDERS).read_text(encoding="utf-8"))
     signals = CommonSignals()
     with (
         open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,
@@ -99,7 +99,7 @@ def train_stack(request: Request) -> int:
             with contextlib.suppress(OSError):  # the sweep has exited, and will signal this process
                 pipe.write(json.dumps(fields) + "\n")
 
-        return StackProcess(request, signals, tell, asked["limit"], asked["shared_by"]).train(asked["jobs"])
+        return StackProcess(request, signals, tell, orders["limit"], orders["shared_by"]).train(orders["jobs"])
 
 
 @dataclass
@@ -116,11 +116,11 @@ class StackProcess:
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
         """Train all jobs, or stop at a signal; return the exit code."""
-        ahead, left, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
+        configs, remaining, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
         try:
-            while (left or pool) and not self.signals.is_ending():
-                while left and len(pool) < (self.limit or POOL) and not self.signals.is_ending():
-                    pool += self._prepare(left.popleft(), ahead)
+            while (remaining or pool) and not self.signals.is_ending():
+                while remaining and len(pool) < (self.limit or POOL) and not self.signals.is_ending():
+                    pool += self._prepare(remaining.popleft(), configs)
                 if pool and not self.signals.is_ending():
                     stack = self._next_stack(pool)
                     pool = [member for member in pool if member not in stack]
@@ -132,7 +132,7 @@ class StackProcess:
 
     # -- which jobs --
 
-    def _prepare(self, order: Mapping[str, Any], ahead: JobConfigs) -> Iterator[Member]:
+    def _prepare(self, order: Mapping[str, Any], configs: JobConfigs) -> Iterator[Member]:
         """Yield the job's prepared run before anything is written; report an error in place of it."""
         job = Job(order["number"], order["overrides"])
         context, directory = copy_context(), Path(order["directory"])
@@ -141,8 +141,10 @@ class StackProcess:
 
         def make() -> PreparedRun:
             os.environ.update(order["environment"])
-            begun = order["goes_on"] and prepare_resume(directory)
-            return prepare_run(ahead.run_config(job), directory, directory if begun else None, pop_pruning_callback())
+            can_resume = order["goes_on"] and prepare_resume(directory)
+            return prepare_run(
+                configs.run_config(job), directory, directory if can_resume else None, pop_pruning_callback()
+            )
 
         try:
             with restore_process_state(), attribute_part_errors():
@@ -153,28 +155,28 @@ class StackProcess:
     def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
         """Return the first job of the pool and the jobs that train with it."""
         first = pool[0]
-        alike = [member for member in pool if member is first or not first.why_apart(member)]
-        if len(alike) == 1:
+        same_program = [member for member in pool if member is first or not first.why_apart(member)]
+        if len(same_program) == 1:
             if len(pool) > 1:
                 self._say_once(
                     f"job {first.number} trains alone, the next job is a different program: {first.why_apart(pool[1])}"
                 )
-            return alike
+            return same_program
         size = next((size for known, size in self._sizes if not first.why_apart(known)), 0)
         if not size:
-            size, words = self._size(alike)
-            self._say_once(words)
+            size, reason = self._size(same_program)
+            self._say_once(reason)
             self._sizes.append((first, size))
-        parts = -(-len(alike) // size)
-        return alike[: -(-len(alike) // parts)]
+        parts = -(-len(same_program) // size)
+        return same_program[: -(-len(same_program) // parts)]
 
-    def _size(self, alike: Sequence[Member]) -> tuple[int, str]:
+    def _size(self, members: Sequence[Member]) -> tuple[int, str]:
         """Return how many of these jobs of one program train together, and a line that explains it."""
-        prepared = [member.prepared for member in alike]
+        prepared = [member.prepared for member in members]
         if why := prepared[0].config.engine.stack_conflict([one.plan for one in prepared]):
             return 1, f"jobs train one after another: {why}"
         try:
-            return choose_size(prepared, sum(member.steps for member in alike), self.limit, self.shared_by)
+            return choose_size(prepared, sum(member.steps for member in members), self.limit, self.shared_by)
         except Exception as error:  # training will show which part caused it
             return 1, f"jobs train one after another: timing their steps failed ({error})"
 
@@ -192,35 +194,37 @@ class StackProcess:
                 f"stack   {pluralise(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}"
             )
         lives = [ContextLoop(self._run_member(member), member.context) for member in stack]
-        begun = {}
+        requests = {}
         with forward_interrupts(lives):
             for life in lives:
                 with contextlib.suppress(StopIteration):  # the run has ended already
-                    begun[life] = cast("Realize", next(life))
-            self._drive(begun)
+                    requests[life] = cast("Realize", next(life))
+            self._drive(requests)
 
-    def _drive(self, begun: Mapping[ContextLoop, Realize]) -> None:
+    def _drive(self, requests: Mapping[ContextLoop, Realize]) -> None:
         """Train runs that wait for their sessions; if memory runs out, train them in halves."""
-        lives = [*begun]
+        lives = [*requests]
         if not lives:
             return
-        found: Stack | Exception
+        stack_or_error: Stack | Exception
         try:
             if len(lives) == 1:
-                found = begun[lives[0]].answer()
+                stack_or_error = requests[lives[0]].answer()
             else:
                 with convert_memory_errors():
-                    found = begun[lives[0]].engine.realize_stack([request.plan for request in begun.values()])
+                    stack_or_error = requests[lives[0]].engine.realize_stack(
+                        [request.plan for request in requests.values()]
+                    )
         except Exception as error:
-            found = error
-        if len(lives) > 1 and isinstance(found, RunFailed):
+            stack_or_error = error
+        if len(lives) > 1 and isinstance(stack_or_error, RunFailed):
             half = (len(lives) + 1) // 2
-            print_line(f"stack   {found}: {half} and {len(lives) - half} jobs train together")
-            del found  # its traceback keeps the device memory alive
+            print_line(f"stack   {stack_or_error}: {half} and {len(lives) - half} jobs train together")
+            del stack_or_error  # its traceback keeps the device memory alive
             for part in (lives[:half], lives[half:]):
-                self._drive({life: begun[life] for life in part})
+                self._drive({life: requests[life] for life in part})
             return
-        drive(lives, *bind_sessions(lives, found))
+        drive(lives, *bind_sessions(lives, stack_or_error))
 
     def _run_member(self, member: Member) -> Requests[None]:
         """Run one job and report how it ends, so that its errors do not reach the other jobs."""
@@ -256,8 +260,8 @@ class ContextLoop(Generator[Any, Any, None]):
 
     def throw(self, *error: Any) -> Any:
         """Raise an error in the generator; each run gets its own exception for a signal, since it adds text to it."""
-        own = [Interrupted(e.exit_code - 128) if isinstance(e, Interrupted) else e for e in error]
-        return self._context.run(partial(self._loop.throw, *own))
+        errors = [Interrupted(e.exit_code - 128) if isinstance(e, Interrupted) else e for e in error]
+        return self._context.run(partial(self._loop.throw, *errors))
 
 
 class TaggedStream:
@@ -285,28 +289,28 @@ class TaggedStream:
 # -- how many train together ------------------------------------------------------------------------------------------
 
 
-def choose_size(alike: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
+def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
     """Return how many of these jobs of one program train together, and a line that explains it.
 
     `steps` is the number of steps of all jobs. With a `limit`, only the memory is checked and no size is timed. Stacks
     that share a GPU are not timed either: they would disturb each other's measurements.
     """
-    plan, engine = alike[0].plan, alike[0].config.engine
+    plan, engine = prepared_runs[0].plan, prepared_runs[0].config.engine
     each, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
-    most = min(limit or len(alike), len(alike))
+    most = min(limit or len(prepared_runs), len(prepared_runs))
     trained = sum(t.size for t in plan.trainable)
-    jobs = f"{pluralise(len(alike), 'job')} of one program"
-    words = f"{jobs}, {trained:,} trainable parameters, about {format_bytes(each)} each"
+    jobs = f"{pluralise(len(prepared_runs), 'job')} of one program"
+    reason = f"{jobs}, {trained:,} trainable parameters, about {format_bytes(each)} each"
     if free is not None:
         frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # stored once for each stack
         free = max(free // shared_by - frozen, 0)
-        words += f" of {format_bytes(free)} free"
+        reason += f" of {format_bytes(free)} free"
         if each * most > MEMORY_SHARE * free:
             most = max(int(MEMORY_SHARE * free / each), 1)
-            words += f": at most {most} at once"
+            reason += f": at most {most} at once"
     if limit or most == 1 or (shared_by > 1 and engine.on_gpu):
-        return most, words
-    return _fastest_size(alike, steps, most, words)
+        return most, reason
+    return _fastest_size(prepared_runs, steps, most, reason)
 
 
 def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
@@ -347,27 +351,30 @@ def _zero_weights(prepared: Prepared) -> Prepared:
     return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 
 
-def _time_step(some: Sequence[Prepared]) -> float:
+def _time_step(prepared_runs: Sequence[Prepared]) -> float:
     """Return the median seconds of a step of these jobs, measured on weights that are dropped afterwards."""
-    engine, plans = some[0].config.engine, [prepared.plan for prepared in some]
+    engine, plans = prepared_runs[0].config.engine, [prepared.plan for prepared in prepared_runs]
     stack = Stack([])
     try:
         stack = engine.realize_stack(plans) if len(plans) > 1 else Stack([engine.realize(plans[0]).require_open()])
         for session in stack.sessions:
             session.build()
-        batches = [prepared.batches.batch(0) for prepared in some]
-        numbers = [plan.numbers(0, prepared.config.settings.lr, {}) for plan, prepared in zip(plans, some, strict=True)]
-        taken: list[float] = []
+        batches = [prepared.batches.batch(0) for prepared in prepared_runs]
+        numbers = [
+            plan.numbers(0, prepared.config.settings.lr, {})
+            for plan, prepared in zip(plans, prepared_runs, strict=True)
+        ]
+        durations: list[float] = []
         began = time.perf_counter()
-        while len(taken) < WARM_UP + STEPS or math.fsum(taken[WARM_UP:]) < SLICE:
+        while len(durations) < WARM_UP + STEPS or math.fsum(durations[WARM_UP:]) < SLICE:
             before = time.perf_counter()
-            given = [s.step_input(b, n) for s, b, n in zip(stack.sessions, batches, numbers, strict=True)]
-            for wait in stack.step(dict(enumerate(given))).values():
+            inputs = [s.step_input(b, n) for s, b, n in zip(stack.sessions, batches, numbers, strict=True)]
+            for wait in stack.step(dict(enumerate(inputs))).values():
                 wait()
-            taken.append(time.perf_counter() - before)
-            if len(taken) > WARM_UP and time.perf_counter() - began > PATIENCE:
+            durations.append(time.perf_counter() - before)
+            if len(durations) > WARM_UP and time.perf_counter() - began > PATIENCE:
                 break
-        return statistics.median(taken[WARM_UP:])
+        return statistics.median(durations[WARM_UP:])
     finally:
         for session in stack.sessions:
             session.close()

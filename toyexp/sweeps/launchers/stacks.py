@@ -57,12 +57,12 @@ class Stacks(Processes):
         share, cores = self.requested_resources(jobs, len(visible_gpus())), available_cores()
         stacks = self.per_gpu(share)
         if share.gpus == 1 and not (self.settings.per_gpu or self.settings.jobs):
-            there = self.gpus.capacity(1) or 1
-            stacks = max(min(MAX_STACKS_PER_GPU, self.total // there // FULL_STACK, cores // there // 2), 1)
+            gpu_count = self.gpus.capacity(1) or 1
+            stacks = max(min(MAX_STACKS_PER_GPU, self.total // gpu_count // FULL_STACK, cores // gpu_count // 2), 1)
         at_once = self.gpus.capacity(share.gpus, stacks)
         if not at_once:  # CPU: a process for each core, or one process for a GPU that CUDA does not list
-            asked = [self.configs.cores(job) for job in one_job_per_engine(jobs)]
-            stacks = at_once = max(min(cores // max(asked) if all(asked) else 1, self.total), 1)
+            core_counts = [self.configs.cores(job) for job in one_job_per_engine(jobs)]
+            stacks = at_once = max(min(cores // max(core_counts) if all(core_counts) else 1, self.total), 1)
         return share._replace(jobs=at_once, cores=max(cores // at_once, 1), stacks=stacks)
 
     def describe(self, at_once: int) -> str:
@@ -79,28 +79,27 @@ class Stacks(Processes):
 
     def _train_all(self, jobs: Sequence[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         def work(part: Sequence[Job], hand_on: Ends) -> None:
-            with self.gpus.reserve(self.share.gpus) as own:
-                self._train_part(part, own, watch, hand_on)
+            with self.gpus.reserve(self.share.gpus) as gpus:
+                self._train_part(part, gpus, watch, hand_on)
 
         parts = itertools.takewhile(lambda _: not watch.stop.requested, deal_jobs(jobs, self.limit()))
         return run_in_threads(parts, work, self.limit())
 
     def _train_part(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
         """Train jobs in a process. If it dies, run the jobs that it had not started in a new one."""
-        given = _ProcessJobs({job.number: job for job in jobs})
-        while given.jobs and not watch.stop.requested:
-            ended = self._run_process(given, gpus, watch, hand_on)
-            if watch.stop.requested and not given.begun:
+        process_jobs = _ProcessJobs({job.number: job for job in jobs})
+        while process_jobs.jobs and not watch.stop.requested:
+            ended = self._run_process(process_jobs, gpus, watch, hand_on)
+            if watch.stop.requested and not process_jobs.begun:
                 return
-            looked_at = {number for number in given.jobs if number == given.prepares}
-            for number in sorted(given.begun or looked_at or given.jobs):
-                said = ended if ended.code else JobExit(1, "its process ended without reporting it")
-                hand_on((given.jobs.pop(number), said))
-            given.begun, given.prepares = set(), None
+            prepared_numbers = {number for number in process_jobs.jobs if number == process_jobs.prepares}
+            for number in sorted(process_jobs.begun or prepared_numbers or process_jobs.jobs):
+                job_exit = ended if ended.code else JobExit(1, "its process ended without reporting it")
+                hand_on((process_jobs.jobs.pop(number), job_exit))
+            process_jobs.begun, process_jobs.prepares = set(), None
 
-    def _run_process(self, given: _ProcessJobs, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> JobExit:
-        """Run one process until it ends."""
-        orders = [(job, watch.launch_spec(job)) for job in given.jobs.values()]
+    def _run_process(self, process_jobs: _ProcessJobs, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> JobExit:
+        orders = [(job, watch.launch_spec(job)) for job in process_jobs.jobs.values()]
         first = orders[0][1]
         entries = [
             {"number": job.number, "overrides": job.overrides, "directory": str(order.directory),
@@ -110,47 +109,46 @@ class Stacks(Processes):
         asked = {"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}
         with tempfile.TemporaryDirectory(prefix="toyexp-") as folder, _pipe(Path(folder, REPORTS)) as reports:
             Path(folder, ORDERS).write_text(json.dumps(asked))
-            words = shared_args(watch.folder.spec)
-            log = first.log.with_name(f"stack-{min(given.jobs)}.log")
+            args = shared_args(watch.folder.spec)
+            log = first.log.with_name(f"stack-{min(process_jobs.jobs)}.log")
             order = replace(
-                first, log=log, start_args=words, resume_args=words, resumes=False, is_stack=True, gpus=gpus,
+                first, log=log, start_args=args, resume_args=args, resumes=False, is_stack=True, gpus=gpus,
                 cores=self.share.cores, environment={STACK: folder},
             )  # fmt: skip
             rest = b""
 
             def poll() -> None:
                 nonlocal rest
-                *whole, rest = (rest + (reports.read() or b"")).split(b"\n")
-                for report in whole:
-                    self._hear(json.loads(report), given, watch, hand_on)
+                *complete_lines, rest = (rest + (reports.read() or b"")).split(b"\n")
+                for report in complete_lines:
+                    self._hear(json.loads(report), process_jobs, watch, hand_on)
 
             def show(line: str, stream: IO[str]) -> None:
                 poll()
                 number = re.match(r"\[(\d+)\] ", line)
-                job = given.jobs.get(int(number[1])) if number else None
+                job = process_jobs.jobs.get(int(number[1])) if number else None
                 watch.hear(job, line.partition("] ")[2] if job else line, stream)
 
             ended = run_process(order, watch.stop, show, poll, start=self.start)
             poll()
         return ended
 
-    def _hear(self, report: dict[str, Any], given: _ProcessJobs, watch: Watch, hand_on: Ends) -> None:
-        """Handle a report of a process about its jobs."""
+    def _hear(self, report: dict[str, Any], process_jobs: _ProcessJobs, watch: Watch, hand_on: Ends) -> None:
         match report:
             case {"prepares": number}:
-                given.prepares = number
+                process_jobs.prepares = number
             case {"begins": numbers}:
-                given.begun |= set(numbers)
-                watch.begin([given.jobs[number] for number in numbers])
+                process_jobs.begun |= set(numbers)
+                watch.begin([process_jobs.jobs[number] for number in numbers])
             case {"ended": number, "code": code, "error": error}:
-                given.begun.discard(number)
-                hand_on((given.jobs.pop(number), JobExit(code, error)))
+                process_jobs.begun.discard(number)
+                hand_on((process_jobs.jobs.pop(number), JobExit(code, error)))
 
 
-def _pipe(place: Path) -> IO[bytes]:
+def _pipe(path: Path) -> IO[bytes]:
     """Create a named pipe and open it for reading without waiting for a writer."""
-    os.mkfifo(place)
-    return open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
+    os.mkfifo(path)
+    return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
 
 
 def deal_jobs(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
@@ -179,8 +177,8 @@ def group_by_program(jobs: Sequence[Job]) -> list[list[Job]]:
 def _changes_program(word: str) -> bool:
     """Return True if an override probably changes the program of a step, not only its numbers."""
     key = word.partition("=")[0].lstrip("+~")
-    part, _, own = key.partition(".")
-    return key in STEP_KEYS or (part in (*PARTS, "callbacks") and (not own or part not in NUMERIC_PARTS))
+    part, _, setting = key.partition(".")
+    return key in STEP_KEYS or (part in (*PARTS, "callbacks") and (not setting or part not in NUMERIC_PARTS))
 
 
 def advice(jobs: Sequence[Job], configs: JobConfigs) -> str:

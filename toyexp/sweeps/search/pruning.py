@@ -33,8 +33,8 @@ def first_pruning_step(steps: int, eval_every: int) -> int:
 
 def pruning_environment(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
     """Return the environment variable that configures pruning in the process of a run."""
-    told = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
-    return {TRIAL: json.dumps(told)}
+    options = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
+    return {TRIAL: json.dumps(options)}
 
 
 def pop_pruning_callback() -> dict[str, Callback]:
@@ -44,8 +44,8 @@ def pop_pruning_callback() -> dict[str, Callback]:
     """
     if TRIAL not in os.environ:
         return {}
-    asked = json.loads(os.environ.pop(TRIAL))  # removed, so that child processes do not inherit it
-    return {Pruning.name: Pruning(**{**asked, "journal": Path(asked["journal"])})}
+    options = json.loads(os.environ.pop(TRIAL))  # removed, so that child processes do not inherit it
+    return {Pruning.name: Pruning(**{**options, "journal": Path(options["journal"])})}
 
 
 @dataclass(eq=False)
@@ -85,8 +85,8 @@ class Pruning(Callback):
             log.warning("%s: not written (%s); the run goes on", self.journal, error.strerror)
             return
         if stops and step < run.steps:
-            told = f"the held-out {self.metric} {format_value(round(score, 4))} after step {step}"
-            self._why = f"{PRUNED_PREFIX}{self.prune}: {told} is worse than that of other trials"
+            score_text = f"the held-out {self.metric} {format_value(round(score, 4))} after step {step}"
+            self._why = f"{PRUNED_PREFIX}{self.prune}: {score_text} is worse than that of other trials"
 
     @hookimpl
     def stop_reason(self) -> str | None:

@@ -78,8 +78,8 @@ class Search(JobSource):
         self._study = study
         for job in self.jobs:
             self.record_end(job)
-        told = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
-        print_line(f"sweep   {short_path(folder.path)}, {self._describe_size()}: {told}")
+        description = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
+        print_line(f"sweep   {short_path(folder.path)}, {self._describe_size()}: {description}")
 
     def remaining_jobs(self) -> list[Job]:
         """Return the jobs to run; jobs that are not chosen yet have the settings of a probe."""
@@ -88,13 +88,13 @@ class Search(JobSource):
         return [*super().remaining_jobs(), *(Job(job.number, probe.overrides) for job, probe in pairs)]
 
     def _describe_size(self) -> str:
-        asked, repeats = self._settings.trials or 0, self._settings.repeats
-        no_more = " (all combinations)" if self._points < asked else ""
+        requested, repeats = self._settings.trials or 0, self._settings.repeats
+        no_more = " (all combinations)" if self._points < requested else ""
         return pluralise(self._points, "trial") + no_more + (f" of {pluralise(repeats, 'run')}" if repeats > 1 else "")
 
     def _check_metric(self, configs: JobConfigs) -> None:
         settings = self._settings
-        asked = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
+        setting = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
         lengths, first = [], {*self.samples[0].overrides}
         for probe in self.samples:
             changed = {word.partition("=")[0] for word in {*probe.overrides} - first}
@@ -102,17 +102,23 @@ class Search(JobSource):
                 continue
             cfg = configs.config(probe).cfg
             if not cfg.eval_every:
-                raise UserError(f"{asked}: needs held-out evaluations: eval_every must be above 0")
+                raise UserError(f"{setting}: needs held-out evaluations: eval_every must be above 0")
             if settings.prune and cfg.epochs is not None:
-                raise UserError(f"epochs={cfg.epochs:g}: {asked} compares runs at equal steps; give steps=... instead")
+                raise UserError(
+                    f"epochs={cfg.epochs:g}: {setting} compares runs at equal steps; give steps=... instead"
+                )
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
             configs.model(probe).require_metric("sweep.metric", settings.metric)
         steps, every = max(lengths)
-        varied = next((key for key in self._keys if key.key == "eval_every"), None)
-        if settings.prune and varied:
-            raise UserError(f"{varied.line}: with {asked} runs are compared at the same steps: give it one value")
+        varying_key = next((key for key in self._keys if key.key == "eval_every"), None)
+        if settings.prune and varying_key:
+            raise UserError(
+                f"{varying_key.line}: with {setting} runs are compared at the same steps: give it one value"
+            )
         if settings.prune and every >= steps:
-            raise UserError(f"{asked}: there is no evaluation before the last step: eval_every={every}, steps={steps}")
+            raise UserError(
+                f"{setting}: there is no evaluation before the last step: eval_every={every}, steps={steps}"
+            )
         self._first_asked = first_pruning_step(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
             raise UserError(f"sweep.repeats={settings.repeats}: sets the seeds of each trial; leave out seed=...")
@@ -155,11 +161,11 @@ class Search(JobSource):
         return self.jobs[-1]
 
     def _group_by_trial(self) -> dict[int, list[Job]]:
-        found: dict[int, list[Job]] = {}
+        trials: dict[int, list[Job]] = {}
         for job in self.jobs:
             assert job.trial is not None
-            found.setdefault(job.trial, []).append(job)
-        return found
+            trials.setdefault(job.trial, []).append(job)
+        return trials
 
     # -- one job --
 
@@ -176,9 +182,12 @@ class Search(JobSource):
         """Report the score of a trial to the study once its last job has ended."""
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
-            known = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
-            told = ", ".join([*known, *(job.result.get("eval_scores") or {})]) or "no held-out metric"
-            job.status, job.error = Status.FAILED, f"sweep.metric={self._settings.metric}: the run ended with {told}"
+            loss_names = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
+            metric_names = ", ".join([*loss_names, *(job.result.get("eval_scores") or {})]) or "no held-out metric"
+            job.status, job.error = (
+                Status.FAILED,
+                f"sweep.metric={self._settings.metric}: the run ended with {metric_names}",
+            )
         jobs = self._group_by_trial()[job.trial]
         before, self._data = len(self._data), self._data | {job_sources(job).get("data", "")} - {""}
         if len(self._data) > 1 >= before:
@@ -188,10 +197,10 @@ class Search(JobSource):
 
     def _score(self, job: Job) -> float | None:
         metric, loss = self._settings.metric, job.result.get("eval_loss")
-        found = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
-        if found is None or not math.isfinite(found):
+        score = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
+        if score is None or not math.isfinite(score):
             return None
-        return perplexity(found) if metric == "ppl" else float(found)
+        return perplexity(score) if metric == "ppl" else float(score)
 
     def _scores(self, jobs: Sequence[Job]) -> list[float]:
         return [score for score in map(self._score, jobs) if score is not None]
@@ -209,15 +218,15 @@ class Search(JobSource):
 
     def progress(self) -> tuple[str, bool]:
         """Return how many trials are done, and whether any are left; see JobSource."""
-        ended = [jobs for jobs in self._group_by_trial().values() if self._is_finished_trial(jobs)]
-        bad = sum(any(map(_is_bad, jobs)) for jobs in ended)
+        finished_trials = [jobs for jobs in self._group_by_trial().values() if self._is_finished_trial(jobs)]
+        bad = sum(any(map(_is_bad, jobs)) for jobs in finished_trials)
         without = f", {bad} of them without a score" if bad else ""
-        left = len(ended) < self._points or any(job.status in UNFINISHED for job in self.jobs)
-        return f"{len(ended)} of {self._points} trials are done{without}", left
+        has_trials_left = len(finished_trials) < self._points or any(job.status in UNFINISHED for job in self.jobs)
+        return f"{len(finished_trials)} of {self._points} trials are done{without}", has_trials_left
 
     def _is_finished_trial(self, jobs: Sequence[Job]) -> bool:
-        whole = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)
-        return whole or any(map(_is_bad, jobs))
+        is_complete = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)
+        return is_complete or any(map(_is_bad, jobs))
 
     def summarise(self, folder: SweepDir) -> None:
         """Print the best trial, the importances and commands to type; write all trials to search.json."""
@@ -231,18 +240,18 @@ class Search(JobSource):
             print_line(f"best    none: no trial has a held-out {settings.metric}")
         else:
             best = self._describe_best(trial)
-            told = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
-            print_line(f"keys    importance: {told}" if shares else f"keys    importance unknown: {why}")
+            share_text = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
+            print_line(f"keys    importance: {share_text}" if shares else f"keys    importance unknown: {why}")
             print_line(f"again   {best['command']}")
-        kept = {
+        summary = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
             "best": best, "trials": list(study.outcomes()), "notes": ranking.notes(), "importances": shares,
             "no_importances": why,
         }  # fmt: skip
         print_line(f"study   optuna-dashboard {shlex.quote(short_path(study.path))}")
         try:
-            with write_atomically(folder.path / "search.json") as place:
-                place.write_text(dump_json(kept, indent=1) + "\n")
+            with write_atomically(folder.path / "search.json") as temporary:
+                temporary.write_text(dump_json(summary, indent=1) + "\n")
         except OSError as error:
             print_line(f"search.json: not written ({error.strerror})")
 
@@ -250,14 +259,14 @@ class Search(JobSource):
         """Print the best trial and return its entry for search.json."""
         jobs = self._group_by_trial()[trial]
         scores = self._scores(jobs)
-        words = [word for word in jobs[0].overrides if self._settings.repeats == 1 or not word.startswith("seed=")]
-        own = {word.partition("=")[0] for word in jobs[0].overrides}  # for example the seed of a repeat
+        overrides = [word for word in jobs[0].overrides if self._settings.repeats == 1 or not word.startswith("seed=")]
+        own_keys = {word.partition("=")[0] for word in jobs[0].overrides}  # for example the seed of a repeat
         shared = [word for word in self._shared if not word.startswith("hydra.sweep.")]
-        shared = [word for word in shared if word.partition("=")[0] not in own]
+        shared = [word for word in shared if word.partition("=")[0] not in own_keys]
         mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
-        over = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
-        print_line(f"best    {' '.join(words)}: held-out {self._settings.metric} {mean:.4f}{over}")
+        spread_text = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
+        print_line(f"best    {' '.join(overrides)}: held-out {self._settings.metric} {mean:.4f}{spread_text}")
         return {
-            "trial": trial, "settings": words, "score": mean, "deviation": spread,
+            "trial": trial, "settings": overrides, "score": mean, "deviation": spread,
             "command": shlex.join(["toyexp", *shared, *jobs[0].overrides]), "jobs": [job.number for job in jobs],
         }  # fmt: skip

@@ -80,17 +80,17 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
     for key in intervals:
         name, _, value = key.line.partition("=")
         if not key.is_whole and (takes := types(key.key)) and not takes & {float, Any}:
-            told = f"whole numbers: {name}=int({value})" if int in takes else "no numbers"
-            raise UserError(f"{key.line}: {key.key} takes {told}")
+            accepted = f"whole numbers: {name}=int({value})" if int in takes else "no numbers"
+            raise UserError(f"{key.line}: {key.key} takes {accepted}")
     if search == "grid" and intervals:
         raise UserError(
             f"{intervals[0].line}: an interval has infinitely many values, too many for sweep.search=grid; "
             "list the values, or use random, tpe or cmaes"
         )
     if search == "cmaes":
-        cmaes, named = "sweep.search=cmaes takes", [key for key in keys if not key.numbers]
-        if named:
-            raise UserError(f"{named[0].line}: {cmaes} numeric intervals and ranges; tpe takes lists too")
+        cmaes, list_keys = "sweep.search=cmaes takes", [key for key in keys if not key.numbers]
+        if list_keys:
+            raise UserError(f"{list_keys[0].line}: {cmaes} numeric intervals and ranges; tpe takes lists too")
         if len(keys) < 2:
             raise UserError(f"{keys[0].line}: {cmaes} two keys or more; tpe takes one")
     return keys
@@ -112,12 +112,12 @@ def _key(override: Override) -> Key:
         return Key(
             key, line, [f"{key}={format_value(low)}", f"{key}={format_value(high)}"], [low, high], is_interval, log
         )
-    found = list(sweep_values(override))
-    is_range = override.is_range_sweep() and len(found) > 1
+    values = list(sweep_values(override))
+    is_range = override.is_range_sweep() and len(values) > 1
     if is_range:
-        found.sort(key=lambda pair: pair[1])
-    numbers = [number if isinstance(number, int) else float(f"{number:.12g}") for _, number in found if is_range]
-    return Key(key, line, [word for word, _ in found], numbers)
+        values.sort(key=lambda pair: pair[1])
+    numbers = [number if isinstance(number, int) else float(f"{number:.12g}") for _, number in values if is_range]
+    return Key(key, line, [word for word, _ in values], numbers)
 
 
 def make_probes(keys: Sequence[Key]) -> list[Job]:
@@ -135,8 +135,8 @@ def count_points(keys: Sequence[Key]) -> float:
 
 def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
     """Return the values of combination `number` by key, as Optuna represents them; the last key varies fastest."""
-    found: dict[str, Any] = {}
+    point_values: dict[str, Any] = {}
     for key in reversed(keys):
         number, place = divmod(number, int(key.count()))
-        found[key.key] = key.value(place)
-    return found
+        point_values[key.key] = key.value(place)
+    return point_values

@@ -69,13 +69,13 @@ class Study:
     def ask(self, number: int) -> list[str]:
         """Return the overrides of trial `number`: the next one, or one for which no job was recorded yet."""
         trials = self._trials()
-        taken = {tuple(self._words(trial.params)) for trial in trials[:number]}
+        earlier_values = {tuple(self._words(trial.params)) for trial in trials[:number]}
         if trials[number:]:
             trial = self._optuna.trial.Trial(self._study, trials[number]._trial_id)
         else:
             trial = self._study.ask()
         if len(trial.params) < len(self._space):  # set the values as if a sampler had drawn all of them jointly
-            trial.relative_search_space, trial._relative_params = self._space, self._sample(trial, taken)
+            trial.relative_search_space, trial._relative_params = self._space, self._sample(trial, earlier_values)
         return self._words({name: trial._suggest(name, found) for name, found in self._space.items()})
 
     def tell(self, number: int, score: float | None) -> None:
@@ -89,8 +89,8 @@ class Study:
 
     def require_trials(self, points: int) -> None:
         """Raise UserError if the journal holds fewer than `points` trials."""
-        if (found := len(self._trials())) < points:
-            raise UserError(f"{self.path}: holds {found} trials, but the sweep has started {points}")
+        if (count := len(self._trials())) < points:
+            raise UserError(f"{self.path}: holds {count} trials, but the sweep has started {points}")
 
     def best(self) -> int | None:
         """Return the number of the best completed trial, or None."""
@@ -139,17 +139,17 @@ class Study:
         sampler = self._sampler(seed)
         together = sampler.infer_relative_search_space(study, trial)
         for _ in range(MAX_DRAWS):
-            found = sampler.sample_relative(study, trial, together)
+            values = sampler.sample_relative(study, trial, together)
             for name, space in self._space.items():
-                value = found[name] if name in found else sampler.sample_independent(study, trial, name, space)
-                found[name] = _round(value, space)
-            if tuple(self._words(found)) not in taken:
-                return found
+                value = values[name] if name in values else sampler.sample_independent(study, trial, name, space)
+                values[name] = _round(value, space)
+            if tuple(self._words(values)) not in taken:
+                return values
         if math.isfinite(count := count_points(self._keys)):  # few combinations are left
             first = random.Random(seed).randrange(int(count))
             points = (nth_point(self._keys, (first + more) % int(count)) for more in range(int(count)))
-            return next((p for p in points if tuple(self._words(p)) not in taken), found)
-        return found
+            return next((p for p in points if tuple(self._words(p)) not in taken), values)
+        return values
 
     def _sampler(self, seed: int) -> Any:
         samplers = self._optuna.samplers
@@ -166,8 +166,11 @@ class Judge:
         with _guard_journal(journal):
             sampler = optuna.samplers.RandomSampler()  # required by Optuna, never used
             self._study = optuna.load_study(study_name=STUDY_NAME, storage=_storage(journal), sampler=sampler)
-            own = self._study.get_trials(deepcopy=False)[number]
-            self._trial, self._told = optuna.trial.Trial(self._study, own._trial_id), set(own.intermediate_values)
+            frozen_trial = self._study.get_trials(deepcopy=False)[number]
+            self._trial, self._told = (
+                optuna.trial.Trial(self._study, frozen_trial._trial_id),
+                set(frozen_trial.intermediate_values),
+            )
         self._number, self._first = number, first
         self._median = optuna.pruners.MedianPruner(n_warmup_steps=first) if prune == "median" else None
 
@@ -182,9 +185,11 @@ class Judge:
         trials = self._study.get_trials(deepcopy=False)
         if self._median is None:
             return self._loses_halving(step, score, trials)
-        own = copy.copy(trials[self._number])
-        own.intermediate_values = {known: value for known, value in own.intermediate_values.items() if known <= step}
-        return bool(self._median.prune(self._study, own))
+        frozen_trial = copy.copy(trials[self._number])
+        frozen_trial.intermediate_values = {
+            eval_step: value for eval_step, value in frozen_trial.intermediate_values.items() if eval_step <= step
+        }
+        return bool(self._median.prune(self._study, frozen_trial))
 
     def _loses_halving(self, step: int, score: float, trials: Sequence[Any]) -> bool:
         """Return True if the score is not in the better half of all runs at this step.
@@ -192,12 +197,12 @@ class Judge:
         This is asynchronous successive halving (https://arxiv.org/abs/1810.05934) at the steps `first`, 2 `first`, 4
         `first`, 8 `first`, ...
         """
-        times, beside = divmod(step, self._first)
-        if beside or times & (times - 1):
+        times, remainder = divmod(step, self._first)
+        if remainder or times & (times - 1):
             return False
         sign = 1 if self._study.direction.name == "MINIMIZE" else -1
-        known = sorted(sign * t.intermediate_values[step] for t in trials if step in t.intermediate_values)
-        return not sign * score <= known[max(len(known) // 2, 1) - 1]
+        scores = sorted(sign * t.intermediate_values[step] for t in trials if step in t.intermediate_values)
+        return not sign * score <= scores[max(len(scores) // 2, 1) - 1]
 
 
 def _storage(path: Path) -> Any:

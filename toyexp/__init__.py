@@ -1,11 +1,10 @@
-"""toyexp: one experiment, any engine, and a GGUF at the end.
+"""toyexp: experiments with small models on several engines, exported as GGUF files.
 
-This is what a Python program or a notebook calls (run, sweep, train, open), and what plugin authors import. Each name
-is loaded when it is first asked for, so that a command can put something on the screen at once: what lists plugins
-loads no numpy, and nothing here loads a framework.
+This module has the Python API (run, sweep, train, open, ...) and the names that plugins import. Names are imported
+lazily, so that commands respond quickly. Importing toyexp does not import NumPy or a framework.
 """
 
-import toyexp.base.searchpath  # isort: skip - before anything else is looked for
+import toyexp.base.searchpath  # isort: skip - must come before all other imports
 
 from typing import TYPE_CHECKING
 

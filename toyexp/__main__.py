@@ -1,4 +1,4 @@
-"""`python -m toyexp` and the command `toyexp`: something is on the screen before anything is loaded."""
+"""Entry point of `toyexp` and `python -m toyexp`; prints a status line before slow imports."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ from toyexp.base.terminal import show_status
 
 
 def main() -> int:
-    """Runs the command line of this process; returns its exit code."""
+    """Run the command line of this process and return its exit code."""
     if FORK_SERVER_FILE in os.environ:
         return _forks()
     show_status("starting")
@@ -19,19 +19,19 @@ def main() -> int:
 
 
 def _forks() -> int:
-    """As the process that a sweep's jobs are forked from, and in each of these as one that was started by its words."""
-    gc.disable()  # all that is loaded stays: to look for what does not takes a quarter of the time
-    import toyexp.cli.main  # noqa: F401 - what a job begins with
+    """Run the fork server of a sweep; in each forked job, run the job's command line."""
+    gc.disable()  # imports create little garbage, and collecting it takes 25 % of the time
+    import toyexp.cli.main  # noqa: F401 - preload the imports of jobs
     from toyexp.sweeps.launchers.forkserver import end, serve
 
     if serve():
         show_status("starting")
         end(run_to_exit_code(_load_and_run, _explained))
-    exit_now(0)  # the sweep waits for it
+    exit_now(0)  # skip cleanup: the sweep waits for this process
 
 
 def _load_and_run() -> int:
-    # Deferred: numpy takes longer than a person waits for a sign of life.
+    # Deferred: importing NumPy is slow, and the status line comes first.
     from toyexp.cli.main import run_words
 
     return run_words(sys.argv[1:])

@@ -305,7 +305,7 @@ MORE = " (more: toyexp help sweeps)\n"
 
 
 def test_an_experiment_with_a_sweep_is_one_run_only_with_one_value_of_each(tiny_sweep, tmp_path, capsys):
-    error = "toyexp: error: experiment=sweeping is a sweep over {}; run it with -m: toyexp -m experiment=sweeping"
+    error = "toyexp: error: experiment=sweeping sweeps over {}; run it with -m: toyexp -m experiment=sweeping"
     assert main([*tiny_sweep]) == 2
     assert capsys.readouterr().err == error.format("seed, model.n_layers, lr") + MORE
     assert main([*tiny_sweep, "seed=1", "lr=1"]) == 2
@@ -322,7 +322,7 @@ def test_a_sweep_of_an_experiment_that_cannot_be_read_is_one_line(tiny_sweep, tm
     path = tmp_path / "own" / "experiment" / "sweeping.yaml"
     path.write_text("# @package _global_\nhydra: {sweeper: {params: {seed: '3,[4'}}}\n")
     assert main(["-m", "sweep.isolate=false", *tiny_sweep]) == 2
-    assert "'seed=3,[4': a bracket is not closed" in capsys.readouterr().err
+    assert "'seed=3,[4': missing closing bracket" in capsys.readouterr().err
 
 
 def test_help_lists_every_choice_and_imports_no_framework(registry):

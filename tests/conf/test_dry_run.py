@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_has_the_steps_that_are_left(capsys):
 
 
 def test_flags_that_would_be_passed_over_are_refused(capsys):
-    assert main(["--json"]) == 2 and "--json: goes with --dry-run" in capsys.readouterr().err
+    assert main(["--json"]) == 2 and "--json: needs --dry-run" in capsys.readouterr().err
     assert main(["--cfg", "job", "--dry-run"]) == 2 and "one thing at a time" in capsys.readouterr().err
 
 

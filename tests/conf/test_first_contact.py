@@ -64,7 +64,7 @@ def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypat
     monkeypatch.setattr(doctor, "missing_packages", lambda registry: [])
     assert main(["doctor"]) == 0
     tail = capsys.readouterr().out.rpartition("\n\n")[2]
-    assert tail.startswith("next  toyexp  # a small run of seconds on cpu, ")
+    assert tail.startswith("next  toyexp  # train a small model in seconds on cpu, ")
     assert "toyexp parity engine=cpu,ggml" in tail and "toyexp help engines" in tail
     assert "parity" not in "\n".join(doctor_hints(["ggml"])), "one engine agrees with none"
     assert "pip install 'toyexp[torch]'" in "\n".join(doctor_hints([]))

@@ -472,7 +472,7 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
         (["seed=0,1", "+seed=1,2"], "list all its values once: seed=0,1,2"),
         (["seed=range(0,2)", "seed=2,3"], "seed=range(0,2) seed=2,3: seed is given twice; give its values once"),
         (["seed=0,1", "lr=1", "seed=2"], "seed=0,1 seed=2: seed is given twice"),
-        (["lr=[1e-3,1e-2]"], "lr=[1e-3,1e-2]: several values of a sweep stand without brackets: lr=1e-3,1e-2"),
+        (["lr=[1e-3,1e-2]"], "lr=[1e-3,1e-2]: write the values of a sweep without brackets: lr=1e-3,1e-2"),
         (["seed=0,1", "sweep.dir=s"], "did you mean hydra.sweep.dir?"),
     ],
 )
@@ -565,10 +565,8 @@ def test_patterns_of_a_sweep_are_looked_at_as_its_jobs_take_them_and_told_in_the
     outcomes = [outcome(ahead.config, job) for job in found]
     assert outcomes == [outcome(ahead.request.compose, *job.overrides) for job in found]
     assert outcomes[2] == ([("blk.0.*", {"frozen": True}), ("*", {"weight_decay": 0})], 5)
-    assert outcomes[1] == "steps=2000.0: must be a whole number, written out: steps=2000"
-    assert all(
-        "takes names with values, in braces: optim.groups={blk.*: {lr: 0.001}}" in told for told in outcomes[6::2]
-    )
+    assert outcomes[1] == "steps=2000.0: must be a whole number; write steps=2000"
+    assert all("takes a mapping in braces: optim.groups={blk.*: {lr: 0.001}}" in told for told in outcomes[6::2])
 
 
 def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():
@@ -616,7 +614,7 @@ def test_runs_that_were_swapped_are_said_and_change_no_record(capsys):
     swap(*runs)
     assert main(["sweep.resume=s", MODULES]) == 0
     out = capsys.readouterr().out
-    assert "[0] seed=1: s/0-scratch-llama is not the run that the sweep recorded: " in out and "[1] seed=2: s/1-" in out
+    assert "[0] seed=1: s/0-scratch-llama is not the recorded run: " in out and "[1] seed=2: s/1-" in out
     assert main(["resume=s/0-scratch-llama", MODULES, "steps=2"]) == 0
     assert "s: its summary is not updated: job 0 was another run: " in capsys.readouterr().out
     assert jobs("s") == recorded
@@ -725,7 +723,7 @@ def test_swapped_and_missing_runs_are_said_from_python_and_by_compare(capsys):
     swap(first, second)
     toyexp.open("s", plugins=["toyexp.testing.null", "mishap"])
     said = capsys.readouterr().err
-    assert "job 0: s/0-scratch-llama is not the run that the sweep recorded: " in said and "job 1: s/1-" in said
+    assert "job 0: s/0-scratch-llama is not the recorded run: " in said and "job 1: s/1-" in said
     first.rename("elsewhere")
     assert main(["compare", "s"]) == 0
     told = " ".join(capsys.readouterr().out.split())

@@ -197,7 +197,7 @@ def test_threads_that_the_engine_of_auto_does_not_take_are_told(registry, monkey
     monkeypatch.setattr(registry.get("engine", "noop"), "priority", 1000, raising=False)
     words = [*(w for w in TEXT if w != "engine=noop"), "engine.threads=2"]
     told = prepare(Request([], registry, MODULES).build_config(*words)).warnings
-    assert told == ["engine.threads=2: engine=auto took noop, which has no such setting"]
+    assert told == ["engine.threads=2: has no effect: engine=auto chose noop, which has no such setting"]
 
 
 @pytest.mark.parametrize(

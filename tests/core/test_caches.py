@@ -339,9 +339,9 @@ def test_json_has_models_unreadable_files_and_directories(home, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--jsn"], "models --jsn: there is no such option; did you mean --json?"),
+        (["--jsn"], "models --jsn: unknown option; did you mean --json?"),
         (["missing"], "models missing: not found"),
-        (["file"], "models file: is no directory; about one file: toyexp describe"),
+        (["file"], "models file: not a directory; to describe a file: toyexp describe"),
     ],
 )
 def test_bad_arguments_give_a_one_line_error_and_exit_code_2(words, said, capsys):

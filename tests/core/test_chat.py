@@ -73,7 +73,7 @@ def test_the_system_message_comes_first_and_is_kept_when_turns_are_dropped(chat,
     head = rendered(("system", b"Be brief."))[: -len(b"assistant\n") - 1]
     assert answers[0]["prompt_ids"] == rendered(("system", b"Be brief."), ("user", b"Hi"))
     assert all(answer["prompt_ids"][: len(head)] == head for answer in answers)
-    assert "the oldest turns are left out now" in told
+    assert "the oldest messages are dropped" in told
     asked = ["generate", "chat.gguf", "--chat", "--prompt", "Hi", "--json", *system, *NOOP]
     assert main([*asked, "--tokens", "8", "--temperature", "0"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_ids"] == answers[0]["prompt_ids"]
@@ -81,10 +81,10 @@ def test_the_system_message_comes_first_and_is_kept_when_turns_are_dropped(chat,
 
 def test_a_system_message_without_a_template_for_it_is_rejected(chat, capsys, tmp_path):
     assert main(["generate", "chat.gguf", "--prompt", "Hi", "--system", "x"]) == 2
-    said = "generate --system: needs --chat: toyexp generate chat.gguf --chat --system ... --prompt ..."
+    said = "generate --system: only works with --chat: toyexp generate chat.gguf --chat --system ... --prompt ..."
     assert said in capsys.readouterr().err
     _, told = chat("Hi\n", "--system", "x", file="text.gguf", code=2)
-    assert "text.gguf: has no chat template, which would write --system" in told
+    assert "text.gguf: has no chat template, which --system needs" in told
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     write_base(tmp_path / "deaf.gguf", "llama", tokenizer=tokenizer, context=120)
@@ -99,14 +99,14 @@ def test_quit_ends_the_chat_and_further_input_is_not_read(chat):
 
 def test_without_a_template_the_text_is_continued(chat):
     answers, told = chat("ab\ncd\n", "--tokens", "2", "--temperature", "0", file="text.gguf")
-    assert "no chat template: the text is continued" in told
+    assert "no chat template: messages are continued as plain text" in told
     assert answers[1]["prompt_ids"] == [*b"ab", *answers[0]["ids"], *b"\ncd"]
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full_with_one_note(chat):
     """Whole exchanges, so that the template sees what it was made for."""
     answers, told = chat("".join(f"message {i}\n" for i in range(6)), "--tokens", "8", "--temperature", "0")
-    assert told.count("the context of 120 tokens is full; the oldest turns are left out now") == 1
+    assert told.count("the context of 120 tokens is full; the oldest messages are dropped") == 1
     for i, answer in enumerate(answers):
         ids = answer["prompt_ids"]
         assert len(ids) + 8 <= 120 and ids[:6] == [257, *b"user\n"]
@@ -127,7 +127,7 @@ def test_turns_leave_room_for_the_answers_tokens_or_a_quarter_of_the_context(cha
 
 def test_a_message_that_is_too_long_is_reported_and_the_chat_continues(chat):
     answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2", code=1)
-    assert "the message takes 219 tokens, and the context is 120: left out" in told
+    assert "the message has 219 tokens and the context only 120: skipped" in told
     assert [answer["prompt_ids"] for answer in answers] == [rendered(("user", b"Hi"))]
 
 
@@ -138,9 +138,9 @@ def test_an_answer_may_be_longer_than_the_context(chat):
 
 @pytest.mark.parametrize(("lines", "words", "said"), [
     (b"\xff\n", [], "not UTF-8 text (byte 0 is 0xff)"),
-    (b"Hi\n", ["--engine", "llama.cpp"], "a conversation takes another engine"),
-    (b"Hi\n", ["--ids", "1"], "takes its message from --prompt"),
-    (b"Hi\n", ["--tokens", "0"], "--tokens 0: takes a whole number"),
+    (b"Hi\n", ["--engine", "llama.cpp"], "cannot hold a conversation"),
+    (b"Hi\n", ["--ids", "1"], "has no effect with --ids; use --prompt"),
+    (b"Hi\n", ["--tokens", "0"], "--tokens 0: must be a whole number"),
 ])  # fmt: skip
 def test_invalid_input_gives_a_one_line_error(chat, lines, words, said):
     told = chat(lines, *words, code=2)[1]
@@ -149,7 +149,7 @@ def test_invalid_input_gives_a_one_line_error(chat, lines, words, said):
 
 def test_a_chat_needs_a_tokenizer(chat, tmp_path):
     write_base(tmp_path / "ids.gguf", "llama")
-    assert "has no tokenizer, and a chat is text" in chat(b"Hi\n", code=2, file="ids.gguf")[1]
+    assert "has no tokenizer, which --chat needs" in chat(b"Hi\n", code=2, file="ids.gguf")[1]
 
 
 class Terminal:
@@ -209,7 +209,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat():
     terminal.waits_for("> ")
     time.sleep(0.5)  # readline shows its prompt a moment before it waits, and hears what comes between at the next key
     terminal.types("\x03")
-    terminal.waits_for("/quit, or the end of the input")
+    terminal.waits_for("/quit or end of input")
     terminal.types("cd\n")
     terminal.waits_for("cd\r\n")
     terminal.waits_for_more(200)  # an answer is on its way, however busy the machine is

@@ -83,8 +83,8 @@ def test_a_plugin_command_gets_its_arguments_and_sets_the_exit_code(toyexp):
         (["--times", "x"], "--times x: must be a whole number"),
         (["--to", "hem"], "--to hem: did you mean them?"),
         (["--to"], "--to needs a value: you, them"),
-        (["--to", ""], "greet --to '': is empty (a variable that is not set?); leave it out, or give it a value"),
-        (["--time", "3"], "greet --time: there is no such option; did you mean --times?"),
+        (["--to", ""], "greet --to '': is empty (an unset shell variable?); leave it out, or give it a value"),
+        (["--time", "3"], "greet --time: unknown option; did you mean --times?"),
     ],
 )
 def test_a_wrong_argument_of_a_plugin_command_is_rejected(toyexp, words, told):
@@ -98,7 +98,10 @@ def test_a_wrong_argument_of_a_plugin_command_is_rejected(toyexp, words, told):
     [
         ("return 1 / 0", "command.greet failed while it ran: ZeroDivisionError: division by zero (strange.py, line"),
         ("import sys; sys.exit(7)", "command.greet failed while it ran: SystemExit: 7 (strange.py, line"),
-        *((f"return {it}", f"command.greet gave {it}; an exit code is") for it in ("None", "True", "1.0", "300", "-1")),
+        *(
+            (f"return {it}", f"command.greet returned {it}; an exit code must be")
+            for it in ("None", "True", "1.0", "300", "-1")
+        ),
     ],
 )
 def test_an_unexpected_error_of_a_plugin_command_is_one_line_that_names_it(toyexp, body, told):
@@ -179,10 +182,10 @@ def test_options_and_settings_are_told_apart():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--al"], "two --al: there is no such option; did you mean --all?"),
-        (["-a"], "two -a: there is no such option; did you mean --all?"),
-        (["-t", "x"], "two -t: there is no such option; there is: --to, --type$"),
-        (["--output-to=x"], "two --output-to=x: there is no such option; did you mean --to?"),
+        (["--al"], "two --al: unknown option; did you mean --all?"),
+        (["-a"], "two -a: unknown option; did you mean --all?"),
+        (["-t", "x"], "two -t: unknown option; there is: --to, --type$"),
+        (["--output-to=x"], "two --output-to=x: unknown option; did you mean --to?"),
         (["--to"], "--to needs a value, such as --to x.gguf"),
         (["--to", "--all"], "--to needs a value, such as --to x.gguf"),
         (["--to", "--x"], "--to needs a value"),

@@ -158,7 +158,7 @@ def test_every_flag_and_every_option_of_every_command_is_offered(offered):
     for name, command in COMMANDS.items():
         assert set(command().parser().options) <= set(offered(f"toyexp {name} -")), name
     assert {"--tokens", "--chat"} <= set(offered("toyexp generate -"))
-    assert [c.help for c in complete(["bench", "--ro"])] == ["turns that each of them gets (7)"]
+    assert [c.help for c in complete(["bench", "--ro"])] == ["number of timed rounds per engine (7)"]
 
 
 @pytest.mark.parametrize(

@@ -489,7 +489,7 @@ def toyexp(*words):
     [
         ([], "describe: takes one file"),
         (["a.gguf", "b.gguf"], "describe a.gguf b.gguf: takes one file"),
-        (["a.gguf", "--tensor"], "describe --tensor: there is no such option; did you mean --tensors?"),
+        (["a.gguf", "--tensor"], "describe --tensor: unknown option; did you mean --tensors?"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["broken.gguf"], "broken.gguf: is not a GGUF file"),
         (["empty"], "empty: is a directory without model.gguf or adapter.gguf"),

@@ -143,16 +143,16 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("model.gguf", "export model.gguf: takes a type: toyexp export model.gguf --type q8_0"),
-        ("--type q8_0", "takes one file or run directory, and a type"),
+        ("model.gguf", "export model.gguf: needs a type: toyexp export model.gguf --type q8_0"),
+        ("--type q8_0", "needs exactly one file or run directory, and a type"),
         ("model.gguf other.gguf --type q4_0", "and a type: toyexp export model.gguf --type q8_0 --to small.gguf"),
-        ("model.gguf --type q8_0 --to=", "export --to '': is empty (a variable that is not set?); leave it out, or"),
+        ("model.gguf --type q8_0 --to=", "export --to '': is empty (an unset shell variable?); leave it out, or"),
         ("model.gguf --type q8_0 --to pipe --force", "--to pipe: already exists and is not a model file"),
         ("model.gguf --type", "--type needs a value, such as --type q8_0"),
         ("model.gguf --type f32 --to", "--to needs a value, such as --to small.gguf"),
         ("model.gguf --type q8", "did you mean q8_0?"),
         ("model.gguf --type int4", "there is: bf16, f16, f32, gguf, hf, hf-bf16, hf-f16, q2_k"),
-        ("model.gguf --typ q8_0", "there is no such option; did you mean --type?"),
+        ("model.gguf --typ q8_0", "unknown option; did you mean --type?"),
         (
             "model.gguf --type q4_k_m",
             "--type=q4_k_m is written by llama.cpp, which is not here: put its llama-quantize",

@@ -112,23 +112,23 @@ def test_every_template_can_be_installed_and_used_by_name(made, tmp_path, kind):
     ("words", "told"),
     [
         ("optimiser Sgd-R", "did you mean sgd_r?"),
-        (f"callback {'a' * 300}", "has 300 letters; a name has at most 60"),
+        (f"callback {'a' * 300}", "has 300 characters; at most 60"),
         ("optimiser 1st", "a letter first (more"),
         ("optimiser größe", "a letter first (more"),
         ("optimiser _", "a letter first (more"),
         ("optimiser a__b", "single underscores"),
-        ("optimiser adamw", "optim=adamw is that of toyexp_optimisers"),
-        ("format gguf", "--type gguf is that of"),
-        ("model nano", "model=nano stands for something else"),
-        ("engine auto", "engine=auto stands for something else"),
+        ("optimiser adamw", "optim=adamw is already the name of toyexp_optimisers"),
+        ("format gguf", "--type gguf is already the name of"),
+        ("model nano", "model=nano is already in use"),
+        ("engine auto", "engine=auto is already in use"),
         ("recipe torch", "a module toyexp_torch already"),
-        ("model normal", "its class would be Normal"),
+        ("model normal", "the class name Normal is already in use"),
         ("modle x", "did you mean model?"),
         ("command x", "there is: callback, data"),
-        ("optimiser", "takes a kind, and a name"),
-        ("optimiser a b", "takes a kind, and a name"),
+        ("optimiser", "needs a kind and a name"),
+        ("optimiser a b", "needs a kind and a name"),
         ("optimiser steps=3", "is a setting of a run"),
-        ("optimiser there", "toyexp-there is there already"),
+        ("optimiser there", "toyexp-there already exists"),
         ("optimiser x --into file", "file/toyexp-x cannot be written"),
         ("optimiser x --into", "--into needs a value"),
     ],
@@ -291,9 +291,7 @@ def test_a_check_without_tests_uses_the_default_suites(tmp_path):
         "optim=good": "PASS", "optim=uphill": "FAIL", "optim=torn": "FAIL", "data=book": "not run",
         "toyexp hello": "PASS",
     }  # fmt: skip
-    assert found["data=book"][1].startswith(
-        "data.path=: there is no such file; in a test of its own: class TestBook(Data"
-    )
+    assert found["data=book"][1].startswith("data.path=: there is no such file; write a test: class TestBook(Data")
     assert "\n  optim=uphill: TestUphill::test_it_learns: " in done.stdout
     line = 1 + SEVERAL[: SEVERAL.index("ops.ad(")].count("\n")
     assert re.search(rf"\n  optim=torn: TestTorn::test_it_learns: .*\(several\.py, line {line}\)\n", done.stdout)
@@ -309,8 +307,8 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
         ("lost.py", "import nowhere_at_all", 1, "there is no module nowhere_at_all"),
         ("exits.py", "import os; os._exit(0)", 1, "exits: SystemExit: os._exit(0) would end toyexp"),
         ("segfaults.py", "import ctypes\nctypes.string_at(0)", -11, 'segfaults.py", line 2 in <module>'),
-        ("gone.py", None, 2, "there is no such file or directory"),
-        ("notes.txt", "x", 2, "is no Python file"),
+        ("gone.py", None, 2, "no such file or directory"),
+        ("notes.txt", "x", 2, "is not a Python file"),
         ("empty/notes.txt", "x", 2, "holds neither a pyproject.toml nor an __init__.py"),
         ("other/pyproject.toml", "[project]\nname = 'x'", 2, "names no plugin: [project.entry-points.toyexp]"),
         ("odd/pyproject.toml", "project = 3", 2, "names no plugin"),
@@ -347,7 +345,7 @@ def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
     assert main(["help", "plugins/engine"]) == 0
     assert "class MyEngineSession(Session):" in capsys.readouterr().out
     assert main(["help", "runs"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("Of the command: toyexp runs --help")
+    assert capsys.readouterr().out.rstrip().endswith("The command of the same name: toyexp runs --help")
     for kind in KINDS:
         assert f"plugins/{kind}" in topics(), "which toyexp new names"
 

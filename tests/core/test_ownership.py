@@ -321,7 +321,7 @@ def test_a_shared_experiment_file_cannot_choose_the_output_directory(capsys):
     put("theirs/experiment/swept.yaml", "# @package _global_\nhydra: {sweep: {dir: chosen}}\n")
     for name, key in (("plain", "run"), ("swept", "sweep")):
         line = refused(capsys, "--config-dir", "theirs", f"experiment={name}", *NOOP)
-        assert f"{name}.yaml, line 2: no preset sets hydra.{key}" in line and f"hydra.{key}.dir=..." in line
+        assert f"{name}.yaml, line 2: a preset cannot set hydra.{key}" in line and f"hydra.{key}.dir=..." in line
     put("theirs/experiment/sly.yaml", "# @package _global_\ndefaults: [/model@hydra.run: place]\n")
     put("theirs/model/place.yaml", "dir: chosen")
     line = refused(capsys, "--config-dir", "theirs", "experiment=sly", *NOOP)

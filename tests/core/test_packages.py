@@ -218,7 +218,7 @@ def test_auto_reports_skipped_and_broken_engines():
         registry.offers["engine"][name] = Offer("engine", name, cls, "some_plugin", "some package")
     _, note = pick_engine({"name": "auto"}, registry)
     assert note == (
-        "works: a device (auto; not here: good; best, also: xlib is installed but cannot be loaded (OSError: no); "
+        "works: a device (auto; unavailable: good; best, also: xlib is installed but cannot be loaded (OSError: no); "
         "fair: its check failed (X: y))"
     )
     del registry.offers["engine"]["works"]
@@ -278,8 +278,8 @@ def test_without_packages_for_any_engine_auto_says_what_to_install(tmp_path):
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
     assert done.stderr == (
         "toyexp: error: engine=auto: no engine works here; torch is not installed: pip install 'toyexp[torch]'; "
-        "ggml-python is not installed: pip install 'toyexp[ggml]' (needs a C compiler); `toyexp doctor` says why "
-        "(more: toyexp help engines)\n"
+        "ggml-python is not installed: pip install 'toyexp[ggml]' (needs a C compiler); "
+        "`toyexp doctor` shows the reasons (more: toyexp help engines)\n"
     )
 
 

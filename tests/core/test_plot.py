@@ -198,7 +198,7 @@ def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
         (["--plot", "folder.svg"], "is a directory"),
         (["--plot", "theirs.svg"], "theirs.svg: exists and is not a plot of toyexp; choose another name"),
         (["--plot", "link.svg"], "link.svg: exists"),
-        (["--plot", "a.svg", "--csv"], "--plot a.svg --csv: are two answers"),
+        (["--plot", "a.svg", "--csv"], "--plot a.svg --csv: cannot be combined"),
     ],
 )
 def test_an_impossible_plot_gives_one_line_and_replaces_nothing(grid, tmp_path, capsys, words, told):

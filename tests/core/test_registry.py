@@ -369,7 +369,7 @@ def test_an_installed_plugin_whose_fields_hold_what_no_setting_can_is_left_out_o
     words = ["engine=noop", "data=random", "steps=6", "eval_every=0", "hydra.run.dir=run"]
     assert main(["plugins=toyexp.testing.null", *words]) == 0
     (warned,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert "plugin req (stranger 1.2) is left out: callbacks=unsettled: its fields cannot be settings" in warned
+    assert "plugin req (stranger 1.2) is left out: callbacks=unsettled: fields are not valid settings" in warned
     assert main(["plugins=toyexp.testing.null", *words, "callbacks=[unsettled]"]) == 2
     assert "callbacks=unsettled comes from plugin req, which is broken" in capsys.readouterr().err
 
@@ -403,7 +403,7 @@ def test_what_there_is_is_listed_in_columns(capsys):
     [
         ("optim", ["optim=adamw ", "  optim.beta2=null ", "  optim.mode=auto ", "  optim.grad_clip=0.0 "]),
         ("auto", ["engine=auto ", "  engine.threads=0 "]),
-        ("small", ["model=small ", "  model=llama, with", "  model.d_model=256 ", "  model.tied=false "]),
+        ("small", ["model=small ", "  model=llama with", "  model.d_model=256 ", "  model.tied=false "]),
         ("vit_tiny", ["recipe=vit_tiny ", "  recipe.init_scale=1.0 ", "model=vit_tiny ", "  model.patch=16 "]),
         ("default", ["callbacks=default ", "  callbacks=[cosine,progress,watch,events,gguf_export]"]),
         ("lora_rank_sweep", ["experiment=lora_rank_sweep ", "  recipe=lora", "  recipe.targets=[q,v]",

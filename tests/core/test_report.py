@@ -136,9 +136,9 @@ def test_importance_of_a_grid_and_none_of_seven_runs(tmp_path, seven):
     ("words", "told"),
     [
         (["--html", "no/where.html"], ["--html no/where.html", "there is no directory no"]),
-        (["--html", "runs"], ["--html runs", "takes the name of a file"]),
-        (["--html", "mine.html"], ["--html mine.html", "no report of toyexp's"]),
-        (["--html", "new.html", "--json"], ["--json", "two answers"]),
+        (["--html", "runs"], ["--html runs", "must be a file name"]),
+        (["--html", "mine.html"], ["--html mine.html", "not a report of toyexp"]),
+        (["--html", "new.html", "--json"], ["--json", "cannot be combined"]),
     ],
 )
 def test_a_page_that_cannot_be_is_told_and_replaces_nothing(swept, monkeypatch, capsys, words, told):

@@ -157,7 +157,7 @@ def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", str(width))
     table = answered(capsys, "runs").splitlines()
     assert max(map(len, table)) <= width
-    assert table[-1] == "11 runs: 10 completed, 1 killed" and "in all of them: engine ggml" in table[-3]
+    assert table[-1] == "11 runs: 10 completed, 1 killed" and "same for all runs: engine ggml" in table[-3]
     assert "columns left out to fit the terminal: name" in table[-2] and table[-2].endswith("; --csv has all")
     assert {"recipe", "lr", "held-out", "accuracy", "run"} < set(table[0].split()) and len(table) == 12 + 4
     compared = answered(capsys, "compare", "outputs").splitlines()
@@ -171,7 +171,7 @@ def test_of_one_run_alone_nothing_is_said_to_be_in_all_of_them(here, capsys, mon
     monkeypatch.setenv("COLUMNS", "70")
     told = answered(capsys, "runs", "seed=9").splitlines()
     assert told[-1] == "1 of 9 runs: 1 killed" and told[-2].startswith("columns left out to fit the terminal: ")
-    assert "in all of them" not in "\n".join(told)
+    assert "same for all runs" not in "\n".join(told)
 
 
 def test_csv_has_a_row_for_each_run(here, capsys):
@@ -284,13 +284,13 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["compare"], ["takes runs, sweeps"]),
+        (["compare"], ["needs runs, sweeps"]),
         (["compare", "nowhere"], ["compare nowhere", "not found"]),
         (["compare", "outputs/x*"], ["matches no run"]),
         (["compare", "outputs/conf"], ["holds no run"]),
         (["compare", "outputs", "seed=77"], ["seed=77", "none of 9 runs"]),
         (["compare", "outputs", "--metric", "accuracy"], ["--metric accuracy", "no run here"]),
-        (["runs", "nowhere"], ["runs nowhere", "no directory and no filter"]),
+        (["runs", "nowhere"], ["runs nowhere", "not a directory, zip archive or filter"]),
         (["runs", "optim.beta3=1"], ["optim.beta3=1", "no run here has optim.beta3", "beta2"]),
         (["runs", "loss<"], ["loss<", "needs a number"]),
         (["runs", "loss<abc"], ["loss<abc", "needs a number"]),
@@ -299,10 +299,10 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["runs", "when>soon"], ["when>soon", "when>2026-11", "yesterday"]),
         (["runs", "recipe>abc"], ["recipe>abc", "is text", "recipe=..."]),
         (["runs", "recipe.init>3"], ["recipe.init>3", "is text (default)"]),
-        (["runs", ""], ["runs ''", "a variable that is not set?"]),
-        (["compare", ""], ["compare ''", "a variable that is not set?"]),
+        (["runs", ""], ["runs ''", "an unset shell variable?"]),
+        (["compare", ""], ["compare ''", "an unset shell variable?"]),
         (["compare", "outputs", "--html", "report.pdf"], ["--html report.pdf", "--html report.html", "help compare"]),
-        (["compare", "outputs", "--html", "p.svg"], ["--html p.svg", "a file that ends in .html"]),
+        (["compare", "outputs", "--html", "p.svg"], ["--html p.svg", "a file name that ends in .html"]),
         (["compare", "outputs", "--html", "-"], ["--html -", "--html report.html"]),
         (["runs", "when>16:50"], ["when>16:50", "when needs a date, a time, today"]),
         (["compare", "outputs", "--html", "dangling.html"], ["dangling.html", "choose another name"]),
@@ -321,7 +321,7 @@ def test_what_cannot_be_is_told_in_a_line(here, capsys, words, told):
 
 def test_nothing_here_says_what_to_type(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "begin one: toyexp" in answered(capsys, "runs")
+    assert "start one with `toyexp`" in answered(capsys, "runs")
 
 
 def test_what_others_broke_is_passed_over(here, capsys):

@@ -376,7 +376,7 @@ def test_ggmls_autodiff_says_that_it_has_no_grouped_heads_in_a_batch():
 @pytest.mark.full
 def test_baselines_that_cannot_do_the_model_are_left_out_with_the_reason(capsys):
     lines = bench(capsys, "model=gpt2", "engine=ggml", "--baseline", "--no-memory").splitlines()
-    left_out = [line.split("  ")[0] for line in lines if "left out: only written for a plain model=llama" in line]
+    left_out = [line.split("  ")[0] for line in lines if "not measured: only written for a plain model=llama" in line]
     assert left_out == ["bare torch", "bare torch compiled", "ggml autodiff"]
     assert [line.split("  ")[0] for line in lines if ", 1 thread" in line][1:] == [
         "nanoGPT-style",
@@ -423,19 +423,19 @@ def test_options_are_read_in_both_forms():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--round", "3"], "bench --round: there is no such option; did you mean --rounds?"),
-        (["-m", "lr=1,2"], "bench -m: there is no such option; there is: --baseline"),
+        (["--round", "3"], "bench --round: unknown option; did you mean --rounds?"),
+        (["-m", "lr=1,2"], "bench -m: unknown option; there is: --baseline"),
         (["--rounds"], "--rounds needs a value, such as --rounds 7"),
-        (["--rounds", "0"], "--rounds 0: takes a whole number from 1"),
-        (["--steps=x"], "--steps x: takes a whole number"),
+        (["--rounds", "0"], "--rounds 0: must be a whole number from 1"),
+        (["--steps=x"], "--steps x: must be a whole number"),
         (["--json=1"], "--json takes no value"),
-        (["steps=5"], "steps=5: bench takes the steps that fill its rounds; to fix them: --steps 5"),
-        (["fast"], "bench fast: is no setting"),
+        (["steps=5"], "steps=5: has no effect in bench, which chooses the steps per round; to set them: --steps 5"),
+        (["fast"], "bench fast: expected key=value"),
         (["lr=1,2"], "lr=1,2: bench compares engines on one experiment"),
-        (["engine=ggml,ggml"], "names one twice"),
-        (["engine=ggml:blas"], "an engine's own settings are written ggml:key=value"),
+        (["engine=ggml,ggml"], "has an engine twice"),
+        (["engine=ggml:blas"], "expected ggml:key=value"),
         (["engine=gmgl"], "did you mean ggml?"),
-        (["engine=cpu,,ggml,"], "engine=cpu,,ggml,: a name is missing; did you mean engine=cpu,ggml?"),
+        (["engine=cpu,,ggml,"], "engine=cpu,,ggml,: empty name; did you mean engine=cpu,ggml?"),
         (["data=random", "data.vocab=0"], "data.vocab=0: must be at least 1"),
         (["model.d_modle=32"], "did you mean model.d_model?"),
     ],
@@ -474,7 +474,7 @@ def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(ca
            "flops_per_second": 1.0, "ratio": 1.0, **dict.fromkeys(FIGURES, 1e6)}  # fmt: skip
     engines = [{**row, "name": "cpu", "devices": 1}, {**row, "name": "cpu:devices=2", "devices": 2}]
     lines = Report(work, engines, {}).lines()
-    assert lines[-1].strip() == "peak of all 2 processes, on device and beyond import of the first"
+    assert lines[-1].strip() == "peak: all 2 processes; on device and beyond import: first process"
     assert sum("processes" in line for line in lines) == 1
 
 

@@ -109,7 +109,10 @@ def test_the_command_examines_what_works_here_and_an_emulated_device(capsys):
     assert len({row.index("PASS") for row in out.splitlines() if row.endswith("PASS")}) == 1, (
         "columns that do not align"
     )
-    assert f"ggml:threads=1: {ALL} pass, products in float32" in out and f"metal:threads=1:emulate=true: {ALL}" in out
+    assert (
+        f"ggml:threads=1: {ALL} checks pass; matrix products in float32" in out
+        and f"metal:threads=1:emulate=true: {ALL}" in out
+    )
     assert out.count("PASS") == 2 * CHECKS and "FAIL" not in out
 
 
@@ -163,7 +166,7 @@ def test_an_op_and_a_training_have_the_tolerances_of_what_the_engine_rounds_to(t
         (["engine=gml"], "did you mean ggml"),
         (["engine=ggml:thread=1"], "did you mean threads"),
         (["engine=ggml:threads=many"], "must be a whole number"),
-        (["engine=ggml:threads"], "are written ggml:key=value"),
+        (["engine=ggml:threads"], "are expected ggml:key=value"),
         (["engine=metal"], "metal"),
         (["steps=3"], "takes engine=name[:key=value],... and plugins=[...]"),
     ],

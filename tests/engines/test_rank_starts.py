@@ -153,8 +153,8 @@ def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
             "torchrun has started 2 ranks; leave engine.devices out",
         ),
         (["engine=mps"], "engine=mps: Apple silicon has one GPU, and torchrun has started 2 ranks; use engine=cpu"),
-        (["-m", "seed=1,2"], "-m: a sweep starts its own processes; torchrun starts the ranks of one run"),
-        (["plugins"], "plugins: is done by one process; torchrun starts the ranks of a run"),
+        (["-m", "seed=1,2"], "-m: a sweep starts its own processes; only use torchrun to train one run"),
+        (["plugins"], "plugins: runs in one process; only use torchrun to train"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(book, monkeypatch, capsys, given, told):

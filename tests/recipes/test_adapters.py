@@ -305,10 +305,10 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["base.gguf", "run"], "takes a base, an adapter and a place"),
-    (["base.gguf", "--out", "m.gguf"], "takes a base, an adapter and a place"),
+    (["base.gguf", "run"], "needs a base, an adapter and --out"),
+    (["base.gguf", "--out", "m.gguf"], "needs a base, an adapter and --out"),
     (["base.gguf", "run", "--out", "m.gguf", "--type", "q4_k_m"], "--type q4_k_m"),
-    (["base.gguf", "run", "--out", "m.bin"], "is written as *.gguf"),
+    (["base.gguf", "run", "--out", "m.bin"], "must end in .gguf"),
     (["base.gguf", "run", "--out", "away/m.gguf"], "there is no directory away"),
     (["base.gguf", "run", "--out", "base.gguf", "--force"], "--out base.gguf: is the file to be read"),
     (["base.gguf", "run", "--out", "run/adapter.gguf", "--force"], "--out run/adapter.gguf: is the file to be read"),

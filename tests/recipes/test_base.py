@@ -168,7 +168,7 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=base.gguf recipe.rank=99", "use recipe.rank=32 or less"),
         ("recipe=lora recipe.base=base.gguf recipe.targets=[attn_w]", "did you mean attn_"),
         ("recipe=lora recipe.base=base.gguf recipe.targets={q:1}", "recipe.targets={q:1}"),
-        ("recipe=full recipe.base=${nope}", "${nope}, a key that is not there"),
+        ("recipe=full recipe.base=${nope}", "${nope}, which does not exist"),
         ("recipe=full recipe.base=base.gguf model.d_model=64", "a llama with d_model=32; leave model.d_model out"),
         ("recipe=full recipe.base=base.gguf model=gpt2", "takes the model from base.gguf, a llama; leave model out"),
         ("recipe=full recipe.base=base.gguf model.context=13", "for up to 12 positions; use model.context=12 or less"),

@@ -66,24 +66,24 @@ BAD = {
     "data: {path: {deep: [{_partial_: true}]}}": "line 2: _partial_ names code",
     "recipe: {target: os.system}": "line 2: target names code",
     f"hydra: {{callbacks: {{x: {TOUCH}}}}}": "_target_ names code",
-    "hydra: {job_logging: {handlers: {x: {class: logging.FileHandler}}}}": "hydra.job_logging is not taken from a file",
-    "hydra: {hydra_logging: {version: 1}}": "hydra.hydra_logging is not taken from a file",
-    "hydra: {launcher: {n: 1}}": "hydra.launcher is not taken from a file",
-    "hydra: {sweeper: {max_batch_size: 1}}": "of hydra.sweeper only params",
+    "hydra: {job_logging: {handlers: {x: {class: logging.FileHandler}}}}": "hydra.job_logging is not allowed in a file",
+    "hydra: {hydra_logging: {version: 1}}": "hydra.hydra_logging is not allowed in a file",
+    "hydra: {launcher: {n: 1}}": "hydra.launcher is not allowed in a file",
+    "hydra: {sweeper: {max_batch_size: 1}}": "only hydra.sweeper.params",
     "hydra: {searchpath: ['pkg://tempting']}": "hydra.searchpath loads a Python package",
-    "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}": "hydra.job is not taken from a file",
+    "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}": "hydra.job is not allowed in a file",
     "name: !!python/object/apply:os.system ['touch touched']": "names a type",
     "name: !!python/name:os.system": "names a type",
     "name: !custom x": "names a type",
-    "seed: 1:30": "YAML reads 1:30 in base 60",
-    "lr: 1:30.5": "YAML reads 1:30.5 in base 60",
+    "seed: 1:30": "YAML parses 1:30 in base 60",
+    "lr: 1:30.5": "YAML parses 1:30.5 in base 60",
     "name: ${oc.env:TOKEN}": "key=$NAME",
     "name: a-${oc.env:TOKEN,none}": "key=$NAME",
-    "data: {path: '${oc.decode:${oc.env:TOKEN}}'}": "is not taken from a file",
-    "name: '${oc.${steps}:TOKEN}'": "is not taken from a file",
+    "data: {path: '${oc.decode:${oc.env:TOKEN}}'}": "is not allowed in a file",
+    "name: '${oc.${steps}:TOKEN}'": "is not allowed in a file",
     "name: '${ oc.env:TOKEN}'": "key=$NAME",
     r"name: '\\${oc.env:TOKEN}'": "key=$NAME",
-    "name: ${oc.create:x}": "is not taken from a file",
+    "name: ${oc.create:x}": "is not allowed in a file",
     "a: &a [1, *a]": "contains itself",
     "a: &a " + "[" * 1100 + "]" * 1100: "nested too deeply",
     "a: 1\n" + "# " + "x" * 300_000: "larger than the limit of 256 KiB",
@@ -112,7 +112,7 @@ def test_nor_is_it_shown_or_swept(flag, capsys):
         ("# A fast one.\n# @package hydra\ncallbacks: {x: {a: 1}}", "by '@package hydra'"),
         ("defaults: [/evil@hydra: x]\nsteps: 3", "/evil@hydra sets Hydra's own settings"),
         ("defaults: [{/evil@_global_.hydra.run: x}]", "/evil@_global_.hydra.run sets Hydra's own settings"),
-        ("defaults: [/../secret]\nsteps: 3", "is not taken from"),
+        ("defaults: [/../secret]\nsteps: 3", "cannot be loaded from"),
         ("name: ${oc.env:TOKEN}", "key=$NAME"),
     ],
 )
@@ -147,7 +147,7 @@ def test_repeated_values_cannot_fill_the_memory():
      "+data.x={_target_: os.system}", "+data.x=[{a: {_args_: [1]}}]", "~_target_"],
 )  # fmt: skip
 def test_an_override_that_names_code_is_refused(word, capsys):
-    assert re.search("unknown key|only callbacks can be dropped|that key is there", refused(capsys, *NOOP, word))
+    assert re.search("unknown key|only callbacks can be removed|that key is there", refused(capsys, *NOOP, word))
 
 
 def test_what_people_need_is_still_taken(capsys, monkeypatch):

@@ -114,7 +114,7 @@ def test_a_sheet_has_a_row_for_each_and_replaces_no_file(here, tmp_path, capsys,
     before = (tmp_path / "sheet.csv").read_text() + "mine.png,left,1\n"  # a person went on with it
     (tmp_path / "sheet.csv").write_text(before)
     assert main(words) == 2
-    assert "--csv sheet.csv: is already there, and no table is replaced; choose" in capsys.readouterr().err
+    assert "--csv sheet.csv: already exists and is not overwritten; choose" in capsys.readouterr().err
     assert (tmp_path / "sheet.csv").read_text() == before
 
 
@@ -131,15 +131,15 @@ def test_a_link_in_a_folder_that_leads_nowhere_is_told_and_the_rest_is_classifie
 
 
 @pytest.mark.parametrize(("words", "parts"), [
-    (["run"], ["predict run: takes a model, and images"]),
+    (["run"], ["predict run: needs a model, then images"]),
     (["run", "none.png"], ["none.png: not found"]),
     (["run", "empty"], ["empty: has no images (", "png"]),
     (["run", "torn.png"], ["torn.png: cannot be read as an image"]),
     (["text.gguf", "one.png"], ["text.gguf: a llama reads tokens, but predict takes images; try toyexp generate"]),
     (["none", "one.png"], ["none: not found"]),
-    (["run", "one.png", "--top", "0"], ["--top 0: takes a whole number"]),
+    (["run", "one.png", "--top", "0"], ["--top 0: must be a whole number"]),
     (["run", "one.png", "--engine", "cpx"], ["--engine cpx", "did you mean cpu?"]),
-    (["run", "one.png", "--csv", "x.csv", "--json"], ["leave one of them out"]),
+    (["run", "one.png", "--csv", "x.csv", "--json"], ["leave out the other"]),
     (["run", "one.png", "--csv", "away/x.csv"], ["there is no directory away"]),
     (["run", "one.png", "batch_size=3"], ["predict batch_size=3: is a setting of a run"]),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What all calls share: keywords as typed settings, and the process put back as it was."""
+"""Helpers of all API calls: convert keywords to settings, and restore the state of the process."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from toyexp.base.writing import reject_bad_names
 
 PYTHON_CALLS = {"eval": "toyexp.evaluate(...)", "generate": "toyexp.open(...).generate(...)"}
 PYTHON_CALLS |= {command: f"toyexp.{command}(...)" for command in ("predict", "compare")}
-_lock = threading.RLock()  # Hydra, the environment and the working directory are those of the process
+_lock = threading.RLock()  # Hydra, environment and working directory are global
 
 
 @contextlib.contextmanager
 def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
-    """Around all that is done: one call at a time, and what it changes globally is put back.
+    """Run one API call at a time, and restore global state when it returns.
 
-    That is random state, environment (but for what libraries read once, as they start), working directory, logging,
-    PyTorch's settings, where modules are looked for, and what Hydra knows. UserError under torchrun, which starts the
-    ranks of a command.
+    Global state is: random state, environment (except variables that libraries read only at import), working directory,
+    logging, PyTorch settings, sys.path and Hydra. Raise UserError under torchrun, which is for the command line.
     """
     from toyexp.base.process_state import restore_process_state
     from toyexp.config.compose_cache import isolate_hydra
 
     if not isinstance(quiet, bool):
-        raise UserError(f"{call} quiet: is True or False, and is {printable(repr(quiet))}")
+        raise UserError(f"{call} quiet: must be True or False, got {printable(repr(quiet))}")
     if started_ranks().count > 1:
-        raise UserError(f"{call}: is done by one process; torchrun starts the ranks of `toyexp ...`")
-    available_cores()  # which refuses a TOYEXP_CORES that cannot be
-    working_directory()  # which says so when it is gone
+        raise UserError(f"{call}: runs in one process; only use torchrun with `toyexp ...`")
+    available_cores()  # validates TOYEXP_CORES
+    working_directory()  # raises if the directory is gone
     with _lock, restore_process_state(), isolate_hydra(), silence(quiet), reject_bad_names(), attribute_part_errors():
         try:
             yield
         except UserError as error:
-            if call not in ("toyexp.run", "toyexp.sweep"):  # which take the words of a command line
+            if call not in ("toyexp.run", "toyexp.sweep"):  # these take command-line words
                 error.args = (translate_error(str(error)),)
             raise
         finally:
@@ -53,52 +52,52 @@ def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
 
 
 def translate_error(text: str) -> str:
-    """Return an error's words with keywords in place of options, and calls in place of commands."""
+    """Replace options by keywords and commands by calls in an error message."""
     text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda found: found[1].replace("-", "_"), text)
     return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(PYTHON_CALLS)})\b", lambda found: PYTHON_CALLS[found[1]], text)
 
 
 @contextlib.contextmanager
 def note_remains(where: Path, call: str) -> Iterator[None]:
-    """Says of a run that fails or is interrupted how it is looked at from here, and gone on with."""
+    """Add a note to an error or interrupt of a run: how to open the run and how to resume it."""
     try:
         yield
     except (RunFailed, KeyboardInterrupt) as error:
         if (where / "config.yaml").is_file():
-            going_on = f"; go on: {call}resume={short_path(where)!r})" if any(where.glob("checkpoints/step-*")) else ""
-            error.add_note(f"what it left: toyexp.open({short_path(where)!r}){going_on}")
+            going_on = f"; resume: {call}resume={short_path(where)!r})" if any(where.glob("checkpoints/step-*")) else ""
+            error.add_note(f"open the run: toyexp.open({short_path(where)!r}){going_on}")
         raise
 
 
-# -- keywords of a call as the settings that would be typed for them --------------------------------------------------
+# -- keywords as settings --------------------------------------------------
 
 
-NESTED_KEYS = ("callbacks", "hydra", "sweep")  # whose mappings hold mappings of settings, too
+NESTED_KEYS = ("callbacks", "hydra", "sweep")  # their mappings may contain mappings of settings
 
 
 def check_words(call: str, words: Sequence[Any]) -> list[str]:
-    """The words themselves; UserError for what is none, such as a mapping of settings."""
+    """Return the words as a list; raise UserError for other types, such as a mapping of settings."""
     for word in words:
         if not isinstance(word, str):
             raise UserError(
-                f"{call} {printable(repr(word))}: is no word of a command line; settings are words or keywords: "
+                f"{call} {printable(repr(word))}: must be text; give settings as words or keywords: "
                 f"{call}('recipe=warm', steps=100)"
             )
     return list(words)
 
 
 def check_path(what: str, given: Any) -> Path:
-    """A directory that is given; UserError for what is no path."""
+    """Return a path; raise UserError for other types."""
     if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes) or not os.fspath(given):
         raise UserError(f"{what}: must be a path, got {printable(repr(given))}")
     return Path(given)
 
 
 def format_settings(settings: Mapping[str, Any], swept: bool = False) -> list[str]:
-    """`key=value` for each keyword; a mapping holds the settings of a part, and `name` in it which part that is.
+    """Convert keywords to `key=value`; a mapping holds the settings of a part, with the part's name under `name`.
 
-    With `swept` a list or a tuple holds the values of a sweep, but for `callbacks` and `plugins`, which are lists.
-    Raises UserError for what is no setting's value.
+    With `swept`, a list or tuple holds the values of a sweep, except for `callbacks` and `plugins`, which are lists.
+    Raise UserError for invalid values.
     """
     return [word for key, value in settings.items() for word in _overrides(key, value, swept)]
 

@@ -1,4 +1,4 @@
-"""What a Python program calls: `run` and `sweep` by the words of a command line; `open`, `evaluate`, `predict`, ...."""
+"""The Python API: `run`, `sweep`, `open`, `evaluate`, `predict` and `compare`."""
 
 from __future__ import annotations
 
@@ -45,22 +45,21 @@ def run(
     quiet: bool = False,
     **settings: Any,
 ) -> Result:
-    """Runs one experiment, or goes on with one, and returns what came out of it.
+    """Run or resume one experiment and return its result.
 
-    `words` are what stands behind `toyexp` on a command line, `"recipe=warm"` or `"--config-dir=mine"`; keywords are
-    settings, which count where a word says otherwise: `steps=100`, `recipe="warm"`. A mapping holds the settings of a
-    part, with the part's own name under `name`: `model={"name": "llama", "d_model": 128}`; a whole key works too:
-    `**{"optim.beta1": 0.9}`.
+    `words` are arguments of the command line, such as `"recipe=warm"` or `"--config-dir=mine"`. Keywords are settings
+    and override words: `steps=100`, `recipe="warm"`. A mapping holds the settings of a part, with the part's name under
+    `name`: `model={"name": "llama", "d_model": 128}`. Full keys work too: `**{"optim.beta1": 0.9}`.
 
         result = toyexp.run("recipe=warm", steps=100, seed=1)
         result.history["loss"], result.held_out["loss"], result.generate("def ")
 
-    The run is written to `directory`, which must be empty, or below outputs/. `resume` goes on with the run in a
-    directory (or a Result), or with "auto" with the newest of the same name. `quiet` prints nothing.
+    The run is written to `directory`, which must be empty, or by default below outputs/. `resume` is the directory (or
+    Result) of a run to resume, or "auto" for the newest run of the same name. With `quiet` nothing is printed.
 
-    Raises UserError for bad input, before anything is written, and RunFailed for a run that could not go on.
-    KeyboardInterrupt (Ctrl-C) saves first; a note on it says how to go on. Calls from several threads wait for one
-    another, and what they change in the process is put back.
+    Raise UserError for invalid input, before anything is written, and RunFailed if the run fails. KeyboardInterrupt
+    (Ctrl-C) saves a checkpoint first, and has a note on how to resume. Calls from several threads wait for each other.
+    Global state of the process is restored.
     """
     typed = [*check_words("toyexp.run", words), *format_settings(settings)]
     if resume is not None:
@@ -71,11 +70,11 @@ def run(
 
         flags, asked, going_on = read_flags(expand_overrides(typed))
         if "--multirun" in flags:
-            raise UserError("toyexp.run --multirun: trains one experiment; many runs are toyexp.sweep(...)")
+            raise UserError("toyexp.run --multirun: trains one experiment; for several use toyexp.sweep(...)")
         asked += _directory_override("hydra.run.dir", "toyexp.run directory", directory)
         request = _build_request("toyexp.run", flags, asked)
         if "sweep.resume" in request.values:
-            raise UserError("toyexp.run sweep.resume: goes on with a sweep: toyexp.sweep(resume=DIR)")
+            raise UserError("toyexp.run sweep.resume: resumes a sweep; use toyexp.sweep(resume=DIR)")
         try:
             ready = prepare_request(request, going_on)
         except Complete as error:
@@ -97,11 +96,11 @@ def _build_request(call: str, flags: Mapping[str, str], settings: Sequence[str])
     for flag in flags:
         if not flag.startswith("--config-"):
             command = "toyexp -m" if call == "toyexp.sweep" else "toyexp"
-            raise UserError(f"{call} {flag}: trains; type it: {command} {flag} ...")
+            raise UserError(f"{call} {flag}: not supported from Python; type: {command} {flag} ...")
     return build_request(flags, settings)
 
 
-MAX_ROWS = 30  # rows of a table
+MAX_ROWS = 30  # rows shown of a table
 
 
 @protect_imports()
@@ -112,24 +111,24 @@ def sweep(
     quiet: bool = False,
     **settings: Any,
 ) -> SweepResult:
-    """Runs every combination of values, or a search, and returns what came out: `toyexp -m ...` from Python.
+    """Run every combination of values, or a search, and return the results: `toyexp -m ...` from Python.
 
-    `words` are what stands behind `toyexp -m`: `"seed=0,1,2"`, `"lr=tag(log, interval(1e-4, 1e-2))"`. Of keywords a
-    list has the values of a sweep, `lr=[1e-3, 3e-3]`, and anything else is a setting of all jobs; how they are run is
-    `sweep={"launcher": "processes", "jobs": 4}`. A setting that is a list by itself stands in a word.
+    `words` are arguments of `toyexp -m`: `"seed=0,1,2"`, `"lr=tag(log, interval(1e-4, 1e-2))"`. A keyword with a list
+    holds the values of a sweep, `lr=[1e-3, 3e-3]`; other keywords are settings of all jobs. How jobs are run is
+    set by `sweep={"launcher": "processes", "jobs": 4}`. Give a setting whose value is a list as a word.
 
         swept = toyexp.sweep("recipe=scratch,warm", seed=[0, 1, 2], steps=100)
         swept.best.held_out["loss"], swept.frame()
 
-    It is written to `directory`, which must be empty, or below outputs/sweeps/. `resume` goes on with the sweep in a
-    directory (or a SweepResult). Each job is a process of its own, unless sweep.isolate=false.
+    The sweep is written to `directory`, which must be empty, or by default below outputs/sweeps/. `resume` is the
+    directory (or SweepResult) of a sweep to resume. Each job runs in its own process, unless sweep.isolate=false.
 
-    Raises UserError for bad input, and if no job could begin; a job that fails ends no other, and stands in the result.
-    KeyboardInterrupt lets running jobs save first; a note on it says how to go on.
+    Raise UserError for invalid input, or if no job could start. A failing job does not stop the others; see `errors`.
+    KeyboardInterrupt lets running jobs save a checkpoint first, and has a note on how to resume.
     """
     typed = [*check_words("toyexp.sweep", words), *format_settings(settings, swept=True)]
     if not typed and resume is None:
-        raise UserError("toyexp.sweep: says nothing of what to run: toyexp.sweep(seed=[0, 1]); one run is toyexp.run()")
+        raise UserError("toyexp.sweep: needs settings, such as toyexp.sweep(seed=[0, 1]); for one run use toyexp.run()")
     with isolated_call("toyexp.sweep", quiet):
         from toyexp.sweeps.begin import prepare_sweep
 
@@ -142,9 +141,9 @@ def sweep(
         code = runner.run()
         if code > 128:
             interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
-            if runner.folder is not None:  # else it had not begun
+            if runner.folder is not None:  # None if the sweep had not started
                 left = repr(short_path(runner.folder.path))
-                interrupted.add_note(f"what it left: toyexp.open({left}); go on: toyexp.sweep(resume={left})")
+                interrupted.add_note(f"open the sweep: toyexp.open({left}); resume: toyexp.sweep(resume={left})")
             raise interrupted
         if runner.folder is None:
             raise UserError(next((job.error for job in runner.source.jobs if job.error), "the sweep has no job"))
@@ -152,9 +151,9 @@ def sweep(
 
 
 class SweepResult(Sequence[Result]):
-    """A sweep's directory: a sequence of its runs, the best first; those that did not complete come last.
+    """Result of a sweep: a sequence of its runs, best first; runs that did not complete come last.
 
-    It may stand wherever a path may: `toyexp.sweep(resume=swept)`.
+    It can be used as a path: `toyexp.sweep(resume=swept)`.
     """
 
     def __init__(self, directory: Path, registry: Registry | None = None):
@@ -165,33 +164,33 @@ class SweepResult(Sequence[Result]):
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """See Result."""
+        """Pickle the directory only; see Result."""
         return SweepResult, (self.directory, None)
 
     @property
     def runs(self) -> list[Result]:
-        """Its runs, the best first; a job that did not begin has none."""
+        """Results of the runs, best first, without jobs that did not start."""
         return [result for result in self._results.values() if result]
 
     @property
     def best(self) -> Result | None:
-        """The best run of the best choice of settings, by the mean over its seeds; None where none completed."""
+        """The best run of the best settings (by mean over seeds); None if no run completed."""
         return self.runs[0] if self._ranking.best and self.runs else None
 
     @property
     def metric(self) -> str:
-        """What they are ordered by: `held-out loss`, another score, or `smoothed train loss` if nothing is held out."""
+        """Metric of the ranking: `held-out loss`, another metric, or `smoothed train loss` without held-out data."""
         return self._ranking.column
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """Rows of jobs, the best first; `mean` and `deviation` (n-1) are over jobs that differ in the seed alone."""
+        """A row per job, best first; `mean` and `deviation` (n-1) are over jobs that differ only in their seed."""
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._jobs for word in job.overrides))
         rows = []
         for job, point in self._ranking.jobs():
             result, found = self._results[job.number], job.result
             known: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in job.overrides}
-            with contextlib.suppress(UserError):  # of a run that was resumed since
+            with contextlib.suppress(UserError):  # the run was resumed since
                 known |= result.settings if result else {}
             scores = {f"held_out_{name}": value for name, value in (found.get("eval_scores") or {}).items()}
             rows.append({
@@ -204,19 +203,19 @@ class SweepResult(Sequence[Result]):
         return rows
 
     def frame(self) -> pandas.DataFrame:
-        """The table, by job; raises Unavailable without pandas."""
+        """Return the table as a DataFrame with index `job`; raise Unavailable without pandas."""
         with require_package("pandas", "pip install pandas"):
             import pandas
         return pandas.DataFrame(self.table).set_index("job")
 
     @property
     def errors(self) -> dict[int, str]:
-        """Why jobs have no result, by their numbers: what failed, was refused, or was killed."""
+        """Error messages of jobs that failed, were rejected or were killed, by job number."""
         return {job.number: job.error for job in self._jobs if job.error and job.status != "pruned"}
 
     @property
     def report(self) -> Path | None:
-        """report.html, its runs side by side in one file, where it was written."""
+        """Path of report.html, or None if it was not written."""
         path = self.directory / "report.html"
         return path if path.is_file() else None
 
@@ -226,12 +225,10 @@ class SweepResult(Sequence[Result]):
         path = self.directory / job.directory
         try:
             require_run(path)
-        except UserError:  # it ended before it wrote anything
+        except UserError:  # the job ended before it wrote anything
             return None
         if other := job.difference(read_result(path)):
-            print_error(
-                f"warning: job {job.number}: {short_path(path)} is not the run that the sweep recorded: {other}"
-            )
+            print_error(f"warning: job {job.number}: {short_path(path)} is not the recorded run: {other}")
         return Result(path, self._registry, late=True)
 
     def __getitem__(self, index: Any) -> Any:
@@ -271,9 +268,9 @@ def _text(value: Any) -> str:
 @reject_bad_names()
 @protect_imports()
 def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
-    """Return the run or sweep in a directory, or the run of a checkpoint, with the model as it was then.
+    """Open the run or sweep in a directory, or the run of a checkpoint with the weights of that checkpoint.
 
-    `plugins` are the local modules that it was begun with. Raises UserError for a directory that holds neither.
+    `plugins` are the local plugin modules that the run needs. Raise UserError if there is no run or sweep.
     """
     from toyexp.base.process_state import restore_process_state
 
@@ -292,10 +289,10 @@ def evaluate(
     model: str | os.PathLike[str], *, data: str | os.PathLike[str] | None = None,
     adapter: str | os.PathLike[str] | None = None, plugins: Sequence[str] = (), **settings: Any,
 ) -> Evaluation:  # fmt: skip
-    """Return the held-out loss and scores of a model: a file, a run (or its Result), or a checkpoint.
+    """Evaluate a model file, run (or Result) or checkpoint; return its held-out loss and metrics.
 
-    `data` is a path, else the run's own data is taken; `settings` are those of `toyexp eval`: `engine="ggml"`,
-    `batch_size=4`, `**{"data.val_fraction": 0.5}`. Raises UserError for what does not fit together.
+    `data` is a path; by default the data of the run is used. `settings` are those of `toyexp eval`: `engine="ggml"`,
+    `batch_size=4`, `**{"data.val_fraction": 0.5}`. Raise UserError for invalid or incompatible settings.
     """
     with isolated_call("toyexp.evaluate", quiet=True):
         from toyexp.config.request import parse_experiment
@@ -314,21 +311,21 @@ def predict(
     model: str | os.PathLike[str], *images: str | os.PathLike[str], top: int = 1, engine: str = "auto",
     plugins: Sequence[str] = (),
 ) -> Predictions:  # fmt: skip
-    """Return the likeliest classes of images: files, or folders of them."""
+    """Classify images, given as files or directories; return the `top` most likely classes of each."""
     with isolated_call("toyexp.predict", quiet=True):
         from toyexp.batching.pictures import require_pillow
         from toyexp.inference import predict as predicting
 
         require_pillow()
         if not images or type(top) is not int or top < 1:
-            raise UserError("toyexp.predict(model, image, ..., top=1): takes images, and a whole number from 1 as top")
+            raise UserError("toyexp.predict(model, image, ..., top=1): needs images, and an integer top of at least 1")
         files = predicting.list_images([check_path("toyexp.predict", image) for image in images])
         return predicting.predict(check_path("toyexp.predict", model), files, top, engine, load(plugins), plugins)
 
 
 @protect_imports()
 def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> ComparisonAnswer:
-    """Return runs, sweeps or directories of them side by side; texts such as "lr>1e-3" choose among them."""
+    """Compare runs, sweeps or directories of runs; arguments such as "lr>1e-3" are filters."""
     with isolated_call("toyexp.compare", quiet=True):
         from toyexp.results.filters import split_filters
         from toyexp.sweeps.compare import compare_runs

@@ -1,4 +1,4 @@
-"""What came out of a run, as a Python program looks at it."""
+"""`Result`: a run as a Python object."""
 
 from __future__ import annotations
 
@@ -33,77 +33,77 @@ if TYPE_CHECKING:
     from toyexp.interfaces.model import Model
     from toyexp.tokenizers.tokenizer import Tokenizer
 
-FILE_DIRECTORIES = ("checkpoints", "plots", "logs")  # directories of a run whose entries are files of it
+FILE_DIRECTORIES = ("checkpoints", "plots", "logs")  # subdirectories listed in Result.files
 
 
 class Result:
-    """A run as it stood when this object was made; files and weights are read from its directory when asked for.
+    """Result of a run, as of the creation of this object. Files and weights are read from its directory on access.
 
-    Once the run was resumed, its weights and files are others: asking for them raises UserError. A result may stand
-    wherever a path may: `toyexp.run(resume=result)`. One of a sweep, which may have thousands, reads its events `late`.
+    If the run is resumed later, access to files and weights raises UserError. A result can be used as a path:
+    `toyexp.run(resume=result)`. With `late`, events are only read on access, for sweeps with thousands of runs.
     """
 
     def __init__(
         self, directory: Path, registry: Registry | None = None, checkpoint: Path | None = None, late: bool = False
     ):
         self.directory = directory.absolute()
-        self.checkpoint = checkpoint  # whose weights are read in place of those that the run left
+        self.checkpoint = checkpoint  # read weights from it, instead of the final ones
         self._registry = registry or load()
         self._when, found = self._start_times(), read_run(self.directory)
         self.name, self._engine_name = found.name, found.engine
         self.state = found.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
-        self.why = found.why  # the sentence of the callback that stopped it, or the error that it failed with, or empty
-        self.steps = found.steps  # optimiser steps taken; None if none is known of
-        self.loss = found.train_loss  # smoothed training loss, over about the last 50 steps, in nats a target
-        # Held-out scores of the exported model: loss, in nats a target, and the model's own, such as accuracy.
+        self.why = found.why  # message of the callback that stopped it, or error message, or empty
+        self.steps = found.steps  # optimiser steps; None if unknown
+        self.loss = found.train_loss  # smoothed training loss, over about 50 steps, in nats per target
+        # Held-out metrics of the exported model: loss in nats per target, and others such as accuracy.
         self.held_out = {**({} if found.loss is None else {"loss": found.loss}), **found.scores}
         self.best: dict[str, Any] | None = read_result(directory).get("best")  # step, metric, score: `checkpoint_best`
-        self.seconds, self.speed = found.seconds, found.speed  # in all; tokens, or images, a second in steps alone
+        self.seconds, self.speed = found.seconds, found.speed  # total; tokens (or images) per second of training steps
         if not late:
-            self.lines()  # which reads settings, history and warnings
+            self.lines()  # reads settings, history and warnings
 
     def _start_times(self) -> list[int]:
-        """Return when training last began: each process that trains the run writes its config.yaml anew."""
+        """Return the modification time of config.yaml in ns, which every process that trains the run rewrites."""
         return [path.stat().st_mtime_ns for path in self.directory.glob("config.yaml")]
 
     @property
     def _run_directory(self) -> Path:
-        """The run's directory; UserError if the run was resumed since."""
+        """The run's directory; raise UserError if the run was resumed since."""
         if self._when != self._start_times():
-            now = f"toyexp.open({str(self.directory)!r}) shows it as it is now"
-            raise UserError(f"{short_path(self.directory)}: was resumed, or moved, since this result was read; {now}")
+            now = f"toyexp.open({str(self.directory)!r}) reads it again"
+            raise UserError(f"{short_path(self.directory)}: was resumed or moved after this result was read; {now}")
         return self.directory
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle of it opens the directory again, with the plugins that are found there."""
+        """Pickle the directory only; unpickling opens it again with the plugins installed there."""
         return Result, (self.directory, None, self.checkpoint)
 
-    # -- how it went --
+    # -- training --
 
     @cached_property
     def history(self) -> History:
-        """Its numbers step by step, as arrays."""
+        """Numbers per step, as arrays."""
         return History.read(self._run_directory)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """All settings by the keys they are typed under: settings["model"], settings["model.d_model"]."""
+        """All settings by full key: settings["model"], settings["model.d_model"]."""
         return setting_values(self._run_directory)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What it recorded as it began: engine, machine, model, data."""
+        """Facts recorded at the start: engine, machine, model, data."""
         return read_run_facts(self._run_directory)
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What it was warned of, a sentence each."""
+        """Warnings of the run."""
         events = read_events(self._run_directory / "events.jsonl")
         return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
 
     @property
     def files(self) -> dict[str, Path]:
-        """Its files by their names below its directory; a checkpoint is a directory: files["checkpoints/step-200"]."""
+        """Files of the run by relative path; a checkpoint is a directory: files["checkpoints/step-200"]."""
         found: dict[str, Path] = {}
         with contextlib.suppress(OSError):
             for path in sorted(self._run_directory.iterdir()):
@@ -112,21 +112,21 @@ class Result:
                 found |= {str(p.relative_to(self.directory)): p for p in shown}
         return found
 
-    # -- what it trained --
+    # -- model --
 
     @cached_property
     def model(self) -> Model:
-        """The model that was trained, with its sizes; of an adapter, its base. `parameters` are its weights.
+        """The trained model with its sizes; for an adapter, the base model. See `parameters` for weights.
 
-        Raises UserError where the run left no weights.
+        Raise UserError if the run left no weights.
         """
         return self._load_model.model
 
     @cached_property
     def parameters(self) -> Mapping[str, np.ndarray]:
-        """Its trained weights: float32 arrays by the names of GGUF, a matrix as [out, in]; read one by one.
+        """Trained weights as float32 arrays by GGUF tensor name; matrices are [out, in]. Each is read on access.
 
-        An adapter's are `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank], beside the base's.
+        Weights of an adapter are `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank], next to the base's.
         """
         from toyexp.formats.file_plan import frozen_tensors
         from toyexp.interfaces.format import LazyTensors
@@ -135,24 +135,24 @@ class Result:
         tensors = {t.name: t for t in frozen_tensors(self.model, loaded.path, loaded.adapter)[0]}
 
         def read(name: str) -> np.ndarray:
-            assert self._run_directory  # which raises UserError if the run was resumed since
+            assert self._run_directory  # raises UserError if the run was resumed since
             return np.asarray(tensors[name].values.draw(tensors[name].shape, 0, name), np.float32)
 
         return LazyTensors({name: tensor.shape for name, tensor in tensors.items()}, read)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its text: encode(), decode(); UserError for a model without one."""
+        """The tokenizer: encode(), decode(); raise UserError if the model has none."""
         return self._load_model.tokenizer()
 
     def logits(self, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
-        """The model's float32 logits, before any softmax.
+        """Return the float32 logits of the model, before the softmax.
 
-        Of a language model `inputs` is a text, or token ids [T] or [B, T], and the answer [T, V] or [B, T, V]; a text
-        begins with the tokenizer's first token, where it has one. Of images it is uint8 [N, H, W, channels] as large as
-        the model's, and the answer [N, classes]; one image has an answer [classes].
+        For a language model, `inputs` is a text, or token ids [T] or [B, T]; the logits are [T, V] or [B, T, V]. A text
+        starts with the tokenizer's BOS token, if any. For an image model, `inputs` is uint8 [N, H, W, channels] of the
+        model's image size; the logits are [N, classes]. For a single image [H, W, channels] they are [classes].
 
-        Raises UserError for what the model cannot read, and for more tokens than its context.
+        Raise UserError for invalid inputs, and for more tokens than the context.
         """
         from toyexp.inference.predict import logits
 
@@ -164,13 +164,14 @@ class Result:
         top_p: float = 0.95, min_p: float = 0.0, seed: int = 0, chat: bool = False, system: str | None = None,
         engine: str = "auto",
     ) -> str | list[int]:  # fmt: skip
-        """What the model writes behind a prompt, without it: at most so many tokens, or up to its end of text.
+        """Generate a continuation of a prompt, up to `tokens` tokens or the end-of-text token, without the prompt.
 
-        With temperature 0 always the likeliest token; `chat` puts the prompt into the chat template, behind what
-        `system` says. The same seed writes the same text. Of ids as a prompt, and a model without a tokenizer, it is a
-        list of ids.
+        Temperature 0 is greedy decoding. `chat` formats the prompt and the `system` message with the chat template.
+        The same seed gives the same text. The result is a list of token ids if the prompt is one, or without a
+        tokenizer.
 
-        Beyond the model's context the later half of the text is read anew. Raises UserError for what cannot be.
+        When the context is full, generation continues from the later half of the text. Raise UserError for invalid
+        arguments.
         """
         from toyexp.inference.generate import Options
         from toyexp.inference.generate import generate as write
@@ -186,11 +187,13 @@ class Result:
             if not isinstance(value, fits) or isinstance(value, bool) or not least <= value <= most:
                 raise UserError(f"generate {key}={printable(repr(value))}: must be a {kind} from {least} to {most}")
         if not isinstance(engine, str):
-            raise UserError(f"generate engine={printable(repr(engine))}: takes a name, such as 'ggml:threads=1'")
+            raise UserError(f"generate engine={printable(repr(engine))}: must be text, such as 'ggml:threads=1'")
         if chat and not isinstance(prompt, str):
-            raise UserError("generate chat=True: takes its message as text; ids go without it")
+            raise UserError("generate chat=True: needs a text prompt, not token ids")
         if system is not None and not (chat and isinstance(system, str)):
-            raise UserError(f"generate system={printable(repr(system))}: takes a text, with chat=True")
+            raise UserError(
+                f"generate system={printable(repr(system))}: must be text, and only has an effect with chat=True"
+            )
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, token_ids("generate", prompt, (1,)).tolist())
         sampling = Sampling(temperature, top_k, top_p, min_p)
         adapter = str(loaded.adapter) if loaded.adapter else None
@@ -199,11 +202,11 @@ class Result:
             found = write(asked, self._registry, lambda text: None, print_note)
         return found.text if isinstance(prompt, str) and found.text is not None else found.ids
 
-    # -- how it is done --
+    # -- internals --
 
     @property
     def _load_model(self) -> LoadedModel:
-        """The files of the model and an adapter on it; UserError if the run left no weights, or was resumed since."""
+        """The model file and its adapter; raise UserError if the run left no weights or was resumed since."""
         from toyexp.inference.loaded_model import LoadedModel
         from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file
 
@@ -214,15 +217,15 @@ class Result:
             record = read_origin(self.directory)
             path = find_model_file(Path(record.resolve(str(base))), registry=self._registry)
             if changes := record.list_changes({"base": cached_fingerprint(path)}):
-                raise UserError(f"{short_path(path)}: is another file than it was: {changes[0]}; put that file back")
+                raise UserError(f"{short_path(path)}: has changed since the run: {changes[0]}; restore that file")
             return LoadedModel(path, adapter, self._registry)
         with isolated_call("weights"):
             return LoadedModel.open(where, self._registry)
 
-    # -- how it is shown --
+    # -- display --
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is worth a look, as pairs of a word and what it is."""
+        """Return the summary as pairs of label and text."""
         chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._engine_name]
         taken = "" if self.steps is None else f" after {pluralise(self.steps, 'step')}"
         took = "" if self.seconds is None else f" in {self.seconds:.1f} s"
@@ -252,21 +255,21 @@ class Result:
 
 
 def require_run(directory: Path) -> None:
-    """Raises UserError for a directory that is none of a run."""
+    """Raise UserError if the directory contains no run."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     if "config.yaml" not in names or not names & RUN_FILES:
         what = "holds no run" if directory.exists() else explain_missing(directory)
-        raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open takes a run, a checkpoint or a sweep")
+        raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open needs a run, a checkpoint or a sweep")
 
 
-# -- in a notebook ----------------------------------------------------------------------------------------------------
+# -- notebooks ----------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 420, 130, 34, 8, 8, 20  # of the picture and its margins, in pixels
-POINTS = 300  # of a curve; of more the means of so many stretches are drawn
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 420, 130, 34, 8, 8, 20  # size and margins in pixels
+POINTS = 300  # maximum points of a curve; longer curves are averaged in segments
 
 
 def run_html(lines: Sequence[tuple[str, str]], history: History) -> str:
-    """A run: what is worth a look, and its losses."""
+    """Return the summary and loss curve of a run as HTML."""
     rows = "".join(
         f'<tr><td style="text-align:left">{escape(word)}</td><td style="text-align:left">{escape(text)}</td></tr>'
         for word, text in lines
@@ -275,14 +278,14 @@ def run_html(lines: Sequence[tuple[str, str]], history: History) -> str:
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
-    """A table, whose first row is the best one, with a line below it."""
+    """Return a table as HTML, with a caption below."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(below)}</p>"
 
 
 def loss_svg(history: History) -> str:
-    """The training loss as a line and the held-out loss as points over the steps, in SVG; nothing of fewer than two."""
+    """Return training loss (line) and held-out loss (points) as SVG; an empty text for fewer than two values."""
     trained, held_out = average_bins(history.curve("loss"), POINTS), history.held_out_curve("loss")
     steps, values = map(np.concatenate, zip(trained, held_out, strict=True))
     if len(values) < 2:

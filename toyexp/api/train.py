@@ -1,4 +1,4 @@
-"""`toyexp.train(...)`: one run from finished objects, with nothing to compose."""
+"""`toyexp.train(...)`: train from Python objects, without a Hydra configuration."""
 
 from __future__ import annotations
 
@@ -55,22 +55,21 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> Result:
-    """Trains a model on data by a recipe, on an engine, all of them finished objects, and returns what came out.
+    """Train a model from part objects and return the result.
 
-    Any part may be an object, of a class that is registered or one of your own, or a name, which means that one with
-    its defaults. `settings` are those of every run: steps, batch_size, lr, seed, eval_every, name, ....
-    Without a `model` it is that of the recipe's base file, or else the llama. Callbacks remember their run, so that
-    each run takes new ones; all else may be given again.
+    Each part is an object, of a registered class or your own, or the name of a registered class, for its defaults.
+    `settings` are top-level settings: steps, batch_size, lr, seed, eval_every, name, ... The default model is that of
+    the recipe's base file, else llama. Callbacks hold state: create new ones for each run. Other parts can be reused.
 
         result = toyexp.train(model=Llama(d_model=64), engine="cpu", steps=100, lr=1e-3)
 
-    The run is written to `directory`, which must be empty, or below outputs/; `resume` goes on with the run in a
-    directory, for which the same objects are given again. All else is as with `toyexp.run`.
+    The run is written to `directory`, which must be empty, or by default below outputs/. `resume` is the directory of a
+    run to resume; pass the same objects again. Errors and interrupts are as in `toyexp.run`.
     """
     if resume is not None and directory is not None:
-        raise UserError(f"train directory: resume={printable(str(resume))} goes on in that directory; leave it out")
+        raise UserError(f"train directory: resume={printable(str(resume))} uses that directory; leave directory out")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
-        raise UserError("train callbacks: takes a list of them, such as ['default', 'plots']")
+        raise UserError("train callbacks: must be a list, such as ['default', 'plots']")
     with isolated_call("toyexp.train", quiet):
         show_status("starting the engine")
         given = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
@@ -91,7 +90,7 @@ def train(
 
 
 def _extend_registry(parts: Sequence[Any]) -> Registry:
-    """What is installed, and the classes of these parts, so that what they leave is read again."""
+    """Return the installed plugins and the classes of these parts, so that the run can be read."""
     known = load()
     grown = Registry({kind: dict(offers) for kind, offers in known.offers.items()}, known.problems, known.notes)
     for part in parts:
@@ -99,12 +98,12 @@ def _extend_registry(parts: Sequence[Any]) -> Registry:
         if kind:
             cls = type(part)
             if not isinstance(getattr(cls, "name", None), str):
-                raise UserError(f"train {kind}: {cls.__name__} has no name; its class takes one: name = 'mine'")
+                raise UserError(f"train {kind}: {cls.__name__} has no name; add one to the class: name = 'mine'")
             if kind == "callbacks":
                 check_hooks(cls, RunHooks, f"train callbacks: {cls.__name__}")
             there = grown.offers[kind].get(cls.name)
             if there and there.cls is not cls:
-                raise UserError(f"train {kind}={cls.__name__}: its name, {cls.name}, is that of {there.cls.__name__}")
+                raise UserError(f"train {kind}={cls.__name__}: the name {cls.name} is taken by {there.cls.__name__}")
             grown.offers[kind].setdefault(cls.name, Offer(kind, cls.name, cls, cls.__module__, LOCAL))
     return grown
 
@@ -139,20 +138,20 @@ def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
             return registry.get(kind, value)()
         shown, hint = printable(value), ""
         if (CONF / kind / f"{shown}.yaml").is_file():
-            hint = f"; that is a preset: toyexp.run('{kind}={shown}'), or an object with its sizes"
+            hint = f"; that is a preset; use toyexp.run('{kind}={shown}'), or an object with its sizes"
         elif kind == "data" and (text := registry.offers[kind].get("text")):
-            hint = f"; a text of yours: {text.cls.__module__}.{text.cls.__name__}(path='book.txt')"
+            hint = f"; for your own text: {text.cls.__module__}.{text.cls.__name__}(path='book.txt')"
         raise UserError(f"train {registry.missing(kind, shown, registry.offers[kind])}{hint}")
     if not isinstance(value, KINDS[kind]):
-        what = f"the class {value.__name__}; give an object of it: {value.__name__}()" if isinstance(value, type) else (
-            f"{printable(repr(value))}, no {KINDS[kind].__name__}; {suggest('', registry.offers[kind])}"
-        )  # fmt: skip
-        raise UserError(f"train {kind}: is {what}")
+        wanted = f"train {kind}: must be a name or a toyexp.{KINDS[kind].__name__}"
+        if isinstance(value, type):
+            raise UserError(f"{wanted}, got the class {value.__name__}; use {value.__name__}()")
+        raise UserError(f"{wanted}, got {printable(repr(value))}; {suggest('', registry.offers[kind])}")
     return value
 
 
 def _resolve_callbacks(given: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:
-    """The callbacks by their names, where `default` stands for those that a run has unless told otherwise."""
+    """Return callbacks by name; `default` stands for the default callbacks."""
     each = [one for value in given for one in (default_callbacks() if value == "default" else [value])]
     found: dict[str, Callback] = {}
     objects: dict[str, Callback] = {}
@@ -161,7 +160,7 @@ def _resolve_callbacks(given: Sequence[Callback | str], registry: Registry) -> d
         if callback.name in found and isinstance(value, str):
             continue
         if not isinstance(value, str) and objects.setdefault(callback.name, callback) is not callback:
-            raise UserError(f"train callbacks: two have the name {callback.name}; a run has one of each name")
+            raise UserError(f"train callbacks: two are named {callback.name}; names must be unique")
         found[callback.name] = callback
     return found
 
@@ -181,7 +180,7 @@ def _build_settings(given: Mapping[str, Any]) -> Settings:
         raise UserError(f"train epochs={given['epochs']}: sets the number of steps; leave steps={given['steps']} out")
     known = {f.name for f in fields(Settings)} - {"resume", "plugins"}
     for key in given.keys() - known:
-        raise UserError(f"train {key}: there is no such setting; {suggest(key, known)}")
+        raise UserError(f"train {key}: unknown setting; {suggest(key, known)}")
     return Settings(**apply_types(Settings, dict(given), ""))
 
 

@@ -1,6 +1,6 @@
-"""Engines side by side on this machine: what `toyexp bench` measures and shows.
+"""`toyexp bench`: compare the speed and memory of engines on this machine.
 
-All of them stand in one process and take turns, so that whatever else the machine does meets them alike.
+All engines are loaded in one process and take turns, so that other load on the machine affects them equally.
 """
 
 from __future__ import annotations
@@ -44,79 +44,80 @@ from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.plan import Plan
 from toyexp.training.run_config import Prepared
 
-SECONDS, *BYTES = FIGURES  # of one alone
+SECONDS, *BYTES = FIGURES
 
 HELP = """\
 usage: toyexp bench [key=value ...] [options]
 
-Times training steps of several engines on this machine, in turns in one process. A key behind a name is of that engine
-alone. Settings that a library takes once in a process (vulkan:half=true beside vulkan) need two commands.
-  toyexp bench                                    cpu and ggml, the default model
+Time training steps of several engines on this machine. The engines take turns in one process. A setting after an
+engine's name applies to that engine only. Libraries that read a setting once per process (vulkan:half=true next to
+vulkan) need two commands.
+  toyexp bench                                    engines cpu and ggml, default model
   toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
   toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
-  toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens; also bench_100k and bench_6m
+  toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens; or bench_100k, bench_6m
 
 options
---baseline: nanoGPT's loop for model=gpt2, eager and compiled; on the CPU also PyTorch's loop for a llama, eager and
-compiled, and ggml's autodiff; on a GPU also PEFT's for recipe=lora. They take engine.threads and engine.dtype.
+--baseline times nanoGPT for model=gpt2, eager and compiled; on a CPU also a PyTorch loop for model=llama, eager and
+compiled, and ggml's autodiff; on a GPU also PEFT for recipe=lora. Baselines use engine.threads and engine.dtype.
 
-ms/step        median of the rounds; quartiles: their interquartile range; ratio: speed over the first engine's
-GFLOP/s        6 N + 12 L d T operations per position (PaLM, appendix B); N: parameters in matrix products, frozen ones
-               count 4 instead of 6
-of peak        GFLOP/s over those of large matrix products on the same engine, in the type of its products
-first step     seconds from the start of a process, with reading the settings and imports
-on device      most memory that PyTorch took of a GPU, or ggml's buffers; of several devices the first one's
-peak           most memory of all its processes; beyond import: of the first one, after its imports"""
+ms/step        median over the rounds; quartiles: interquartile range; ratio: speed relative to the first engine
+GFLOP/s        6 N + 12 L d T operations per position (PaLM, appendix B); N: parameters in matrix products; frozen
+               parameters count 4 instead of 6
+of peak        GFLOP/s divided by the speed of large matrix products on the same engine in the same dtype
+first step     seconds from process start to the end of the first step, including imports
+on device      peak GPU memory allocated by PyTorch, or size of ggml's buffers; first device only
+peak           peak memory of all processes of the engine; beyond import: used after imports, first process only"""
 
 
 def run(arguments: Arguments) -> int:
-    """Measures the engines, and shows what came out."""
+    """Time the engines and print the report."""
     if word := next((word for word in arguments.rest if word.startswith("steps=")), None):
         how = f"--{word.replace('=', ' ', 1)}"
-        raise UserError(f"{word}: bench takes the steps that fill its rounds; to fix them: {how}")
+        raise UserError(f"{word}: has no effect in bench, which chooses the steps per round; to set them: {how}")
     picture = check_plot_path("--plot", arguments.plot) if arguments.plot else None
     request, labels = parse_engines("bench", arguments, {*RUN_ONLY_KEYS, "callbacks"})
     watch: Callable[[str], None] = (lambda line: None) if arguments.json else print_output
     report = measure(request, labels, arguments, watch)
     code, work = report.show(arguments), report.work
     if picture:
-        name, size, of_a_step = (*work.model.split(", ", 2), "", "")[:3]
-        drawn = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [of_a_step, work.data, work.machine])
+        name, size, workload = (*work.model.split(", ", 2), "", "")[:3]
+        drawn = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [workload, work.data, work.machine])
         watch(f"\nplot    {arguments.plot}, {format_bytes(drawn.write(picture))}")
     return code
 
 
-# -- what is found --------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every engine is given."""
+    """The workload of a benchmark, the same for every engine."""
 
     machine: str
     model: str
     data: str
-    unit: str  # what speed is counted in: tokens, images
-    units: int  # of them in a step
-    flops: float  # in a step
+    unit: str  # tokens or images
+    units: int  # per step
+    flops: float  # per step
 
 
 @dataclass(frozen=True)
 class Report(Answer):
-    """All of it; the first engine is what the others are compared with."""
+    """Results of a benchmark. Ratios are relative to the first engine."""
 
     work: Work
-    engines: list[dict[str, Any]]  # what was measured of each; seconds, bytes and operations without prefixes
-    left_out: dict[str, str]  # baselines, and why
+    engines: list[dict[str, Any]]  # measurements in seconds, bytes and operations
+    left_out: dict[str, str]  # baselines that could not run, with the reason
 
     def plain(self) -> dict[str, Any]:
-        """What it was given, and what was measured."""
+        """Return workload and measurements as plain data."""
         work = asdict(self.work)
         counts = {f"{work.pop('unit')}_per_step": work.pop("units"), "flops_per_step": work.pop("flops")}
         return {**work, **counts, "engines": self.engines, "left_out": self.left_out}
 
     def lines(self) -> list[str]:
-        """A row for each with its speed, another one with its memory, and below them what each says of itself."""
+        """Return a table of speed, a table of memory, and notes of the engines."""
         speed = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "of peak", "ratio"]]
         memory = [["engine", "first step", "on device", "peak", "beyond import"]]
         notes = []
@@ -127,15 +128,15 @@ class Report(Answer):
             share = e.get("share_of_peak")
             speed.append([*row, "" if share is None else f"{100 * share:.3g} %", f"{e['ratio']:.2f}"])
             if SECONDS in e:
-                taken = ("" if e[name] is None else f"{e[name] / 1e6:.0f} MB" for name in BYTES)
-                memory.append([e["name"], f"{e[SECONDS]:.1f} s", *taken])
+                sizes = ("" if e[name] is None else f"{e[name] / 1e6:.0f} MB" for name in BYTES)
+                memory.append([e["name"], f"{e[SECONDS]:.1f} s", *sizes])
             notes.append([e["name"], e["note"]])
             if SECONDS in e and e["devices"] > 1:
-                notes.append(["", f"peak of all {e['devices']} processes, on device and beyond import of the first"])
+                notes.append(["", f"peak: all {e['devices']} processes; on device and beyond import: first process"])
             if share is not None and e["name"] == e["engine"]:
                 reached = f"{e['peak_flops_per_second'] / 1e9:.3g} GFLOP/s"
-                notes.append(["", f"peak {reached}, in its products of {e['peak_size']} x {e['peak_size']}"])
-        notes += [[name, f"left out: {reason}"] for name, reason in self.left_out.items()]
+                notes.append(["", f"peak speed {reached}, in products of {e['peak_size']} x {e['peak_size']} matrices"])
+        notes += [[name, f"not measured: {reason}"] for name, reason in self.left_out.items()]
         if all("share_of_peak" not in e for e in self.engines):
             speed = [[*row[:5], row[6]] for row in speed]
         tables = [speed, memory] if len(memory) > 1 else [speed]
@@ -146,12 +147,12 @@ class Report(Answer):
 
 
 def describe_work(prepared: Prepared) -> Work:
-    """What an engine computes, and where."""
+    """Describe the workload and the machine."""
     plan, flops, cores = prepared.plan, step_flops(prepared.plan), available_cores()
     rows = plan.rows * plan.accumulate
     machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
     size = format_count(prepared.model.parameters())
-    per_step = f"{rows} x {row_positions(plan)} positions and {flops / 1e9:.3g} GFLOP a step"
+    per_step = f"{rows} x {row_positions(plan)} positions and {flops / 1e9:.3g} GFLOP per step"
     kind = prepared.model.reads
     return Work(
         machine=", ".join([*machine, f"toyexp {toyexp.__version__}"]),
@@ -164,19 +165,19 @@ def describe_work(prepared: Prepared) -> Work:
 
 
 def row_positions(plan: Plan) -> int:
-    """Positions of a row: the first axis of what the model reads, where that is a sequence or has several."""
+    """Return the positions of a row: the first axis of the input if it is a sequence or has several axes, else 1."""
     name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
     return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1
 
 
 def step_flops(plan: Plan) -> float:
-    """Floating-point operations of a training step's matrix products: 6 N + 12 L d T for each of a row's T positions.
+    """Return the floating-point operations of a step: 6 N + 12 L d T for each of the T positions of a row.
 
-    The estimate of PaLM (Chowdhery et al. 2022, appendix B), which nanoGPT uses too. N are the parameters in matrix
-    products, with 2 operations forward and 4 backward: 2 for the gradient of what they multiply, 2 for their own, which
-    a frozen one does not have. A table that is only looked up is not among them, the embedding is where it is the
-    output layer too, and so are the matrices of adapters. Attention's two products are counted in full though half of
-    them is masked, and d is the width of all heads; a model without n_layers and d_model has N alone.
+    This is the estimate of PaLM (Chowdhery et al. 2022, appendix B), also used by nanoGPT. N counts the parameters in
+    matrix products: 2 operations forward and 4 backward, of which 2 compute the weight gradient and are not needed for
+    frozen weights. N includes adapters and a tied embedding, but no table that is only looked up. Attention is counted
+    without its mask; L is the number of layers and d the width of all heads. Models without n_layers and d_model count
+    N only.
     """
     model, length = plan.model, row_positions(plan)
     sizes = {t.name: math.prod(t.shape) for t in model.tensors() if len(t.shape) > 1}
@@ -194,43 +195,43 @@ def step_flops(plan: Plan) -> float:
 # -- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Callable[[str], None]) -> Report:
-    """Run the benchmark; `watch` gets a line each about machine, model and data before it begins."""
-    environment = dict(os.environ)  # engines may set in it what they tell their library, once in a process
+def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch: Callable[[str], None]) -> Report:
+    """Run the benchmark; call `watch` with a line about machine, model and data before it starts."""
+    environment = dict(os.environ)  # engines may change it, for libraries that read it once
     runs = prepare_runs(request, labels)
     first = runs[labels[0]]
     settings = [str(override.input_line) for override in request.settings]
     names = [prepared.config.engine.name for prepared in runs.values()]
-    added = list(baselines(settings, names)) if asked.baseline else []
+    baseline_entries = list(baselines(settings, names)) if arguments.baseline else []
     work = describe_work(first)
     for name in ("machine", "model", "data"):
         watch(f"{name:<8} {getattr(work, name)}")
 
     entries = [Entry(label, settings, label) for label in labels]
     batches = [first.batches.batch(k) for k in range(BATCHES)]
-    ready: dict[str, tuple[Stepper, int]] = {}  # with the steps of a turn
+    ready: dict[str, tuple[Stepper, int]] = {}  # with the steps per round
     left_out: dict[str, str] = {}
-    measured = {} if asked.no_peak else runs
+    measured = {} if arguments.no_peak else runs
     peaks = {label: measure_peak(prepared.config.engine, prepared.plan.rows) for label, prepared in measured.items()}
     with contextlib.ExitStack() as last:
 
         def begin(name: str, open_stepper: Callable[[], Stepper]) -> None:
-            ready[name] = warm_up(open_stepper, batches, asked.steps or 0)
+            ready[name] = warm_up(open_stepper, batches, arguments.steps or 0)
             last.callback(ready[name][0].close)
 
         for label in labels:
             begin(label, partial(EngineStepper, runs[label]))
-        for name, entry in added:
+        for name, entry in baseline_entries:
             try:
                 if isinstance(entry, str):
                     raise UserError(entry)
                 begin(name, entry.prepare()[1])
                 entries.append(entry)
-            except Exception as error:  # whatever a baseline lacks here, the engines are measured
+            except Exception as error:  # a failing baseline must not stop the benchmark
                 left_out[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        seconds = take_turns(ready, batches, asked.rounds or 7)
+        seconds = take_turns(ready, batches, arguments.rounds or 7)
     engines = []
-    for entry in entries:  # now that the machine's memory is free again
+    for entry in entries:  # after the steppers are closed, so that memory is free
         (stepper, steps), times = ready[entry.name], seconds[entry.name]
         median = statistics.median(times)
         row: dict[str, Any] = {
@@ -243,14 +244,14 @@ def measure(request: Request, labels: Sequence[str], asked: Arguments, watch: Ca
         if peak := peaks.get(entry.engine):
             row["share_of_peak"] = row["flops_per_second"] / peak.flops_per_second
             row |= {"peak_flops_per_second": peak.flops_per_second, "peak_size": peak.size}
-        engines.append(row if asked.no_memory else row | measure_alone(entry, environment))
+        engines.append(row if arguments.no_memory else row | measure_alone(entry, environment))
     return Report(work, engines, left_out)
 
 
 def take_turns(
     ready: Mapping[str, tuple[Stepper, int]], batches: Sequence[Batch], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds a step of each in every round; who begins changes from round to round."""
+    """Return the seconds per step of each stepper in every round; the first stepper rotates from round to round."""
     names = list(ready)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for r in range(rounds):
@@ -261,7 +262,7 @@ def take_turns(
     return seconds
 
 
-# -- as a picture to print --------------------------------------------------------------------------------------------
+# -- plot --------------------------------------------------------------------------------------------
 
 
 ROW = 0.5  # inches
@@ -269,28 +270,28 @@ ROW = 0.5  # inches
 
 @use_plot_style()
 def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Sequence[str]) -> Sheet:
-    """A bar for each engine as long as it is fast, in `unit` a second; `engines` are those of the report.
+    """Draw the speed of each engine of a report as a bar, in `unit` per second.
 
-    A bar ends at the median of the rounds; the line goes over their middle half, and each round has a mark.
+    A bar ends at the median of the rounds. A line spans the interquartile range and each round has a mark.
     """
     rounds = len(engines[0]["rounds"])
-    how = f"bars end at the median of {pluralise(rounds, 'round')}, lines span their middle half" if rounds > 1 else ""
-    found = Sheet(1.3 + ROW * max(len(engines), 2), title, " · ".join(filter(None, [*below, how])))
-    (axes,) = found.panels
+    how = f"bars: median of {pluralise(rounds, 'round')}, lines: interquartile range" if rounds > 1 else ""
+    figure = Sheet(1.3 + ROW * max(len(engines), 2), title, " · ".join(filter(None, [*below, how])))
+    (axes,) = figure.panels
     axes.grid(visible=False)
     axes.grid(axis="x")
     for row, engine in enumerate(engines):
-        units = engine[f"{unit}_per_second"] * engine["seconds_per_step"]  # of a step
+        units = engine[f"{unit}_per_second"] * engine["seconds_per_step"]  # per step
         speed, (low, high) = units / engine["seconds_per_step"], (units / seconds for seconds in engine["quartiles"])
-        own = engine["name"] == engine["engine"]  # and no baseline
+        own = engine["name"] == engine["engine"]  # not a baseline
         axes.barh(row, speed, height=0.5, color=BLUE if own else PALE, alpha=0.45 if own else 0.6)
         if rounds > 1:
             axes.plot([units / seconds for seconds in engine["rounds"]], [row] * rounds, color=INK, marker="|",
                       markersize=9, markeredgewidth=0.6, alpha=0.5, linestyle="none")  # fmt: skip
             axes.plot([low, high], [row, row], color=INK, linewidth=2, solid_capstyle="butt")
-        told = f"{format_count(speed)} {unit}/s, {1e3 * engine['seconds_per_step']:.3g} ms a step"
+        label = f"{format_count(speed)} {unit}/s, {1e3 * engine['seconds_per_step']:.3g} ms per step"
         ratio = "" if row == 0 and len(engines) > 1 else f"{engine['ratio']:.2f} times {engines[0]['name']}"
-        axes.text(1.01, row, f"{told}\n{fit_text(ratio, 34)}".strip() if len(engines) > 1 else told, va="center",
+        axes.text(1.01, row, f"{label}\n{fit_text(ratio, 34)}".strip() if len(engines) > 1 else label, va="center",
                   transform=axes.get_yaxis_transform(), fontsize=SMALL, color=INK)  # fmt: skip
     lines = [textwrap.wrap(engine["name"], 26, max_lines=2, placeholder="…") for engine in engines]
     names = ["\n".join(fit_text(line, 26) for line in some) for some in lines]
@@ -299,5 +300,5 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
     axes.set_ylim(len(engines) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
-    axes.set_xlabel(f"{unit} a second")
-    return found
+    axes.set_xlabel(f"{unit} per second")
+    return figure

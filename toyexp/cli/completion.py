@@ -1,7 +1,7 @@
-"""What may come next on a command line: what TAB offers.
+"""Tab completion of command lines: `toyexp completion`.
 
-All of it is read off the tables that the command line itself goes by. Nothing is opened but toyexp's own conf/ and
-what is given with --config-dir; below the working directory files are listed, and no more.
+Candidates come from the same tables that parse the command line. Only conf/ and directories given with --config-dir
+are read; files below the working directory are listed but not opened.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from toyexp.interfaces.command import Arguments, Command
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import Setting, list_settings
 
-PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # what the comment behind a setting says it takes
-RUNS = 20  # the newest of them are offered
+PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # words in the comment of a setting that mean a path
+RUNS = 20  # number of newest runs offered
 SHELLS = ("bash", "fish", "zsh")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A word that may stand where the cursor is."""
+    """A completion of the word at the cursor."""
 
     text: str
     help: str = ""
-    more: bool = False  # something has to follow, without a space
+    more: bool = False  # do not add a space: more text must follow
     path: bool = False
 
 
 def complete(words: Sequence[str]) -> list[Candidate]:
-    """What the last of the words behind `toyexp` may become; it may be empty."""
+    """Return the completions of the last word, which may be empty; `words` are those after `toyexp`."""
     *before, word = words
     command = find(before[0], before) if before and before[0].isidentifier() else None
     unique: dict[str, Candidate] = {}
     for candidate in Line(before, word).candidates(command):
         if candidate.text.startswith(word):
-            unique.setdefault(candidate.text.removesuffix("/"), candidate)  # a run is a directory that is wanted itself
+            unique.setdefault(candidate.text.removesuffix("/"), candidate)  # a run directory is a complete value
     return sorted(unique.values(), key=lambda c: c.text)
 
 
 class Line:
-    """The words before the cursor, and the one at it."""
+    """A command line: the word at the cursor and the words before it."""
 
     def __init__(self, before: Sequence[str], word: str):
         self.before, self.word, self.registry = before, word, load()
 
-    # -- which kind of word ------------------------------------------------------------------------------------------
+    # -- kinds of words ------------------------------------------------------------------------------------------
 
     def candidates(self, command: Command | None) -> Iterator[Candidate]:
-        """What a sub-command takes, or a run or sweep: options, what stands behind one of them, or another word."""
+        """Yield completions for a sub-command, or for a run or sweep: options, values of options, or other words."""
         parser = command.parser() if command else flag_parser()
         kinds = ["settings"] if self.before else ["settings", "commands"]
         if command:
@@ -109,7 +109,7 @@ class Line:
         return (Candidate(form.format(n), o.help) for n, o in self.registry.offers.get(kind, {}).items())
 
     def _option_values(self, flag: str, option: Action, word: str) -> Iterator[Candidate]:
-        """What stands behind an option: one of its choices, or what its example tells, as a file's suffix does."""
+        """Yield values of an option: its choices, or files if its example value is a file name."""
         match flag:
             case "--engine":
                 yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
@@ -125,7 +125,7 @@ class Line:
     # -- settings ----------------------------------------------------------------------------------------------------
 
     def settings(self) -> Iterator[Candidate]:
-        """`key=value`, as far as it is typed: keys, or values of the key."""
+        """Yield completions of a setting: keys, or values after `key=`."""
         key, equals, value = self.word.partition("=")
         if equals:
             for c in self._values(key.lstrip("+~"), value):
@@ -138,7 +138,7 @@ class Line:
         yield from (replace(c, text=prefix + c.text) for c in found)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
-        """Keys: what stands before their first dot until that is typed, then all of them, of callbacks by name."""
+        """Yield keys: first the part up to a dot, then full keys. Keys of callbacks have two such parts."""
         short = "." not in word
         keys = [(name, "") for name in (*GROUPS, *(f"{name}." for name in GROUPS if short and name != "experiment"))]
         keys += [(key, s.comment) for key, s in self._settings(word)]
@@ -159,31 +159,33 @@ class Line:
                 yield from paths(value, suffixes)
 
     def _group_names(self, kind: str, value: str) -> Iterator[Candidate]:
-        """Names of a group: alone, in a list, or between the commas of a sweep."""
+        """Yield names of a config group: a single name, in a list, or between the commas of a sweep."""
         head = value[: max(value.rfind("["), value.rfind(",")) + 1] or ("[" if kind == "callbacks" else "")
         typed = re.split(r"[\[,]", head)
         found = [c for c in self._choices(kind) if c.text not in typed]
         for c in found:
             if not head.startswith("["):
                 yield replace(c, text=head + c.text)
-            elif [f for f in found if (head + f.text).startswith(value)] == [c]:  # what may stand behind it
+            elif [f for f in found if (head + f.text).startswith(value)] == [
+                c
+            ]:  # the only match: offer what follows it
                 yield from (replace(c, text=f"{head}{c.text}{end}", more=end == ",") for end in "],")
             else:
                 yield replace(c, text=head + c.text, more=True)
 
-    # -- the tables --------------------------------------------------------------------------------------------------
+    # -- sources --------------------------------------------------------------------------------------------------
 
     def _choices(self, kind: str) -> list[Candidate]:
-        """What a group may be: plugins, and the presets of the config directories."""
+        """Return the choices of a config group: plugins, and presets in the config directories."""
         pairs = zip(self.before, self.before[1:], strict=False)
         given = [value for flag, value in pairs if SHORT_FLAGS.get(flag, flag) in ("--config-dir", "--config-path")]
         roots = [d / kind for d in (*map(Path, given), CONF)]
         found = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
-        found += [Candidate("auto", "The best engine that works here.")] if kind == "engine" else []
+        found += [Candidate("auto", "The best engine on this machine.")] if kind == "engine" else []
         return list({c.text: c for c in (*found, *self._plugin_names(kind))}.values())
 
     def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
-        """The top-level keys, and those of the key's group: of what is chosen on this line, or of all that could be."""
+        """Yield top-level settings and those of the key's group: of the chosen part, else of all parts."""
         yield from top_level_settings()
         yield from ((key, Setting("dir", "str", "", "")) for key in HYDRA_KEYS[:3])
         kind = key.partition(".")[0]
@@ -196,9 +198,9 @@ class Line:
 
 
 def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
-    """What a setting takes, by its type and the comment behind it: `one | other (why) | a GGUF file`.
+    """Return the choices of a setting, and the suffixes of files that it accepts, from its type and comment.
 
-    These are its choices, and the suffixes of the files that it takes: none for any file, None where it takes no path.
+    A comment has the form `one | other (why) | a GGUF file`. The suffixes are empty for any file, None for no path.
     """
     if setting.type.startswith("bool"):
         return ["true", "false"], None
@@ -214,11 +216,11 @@ def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None
     return choices, (".gguf",) if "GGUF" in kinds else () if "file" in kinds else ("/",)
 
 
-# -- what is on the disk ----------------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------------
 
 
 def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
-    """What a path may become: directories, and the files with one of the suffixes, or all of them without any."""
+    """Yield completions of a path: directories, and files with one of the suffixes; all files if there are none."""
     folder, slash, start = word.rpartition("/")
     with contextlib.suppress(OSError), os.scandir(Path(folder + slash or ".").expanduser()) as entries:
         for entry in entries:
@@ -231,26 +233,26 @@ def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
 
 
 def runs() -> list[Candidate]:
-    """The newest runs below outputs/."""
+    """Return the newest runs in outputs/."""
     with contextlib.suppress(OSError):
         found = [path.parent for path in Path("outputs").glob("*/*/config.yaml")]
         newest = sorted(found, key=lambda p: p.name, reverse=True)[:RUNS]
-        return [Candidate(str(path), f"a run of {path.parent.name}", path=True) for path in newest]
+        return [Candidate(str(path), f"run of {path.parent.name}", path=True) for path in newest]
     return []
 
 
-# -- the scripts of bash, zsh and fish, and what they are answered ----------------------------------------------------
+# -- shell scripts and their requests ----------------------------------------------------
 
 
 HELP = """\
 usage: toyexp completion bash|zsh|fish
 
-Prints what makes the shell complete toyexp's command lines. To switch it on, for this shell or in its start-up file:
+Print a completion script. Run the command below in the shell to enable it, or add it to the startup file:
   ~/.bashrc                     eval "$(toyexp completion bash)"
   ~/.zshrc                      eval "$(toyexp completion zsh)"
   ~/.config/fish/config.fish    toyexp completion fish | source"""
 
-# Readline replaces what stands behind the last of COMP_WORDBREAKS, such as `=`, and not the whole word.
+# Readline only replaces the text after the last character of COMP_WORDBREAKS, such as `=`, not the whole word.
 BASH = r"""_toyexp() {
     local IFS=$'\n' line
     COMPREPLY=()
@@ -292,44 +294,44 @@ end
 complete -c toyexp -f -a '(__toyexp)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-SHELL_CHARACTERS = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # what bash would read otherwise than as itself, in a path
+SHELL_CHARACTERS = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # characters that bash needs escaped in a path
 
 
 def run(arguments: Arguments) -> int:
-    """Prints a shell's script, or behind --for what that script asks."""
+    """Print a shell's script, or with --for the completions that the script requests."""
     words = arguments.rest
     if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
         print_line("\n".join(answer(words[1], words[2:])))
         return 0
     if len(words) != 1 or words[0] not in SHELLS:
         hint = suggest(words[0] if words else "", SHELLS)
-        raise UserError(f"completion {' '.join(words)}".rstrip() + f": takes one shell, {hint}")
+        raise UserError(f"completion {' '.join(words)}".rstrip() + f": needs the name of one shell; {hint}")
     print_line(SCRIPTS[words[0]])
     return 0
 
 
 def answer(shell: str, words: Sequence[str]) -> list[str]:
-    """The lines that a shell's script reads, about the words before the cursor; bash gives the line and its breaks."""
+    """Return the output for a shell's script. bash passes the line and COMP_WORDBREAKS, the others pass words."""
     if shell == "bash":
         typed = read_line(*words[:2])
         return [typed.replacement(c) for c in complete(typed.words[1:] or [""])]
     *before, word = words or [""]
     if shell == "zsh":
         return ["\t".join(("more" if c.more else "word", c.text, c.help)) for c in complete([*before, word])]
-    return [f"{c.text}\t{c.help}" for c in complete([*before, read_line(word).words[-1]])]  # fish leaves the quotes
+    return [f"{c.text}\t{c.help}" for c in complete([*before, read_line(word).words[-1]])]  # fish keeps the quotes
 
 
 class TypedLine(NamedTuple):
-    """A command line up to the cursor, as bash reads it."""
+    """A command line up to the cursor, parsed as bash does."""
 
-    words: list[str]  # without their quotes
-    kept_length: int  # characters of the last word that a completion leaves alone
-    quote: str  # that is open
+    words: list[str]  # unquoted
+    kept_length: int  # characters of the last word that readline does not replace
+    quote: str  # open quote, or empty
 
     def replacement(self, found: Candidate) -> str:
-        """Return what takes the place of the rest of the word."""
+        """Return the text that replaces the rest of the word."""
         text = found.text[self.kept_length :]
-        if self.quote:  # which readline closes
+        if self.quote:  # readline closes the quote
             return text
         if found.path:
             text = re.sub(SHELL_CHARACTERS, r"\\\g<0>", text)
@@ -337,10 +339,10 @@ class TypedLine(NamedTuple):
 
 
 def read_line(line: str, breaks: str = "") -> TypedLine:
-    """Return the words of a line that may end in the middle of one, without the assignments before the command."""
+    """Parse a line that may end within a word; drop variable assignments before the command."""
     for quote in ("", "'", '"'):
-        with contextlib.suppress(ValueError):  # this one is not open at the end
-            words = shlex.split(f"{line}_{quote}")  # with a letter, or a space at the end would begin no word
+        with contextlib.suppress(ValueError):  # another quote is open
+            words = shlex.split(f"{line}_{quote}")  # the letter makes a trailing space start a new word
             break
     words[-1] = words[-1][:-1]
     if quote:

@@ -1,4 +1,4 @@
-"""Which engines work here, what they compute and where: what `toyexp doctor` shows."""
+"""`toyexp doctor`: check the engines on this machine, their numerics, and the device of each op."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from toyexp.training.run_config import Prepared
 HELP = """\
 usage: toyexp doctor [options] [engine=NAME,... key=value ...]
 
-Which engines work here, and why the others do not.
+Check which engines work on this machine, and why others do not.
   toyexp doctor --numerics engine=ggml
   toyexp doctor --graph engine=ggml model=gpt2
 
 options
---numerics exits with 1 when something is off. plugins=[my_module] goes with both."""
+--numerics exits with 1 if a check fails. Both options accept plugins=[my_module]."""
 
 
 def run(arguments: Arguments) -> int:
-    """Report on the engines, on their numbers, or on their graphs."""
-    working_directory()  # or MKL, which looks for itself from there, ends the process
+    """Print the status of the engines, the check of their numerics, or the placement of ops."""
+    working_directory()  # without one MKL ends the process
     if arguments.graph:
         request, labels = parse_engines(
             "doctor --graph", arguments, {*RUN_ONLY_KEYS, "steps", "lr", "callbacks"}, "ggml"
@@ -62,7 +62,7 @@ def run(arguments: Arguments) -> int:
     if arguments.numerics:
         return _check_numerics(arguments)
     if word := next(iter(arguments.settings), ""):
-        raise UserError(f"doctor {word}: takes --numerics or --graph and settings behind it, or nothing")
+        raise UserError(f"doctor {word}: settings need --numerics or --graph")
     registry = load()
     print_output(
         f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
@@ -70,9 +70,9 @@ def run(arguments: Arguments) -> int:
     width = max((len(n) for n in registry.offers["engine"]), default=0)
     working = []
     for offer in registry.engines():
-        told = verdict(offer)
-        print_output(f"  {offer.name:<{width}}  {told}")
-        working += [offer.name] if told.startswith("PASS") else []
+        status = verdict(offer)
+        print_output(f"  {offer.name:<{width}}  {status}")
+        working += [offer.name] if status.startswith("PASS") else []
     for line in missing_packages(registry):
         print_output(f"  {line}")
     for problem in registry.problems:
@@ -82,10 +82,10 @@ def run(arguments: Arguments) -> int:
 
 
 def _check_numerics(arguments: Arguments) -> int:
-    """Check whether the engines compute every op's values and gradients, and a short training, as float64 does."""
-    labels, strange = take_engines(arguments.rest, "")
-    if strange:
-        raise UserError(f"doctor --numerics {strange[0]}: takes engine=name[:key=value],... and plugins=[...]")
+    """Compare each op's values and gradients, and a short training, with float64; return 1 if a check fails."""
+    labels, others = take_engines(arguments.rest, "")
+    if others:
+        raise UserError(f"doctor --numerics {others[0]}: only takes engine=name[:key=value],... and plugins=[...]")
     passed = True
     for label, engine in build_engines(labels, load(arguments.modules)):
         lines = list(check_engine(engine, build_references(case_rows(engine))))
@@ -95,45 +95,45 @@ def _check_numerics(arguments: Arguments) -> int:
 
 
 def placement(runs: Mapping[str, Prepared]) -> list[str]:
-    """For each engine, on which device the nodes of its training step run, and which ops they are."""
+    """Return, for each engine, the number of graph nodes per device and op in a training step."""
     lines = []
     for label, prepared in runs.items():
         with start_session(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
             facts = session.describe()
-        where = facts.get("residency")
-        if where is None:
-            lines.append(f"{label}: builds no graph of its own, so there is nothing to place")
+        placement_counts = facts.get("residency")
+        if placement_counts is None:
+            lines.append(f"{label}: has no static graph, so there is no placement to show")
             continue
-        size = f"{facts['nodes']} nodes, {facts['off_device']} off the device, {facts['compute_bytes'] / 1e6:.1f} MB"
-        lines.append(f"{label}: {facts['profile']}'s graph, {size}")
-        for device, ops in where.items():
+        size = f"{facts['nodes']} nodes, {facts['off_device']} not on the device, {facts['compute_bytes'] / 1e6:.1f} MB"
+        lines.append(f"{label}: graph of {facts['profile']}, {size}")
+        for device, ops in placement_counts.items():
             named = ", ".join(f"{op} {n}" for op, n in sorted(ops.items(), key=lambda item: -item[1]))
             lines.append(f"  {device:<8} {sum(ops.values()):>5}  {named}")
     return lines
 
 
-# -- what does not work on this machine, and why ----------------------------------------------------------------------
+# -- status of engines and packages ----------------------------------------------------------------------
 
 
 def verdict(offer: Offer) -> str:
-    """Whether an engine works here: PASS with its facts and advice, or no or FAIL with the reason."""
+    """Return the status of an engine: PASS with facts and advice; else `no` or FAIL with the reason."""
     try:
         engine = offer.cls()
         return "; ".join((f"PASS  {engine.check()}", *engine.remedies()))
     except Unavailable as reason:
         return f"no    {reason}"
-    except Exception as error:  # whatever a plugin raises, the others are still reported
+    except Exception as error:  # of a plugin; the other engines are still reported
         return f"FAIL  {explain_import_error(error)}"
 
 
 def missing_packages(registry: Registry) -> Iterator[str]:
-    """A line about each thing but engines that needs a package which is missing or broken."""
+    """Yield a line for each feature, apart from engines, whose package is missing or broken."""
     for label, check in _checks(registry):
         try:
             check()
         except Unavailable as reason:
             yield f"{label}: {reason}" if label else str(reason)
-        except UserError:  # a setting that has to be given
+        except UserError:  # a required setting has no default
             continue
         except Exception as error:  # of a plugin
             yield f"{label}: its check failed ({explain_import_error(error)})"
@@ -156,52 +156,52 @@ def _checks(registry: Registry) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "", lambda: quantiser("a K-quant")
 
 
-# -- whether an engine computes as float64 does -----------------------------------------------------------------------
+# -- numerics, compared with float64 -----------------------------------------------------------------------
 
 
 Arrays = Mapping[str, np.ndarray]
 
 STEPS, CLIP = 3, 0.5
-TRAINING_CASE = "rope"  # the case that the short training takes: attention with grouped heads and positions
+TRAINING_CASE = "rope"  # case of the short training: grouped-query attention with RoPE
 
 
 @dataclass(frozen=True)
 class Line:
-    """How far an engine was off."""
+    """Result of one numerical check of an engine."""
 
     name: str
-    values: float  # relative to the largest
-    gradients: float  # of the worst tensor, in norm; of a training, the weights, relative to how far they moved
+    values: float  # maximum error, relative to the largest value
+    gradients: float  # relative error (norm) of the worst gradient; of a training, of the change of weights
     tolerances: tuple[float, float]  # of values, and of gradients or weights
-    failure: str = ""  # what it raised instead
+    failure: str = ""  # error message of the engine, if it raised
 
     @property
     def passed(self) -> bool:
-        """Whether it was within the tolerances; what is no number was not."""
+        """True if all errors are within the tolerances; NaN is not."""
         return not self.failure and self.values <= self.tolerances[0] and self.gradients <= self.tolerances[1]
 
 
 def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
-    """Return the named engines; without any, all that work here, and the first other one that is emulated."""
+    """Return the named engines; by default all that work here, and the first of the others that can be emulated."""
     if labels:
         return [(label, build_engine(label, registry)) for label in labels]
-    found: list[tuple[str, Engine]] = []
+    results: list[tuple[str, Engine]] = []
     for offer in registry.engines():
         try:
-            found.append((offer.name, build_engine(offer.name, registry)))
+            results.append((offer.name, build_engine(offer.name, registry)))
         except Unavailable:
             emulated = f"{offer.name}:emulate=true"
-            if "emulate" in dir(offer.cls) and not any(label.endswith("emulate=true") for label, _ in found):
-                found.append((emulated, build_engine(emulated, registry)))
-    if not found:
+            if "emulate" in dir(offer.cls) and not any(label.endswith("emulate=true") for label, _ in results):
+                results.append((emulated, build_engine(emulated, registry)))
+    if not results:
         command = f"`toyexp doctor{registry.loading}`"
-        raise UserError(f"doctor --numerics: no engine works here; {command} says why and what to install")
-    return found
+        raise UserError(f"doctor --numerics: no engine works here; {command} shows the reasons and what to install")
+    return results
 
 
 @dataclass(frozen=True)
 class Op:
-    """Values and gradients of an op on a batch, in float64."""
+    """Reference values and gradients of an op on one batch, in float64."""
 
     tolerance_name: ClassVar[str] = "slopes"
 
@@ -213,20 +213,20 @@ class Op:
     gradients: Arrays
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return how far an engine's values are off, and the gradient of its worst tensor."""
+        """Return the relative errors of an engine's values and of its worst gradient."""
         with engine.realize(self.plan) as session:
             session.build()
             logits, loss = session.logits(self.batch), session.evaluate([self.batch])
             gradients = session.gradients(self.batch)
         values = np.abs(logits - self.logits).max() / np.abs(self.logits).max(), abs(loss - self.loss) / self.loss
-        small = 1e-3 * norm(*self.gradients.values())  # what a gradient that is next to nothing is held against
+        small = 1e-3 * norm(*self.gradients.values())  # scale for near-zero gradients
         off = [norm(gradients[n] - g) / max(norm(g), small) for n, g in self.gradients.items()]
-        return float(np.max(values)), float(np.max(off))  # NaN if one is
+        return float(np.max(values)), float(np.max(off))  # NaN if any is
 
 
 @dataclass(frozen=True)
 class Training:
-    """A short training by AdamW in float64."""
+    """Reference of a short training with AdamW, in float64."""
 
     tolerance_name: ClassVar[str] = "weights"
 
@@ -238,7 +238,7 @@ class Training:
     end: Arrays
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return how far an engine's losses are off, and the weights of its worst tensor by how far they moved."""
+        """Return the relative errors of an engine's losses, and of its worst tensor relative to the tensor's change."""
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:
             session.build()
@@ -251,32 +251,32 @@ class Training:
 
 @functools.cache
 def build_references(rows: int = ROWS) -> list[Op | Training]:
-    """Return every op, the adapters, and a training in both modes of AdamW, on batches of so many rows."""
-    found: list[Op | Training] = []
+    """Compute the references of all ops, of adapters, and of a training in both modes of AdamW."""
+    results: list[Op | Training] = []
     for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:
         plan, batch = op_plan(case, adapter, rows=rows), op_batch(rows, case=case)
         values = {t.name: plan.initial_values(t) for t in plan.tensors}
         gradients = {t.name: gradient(plan, values, batch, t.name) for t in plan.trainable}
         loss, logits = reference_loss(plan, values, batch), reference_logits(plan, values, batch)
-        found.append(Op(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients))
+        results.append(Op(f"{case} ({adapter})" if adapter else case, plan, batch, loss, logits, gradients))
     modes = AdamW.for_from_scratch(), AdamW.for_lora()
-    return [*found, *(training(replace(mode, lr=0.01, weight_decay=0.1), rows) for mode in modes)]
+    return [*results, *(training(replace(mode, lr=0.01, weight_decay=0.1), rows) for mode in modes)]
 
 
 def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-5) -> np.ndarray:
-    """Return the loss's gradient by one tensor, number by number, by central differences in float64."""
+    """Return the gradient of the loss with respect to one tensor, by central differences with step `h` in float64."""
     wide = {**values, name: values[name].astype(np.float64)}
-    moved, found = wide[name].reshape(-1), np.empty(wide[name].shape)
+    moved, results = wide[name].reshape(-1), np.empty(wide[name].shape)
     for i, value in enumerate(moved.copy()):
         losses = []
         for moved[i] in (value + h, value - h):
             losses.append(reference_loss(plan, wide, batch))
-        moved[i], found.flat[i] = value, (losses[0] - losses[1]) / (2 * h)
-    return found
+        moved[i], results.flat[i] = value, (losses[0] - losses[1]) / (2 * h)
+    return results
 
 
 def training(adamw: AdamW, rows: int) -> Training:
-    """Train a few steps in float64, with a gradient that is clipped and weights that decay."""
+    """Train a few steps in float64, with gradient clipping and weight decay."""
     plan = op_plan(TRAINING_CASE, rows=rows, grad_clip=CLIP)
     start = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)
@@ -294,28 +294,29 @@ def training(adamw: AdamW, rows: int) -> Training:
 
 
 def check_engine(engine: Engine, checks: Sequence[Op | Training]) -> Iterator[Line]:
-    """Yield a line for each op and training; an error of the engine fails its line and no other."""
+    """Yield the result of each check; an error of the engine fails only that check."""
     limits = TOLERANCES[precision(engine)]
     for check in checks:
         tolerances = limits.values, getattr(limits, check.tolerance_name)
         try:
             yield Line(check.name, *check.errors(engine), tolerances)
-        except Exception as error:  # whatever an engine raises, the other lines are still worth reading
+        except Exception as error:  # of an engine plugin; the other checks still run
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
             yield Line(check.name, math.inf, math.inf, tolerances, failure)
 
 
 def norm(*arrays: np.ndarray) -> float:
-    """Return the Euclidean norm of all numbers together."""
+    """Return the Euclidean norm over all arrays."""
     return math.sqrt(sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays))
 
 
 def format_table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
-    """For a person."""
+    """Return the results as a table in lines."""
     rows = [("op", "values", "at most", "gradients", "at most", "")]
     for line in lines:
         (values, gradients), verdict = line.tolerances, "PASS" if line.passed else f"FAIL  {line.failure}"
         figures = f"{line.values:.1e}", f"{values:.0e}", f"{line.gradients:.1e}", f"{gradients:.0e}"
         rows.append((line.name, *figures, verdict))
-    head = f"{label}: {sum(line.passed for line in lines)} of {len(lines)} pass, products in {engine.rounds_to()}"
+    passed = sum(line.passed for line in lines)
+    head = f"{label}: {passed} of {len(lines)} checks pass; matrix products in {engine.rounds_to()}"
     return [head, *(f"  {row}" for row in align_columns(rows, right=range(1, 5)))]

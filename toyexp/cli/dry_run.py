@@ -1,4 +1,4 @@
-"""--dry-run: what a run, or the jobs of a sweep, would take, from a few steps of each; nothing is left behind."""
+"""`--dry-run`: estimate time and memory of a run, or of the jobs of a sweep, from a few steps; write nothing."""
 
 from __future__ import annotations
 
@@ -44,34 +44,34 @@ from toyexp.training.run_config import Prepared, introduction
 from toyexp.training.rundir import require_writable
 from toyexp.training.settings import Interval, evaluations
 
-WARM_UP_STEPS, WARM_UP = 3, 0.1  # that do not count: so many, and so many seconds of them
-STEPS, SLICE = 3, 0.5  # that count
-PATIENCE = 5.0  # seconds of either after which one step is enough
-NOTHING_WRITTEN = "nothing was trained, and nothing written but what data keep in their cache"
-MAX_SHAPES = 8  # shapes of which a job is tried; what the others take is then the mean of these
+WARM_UP_STEPS, WARM_UP = 3, 0.1  # minimum number and seconds of steps that are not timed
+STEPS, SLICE = 3, 0.5  # minimum number and seconds of timed steps
+PATIENCE = 5.0  # seconds after which one step of either kind is enough
+NOTHING_WRITTEN = "dry run: nothing was trained or written, apart from the data cache"
+MAX_SHAPES = 8  # number of groups of jobs that are measured; the others count as their mean
 COST_NEUTRAL = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep",
         "checkpoint_best", "nonfinite")  # fmt: skip
 FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
-    """Say what a run would be; return the exit code. Errors are those of the run."""
-    request, composed, found = locate(request, resume)
-    prepared, directory, resumed = prepare_run(composed, resume=found)
+    """Estimate a run and print the result; return the exit code. Errors are those of the run."""
+    request, composed, saved_run = locate(request, resume)
+    prepared, directory, resumed = prepare_run(composed, resume=saved_run)
     show_status("taking a few steps")
     with convert_memory_errors():
-        told = _estimate_run(request, composed, prepared, directory, resumed)
+        estimate = _estimate_run(request, composed, prepared, directory, resumed)
     show_status("")
-    print_output(dump_json(told, indent=2) if as_json else "\n".join(_run_lines(told)))
+    print_output(dump_json(estimate, indent=2) if as_json else "\n".join(_run_lines(estimate)))
     return 0
 
 
 def _estimate_run(
     request: Request, composed: Composition, prepared: Prepared, directory: Path, resumed: ResumeState | None
 ) -> dict[str, Any]:
-    """Take a few steps of a run that is ready, on its own engine and data; UserError for what it would be refused.
+    """Measure a few steps of a prepared run and return the estimate; raise UserError if the run would be rejected.
 
-    Bytes, seconds and operations have no prefixes.
+    Units are bytes, seconds and floating-point operations.
     """
     config, plan = prepared.config, prepared.plan
     saves = bool(Interval.parse(config.settings.checkpoint_every, "checkpoint_every"))
@@ -89,17 +89,17 @@ def _estimate_run(
     known = call_checked(Mapping, prepared.dataset.describe).get(f"train_{units}")
     batch, weights = minimum_bytes(plan, config.engine)
     return {
-        "settings": settings,  # that differ from the defaults of what was chosen
+        "settings": settings,  # other than the defaults of the chosen parts
         "about": about, "directory": str(directory), "begins": begins, "steps": steps,
         "parameters": prepared.model.parameters(), "trainable": sum(t.size for t in plan.trainable),
         "units": units,
-        "units_per_step": learned,  # targets that count, on average of the steps that were tried
+        "units_per_step": learned,  # targets with a loss, mean over the measured steps
         units: round(steps * learned),
-        "epochs": steps * learned / known if known else None,  # None: data do not say how large they are
+        "epochs": steps * learned / known if known else None,  # None: unknown size of the data
         "batch_bytes": batch,
-        "weights_bytes": weights,  # of what trains, with gradients and the optimiser's state
+        "weights_bytes": weights,  # trainable weights, gradients and optimiser state
         "frozen_bytes": _frozen_bytes(prepared),
-        "checkpoint_bytes": snapshot_bytes(plan) if saves else 0,  # of its copy
+        "checkpoint_bytes": snapshot_bytes(plan) if saves else 0,  # of the copy that is written
         "free_bytes": available_bytes(),
         "flops_per_step": flops, "flops": steps * flops,
         "tried": tried,
@@ -108,48 +108,54 @@ def _estimate_run(
     }  # fmt: skip
 
 
-def _run_lines(told: Mapping[str, Any]) -> list[str]:
-    """Return what was found of a run, for a person."""
-    tried, units, epochs, free = told["tried"], told["units"], told["epochs"], told["free_bytes"]
-    again = "" if epochs is None else f", {epochs:.3g} times through the data"
-    behind = f" behind step {told['begins']}" if told["begins"] else ""
-    parts = {"a batch": told["batch_bytes"], "weights that train, gradients and optimiser": told["weights_bytes"]}
-    parts |= {"frozen weights": told["frozen_bytes"]} if told["frozen_bytes"] else {}
-    parts |= {"a checkpoint's copy": told["checkpoint_bytes"]} if told["checkpoint_bytes"] else {}
-    of = "" if free is None else f" of {format_bytes(free)} that are free"
+def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
+    """Format the estimate of a run as text."""
+    tried, units, epochs, free = estimate["tried"], estimate["units"], estimate["epochs"], estimate["free_bytes"]
+    in_epochs = "" if epochs is None else f" ({epochs:.3g} epochs)"
+    after = f" (after step {estimate['begins']})" if estimate["begins"] else ""
+    parts = {
+        "batch": estimate["batch_bytes"],
+        "trainable weights, gradients and optimiser state": estimate["weights_bytes"],
+    }
+    parts |= {"frozen weights": estimate["frozen_bytes"]} if estimate["frozen_bytes"] else {}
+    parts |= {"checkpoint copy": estimate["checkpoint_bytes"]} if estimate["checkpoint_bytes"] else {}
+    free_text = "" if free is None else f" of {format_bytes(free)} free"
     held = format_bytes(tried["process_bytes"])
-    held += f", and of its device's memory {format_bytes(tried['device_bytes'])}" if tried["device_bytes"] else ""
-    took = f"{pluralise(told['steps'], 'step')} of {format_duration(tried['step'])}"
+    held += f", plus device memory {format_bytes(tried['device_bytes'])}" if tried["device_bytes"] else ""
+    took = f"{pluralise(estimate['steps'], 'step')} of {format_duration(tried['step'])}"
     if tried["evaluations"]:
         took += f" and {pluralise(tried['evaluations'], 'eval')} of {format_duration(tried['evaluation'])}"
-    per_step, in_all = format_count(told["units_per_step"]), format_count(told["steps"] * told["units_per_step"])
+    per_step, in_all = (
+        format_count(estimate["units_per_step"]),
+        format_count(estimate["steps"] * estimate["units_per_step"]),
+    )
     lines = [
-        *([f"settings {' '.join(told['settings'])}"] if told["settings"] else []),
-        *map(_align, told["about"]),
-        f"trains   {format_count(told['trainable'])} parameters; "
-        f"the model, as exported, has {format_count(told['parameters'])}",
-        f"steps    {told['steps']}{behind}, each of {per_step} {units}: {in_all} in all{again}",
-        f"memory   at least {format_bytes(sum(parts.values()))}{of}: "
+        *([f"settings {' '.join(estimate['settings'])}"] if estimate["settings"] else []),
+        *map(_align, estimate["about"]),
+        f"trains   {format_count(estimate['trainable'])} parameters; "
+        f"the exported model has {format_count(estimate['parameters'])}",
+        f"steps    {estimate['steps']}{after}, {per_step} {units} each: {in_all} in total{in_epochs}",
+        f"memory   at least {format_bytes(sum(parts.values()))}{free_text}: "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()),
-        f"         with the steps that were tried the process held {held}",
-        f"compute  {told['flops_per_step'] / 1e9:.3g} GFLOP a step, {told['flops'] / 1e9:.3g} in all",
-        f"time     about {format_duration(told['seconds'])}: {took}, {format_duration(tried['ready'])} to begin",
-        f"         {pluralise(tried['steps'], 'step')} were tried; callbacks, checkpoints and exports come on top",
-        f"writes   {short_path(Path(told['directory']))}",
-        *(f"warning  {line}" for line in told["warnings"]),
+        f"         measured peak of the process: {held}",
+        f"compute  {estimate['flops_per_step'] / 1e9:.3g} GFLOP per step, {estimate['flops'] / 1e9:.3g} in total",
+        f"time     about {format_duration(estimate['seconds'])}: {took}, {format_duration(tried['ready'])} to start",
+        f"         {pluralise(tried['steps'], 'step')} measured; callbacks, checkpoints and exports take extra time",
+        f"writes   {short_path(Path(estimate['directory']))}",
+        *(f"warning  {line}" for line in estimate["warnings"]),
         NOTHING_WRITTEN,
     ]
     return [line.rstrip() for line in lines]
 
 
 def _align(line: str) -> str:
-    """Return a line of a run's introduction with its text in the column of the others."""
+    """Align the text of an introduction line with the other lines."""
     name, _, rest = line.partition(" ")
     return f"{name:<8} {rest.lstrip()}"
 
 
 def _frozen_bytes(prepared: Prepared) -> int:
-    """Return what frozen weights take of the machine's memory at least: in float32, or as they lie in their file."""
+    """Return the minimum bytes of frozen weights: as in their file if it is used in place, else float32."""
     engine, size = prepared.config.engine, 0
     in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
     for tensor in prepared.plan.tensors if not engine.own_memory else ():
@@ -160,26 +166,26 @@ def _frozen_bytes(prepared: Prepared) -> int:
 
 
 def _changed_settings(request: Request, composed: Composition) -> list[str]:
-    """The choices that were typed, and each setting that is not the default of what was chosen."""
+    """Return the typed choices, and each setting that differs from the default of the chosen parts."""
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
         usual = replace(request, settings=chosen).compose()
-    except UserError:  # choices that only go together with a setting
+    except UserError:  # some choices need a setting
         return [str(o.input_line) for o in request.settings]
     return [*(str(o.input_line) for o in chosen), *composed.diff(usual)]
 
 
 def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
-    """Take a few steps and held-out batches, as the run would, on weights that are dropped afterwards.
+    """Run a few steps and held-out batches on weights that are discarded afterwards.
 
-    Return the seconds to the end of the first one (`ready`), of a step, of an evaluation and of all after `ready`.
+    Return the seconds until the end of the first step (`ready`), per step, per evaluation, and of all after `ready`.
     """
     settings, began = prepared.config.settings, time.perf_counter()
     learned: list[int] = []
     with contextlib.closing(EngineStepper(prepared)) as stepper:
 
         def seconds_of_a_step(least: int, slice_full: float) -> float:
-            """Take so many steps at least, for so many seconds at least, or as PATIENCE allows."""
+            """Run at least `least` steps and `slice_full` seconds, or stop after PATIENCE; return s per step."""
             began, before = time.perf_counter(), len(learned)
             while True:
                 batch = prepared.batches.batch(begins + len(learned))
@@ -198,16 +204,16 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
         return {
             "ready": ready - began, "step": step,
             "evaluation": _time_evaluation(prepared, stepper) if evals else 0.0,
-            "evaluations": evals,  # of the whole run
+            "evaluations": evals,  # in the whole run
             "steps": len(learned), "learned": sum(learned) / len(learned), "seconds": time.perf_counter() - ready,
             "device_bytes": stepper.device_bytes(), "process_bytes": memory_bytes()[1],
         }  # fmt: skip
 
 
 def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
-    """Seconds of an evaluation, from as many of its batches as take a moment."""
+    """Estimate the seconds of an evaluation from some of its batches."""
     held_out = prepared.batches.held_out()
-    if not len(held_out):  # which the run says of itself
+    if not len(held_out):  # the run warns of this itself
         return 0.0
 
     def seconds(some: Sequence[Any]) -> float:
@@ -217,7 +223,7 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
         return time.perf_counter() - began
 
     first = [held_out[0]]
-    seconds(first)  # which may build something
+    seconds(first)  # warm-up
     some = [held_out[k] for k in range(min(len(held_out), max(1, int(SLICE / max(seconds(first), 1e-6)))))]
     return seconds(some) / len(some) * len(held_out)
 
@@ -227,16 +233,16 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
 
 @dataclass
 class Shape:
-    """Jobs of which each step takes the same, as far as their settings tell."""
+    """Jobs whose steps should cost the same, judging by their settings."""
 
-    own: list[str]  # the settings that make it
+    own: list[str]  # settings that distinguish this group
     jobs: list[Job]
-    start: float = 0.0  # seconds of a job's process until the first of its steps
-    found: Mapping[str, Any] | None = None  # what --dry-run --json says of the first one; None: it was not tried
+    start: float = 0.0  # seconds from the start of a job's process to its first step
+    found: Mapping[str, Any] | None = None  # output of --dry-run --json for the first job; None: not measured
 
 
 def dry_run_sweep(runner: Runner, as_json: bool) -> int:
-    """Say what the jobs of a sweep would be; return 2 if one that is tried is refused, and 1 if one fails."""
+    """Estimate the jobs of a sweep; return 2 if a measured job is rejected, 1 if one fails."""
     try:
         codes = [2 * runner.prepare()]
         shapes = _group_jobs(runner.source.remaining_jobs())
@@ -253,8 +259,8 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
                 codes.append(error.exit_code)
         show_status("")
         if any(shape.found for shape in shapes):
-            told = _sum_jobs(shapes, runner, root)
-            print_output(dump_json(told, indent=2) if as_json else "\n".join(_sweep_lines(told, runner)))
+            estimate = _sum_jobs(shapes, runner, root)
+            print_output(dump_json(estimate, indent=2) if as_json else "\n".join(_sweep_lines(estimate, runner)))
         return 1 if 1 in codes else max(codes)
     finally:
         runner.close()
@@ -269,7 +275,7 @@ def _group_jobs(jobs: Sequence[Job]) -> Sequence[Shape]:
 
 
 def _is_cost_neutral(word: str) -> bool:
-    """Return whether a setting leaves what a step computes as it is: a seed, a rate, a number with a fraction."""
+    """Return True if a setting does not change the cost of a step, such as a seed, a learning rate or a fraction."""
     key, _, value = word.partition("=")
     kind = key.split(".")[0]
     return key in COST_NEUTRAL or (
@@ -278,13 +284,13 @@ def _is_cost_neutral(word: str) -> bool:
 
 
 def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
-    """Return the sweep's directory, as the first job names it that can; UserError where it would be refused."""
+    """Return the sweep's directory, given by the first valid job; raise UserError if the sweep could not use it."""
     if runner.folder:
         return runner.folder.path
     for job in jobs:
         try:
             root = runner.configs.directory(job, None)[0]
-        except UserError:  # which is told when the job is tried
+        except UserError:  # reported when the job is measured
             continue
         require_empty(root, "hydra.sweep.dir")
         require_writable(root, "hydra.sweep.dir")
@@ -293,7 +299,7 @@ def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
 
 
 def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
-    """Have a process say what a run of the first job would be; raises UserError and RunFailed."""
+    """Measure the first job in its own process; raise UserError or RunFailed if that fails."""
     launcher, out = runner.launcher, list[str]()
     of_machine = launcher.uses_fork_server and not launcher.trains_stacks
     words = [*_trial_words(shape.jobs[0], runner, root), "--dry-run", "--json"]
@@ -318,7 +324,7 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
 
 
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
-    """Return the command line that tries a job."""
+    """Return the command line that measures a job."""
     asked = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
         return [f"resume={root / job.directory}", *(word for word in asked["settings"] if word.startswith("plugins="))]
@@ -328,7 +334,7 @@ def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
-    """Add up what was found; jobs of shapes that were not tried count as the mean."""
+    """Sum up the estimates of all jobs; groups that were not measured count as the mean."""
     launcher, asked, search = runner.launcher, runner.request, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
     left, entries = list[int](), list[dict[str, Any]]()
@@ -343,7 +349,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
                 begins = next(iter(checkpoint.list_checkpoints(root / job.directory / "checkpoints")), 0)
             if any(word.startswith("steps=") for word in job.overrides):
                 end = int(runner.configs.config(job).cfg.steps)
-            is_first = (asked.settings.isolate and not launcher.trains_stacks) or not seconds  # in its process
+            is_first = (asked.settings.isolate and not launcher.trains_stacks) or not seconds  # of its process
             seconds[job.number] = (
                 (shape.start if is_first else tried["ready"])
                 + (end - begins) * tried["step"]
@@ -355,9 +361,9 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
     flops |= dict.fromkeys(left, statistics.mean(flops.values()))
     at_once = max(min(launcher.limit(), len(seconds)), 1)
     free = [0.0] * at_once
-    for number in sorted(seconds):  # each begins when one before it ends
+    for number in sorted(seconds):  # each job starts when a slot is free
         heapq.heapreplace(free, free[0] + seconds[number])
-    varied: dict[str, dict[str, None]] = {}  # of each key its values, in their order
+    varied: dict[str, dict[str, None]] = {}  # key -> its values, in order
     for job in sorted((job for shape in shapes for job in shape.jobs), key=lambda job: job.number):
         for key, _, value in (word.partition("=") for word in job.overrides):
             varied.setdefault(key, {})[value] = None
@@ -369,39 +375,44 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
     }  # fmt: skip
 
 
-def _sweep_lines(told: Mapping[str, Any], runner: Runner) -> list[str]:
-    """Return what was found of a sweep, for a person."""
-    shapes, search, left, prune = told["shapes"], told["search"], told["not_tried"], runner.request.settings.prune
-    jobs, how = pluralise(told["jobs"], "job"), runner.launcher.describe(told["at_once"])
-    lines = [f"sweep    {short_path(Path(told['directory']))}, {jobs}, {how} ({told['launcher']})"]
-    lines += [f"settings {' '.join(told['settings'])}"] if told["settings"] else []
+def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
+    """Format the estimate of a sweep as text."""
+    shapes, search, left, prune = (
+        estimate["shapes"],
+        estimate["search"],
+        estimate["not_tried"],
+        runner.request.settings.prune,
+    )
+    jobs, how = pluralise(estimate["jobs"], "job"), runner.launcher.describe(estimate["at_once"])
+    lines = [f"sweep    {short_path(Path(estimate['directory']))}, {jobs}, {how} ({estimate['launcher']})"]
+    lines += [f"settings {' '.join(estimate['settings'])}"] if estimate["settings"] else []
     lines += [f"search   {search}"] if search else []
-    for key, values in told["varied"].items() if not search else ():
+    for key, values in estimate["varied"].items() if not search else ():
         more = f",... ({len(values)} values)" if len(values) > 12 else ""
         lines.append(f"varies   {key}={','.join(values[:12])}{more}")
     lines += map(_align, shapes[0]["about"])
-    head = ["jobs", "parameters", "train", "memory", "held", "step", "eval", "GFLOP a step", "start", "settings"]
+    head = ["jobs", "parameters", "trainable", "memory", "peak", "step", "eval", "GFLOP/step", "start", "settings"]
     lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
     if left:
-        mean = f"the mean of the {len(shapes)} that were tried"
-        lines.append(f"guessed  {pluralise(len(left), 'job')} of other shapes, which were not tried, count as {mean}")
-    one = told["seconds_of_jobs"].values()
+        mean = f"the mean of the {len(shapes)} measured groups"
+        lines.append(f"guessed  {pluralise(len(left), 'job')} in other groups were not measured and count as {mean}")
+    one = estimate["seconds_of_jobs"].values()
     each = (
         format_duration(min(one))
         if max(one) < 1.05 * min(one)
         else f"{format_duration(min(one))} to {format_duration(max(one))}"
     )
-    points = "its points are yet to be chosen: these are runs at the ends of intervals, and at each value"
+    points = "trials are not chosen yet: these are runs at the ends of intervals and at each value"
     notes = [
-        runner.launcher.caveat(told["at_once"]),
+        runner.launcher.caveat(estimate["at_once"]),
         points if search else "",
-        f"without what sweep.prune={prune} saves" if prune else "",
-        "callbacks, checkpoints and exports come on top",
+        f"not counting the savings of sweep.prune={prune}" if prune else "",
+        "callbacks, checkpoints and exports take extra time",
     ]
     return [
         *lines,
-        f"compute  {told['flops'] / 1e9:.3g} GFLOP in all",
-        f"time     about {format_duration(told['seconds'])}: {jobs}, {each} each, {how}",
+        f"compute  {estimate['flops'] / 1e9:.3g} GFLOP in total",
+        f"time     about {format_duration(estimate['seconds'])}: {jobs}, {each} each, {how}",
         *(f"         {note}" for note in notes if note),
         NOTHING_WRITTEN,
     ]
@@ -415,5 +426,5 @@ def _row(shape: Mapping[str, Any]) -> list[str]:
         format_bytes(least),
         format_bytes(tried["device_bytes"] or tried["process_bytes"]), format_duration(tried["step"]),
         format_duration(tried["evaluation"]) if tried["evaluations"] else "-", f"{shape['flops_per_step'] / 1e9:.3g}",
-        format_duration(shape["start"]), " ".join(shape["own"]) or "(all alike)",
+        format_duration(shape["start"]), " ".join(shape["own"]) or "(all equal)",
     ]  # fmt: skip

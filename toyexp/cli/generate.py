@@ -1,4 +1,4 @@
-"""Write text with a model in a file, as it comes, or hold a conversation: `toyexp generate`."""
+"""`toyexp generate`: generate text with a model file, or hold a conversation."""
 
 from __future__ import annotations
 
@@ -37,78 +37,80 @@ from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.tokenizers.chat_template import BadChat, Template
 
-CHAT_TOKENS = 512  # tokens of an answer, unless told
-MAX_PROMPT_BYTES = 1 << 24  # bytes of a prompt
-CHAT_STEP = 256  # positions by which a chat's window grows
+CHAT_TOKENS = 512  # default tokens per answer
+MAX_PROMPT_BYTES = 1 << 24
+CHAT_STEP = 256  # positions by which the context buffer of a chat grows
 QUIT = "/quit"
-CHAT_HINT = f"{QUIT}, or the end of the input, ends it; Ctrl-C stops an answer"
+CHAT_HINT = f"{QUIT} or end of input ends the conversation; Ctrl-C stops an answer"
 
 HELP = """\
 usage: toyexp generate MODEL --prompt TEXT [options] [plugins=[my_module]]
        toyexp generate MODEL --chat [options] [plugins=[my_module]]
 
-Text from a language model, printed as it comes. MODEL is a GGUF file, the directory of a run that
-left a model.gguf, or a checkpoint (run/checkpoints/step-200).
+Generate text with a language model and print it token by token. MODEL is a GGUF file, a run directory with a
+model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp generate model.gguf --prompt 'def ' --tokens 100
   echo -n 'Once upon a time' | toyexp generate model.gguf --prompt - --temperature 0 > tale.txt
   toyexp generate model.gguf --chat --prompt 'Why is the sky blue?'
   toyexp generate base.gguf --adapter adapter.gguf --prompt 'def ' --engine ggml:threads=1
 
 options
---chat writes the prompt as a user's message by the adapter's or the file's chat template. In a conversation each line
-is a message: /quit ends it, Ctrl-C stops an answer. llama.cpp needs the package xllamacpp or llama-cpp-python.
-Text ends at an end token or after --tokens. If the context is full, it goes on from the later half of the text;
-llama.cpp ends there. A seed draws the same numbers on every engine but llama.cpp."""
+--chat formats the prompt as a user message with the chat template of the adapter or the model. In a conversation each
+line is a message: /quit ends it, Ctrl-C stops an answer. llama.cpp needs the package xllamacpp or llama-cpp-python.
+Generation stops at an end token or after --tokens. When the context is full, it continues from the later half of the
+text; llama.cpp stops there. A seed gives the same random numbers on every engine except llama.cpp."""
 
 
 def run(arguments: Arguments) -> int:
-    """Write text by the model; its speed goes to standard error."""
-    asked = read(arguments)
-    registry, write = load(arguments.modules), (lambda text: None) if asked.json else print_text
-    notes: list[str] = []  # shown behind the text, in the middle of which they would stand
+    """Generate text; print its speed to standard error."""
+    options = read(arguments)
+    registry, write = load(arguments.modules), (lambda text: None) if options.json else print_text
+    notes: list[str] = []  # printed after the text, not inside of it
 
-    def show(found: Generated) -> None:
-        print(dump_json(found.plain()) if asked.json else "", flush=True)
+    def show(generated: Generated) -> None:
+        print(dump_json(generated.plain()) if options.json else "", flush=True)
 
     try:
-        if asked.chat and asked.prompt is None:
-            return 1 if chat(asked, registry, write, show) else 0
-        asked = replace(asked, prompt=_read_prompt(asked.prompt))
-        found = generate(asked, registry, write, print_note if asked.json else notes.append)
+        if options.chat and options.prompt is None:
+            return 1 if chat(options, registry, write, show) else 0
+        options = replace(options, prompt=_read_prompt(options.prompt))
+        generated = generate(options, registry, write, print_note if options.json else notes.append)
     except KeyboardInterrupt:
         print(flush=True)
         raise
-    show(found)
-    for note in notes if asked.json else [*notes, found.line()]:
+    show(generated)
+    for note in notes if options.json else [*notes, generated.line()]:
         print_note(note)
     return 0
 
 
 def read(arguments: Arguments) -> Options:
-    """Return the command line's options; raise UserError for bad values, and for a prompt that is missing."""
+    """Return the options of the command line; raise UserError for invalid values or a missing prompt."""
     typed = {name: value for name, value in vars(arguments).items() if value is not None}
     typed["model"] = model = parse_model_path(
         "generate", arguments.rest, ": toyexp generate model.gguf --prompt 'def '"
     )
     typed["sampling"] = Sampling(**{f.name: typed[f.name] for f in fields(Sampling) if f.name in typed})
-    asked = Options(**{f.name: typed[f.name] for f in fields(Options) if f.name in typed})
-    if asked.system is not None and not asked.chat:
-        raise UserError(f"generate --system: needs --chat: toyexp generate {model} --chat --system ... --prompt ...")
-    if asked.chat and asked.ids is not None:
-        raise UserError("generate --chat: takes its message from --prompt; ids go without it")
-    if asked.chat and asked.prompt is None:
-        return asked if "tokens" in typed else replace(asked, tokens=CHAT_TOKENS)
-    if (asked.prompt is None) == (asked.ids is None):
-        usage = "--prompt TEXT (- reads it from standard input), --ids 1,2,3 in its place, or --chat for a conversation"
-        raise UserError(f"generate: give {usage}")
-    return asked
+    options = Options(**{f.name: typed[f.name] for f in fields(Options) if f.name in typed})
+    if options.system is not None and not options.chat:
+        raise UserError(
+            f"generate --system: only works with --chat: toyexp generate {model} --chat --system ... --prompt ..."
+        )
+    if options.chat and options.ids is not None:
+        raise UserError("generate --chat: has no effect with --ids; use --prompt, or leave --chat out")
+    if options.chat and options.prompt is None:
+        return options if "tokens" in typed else replace(options, tokens=CHAT_TOKENS)
+    if (options.prompt is None) == (options.ids is None):
+        usage = "exactly one of --prompt TEXT (- reads standard input), --ids 1,2,3, or --chat"
+        raise UserError(f"generate: needs {usage}")
+    return options
 
 
 def _read_prompt(given: str | None) -> str | None:
     if given is None:
         return None
     if given == "-" and sys.stdin is None:
-        raise UserError("--prompt -: standard input is closed; --prompt TEXT, or a pipe")
+        raise UserError("--prompt -: standard input is closed; use --prompt TEXT or a pipe")
     raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if given == "-" else os.fsencode(given)
     if len(raw) > MAX_PROMPT_BYTES:
         raise UserError(
@@ -124,14 +126,14 @@ def _decode(raw: bytes, option: str) -> str:
         raise UserError(f"{option}: not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x})") from None
 
 
-# -- a conversation that goes on, in a terminal or through a pipe -----------------------------------------------------
+# -- conversation, in a terminal or through a pipe ---------------------------------------------------
 
 
 class Conversation:
-    """The turns so far, and the ids by which the model continues them.
+    """The messages of a conversation, and their token ids for the model.
 
-    Without a template messages and answers follow each other as lines of a text. Once all of it is more than the
-    context holds, the oldest turns are left out.
+    Without a chat template, messages and answers are consecutive lines of a text. When the context is full, the oldest
+    messages are dropped.
     """
 
     def __init__(self, author: Generator, template: ChatTemplate | None):
@@ -139,21 +141,21 @@ class Conversation:
         self._author, self._found, self._tokenizer = author, template, author.tokenizer
         self._template = Template(template.text, author.tokenizer, template.file) if template else None
         self._turns = system_turns(author.options)
-        self._fixed = len(self._turns)  # turns that are never left out
+        self._fixed = len(self._turns)  # messages that are never dropped: the system message
         self._dropped = self._answering = self._stopped = False
         self._words = stream(author.options.seed, "generate")
 
     def ids(self, message: str) -> list[int]:
-        """Return those after another message; UserError if the template refuses it, or if it alone is too long."""
+        """Add a user message and return all ids; raise UserError if the message alone exceeds the context."""
         turns, context = [*self._turns, {"role": "user", "content": message}], self._author.context
-        room = context - min(self._author.options.tokens, context // 4)  # so that an answer has room
+        room = context - min(self._author.options.tokens, context // 4)  # leave room for the answer
         while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
             del turns[self._fixed : self._fixed + 2]
             if not self._dropped:
-                print_note(f"note: the context of {context} tokens is full; the oldest turns are left out now")
+                print_note(f"note: the context of {context} tokens is full; the oldest messages are dropped")
             self._dropped = True
         if len(ids) > context:
-            raise UserError(f"the message takes {len(ids)} tokens, and the context is {context}: left out")
+            raise UserError(f"the message has {len(ids)} tokens and the context only {context}: skipped")
         self._turns = turns
         return ids
 
@@ -164,38 +166,44 @@ class Conversation:
         return self._tokenizer.prompt("\n".join("".join(t["content"] for t in pair) for pair in pairs)).tolist()
 
     def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
-        """Write what follows the ids of a message, until its end or the first Ctrl-C."""
+        """Generate the answer to a message, until its end or the first Ctrl-C."""
         scribe, self._answering, self._stopped = TextBuilder(self._tokenizer, write), True, False
-        found = self._author.write(message, ids, scribe, self._words, self._found, lambda: self._stopped, print_note)
+        generated = self._author.write(
+            message, ids, scribe, self._words, self._found, lambda: self._stopped, print_note
+        )
         self._answering = False
         self._turns.append({"role": "assistant", "content": scribe.text})
-        return found
+        return generated
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Stop an answer at the first Ctrl-C; raise at another one, and at one outside of an answer."""
+        """Stop the answer at the first Ctrl-C; raise Interrupted at the second, or between answers."""
         if not self._answering or self._stopped:
             raise Interrupted(number)
         self._stopped = True
 
 
 def chat(
-    asked: Options, registry: Registry, write: Callable[[str], None], answered: Callable[[Generated], object]
+    options: Options, registry: Registry, write: Callable[[str], None], on_answer: Callable[[Generated], object]
 ) -> int:
-    """Answer message by message, until /quit or the end of the input; `write` gets text as it comes.
+    """Answer messages until /quit or the end of the input; call `write` with text as it is generated.
 
-    `answered` gets each answer once it is whole, or was stopped. Return how many messages of a pipe were left out.
-    UserError for a file that knows ids alone.
+    Call `on_answer` with each finished or stopped answer. Return the number of messages from a pipe that were skipped.
+    Raise UserError for a model without a tokenizer.
     """
-    loaded, left_out = load_model(asked, registry), 0
-    if asked.engine.partition(":")[0] == LLAMA_CPP:
-        raise UserError(f"--engine {asked.engine}: answers one --prompt at a time; a conversation takes another engine")
-    with Generator(loaded, asked, CHAT_STEP) as author:
+    loaded, left_out = load_model(options, registry), 0
+    if options.engine.partition(":")[0] == LLAMA_CPP:
+        raise UserError(f"--engine {options.engine}: cannot hold a conversation; use --prompt")
+    with Generator(loaded, options, CHAT_STEP) as author:
         if author.tokenizer is None:
-            raise UserError(f"{loaded.name}: has no tokenizer, and a chat is text; --ids 1,2,3 without --chat")
-        template = chat_template(loaded, asked, required=False)
-        if asked.system is not None and not template:
-            raise UserError(f"{loaded.name}: has no chat template, which would write --system; leave it out")
-        how = f"chat template of {template.file}" if template else "no chat template: the text is continued"
+            raise UserError(f"{loaded.name}: has no tokenizer, which --chat needs; use --ids 1,2,3")
+        template = chat_template(loaded, options, required=False)
+        if options.system is not None and not template:
+            raise UserError(f"{loaded.name}: has no chat template, which --system needs; leave it out")
+        how = (
+            f"chat template of {template.file}"
+            if template
+            else "no chat template: messages are continued as plain text"
+        )
         print_note(f"{how} · {CHAT_HINT}")
         talk = Conversation(author, template)
         with handle_signals({signal.SIGINT: talk.interrupt}):
@@ -209,20 +217,20 @@ def chat(
                     left_out += not sys.stdin.isatty()
                     continue
                 answer = talk.answer(message, ids, write)
-                answered(answer)
+                on_answer(answer)
                 if answer.reason in (LIMIT, STOPPED):
-                    print_note(f"({answer.reason}{f', --tokens {asked.tokens}' if answer.reason == LIMIT else ''})")
+                    print_note(f"({answer.reason}{f', --tokens {options.tokens}' if answer.reason == LIMIT else ''})")
     return left_out
 
 
 def messages() -> Iterator[str]:
-    """What is typed, or comes through a pipe, a line each without those that are empty; Ctrl-C takes a line back."""
+    """Yield the non-empty lines typed or piped in; Ctrl-C discards the current line of a terminal."""
     if sys.stdin is None:
-        raise UserError("generate --chat: standard input is closed; --prompt TEXT asks one thing")
+        raise UserError("generate --chat: standard input is closed; use --prompt TEXT")
     before_a_person = sys.stdin.isatty() and is_terminal()
     if before_a_person:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - which lets `input` edit a line and recall earlier ones
+            import readline  # noqa: F401 - line editing and history for input()
     while True:
         try:
             line = input("> ") if before_a_person else _read_line()
@@ -243,7 +251,7 @@ def messages() -> Iterator[str]:
 
 
 def _read_line() -> str:
-    """Return the next line of a pipe or a file; EOFError behind the last."""
+    """Return the next line of a pipe or file; raise EOFError at the end."""
     if raw := sys.stdin.buffer.readline():
         return _decode(raw, "generate --chat")
     raise EOFError

@@ -1,4 +1,4 @@
-"""A configuration, and what Hydra knows of it, shown without running: --cfg, --info and --hydra-help."""
+"""Print the configuration or Hydra's information about it, without running: --cfg, --info and --hydra-help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def inspect(flags: Mapping[str, str], request: Request) -> int:
-    """Shows what the flags ask for; returns the exit code, and raises UserError for what it cannot show."""
+    """Print the information that the flags request and return the exit code; raise UserError if it is invalid."""
     from toyexp.config.mistakes import rephrase
 
     if "--hydra-help" in flags:
@@ -28,7 +28,7 @@ def inspect(flags: Mapping[str, str], request: Request) -> int:
         words = composed.every.hydra_overrides(composed.given)
     try:
         _print_from_hydra(flags.get("--info"), request.source, [*request.source.overrides(), *words])
-    except OSError:  # of what takes the output
+    except OSError:  # the output cannot be written
         raise
     except Exception as error:
         raise rephrase(" ".join(f"{flag} {value}".strip() for flag, value in flags.items()), error) from None
@@ -36,7 +36,7 @@ def inspect(flags: Mapping[str, str], request: Request) -> int:
 
 
 def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> None:
-    """Print what Hydra's own --info tells, or without it Hydra's help; Hydra's log handlers do not stay."""
+    """Print Hydra's --info, or its help if `info` is None; remove the log handlers that Hydra adds."""
     from hydra import initialize_config_dir
     from hydra._internal.utils import get_args_parser
     from hydra.core.global_hydra import GlobalHydra
@@ -57,7 +57,7 @@ def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> Non
 
 
 def _format_config(composed: Composition, flags: Mapping[str, str]) -> str:
-    """The configuration, or the part that --package names, as Hydra shows it; UserError where there is no such part."""
+    """Return the configuration, or the part named by --package, as YAML; raise UserError for an unknown part."""
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -73,6 +73,6 @@ def _format_config(composed: Composition, flags: Mapping[str, str]) -> str:
     except OmegaConfBaseException as error:
         raise rephrase(f"--cfg {flags['--cfg']}", error) from None
     if node is None:
-        raise UserError(f"--package {package}: the config has no such part; {suggest(str(package), map(str, cfg))}")
+        raise UserError(f"--package {package}: not in the configuration; {suggest(str(package), map(str, cfg))}")
     head = "" if node is cfg else f"# @package {package}\n"
     return head + OmegaConf.to_yaml(node) if isinstance(node, Container) else f"{node}\n"

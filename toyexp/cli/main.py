@@ -1,4 +1,4 @@
-"""The command line: `python -m toyexp [key=value ...]` runs an experiment, `-m` sweeps, and a few sub-commands."""
+"""The command line: `toyexp [key=value ...]` trains, `-m` sweeps, and sub-commands do the rest."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code: 0 done, 1 failed, 2 bad input, 130/143 interrupted."""
+    """Run a command line and return its exit code: 0 success, 1 failure, 2 invalid input, 130/143 interrupted."""
     typed = sys.argv[1:] if argv is None else argv
     return run_to_exit_code(partial(run_words, typed), lambda error: add_page(error, typed))
 
 
 def add_page(error: str, typed: Sequence[str]) -> str:
-    """An error with the page of the documentation that is about it; the sweep of a job tells its error itself."""
+    """Append the documentation page that explains an error, but not in a job, whose errors the sweep prints."""
     from toyexp.cli.pages import add_page
 
     return error if is_job() else add_page(error, typed[0] if typed else "")
@@ -45,21 +45,21 @@ def add_page(error: str, typed: Sequence[str]) -> str:
 @reject_bad_names()
 @attribute_part_errors()
 def run_words(typed: Sequence[str]) -> int:
-    """Does what a command line asks for; returns the exit code."""
+    """Run the words of a command line and return the exit code."""
     exit_with_sweep()
     words = list(typed)
-    if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's words for it
+    if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's flags for completion
         words = ["completion", *(word.removeprefix("install=") for word in words[1:])]
-    if words[:1] != ["completion"]:  # which completes what is typed as it is typed
+    if words[:1] != ["completion"]:  # completion needs the words as typed
         words = expand_overrides(words)
     if words and words[0].isidentifier() and (command := find(words[0], words)):
         if started_ranks().count > 1:
-            raise UserError(f"{words[0]}: is done by one process; torchrun starts the ranks of a run")
+            raise UserError(f"{words[0]}: runs in one process; only use torchrun to train")
         show_status("")
         if command.name in COMMANDS:
             return _call(command, words[1:])
         return _call_of_a_plugin(command, words[1:])
-    if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # a word that is no command is an error below
+    if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # an unknown command is an error below
         return run_words(["help"])
     if "--version" in words:
         show_status("")
@@ -76,17 +76,17 @@ def _call(command: Command, words: Sequence[str]) -> int:
 
 
 def _call_of_a_plugin(command: Command, words: Sequence[str]) -> int:
-    """Run a plugin's sub-command; an error that it raises without meaning to is its failure."""
+    """Run a plugin's sub-command; report an unexpected exception as a failure of the plugin."""
     try:
         with attribute_errors(f"command.{command.name}", "while it ran"):
             code = _call(command, words)
     except RunFailed as error:
-        if isinstance(error.__cause__, BrokenPipeError):  # the reader of what it prints has gone
+        if isinstance(error.__cause__, BrokenPipeError):  # the reader of the output has exited
             raise error.__cause__ from None
         raise
     if type(code) is not int or not 0 <= code < 256:
-        what = f"{printable(repr(code))}; an exit code is a number from 0, which is done, to 255"
-        raise PluginFailed(f"command.{command.name} gave {what}")
+        what = f"{printable(repr(code))}; an exit code must be an integer from 0 (success) to 255"
+        raise PluginFailed(f"command.{command.name} returned {what}")
     return code
 
 
@@ -94,9 +94,9 @@ def _call_of_a_plugin(command: Command, words: Sequence[str]) -> int:
 
 
 def run(words: Sequence[str]) -> int:
-    """Composes and runs one experiment, or a sweep with -m."""
-    available_cores()  # which refuses a TOYEXP_CORES that cannot be, also where engine.threads is what counts
-    working_directory()  # which says so when it is gone: runs are written there
+    """Run one experiment, or a sweep with -m; return the exit code."""
+    available_cores()  # validates TOYEXP_CORES, even if engine.threads overrides it
+    working_directory()  # raises if the directory, into which runs are written, is gone
     flags, settings, resume = read_flags(words)
     request = build_request(flags, settings)
     if STACK in os.environ:
@@ -110,8 +110,8 @@ def run(words: Sequence[str]) -> int:
         return inspect(flags, request)
     several = "--multirun" in flags or "sweep.resume" in request.values
     if started_ranks().count > 1 and (several or "--dry-run" in flags):
-        what = "-m: a sweep starts its own processes" if several else "--dry-run: is done by one process"
-        raise UserError(f"{what}; torchrun starts the ranks of one run")
+        what = "-m: a sweep starts its own processes" if several else "--dry-run: runs in one process"
+        raise UserError(f"{what}; only use torchrun to train one run")
     if several:
         return _sweep(flags, request)
     from toyexp.training.resume import AUTO, Complete
@@ -125,12 +125,12 @@ def run(words: Sequence[str]) -> int:
     except Complete as error:
         if resume != AUTO:
             raise
-        print_line(f"{error}, or without resume=auto for a new run")
+        print_line(f"{error}; for a new run leave out resume=auto")
         return 0
 
 
 def _train(request: Request, resume: str | None, is_bare: bool) -> int:
-    """Train one run; after the first run of a directory, if nothing was typed, print what to try next."""
+    """Train one run. After a bare `toyexp` without an outputs directory, also print suggestions."""
     from toyexp.cli.pages import run_hints
     from toyexp.runner.one_run import follow, prepare_request
     from toyexp.training.verdict import print_result
@@ -141,7 +141,7 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
     callbacks: Mapping[str, Callback] = {}
     if TRIAL in os.environ:
         from toyexp.sweeps.search.pruning import (
-            pop_pruning_callback,  # by which the search that started this process may stop its run
+            pop_pruning_callback,  # lets the search prune this run
         )
 
         callbacks = pop_pruning_callback()
@@ -160,7 +160,7 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
 
 
 def _sweep(flags: Mapping[str, str], request: Request) -> int:
-    """Run every combination of the values, or go on with a sweep; return the exit code."""
+    """Run or resume a sweep; return the exit code."""
     from toyexp.config.schema import START_DIRECTORY
     from toyexp.sweeps.begin import prepare_sweep
 

@@ -1,4 +1,4 @@
-"""A plugin to begin with: what `toyexp new` writes."""
+"""`toyexp new`: create a plugin from a template."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from toyexp.plugins.discovery import load
 HELP = """\
 usage: toyexp new KIND NAME [--into DIR]
 
-A plugin to begin with, in a directory of its own, toyexp-NAME: a part that works, its test by the conformance suite,
-and a README with the commands to go on with. KIND is engine, model, recipe, data, callback, optimiser or format.
+Create a plugin in a new directory, toyexp-NAME: a working part, a test with the conformance suite, and a README with
+the next commands. KIND is engine, model, recipe, data, callback, optimiser or format.
   toyexp new optimiser sgdr
   cd toyexp-sgdr && pytest
-Nothing that is there is ever replaced."""
+Existing files are never overwritten."""
 
-KINDS = {  # the registry's words for them
+KINDS = {  # keys: as typed; values: as in the registry
     "engine": "engine", "model": "model", "recipe": "recipe", "data": "data", "callback": "callbacks",
     "optimiser": "optim", "format": "format",
 }  # fmt: skip
 KIND_ALIASES = {"optim": "optimiser", "optimizer": "optimiser", "callbacks": "callback", "dataset": "data"}
-MAX_NAME_LENGTH = 60  # letters of a name, which becomes a part of file names
+MAX_NAME_LENGTH = 60  # characters; the name becomes part of file names
 USAGE = "toyexp new KIND NAME, such as toyexp new optimiser sgdr"
 
 
 def run(arguments: Arguments) -> int:
-    """Writes it, and says how to go on."""
+    """Create the plugin and print the next commands."""
     words = arguments.rest
     if len(words) != 2:
-        raise UserError(f"new{''.join(f' {word}' for word in words)}: takes a kind, and a name: {USAGE}")
+        raise UserError(f"new{''.join(f' {word}' for word in words)}: needs a kind and a name: {USAGE}")
     kind = KIND_ALIASES.get(words[0], words[0])
     if kind not in KINDS:
-        raise UserError(f"new {kind}: there is no such kind; {suggest(kind, KINDS)}")
+        raise UserError(f"new {kind}: unknown kind; {suggest(kind, KINDS)}")
     place = write(kind, words[1], Path(arguments.into or "."), arguments.modules)
     commands = re.findall(r"```\n(.*?)```", (place / "README.md").read_text(), re.DOTALL)[0].splitlines()
     print(f"{short_path(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")
     for line in (f"cd {short_path(place)}", *([] if find_spec("pytest") else ["pip install pytest"]), *commands):
         print(f"  {line}")
-    print(f"\nHow such a part is written: toyexp help plugins/{kind}")
+    print(f"\nHow to write it: toyexp help plugins/{kind}")
     return 0
 
 
 def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
-    """Writes the plugin, whole or not at all; returns its directory. UserError for a name that cannot be one."""
+    """Write the plugin, or nothing on an error, and return its directory; raise UserError for an invalid name."""
     files = {path.name: path.read_text() for path in (TEMPLATES / kind).iterdir() if path.is_file()}
     _check_name(kind, name, "".join(files.values()), modules)
     place = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
     if place.exists() or place.is_symlink():
-        raise UserError(f"new {kind} {name}: {short_path(place)} is there already; choose another name or --into")
+        raise UserError(f"new {kind} {name}: {short_path(place)} already exists; choose another name or --into")
     if why := unwritable_reason(place):
         raise UserError(f"new {kind} {name}: {short_path(place)} cannot be written ({why})")
     with convert_write_errors(place):
@@ -69,35 +69,35 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
 
 
 def fill_template(text: str, kind: str, name: str) -> str:
-    """A template with a name of one's own in the place of `my_<kind>`, as class and as distribution too."""
+    """Replace `my_<kind>` in a template with the name, also in class and distribution names."""
     for mine, theirs in zip(_name_forms(f"my_{kind}"), _name_forms(name), strict=True):
         text = text.replace(mine, theirs)
     return text
 
 
 def _name_forms(name: str) -> tuple[str, str, str]:
-    """As a module and a setting, as a class, and as a distribution."""
+    """Return the name of the module and setting, of the class, and of the distribution."""
     return name, "".join(part.capitalize() for part in name.split("_")), name.replace("_", "-")
 
 
 def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None:
-    """Raises UserError for a name that is none, or somebody else's."""
+    """Raise UserError for a name that is invalid or taken."""
     asked = f"new {kind} {name}"
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         guess = "_".join(re.findall("[a-z0-9]+", re.sub("([a-z0-9])([A-Z])", r"\1_\2", name).lower()))
         hint = f"; did you mean {guess}?" if name.isascii() and guess[:1].isalpha() else ""
-        raise UserError(f"{asked}: a name is lower-case letters, digits and single underscores, a letter first{hint}")
+        raise UserError(f"{asked}: use lower-case letters, digits and single underscores, a letter first{hint}")
     if len(name) > MAX_NAME_LENGTH:
-        raise UserError(f"new {kind} {name[:20]}...: has {len(name)} letters; a name has at most {MAX_NAME_LENGTH}")
+        raise UserError(f"new {kind} {name[:20]}...: has {len(name)} characters; at most {MAX_NAME_LENGTH} are allowed")
     _, its_class, _ = _name_forms(name)
     if name != f"my_{kind}" and (iskeyword(its_class) or re.search(rf"\b{its_class}\b", template)):
-        raise UserError(f"{asked}: its class would be {its_class}, which stands for something else; such as my_{name}")
+        raise UserError(f"{asked}: the class name {its_class} is already in use; try my_{name}")
     offer = load(modules).offers[KINDS[kind]].get(name)
     if offer is not None:
         key = "--type " if kind == "format" else f"{KINDS[kind]}="
-        raise UserError(f"{asked}: {key}{name} is that of {offer.plugin} ({offer.package}); another name")
+        raise UserError(f"{asked}: {key}{name} is already the name of {offer.plugin} ({offer.package})")
     preset = CONF / KINDS[kind] / f"{name}.yaml"
     if preset.is_file() or (kind, name) == ("engine", "auto"):
-        raise UserError(f"{asked}: {KINDS[kind]}={name} stands for something else; another name")
+        raise UserError(f"{asked}: {KINDS[kind]}={name} is already in use; choose another name")
     if find_spec(f"toyexp_{name}") is not None:
-        raise UserError(f"{asked}: there is a module toyexp_{name} already; another name")
+        raise UserError(f"{asked}: a module toyexp_{name} already exists; choose another name")

@@ -1,4 +1,4 @@
-"""What `toyexp help` and `toyexp --help` show: the documentation's pages, which travel with toyexp, and the usage."""
+"""`toyexp help` and `toyexp --help`: usage, pages of the documentation, and which page explains an error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from toyexp.plugins.registry import Registry
 if TYPE_CHECKING:
     from toyexp.training.run_config import Result
 
-# A line that is nothing but a link to a file of templates/, in whose place stands the file.
+# A line with only a link to a file in templates/; the content of the file replaces it.
 _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULTILINE)
 
 
 def topics() -> dict[str, Path]:
-    """The pages by what one types: `data`, `plugins/data`, which have their folder in front; `start` is the first."""
+    """Return the pages by topic, such as `data` or `plugins/data`; `start` is the first page."""
     found: dict[str, Path] = {}
     for path in sorted(PAGES.rglob("*.md")):
         place = path.relative_to(PAGES)
@@ -36,13 +36,13 @@ def topics() -> dict[str, Path]:
 
 
 def read_page(topic: str) -> str:
-    """A page with the files that it shows, its links as what one types; UserError where there is none of that name."""
+    """Return a page with templates inserted and links as `toyexp help` commands; raise UserError for unknown topics."""
     known = topics()
     if topic not in known:
-        own = topic.removesuffix(".md").rpartition("/")[2]  # of guides/data.md, its place in a folder: data
+        own = topic.removesuffix(".md").rpartition("/")[2]  # guides/data.md: data
         meant = nearest(topic, known) or (own if own in known else nearest(own, known)) or _KEY_PAGES.get(own)
         hint = f"did you mean {meant}?" if meant else suggest("", known)
-        raise UserError(f"help {topic}: there is no such page; {hint}")
+        raise UserError(f"help {topic}: unknown page; {hint}")
     page, by_path = known[topic], {path: name for name, path in known.items()}
 
     def told(link: re.Match[str]) -> str:
@@ -51,19 +51,19 @@ def read_page(topic: str) -> str:
 
     text = re.sub(r"^ *<!--.*?-->\n+", "", insert_templates(page.read_text()), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"(picture: \1)", text)
-    text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)  # to another place of the same page
+    text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)  # links within the page
     return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", told, text)
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
-    """Find the pages that hold `words`: each with the number and the text of its best line, best page first.
+    """Search the pages; return topic, line number and text of the best line of each, best page first.
 
-    The page of a setting of that name comes first, then titles, then headings, then how often the words are there.
+    The page about a setting of that name comes first, then pages ranked by titles, headings and number of matches.
     """
     found, begins = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
         lines = [(n, line) for n, line in enumerate(read_page(topic).splitlines(), 1) if begins.search(line)]
-        hits = [(len(line.partition(" ")[0]) if line[0] == "#" else 9, n, line) for n, line in lines]  # of a heading
+        hits = [(len(line.partition(" ")[0]) if line[0] == "#" else 9, n, line) for n, line in lines]  # heading level
         if hits:
             depth, number, line = min(hits)
             found.append((topic != _KEY_PAGES.get(words), depth, -len(hits), topic, number, line.strip("# ")))
@@ -71,7 +71,7 @@ def search(words: str) -> list[tuple[str, int, str]]:
 
 
 def insert_templates(page: str) -> str:
-    """A page with the templates that it links to in lines of their own, such as `[x.py](../../templates/x.py)`."""
+    """Replace each line with only a link to a template, such as `[x.py](../../templates/x.py)`, by the file."""
 
     def shown(match: re.Match[str]) -> str:
         text = (TEMPLATES / match[1]).read_text().rstrip()
@@ -81,7 +81,7 @@ def insert_templates(page: str) -> str:
 
 
 def print_page(page: str) -> None:
-    """Prints a page, laid out where a person reads it."""
+    """Print a page; on a terminal, render its Markdown."""
     if not is_terminal():
         print(page, end="")
         return
@@ -91,7 +91,7 @@ def print_page(page: str) -> None:
     Console(width=min(Console().width, 110)).print(Markdown(page, hyperlinks=False))
 
 
-# What an error is about, by how it begins or what it holds: the first that fits; then by its key, or its command.
+# Patterns of error messages and the pages that explain them. The first match counts, then the key, then the command.
 _ERROR_PAGES = (
     (r"add -m to sweep|run it with -m", "sweeps"),
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
@@ -116,7 +116,7 @@ _COMMAND_PAGES = {
 
 
 def page_about(error: str, command: str = "") -> str:
-    """Return the topic that explains an error of a command; nothing if none does."""
+    """Return the topic that explains an error; an empty text if there is none."""
     if command in _COMMAND_PAGES and re.search(r"^--|the GGUF files on this machine", error):
         return _COMMAND_PAGES[command]
     for pattern, topic in _ERROR_PAGES:
@@ -130,21 +130,22 @@ def page_about(error: str, command: str = "") -> str:
 
 
 def add_page(error: str, command: str = "") -> str:
-    """Return an error with the page that explains it behind it."""
+    """Append the page that explains an error to it."""
     topic = page_about(error, command)
     return f"{error} (more: toyexp help {topic})" if topic else error
 
 
-# -- how the command line is used, made of the tables that it goes by -------------------------------------------------
+# -- usage ------------------------------------------------
 
 
-MOST = 8  # pages that a search lists
+MAX_HITS = 8  # pages listed by a search
 HEAD = """\
 usage: toyexp [key=value ...]        run one experiment
        toyexp -m key=v1,v2 ...       sweep over values
-       toyexp sweep.resume=DIR       go on with a sweep
-       toyexp ... --dry-run          what any of these would do, and how long
-       toyexp COMMAND ...            see toyexp COMMAND --help
+       toyexp resume=DIR             resume a run (or resume=auto)
+       toyexp sweep.resume=DIR       resume a sweep
+       toyexp ... --dry-run          estimate time and memory of any of these
+       toyexp COMMAND ...            run a command; see toyexp COMMAND --help
 """
 EXAMPLES = """
 examples
@@ -154,33 +155,33 @@ examples
   toyexp callbacks=[default,sample,plots] ~callbacks.cosine callbacks.sample.every=50
 """
 TAIL = """
-The composed configuration: toyexp [key=value ...] --cfg job
-Tab completion (or zsh, fish): eval "$(toyexp completion bash)\""""
+Print the composed configuration: toyexp [key=value ...] --cfg job
+Enable tab completion: eval "$(toyexp completion bash)" (or zsh, fish)"""
 
 
 def run_help(arguments: Arguments) -> int:
-    """Print how toyexp is used, a page of the documentation, or the pages that mention a word."""
+    """Print the usage, a page of the documentation, or the pages that mention a word."""
     if not arguments.rest:
         print(usage_text())
         return 0
     word, offers = " ".join(arguments.rest), load(arguments.modules).offers
     if word in offers["command"] and word not in topics():
-        raise UserError(f"help {word}: is a command: toyexp {word} --help")
+        raise UserError(f"help {word}: is a command; see toyexp {word} --help")
     found = [] if word in topics() or not word.strip() else search(word)
     if len(found) > 1:
-        print(f"no page has the name {word}; {len(found)} mention it, the best first (at most {MOST})")
-        for topic, number, line in found[:MOST]:
+        print(f"no page is named {word}; {len(found)} pages mention it (best first, at most {MAX_HITS}):")
+        for topic, number, line in found[:MAX_HITS]:
             begins = max(line.lower().find(word.lower()) - 30, 0)
             print(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[begins : begins + 64]}")
         return 0
     print_page(read_page(found[0][0] if found else word))
     if word in offers["command"]:
-        print(f"\nOf the command: toyexp {word} --help")
+        print(f"\nThe command of the same name: toyexp {word} --help")
     return 0
 
 
 def usage_text(modules: Sequence[str] = ()) -> str:
-    """All of it."""
+    """Return the usage text of `toyexp --help`."""
     registry = load(modules)
     commands = [f"  {n:<12} {o.help.removesuffix('.')}{o.origin}" for n, o in registry.offers["command"].items()]
     keys = [
@@ -188,7 +189,7 @@ def usage_text(modules: Sequence[str] = ()) -> str:
     ]
     return "\n".join([
         HEAD, "commands", *commands, EXAMPLES, "choices", *_choices(registry), "",
-        "top-level keys (conf/config.yaml)", *keys, "", "pages of the documentation: toyexp help TOPIC",
+        "top-level keys (conf/config.yaml)", *keys, "", "documentation: toyexp help TOPIC",
         *(f"  {line}" for line in textwrap.wrap(", ".join(topics()), 108)), TAIL,
     ])  # fmt: skip
 
@@ -205,36 +206,36 @@ def _choices(registry: Registry) -> Iterator[str]:
         yield f"  {form:<16} " + ("\n" + " " * 19).join(listed)
 
 
-# -- what to try next -------------------------------------------------------------------------------------------------
+# -- suggestions -------------------------------------------------------------------------------------------------
 
 
 def run_hints(result: Result) -> list[str]:
-    """Three things to try, behind the first run of a directory."""
+    """Return suggestions to print after the first run in a directory."""
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     return _next([
-        (f"toyexp generate {run} --prompt 'def '", "what it writes") if written else ("toyexp runs", "what is here"),
-        ("toyexp -m recipe=scratch,warm seed=0,1", "four such runs, compared"),
-        ("toyexp help start", "where to go from here, by what you are after"),
+        (f"toyexp generate {run} --prompt 'def '", "generate text") if written else ("toyexp runs", "list runs"),
+        ("toyexp -m recipe=scratch,warm seed=0,1", "compare four such runs"),
+        ("toyexp help start", "read the introduction"),
     ])  # fmt: skip
 
 
 def doctor_hints(engines: Sequence[str]) -> list[str]:
-    """What can be done with the engines that work here, the one that `auto` takes first."""
+    """Return suggestions for the engines that work; the first is the choice of engine=auto."""
     if not engines:
         return _next([
-            ("pip install 'toyexp[torch]'", "the engines on PyTorch"),
-            ("pip install 'toyexp[ggml]'", "those on ggml; it is built with the C compiler that is here"),
+            ("pip install 'toyexp[torch]'", "install the PyTorch engines"),
+            ("pip install 'toyexp[ggml]'", "install the ggml engines; needs a C compiler"),
         ])  # fmt: skip
-    agree = (f"toyexp parity engine={','.join(engines[:2])}", "do they agree, to which digit")
+    agree = (f"toyexp parity engine={','.join(engines[:2])}", "check that engines agree")
     return _next([
-        ("toyexp", f"a small run of seconds on {engines[0]}, which engine=auto takes"),
+        ("toyexp", f"train a small model in seconds on {engines[0]}, the choice of engine=auto"),
         *([agree] if len(engines) > 1 else []),
-        ("toyexp help engines", "how one is chosen, what each rounds to, and how to get those that are not here"),
+        ("toyexp help engines", "read how to choose and install engines"),
     ])  # fmt: skip
 
 
 def _next(commands: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines to be copied: what each does stands behind it as a comment of the shell's."""
+    """Format commands for copying, with descriptions as shell comments."""
     rows = [f"{'next  ' if i == 0 else '      '}{command}  # {what}" for i, (command, what) in enumerate(commands)]
     return ["", *rows]

@@ -1,4 +1,4 @@
-"""The same experiment on several engines, from the same bytes and batches: how far apart their numbers are."""
+"""`toyexp parity`: train the same experiment on several engines and compare losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from toyexp.reference.engine import TOLERANCES, Tolerances, coarser_precision, p
 from toyexp.sweeps.combinations import combinations, experiment_sweep
 from toyexp.training.run_config import Prepared, introduction
 
-STEPS = 20  # unless the user says how many
-LIMITS = ("loss", "gradient", "weights")  # what has a tolerance
+STEPS = 20  # default
+LIMITS = ("loss", "gradient", "weights")  # quantities that have a tolerance
 TENSORS_SHOWN = 3  # tensors listed for each engine without --all
-# A gradient below this share of the whole gradient is compared with that.
+# A tensor's gradient with a smaller norm than this fraction of the total is compared with the fraction.
 SMALL = 1e-6
-# And below float32's precision it is nothing but rounding: so is the bias of attention's keys without rope, which the
-# softmax cancels.
+# Below float32's precision a gradient is only rounding error. An example is the bias of attention keys without RoPE,
+# which the softmax cancels.
 ROUNDING = 2.0**-23
 
 Arrays = Mapping[str, np.ndarray]
@@ -43,18 +43,18 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far one trainable tensor is from the reference's."""
+    """Difference of one trainable tensor from the reference."""
 
     name: str
-    gradient: float  # |g - g_ref| / |g_ref|; for small ones see tensor_differences
-    cosine: float  # of the two gradients; 1 when both are zero
+    gradient: float  # |g - g_ref| / |g_ref|; small gradients: see tensor_differences
+    cosine: float  # cosine similarity of the gradients; 1 if both are zero
     weights: float  # |w - w_ref| / |w_ref - w_start|
     of_norm: float  # |w - w_ref| / |w_ref|
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """The losses of all steps against the reference's."""
+    """Differences of the losses from the reference, over all steps."""
 
     largest: float
     mean: float
@@ -64,21 +64,21 @@ class LossDifference:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine against the reference."""
+    """Comparison of one engine with the reference."""
 
-    engine: str  # as it was typed
+    engine: str  # label as typed
     note: str  # device and version
-    losses: list[float]  # one a step
+    losses: list[float]  # one per step
     loss: LossDifference
-    tensors: list[TensorDifference]  # the furthest from the tolerances first
-    rounds_to: str  # by which it is judged: the coarser of what its products and the reference's round to
+    tensors: list[TensorDifference]  # worst first, relative to the tolerances
+    rounds_to: str  # dtype whose tolerances apply: the coarser of this engine's and the reference's
     tolerances: Tolerances
-    exceeded: list[str]  # a sentence for each tolerance that is
+    exceeded: list[str]  # one sentence per exceeded tolerance
 
 
 @dataclass(frozen=True)
 class Report:
-    """Every engine against the first."""
+    """Comparison of every engine with the first."""
 
     reference: str
     note: str
@@ -88,11 +88,11 @@ class Report:
 
     @property
     def within(self) -> bool:
-        """Whether no tolerance is exceeded."""
+        """True if no tolerance is exceeded."""
         return not any(engine.exceeded for engine in self.engines)
 
     def plain(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Return the report as plain data."""
         return {"within": self.within, **asdict(self)}
 
 
@@ -101,7 +101,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one engine computed."""
+    """Results of one engine."""
 
     start: Arrays  # every tensor before the first step
     gradients: Arrays  # of the first batch
@@ -110,16 +110,16 @@ class Measured:
 
 
 def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Callable[[str], None]) -> Report:
-    """Trains on one engine after another and compares each with the first; `watch` gets a line as each starts.
+    """Train on each engine and compare it with the first; call `watch` with a line as each starts.
 
-    Raises UserError for fewer than two engines, RunFailed when they do not start from the same bytes.
+    Raise UserError for fewer than two engines, RunFailed if their initial weights differ.
     """
     if len(runs) < 2:
-        raise UserError(f"engine={','.join(runs)}: parity takes two or more: engine=cpu,ggml")
+        raise UserError(f"engine={','.join(runs)}: parity needs two or more engines: engine=cpu,ggml")
     notes = {label: run.config.engine_note.removeprefix(f"{label.partition(':')[0]}: ") for label, run in runs.items()}
     rounds = {label: precision(run.config.engine) for label, run in runs.items()}
     (first, prepared), *others = runs.items()
-    for line in [f"engine  {first}: {notes[first]}", *introduction(prepared)[1:]]:  # whose notes are of that engine
+    for line in [f"engine  {first}: {notes[first]}", *introduction(prepared)[1:]]:  # without the line of the engine
         watch(line)
     reference, engines = measure(prepared, prepared.batches), []
     for label, run in others:
@@ -129,7 +129,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
         measured = measure(run, prepared.batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
-                raise RunFailed(f"{label}: {name} does not start from the bytes that the reference starts from")
+                raise RunFailed(f"{label}: the initial values of {name} differ from the reference")
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
         judged_by = coarser_precision(rounds[first], rounds[label])
         tolerances = replace(TOLERANCES[judged_by], **limits)
@@ -142,7 +142,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
 
 
 def measure(prepared: Prepared, batches: Batches) -> Measured:
-    """One run without evaluation: the first batch's gradients, then training with the run's own schedule."""
+    """Train without evaluation, with the run's schedule; return weights, first gradients and losses."""
     plan, config, settings = prepared.plan, prepared.config, prepared.config.settings
     with start_session(config.recipe, config.engine, plan) as session:
         run = Run(settings.name, Path(), settings.seed, settings.steps, settings.lr, config.plain,
@@ -157,20 +157,20 @@ def measure(prepared: Prepared, batches: Batches) -> Measured:
 
 
 def loss_difference(ours: Sequence[float], theirs: Sequence[float]) -> LossDifference:
-    """The differences of two curves, absolute and relative to `theirs`; infinite where a loss is no number."""
+    """Compare two loss curves, absolutely and relative to `theirs`; NaN counts as an infinite difference."""
     absolute = [_ratio(abs(a - b), 1) for a, b in zip(ours, theirs, strict=True)]
     relative = [_ratio(d, abs(b)) for d, b in zip(absolute, theirs, strict=True)]
     return LossDifference(max(absolute), fmean(absolute), max(relative), fmean(relative))
 
 
 def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDifference]:
-    """Every trainable tensor against the reference's; infinite where one holds what is no number.
+    """Compare every trainable tensor with the reference; NaN counts as an infinite difference.
 
-    Weights are compared relative to how far training moved them, which means the same for any learning rate, number
-    of steps and initial size; relative to their norm, an engine that does not train at all would come near. One that
-    moved less than the typical tensor counts as having moved as far, and gradients below `SMALL` of the whole are
-    compared with that. Where the true gradient is zero and both engines have mere rounding instead, it is compared with
-    the whole, and the weights are not: AdamW and its kin make whole steps even of rounding.
+    Differences of weights are relative to their change in training, which is independent of learning rate, steps and
+    initial scale. Relative to their norm, an engine that does not train at all would pass. The change of a tensor is
+    at least that of a typical tensor. The norm of a gradient is at least `SMALL` times the norm of all gradients. If
+    both gradients are below `ROUNDING` of it, the true gradient is zero: the gradient is then compared with the total,
+    and weights are not compared, because AdamW and similar rules take full steps even from rounding errors.
     """
     moved = {name: _distance(w, reference.start[name]) for name, w in reference.weights.items()}
     numbers = sum(w.size for w in reference.weights.values())
@@ -198,20 +198,20 @@ def _tolerance_ratio(limits: Tolerances, tensor: TensorDifference) -> float:
 
 
 def _exceeded_messages(loss: LossDifference, tensors: Sequence[TensorDifference], limits: Tolerances) -> Iterator[str]:
-    """A sentence for each exceeded tolerance: where it is worst, and by how much."""
+    """Yield a sentence for each exceeded tolerance, with the worst tensor."""
 
     def by(value: float, limit: float) -> str:
         return f"{value:.1e}, {_ratio(value, limit):.3g} times the tolerance {limit:g}"
 
     if loss.largest > limits.loss:
-        yield f"loss: one step's differs by {by(loss.largest, limits.loss)}"
+        yield f"loss: differs at one step by {by(loss.largest, limits.loss)}"
     for what in ("gradient", "weights"):
         limit = getattr(limits, what)
         off = {t.name: getattr(t, what) for t in tensors if getattr(t, what) > limit}
         if off:
             worst = max(off, key=lambda name: off[name])
             more = f"; {len(off)} of {len(tensors)} tensors exceed it" if len(off) > 1 else ""
-            yield f"{what}: that of {worst} differs by {by(off[worst], limit)}{more}"
+            yield f"{what}: {worst} differs by {by(off[worst], limit)}{more}"
 
 
 def _norm(array: np.ndarray) -> float:
@@ -219,7 +219,7 @@ def _norm(array: np.ndarray) -> float:
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):  # infinity less infinity
+    with np.errstate(invalid="ignore"):  # inf - inf
         return _norm(ours.astype(np.float64) - theirs)
 
 
@@ -231,18 +231,18 @@ def _cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def _ratio(difference: float, scale: float) -> float:
-    """0 for no difference, and infinite where it is no number or there is nothing to compare with."""
+    """Return difference / scale; 0 if there is no difference, infinity for NaN or a scale of 0."""
     if difference == 0:
         return 0.0
     ratio = difference / scale if scale else math.inf
     return math.inf if math.isnan(ratio) else ratio
 
 
-# -- what a person types and reads ------------------------------------------------------------------------------------
+# -- command line ------------------------------------------------------------------------------------
 
 
 def run(arguments: Arguments) -> int:
-    """Compares the engines, of an experiment that sweeps job by job; exit code 1 where a tolerance is exceeded."""
+    """Compare the engines, job by job if the experiment is a sweep; return 1 if a tolerance is exceeded."""
     plot, as_json = arguments.plot, arguments.json
     picture = check_plot_path("--plot", plot) if plot else None
     typed = {name: getattr(arguments, name) for name in LIMITS}
@@ -255,7 +255,7 @@ def run(arguments: Arguments) -> int:
     watch: Callable[[str], None] = (lambda line: None) if as_json else print_output
     reports: dict[str, Report] = {}
     if picture and (several := [o.key_or_group for o in own if o.is_sweep_override()]):
-        what = f"draws one experiment, and this one sweeps over {', '.join(several)}"
+        what = f"plots a single experiment, but this one sweeps over {', '.join(several)}"
         raise UserError(f"--plot {plot}: {what}; leave it out")
     for varied in combinations(own):
         label = " ".join(varied)
@@ -280,12 +280,12 @@ def run(arguments: Arguments) -> int:
 
 
 def _require_schedules(request: Request) -> None:
-    """Raises UserError for a callback's setting that has no effect here: they are asked for the learning rate alone."""
+    """Raise UserError for a setting of a callback other than a learning rate schedule, which has no effect here."""
     for override in request.settings:
         kind, _, rest = override.key_or_group.partition(".")
         offer = request.registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
         if offer is not None and "lr" not in dir(offer.cls):
-            raise UserError(f"{override.input_line}: parity asks callbacks for the learning rate alone; leave it out")
+            raise UserError(f"{override.input_line}: parity only uses learning rate schedules; leave it out")
 
 
 _ROWS = [(name, *(f"{getattr(limits, what):g}" for what in LIMITS)) for name, limits in TOLERANCES.items()]
@@ -293,24 +293,24 @@ _TABLE = "\n".join(f"  {row}" for row in align_columns([("products in", *LIMITS)
 HELP = f"""\
 usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
 
-Trains one experiment on several engines, from the same bytes and batches, and compares each with the first.
-engine=cpu,ggml is the default; a setting of one engine stands behind its name: engine=cpu,ggml:blas=false, or
+Train one experiment on several engines, with the same initial weights and batches, and compare each engine with the
+first. The default is engine=cpu,ggml. Settings of one engine follow its name: engine=cpu,ggml:blas=false, or
 engine=cuda,cuda:capture=false.
-All other settings are those of a run; steps={STEPS} unless given. Nothing is evaluated or written: refused are
-{", ".join(sorted(RUN_ONLY_KEYS))}.
-An experiment that sweeps, such as parity_all, is compared job by job.
-Optimisers that go by signs (optim=lion) make whole steps of rounding errors: weights differ where gradients are near 0;
---weights X allows for it.
+Other settings are those of a run, with steps={STEPS} by default. There is no evaluation and no output, so these
+settings are rejected: {", ".join(sorted(RUN_ONLY_KEYS))}.
+An experiment with a sweep, such as parity_all, is compared job by job.
+Sign-based optimisers (optim=lion) turn rounding errors into full steps where gradients are near 0; raise the tolerance
+with --weights X.
 
 options
-The tolerances, by the coarser of what the two engines' products round to:
+Tolerances, by the coarser dtype of the two engines' matrix products:
 {_TABLE}
 
-Exit code 0: every engine is within the tolerances; 1: one is not; 2: bad input."""
+Exit code 0: all engines are within the tolerances; 1: at least one is not; 2: invalid input."""
 
 
 def summary(report: Report, every_tensor: bool = False) -> list[str]:
-    """The report in lines: a row per engine, the tensors furthest apart, and the verdict."""
+    """Return the report in lines: a row per engine, the tensors that differ most, and the verdict."""
     head = ("loss, largest", "mean", "relative", "mean", "gradient", "weights", "of norm")
     rows: list[tuple[str, ...]] = [(f"against {report.reference}", *head)]
     for engine in report.engines:

@@ -1,4 +1,4 @@
-"""What `toyexp parity` compared, as a picture to print: losses, how far apart they are, and the errors of tensors."""
+"""The plot of `toyexp parity`: losses, their differences, and the errors of tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from toyexp.base.drawing import COLOURS, GREY, INK, MARKS, RED, SMALL, Sheet, fit_text, set_step_axis, use_plot_style
 
-ROWS = 30  # tensors that are shown
+ROWS = 30  # maximum number of tensors shown
 ROW = 0.2  # inches
 
 
 @use_plot_style()
 def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
-    """The picture of a report as plain data."""
+    """Plot a report, given as plain data."""
     engines = report["engines"]
     tensors = _worst_tensors(engines)
     rows = (2.4, 2.0, 0.75 + ROW * max(len(tensors), 3))
@@ -26,7 +26,7 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     _differences(differences, report)
     for axes, what, about in (
         (gradients, "gradient", "gradient of the first batch, relative error"),
-        (weights, "weights", "weights at the end, of how far they moved"),
+        (weights, "weights", "weights after training, relative to their change"),
     ):
         _errors(axes, engines, tensors, what, about)
     gradients.set_yticks(range(len(tensors)), [fit_text(name, 34) for name in tensors], fontsize=SMALL - 1)
@@ -35,7 +35,7 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
 
 
 def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The tensors that are furthest from the tolerances of any engine, the furthest first."""
+    """Return the tensors with the largest errors relative to the tolerances of any engine, worst first."""
     found: dict[str, float] = {}
     for engine in engines:
         limits = engine["tolerances"]
@@ -61,7 +61,7 @@ def _legend(engine: str, of: Mapping[str, Any]) -> str:
 
 
 def _differences(axes: Any, report: Mapping[str, Any]) -> None:
-    """How far each loss is from the first engine's, which is what the tolerance is of."""
+    """Plot the difference of each loss from the first engine, to which the tolerance applies."""
     each = [
         [abs(ours - theirs) for ours, theirs in zip(engine["losses"], report["losses"], strict=True)]
         for engine in report["engines"]
@@ -77,7 +77,7 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
                       xytext=(0, -3), textcoords="offset points", ha="right", va="top", fontsize=SMALL,
                       color=RED)  # fmt: skip
     if any(value == 0 for values in each for value in values):
-        axes.annotate("at the bottom: equal to the bit", (0.01, max(*tolerances.values(), floor)),
+        axes.annotate("at the bottom: bit-identical", (0.01, max(*tolerances.values(), floor)),
                       xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
                       fontsize=SMALL, color=GREY)  # fmt: skip
     axes.set_ylabel(f"difference from {fit_text(report['reference'], 16)}")
@@ -87,7 +87,7 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
 def _errors(
     axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], what: str, about: str
 ) -> None:  # fmt: skip
-    """One error of each tensor, a mark for each engine, and the tolerance."""
+    """Plot one kind of error for each tensor, with a mark per engine, and the tolerance."""
     axes.grid(visible=False)
     axes.grid(axis="x")
     each = [{tensor["name"]: tensor[what] for tensor in engine["tensors"]} for engine in engines]
@@ -106,7 +106,7 @@ def _errors(
 
 
 def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Iterable[float]) -> float:
-    """Makes an axis logarithmic, with room for errors and tolerances; returns its lower end, where 0 is drawn."""
+    """Set a logarithmic axis that fits errors and tolerances; return its lower end, where 0 is drawn."""
     known = [value for value in (*values, *tolerances) if 0 < value < math.inf] or [1.0]
     low, high = min(known) / 4, max(known) * 4
     axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
@@ -114,7 +114,7 @@ def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Ite
 
 
 def _line(axes: Any, number: int, values: Sequence[float], **how: Any) -> None:
-    """Draw the values of one engine, step by step from 1."""
+    """Plot the values of one engine, from step 1."""
     every = max(len(values) // 12, 1)
     axes.plot(range(1, len(values) + 1), values, linewidth=1, markersize=3.5, markevery=(number % 3, every),
               **_line_style(number), **how)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether a plugin keeps what its kind promises: `toyexp plugins --check PATH`, of one that need not be installed."""
+"""`toyexp plugins --check PATH`: run the tests and conformance suites of a plugin, which need not be installed."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from toyexp.plugins.discovery import GROUP, load_package
 from toyexp.plugins.exporter import Exporter
 from toyexp.plugins.registry import Offer, Registry
 
-TRIAL_ENGINES = ("ggml", "cpu")  # engines on which parts of other kinds are tried, where they work
+TRIAL_ENGINES = ("ggml", "cpu")  # engines for testing other parts, if available
 PACKAGE = "the plugin under test"
 
 
 @dataclass
 class Line:
-    """What one suite found of one part, or other tests of the package."""
+    """Test results of one part with one suite, or of other tests of the package."""
 
     part: str  # optim=sgdr
     suite: str
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    note: str = ""  # why it was not run, or skipped
+    note: str = ""  # why it was skipped or not run
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """FAIL, PASS, skipped or not run."""
         if self.failures:
             return "FAIL"
         return "PASS" if self.counts["passed"] else "skipped" if self.counts["skipped"] else "not run"
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the results as plain data."""
         counts = {name: self.counts[name] for name in ("passed", "failed", "skipped")}
         return {"part": self.part, "suite": self.suite, "verdict": self.verdict, **counts,
                 "failures": self.failures, "note": self.note}  # fmt: skip
@@ -55,41 +55,41 @@ class Line:
 
 @dataclass
 class CheckReport(Answer):
-    """All of it."""
+    """Results of checking a plugin."""
 
     path: str
     checked: list[Line]
 
     @property
     def has_passed(self) -> bool:
-        """Whether every part was held against its suite, where its device is here, and nothing failed."""
+        """True if every part was tested, or skipped for lack of its device, and nothing failed."""
         return all(line.verdict in ("PASS", "skipped") for line in self.checked)
 
     def plain(self) -> dict[str, Any]:
-        """The lines, and whether all is good."""
+        """Return the report as plain data."""
         return {"path": self.path, "good": self.has_passed, "checked": [line.plain() for line in self.checked]}
 
     def lines(self) -> list[str]:
-        """A table, and then each failure in a line."""
+        """Return a table, then one line per failure."""
         rows = []
         for line in self.checked:
-            told = ", ".join(f"{n} {word}" for word in ("passed", "failed", "skipped") if (n := line.counts[word]))
-            rows.append([line.part, line.suite, line.verdict, "; ".join(filter(None, [told, line.note]))])
+            counts = ", ".join(f"{n} {word}" for word in ("passed", "failed", "skipped") if (n := line.counts[word]))
+            rows.append([line.part, line.suite, line.verdict, "; ".join(filter(None, [counts, line.note]))])
         failures = [f"  {line.part or line.suite}: {failure}" for line in self.checked for failure in line.failures]
         return [*align_columns(rows), *(["", *failures] if failures else [])]
 
 
 def check(path: str) -> CheckReport:
-    """Runs the tests that lie with a plugin, and a suite for each part that none of them is about.
+    """Run the tests of a plugin, and the conformance suite of each part that they do not cover.
 
-    Raises UserError where there is no plugin, or no pytest.
+    Raise UserError if there is no plugin, Unavailable without pytest.
     """
-    with require_package("pytest", "pip install pytest"):  # first, so that what a suite asserts is told with its values
+    with require_package("pytest", "pip install pytest"):  # imported first, to rewrite the assertions of suites
         import pytest  # noqa: F401
-    with contextlib.suppress(OSError):  # standard error has no file, as in a notebook
-        faulthandler.enable()  # which names the line of a plugin whose native code ends the process
-    place = Path(path)
-    modules, folders = _find_modules(place)
+    with contextlib.suppress(OSError):  # standard error has no file descriptor in a notebook
+        faulthandler.enable()  # prints the Python line if native code crashes
+    target = Path(path)
+    modules, folders = _find_modules(target)
     for folder in reversed(folders):
         sys.path.insert(0, str(folder))
     registry = load_package([EntryPoint(name, module, GROUP) for name, module in modules.items()], PACKAGE)
@@ -97,71 +97,71 @@ def check(path: str) -> CheckReport:
     if broken:
         return CheckReport(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])
     offers = [o for known in registry.offers.values() for o in known.values() if o.package == PACKAGE]
-    offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # which a format's own suite is about
-    beside = [place.with_name(f"test_{place.name}")] if place.is_file() else []
-    tests = [*beside, *sorted(file for folder in (place, place / "tests") for file in folder.glob("test_*.py"))]
-    found = _PytestResults(offers)
+    offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # tested by the suite of their format
+    beside = [target.with_name(f"test_{target.name}")] if target.is_file() else []
+    tests = [*beside, *sorted(file for folder in (target, target / "tests") for file in folder.glob("test_*.py"))]
+    results = _PytestResults(offers)
     if tests := [file for file in tests if file.is_file()]:
-        _run_pytest(tests, found)
-    return CheckReport(path, [*found.sorted_lines(), *_check_defaults(offers, found, registry)])
+        _run_pytest(tests, results)
+    return CheckReport(path, [*results.sorted_lines(), *_check_defaults(offers, results, registry)])
 
 
-def _find_modules(place: Path) -> tuple[dict[str, str], list[Path]]:
-    """The plugin modules of a package or a file, by the names of their entry points, and where they are imported from.
+def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
+    """Return the plugin modules of a package or file by entry point name, and the directories to import them from.
 
-    Raises UserError where there are none.
+    Raise UserError if there are none.
     """
-    whole, asked = place.resolve(), f"plugins --check {place}"
-    if place.is_file() and place.suffix == ".py":
-        return {place.stem: place.stem}, [whole.parent]
-    project = whole / "pyproject.toml"
-    if not project.is_file() and (whole / "__init__.py").is_file():
-        return {whole.name: whole.name}, [whole.parent]
+    root, command = target.resolve(), f"plugins --check {target}"
+    if target.is_file() and target.suffix == ".py":
+        return {target.stem: target.stem}, [root.parent]
+    project = root / "pyproject.toml"
+    if not project.is_file() and (root / "__init__.py").is_file():
+        return {root.name: root.name}, [root.parent]
     if not project.is_file():
-        what = "holds neither a pyproject.toml nor an __init__.py" if place.is_dir() else "is no Python file"
-        what = what if os.path.lexists(place) else "there is no such file or directory"
-        raise UserError(f"{asked}: {what}; it takes a plugin's directory, or my_module.py")
+        what = "holds neither a pyproject.toml nor an __init__.py" if target.is_dir() else "is not a Python file"
+        what = what if os.path.lexists(target) else "no such file or directory"
+        raise UserError(f"{command}: {what}; expected a plugin's directory, or my_module.py")
     try:
         points = dict(tomllib.loads(project.read_text())["project"]["entry-points"][GROUP])
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{asked}: its pyproject.toml cannot be read: {error}") from None
+        raise UserError(f"{command}: its pyproject.toml cannot be read: {error}") from None
     except (KeyError, TypeError, ValueError):
         points = {}
     if not points or not all(isinstance(module, str) for module in points.values()):
-        line = f"{whole.name.replace('-', '_')} = {whole.name.replace('-', '_')!r}"
+        line = f"{root.name.replace('-', '_')} = {root.name.replace('-', '_')!r}"
         what = f"[project.entry-points.{GROUP}] with a line such as {line}"
-        raise UserError(f"{asked}: its pyproject.toml names no plugin: {what}")
-    return points, [whole, *(p for p in [whole / "src"] if p.is_dir())]
+        raise UserError(f"{command}: its pyproject.toml names no plugin: {what}")
+    return points, [root, *(p for p in [root / "src"] if p.is_dir())]
 
 
-def _check_defaults(offers: Sequence[Offer], found: _PytestResults, registry: Registry) -> list[Line]:
-    """A line about each part that no test was about: what its suite says of its defaults, or why it cannot."""
+def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: Registry) -> list[Line]:
+    """Test each part that no test covers with its suite and default settings; return a line per part."""
     from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 
     engines = []
     for name in TRIAL_ENGINES:
-        with contextlib.suppress(KeyError, Unavailable):  # it is not here
+        with contextlib.suppress(KeyError, Unavailable):  # not available on this machine
             engine = registry.classes("engine")[name](threads=1)
             engine.check()
             engines.append(engine)
     beside = SuiteParts(engines, registry.models(), [*registry.classes("data").values()])
     suites: dict[str, type] = {}
-    told = []
+    lines = []
     for offer in offers:
-        if found.is_about(offer):
+        if results.is_about(offer):
             continue
         label = _label(offer)
         if offer.kind not in SUITES:
-            told.append(Line(label, "rules", Counter(passed=1), note="there is no suite for this kind"))
+            lines.append(Line(label, "rules", Counter(passed=1), note="this kind has no suite"))
             continue
         name = SUITES[offer.kind].__name__
         try:
             suites[f"Test{offer.cls.__name__}"] = make_suite(offer.kind, offer.cls, beside)
         except UserError as error:
-            own = f"in a test of its own: class Test{offer.cls.__name__}({name}): ..."
-            told.append(Line(label, name, note=f"{error}; {own}"))
-        except Exception as error:  # whatever a plugin raises while it is asked
-            told.append(Line(label, name, Counter(failed=1), [explain_import_error(error)]))
+            own = f"write a test: class Test{offer.cls.__name__}({name}): ..."
+            lines.append(Line(label, name, note=f"{error}; {own}"))
+        except Exception as error:  # of the plugin
+            lines.append(Line(label, name, Counter(failed=1), [explain_import_error(error)]))
     if suites:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "test_with_defaults.py")
@@ -170,11 +170,11 @@ def _check_defaults(offers: Sequence[Offer], found: _PytestResults, registry: Re
             GENERATED_SUITES.update(suites)
             by_default = _PytestResults(offers, "its defaults")
             _run_pytest([file], by_default)
-            told += by_default.sorted_lines()
-    return told
+            lines += by_default.sorted_lines()
+    return lines
 
 
-GENERATED_SUITES: dict[str, type] = {}  # the suites that the one file of tests above finds
+GENERATED_SUITES: dict[str, type] = {}  # test classes for the temporary test file
 
 
 def _label(offer: Offer) -> str:
@@ -183,24 +183,24 @@ def _label(offer: Offer) -> str:
 
 
 class _PytestResults:
-    """What pytest tells of its tests, sorted by the part that each is about."""
+    """A pytest plugin that collects test results by part."""
 
     def __init__(self, offers: Sequence[Offer], note: str = "") -> None:
         self._offers, self._note = offers, note
         self._lines: dict[tuple[str, str], Line] = {}
-        self._of: dict[str, Line] = {}  # by test
-        self._about: set[tuple[str, str | None]] = set()  # kinds, and names where a suite says which
+        self._of: dict[str, Line] = {}  # by test id
+        self._about: set[tuple[str, str | None]] = set()  # tested kinds, with the name if the suite has one
 
     def is_about(self, offer: Offer) -> bool:
-        """Whether a suite of its kind names it, or leaves open whom it is about."""
+        """Return True if a suite of its kind tests this part, or does not say which part it tests."""
         return bool(self._about & {(offer.kind, offer.name), (offer.kind, None)})
 
     def sorted_lines(self) -> list[Line]:
-        """The lines, suites first."""
+        """Return the lines, suites before other tests."""
         return sorted(self._lines.values(), key=lambda line: line.part == "")
 
     def record_crash(self, why: str) -> None:
-        """The tests could not be run at all."""
+        """Record that the tests could not be run."""
         line = self._line("", "other tests")
         line.counts["failed"] += 1
         line.failures.append(f"the tests could not be run: {' '.join(why.split())[:300]}")
@@ -224,35 +224,35 @@ class _PytestResults:
         suite = next((b.__name__ for b in cls.__mro__ if b.__module__.startswith("toyexp.testing.")), cls.__name__)
         return self._line(_label(offer) if offer else cls.kind, suite)
 
-    # -- what pytest calls
+    # -- pytest hooks
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """All tests are known."""
+        """Assign each collected test to a part."""
         for item in items:
             self._of[item.nodeid] = self._suite(getattr(item, "cls", None))
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file or a class could not be collected, or is skipped as one."""
+        """Count a file or class that failed to be collected or was skipped."""
         if report.outcome != "passed":
             self._count(self._line(report.nodeid.rpartition("::")[2] or report.nodeid, ""), report)
 
     def pytest_internalerror(self, excinfo: Any) -> bool:
-        """What a test file raises that pytest does not expect, such as SystemExit; True: it prints nothing of it."""
+        """Record an unexpected exception such as SystemExit; return True, so that pytest does not print it."""
         self.record_crash(explain_import_error(excinfo.value))
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """One part of one test is over."""
+        """Count the result of a test."""
         if report.when == "call" or report.outcome != "passed":
             self._count(self._of[report.nodeid], report)
 
     def _file_line(self, raised: Any) -> str:
-        """Where in the parts' own files that came from, the innermost line; nothing where it was outside them."""
-        files = {Path(found).resolve() for o in self._offers if (found := inspect.getsourcefile(o.cls))}
+        """Return the innermost line of a traceback in the files of the parts, or an empty text."""
+        files = {Path(source).resolve() for o in self._offers if (source := inspect.getsourcefile(o.cls))}
         entries = getattr(getattr(raised, "reprtraceback", None), "reprentries", [])
-        for place in filter(None, (getattr(entry, "reprfileloc", None) for entry in reversed(entries))):
-            if Path(place.path).resolve() in files:
-                return f" ({Path(place.path).name}, line {place.lineno})"
+        for location in filter(None, (getattr(entry, "reprfileloc", None) for entry in reversed(entries))):
+            if Path(location.path).resolve() in files:
+                return f" ({Path(location.path).name}, line {location.lineno})"
         return ""
 
     def _count(self, line: Line, report: Any) -> None:
@@ -260,14 +260,16 @@ class _PytestResults:
         if report.outcome == "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
             text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
-            test = report.nodeid.partition("::")[2] or report.nodeid  # with its class: a part may have several suites
+            test = (
+                report.nodeid.partition("::")[2] or report.nodeid
+            )  # with its class, because a part may have several suites
             line.failures.append(f"{test}: {' '.join(text.split())[:300]}{self._file_line(report.longrepr)}")
         elif report.outcome == "skipped" and isinstance(report.longrepr, tuple) and not line.note:
             line.note = str(report.longrepr[2]).removeprefix("Skipped: ")
 
 
-def _run_pytest(files: Sequence[Path | str], found: _PytestResults) -> None:
-    """Runs these tests in this process, silently and without the settings of a project around them."""
+def _run_pytest(files: Sequence[Path | str], results: _PytestResults) -> None:
+    """Run tests in this process, without output and without the pytest settings of a surrounding project."""
     import pytest
 
     with tempfile.TemporaryDirectory() as folder:
@@ -282,12 +284,12 @@ def _run_pytest(files: Sequence[Path | str], found: _PytestResults) -> None:
                 block_exit(),
                 pytest.MonkeyPatch.context() as patched,
             ):
-                patched.delenv("PYTEST_ADDOPTS", raising=False)  # which may be about what is switched off here
-                code = pytest.main([*options, *map(str, files)], plugins=[found])
+                patched.delenv("PYTEST_ADDOPTS", raising=False)  # it may need plugins that are disabled here
+                code = pytest.main([*options, *map(str, files)], plugins=[results])
         except pytest.skip.Exception as error:  # of a conftest.py
             code = pytest.ExitCode.OK
-            found.record_crash(f"conftest.py: pytest.skip: {error}")
+            results.record_crash(f"conftest.py: pytest.skip: {error}")
     if code == pytest.ExitCode.USAGE_ERROR:  # a conftest.py that cannot be imported is one
-        found.record_crash(said.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
-    if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in found.sorted_lines()):
+        results.record_crash(said.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
+    if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in results.sorted_lines()):
         raise KeyboardInterrupt

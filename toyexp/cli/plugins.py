@@ -1,4 +1,4 @@
-"""What can be asked for: what `toyexp plugins` shows."""
+"""`toyexp plugins`: list plugins and their settings, and check a plugin."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ HELP = """\
 usage: toyexp plugins [NAME] [--matrix] [plugins=[my_module]]
        toyexp plugins --check PATH [--json]
 
-What can be asked for: every engine, recipe, model, data set and callback, and which plugins are broken.
-  toyexp plugins                      all of them
-  toyexp plugins warm                 the settings of one
-  toyexp plugins plugins=[my_module]  with those of a file in the current directory
+List engines, models, data sets, recipes, optimisers, callbacks, formats and commands, and broken plugins.
+  toyexp plugins                      list everything
+  toyexp plugins warm                 show the settings of one
+  toyexp plugins plugins=[my_module]  include the plugins of my_module.py in the current directory
 
 options
---check runs the tests that lie with the plugin, which need not be installed, and the conformance suite of each part
-that none of them is about. It exits with 1 where one fails or cannot be run, and with 2 where there is no plugin."""
+--check runs the tests in the plugin's directory, and the conformance suite of each part that has no test. The plugin
+need not be installed. Exit code: 1 if a test fails or cannot be run, 2 if there is no plugin."""
 
 
 def run(arguments: Arguments) -> int:
-    """List all plugins, show which go together, describe one, or check one."""
+    """List plugins, show compatibility, show the settings of one plugin, or check a plugin."""
     names, matrix, path = arguments.rest, arguments.matrix, arguments.check
     if path is not None:
         from toyexp.cli.plugin_check import check
 
         if arguments.settings or matrix:
-            raise UserError(f"plugins --check {path}: takes one directory or file, and --json")
+            raise UserError(f"plugins --check {path}: only takes one directory or file, and --json")
         checked = check(path)
         checked.show(arguments)
         return 0 if checked.has_passed else 1
     if arguments.json:
-        raise UserError("plugins --json: goes with --check PATH")
+        raise UserError("plugins --json: only has an effect with --check PATH")
     if len(names) > (0 if matrix else 1):
-        raise UserError(f"plugins {' '.join(names)}: takes one name, or --matrix")
+        raise UserError(f"plugins {' '.join(names)}: takes one name or --matrix")
     registry = load(arguments.modules)
     if matrix:
         print("\n".join(table(registry)))
@@ -59,26 +59,26 @@ def _list(registry: Registry) -> None:
         print(f"{kind}:")
         if kind == "engine":
             order = ", ".join(offer.name for offer in registry.engines())
-            print(f"  {'auto':<{width}} The best engine that works here: the first of {order}.")
+            print(f"  {'auto':<{width}} The best engine on this machine: the first that works of {order}.")
         for name, offer in sorted(offers.items()):
             print(f"  {name:<{width}} {offer.help}{offer.origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
     one = f"toyexp plugins NAME{registry.loading}"
-    print(f"\nSettings of one of them, or of a preset: {one}; what goes with what: --matrix", flush=True)
-    for line in broken_engines(registry):  # last, for to know it takes as long as loading them
+    print(f"\nSettings of a plugin or preset: {one}; which recipe can train which model: --matrix", flush=True)
+    for line in broken_engines(registry):  # last, because it imports the engines
         print_output(f"not here: {line}")
 
 
 def broken_engines(registry: Registry) -> Iterator[str]:
-    """A line about each package that is here and cannot be loaded, with the engines that need it."""
+    """Yield a line for each package that is installed but cannot be imported, with the engines that need it."""
     found: dict[str, list[str]] = {}
-    working_directory()  # or MKL, which looks for itself from there, ends the process
+    working_directory()  # without one MKL ends the process
     for offer in registry.engines():
         try:
             offer.cls().check()
         except Broken as reason:
             found.setdefault(str(reason), []).append(offer.name)
-        except Exception:  # a device that is not here, and what else `toyexp doctor` tells
+        except Exception:  # unavailable devices are reported by `toyexp doctor`
             continue
     yield from (f"engine={','.join(names)}: {reason}" for reason, names in found.items())

@@ -1,4 +1,4 @@
-"""What runs are here, and runs side by side: `toyexp runs` and `toyexp compare`."""
+"""`toyexp runs` lists runs; `toyexp compare` compares runs and sweeps."""
 
 from __future__ import annotations
 
@@ -30,50 +30,49 @@ from toyexp.results.run_dirs import COLUMNS, Run, find_runs, read_run, unzip_arc
 HELP = """\
 usage: toyexp runs [DIR ...] [FILTER ...] [options]
 
-Lists the runs below these directories or zip archives (by default outputs/), the newest last.
+List the runs in directories (searched recursively) or zip archives, by default outputs/; the newest comes last.
 
-FILTER is key=value, !=, <, <=, > or >= (quote < and > for the shell); all must hold:
+FILTER is key=value, or with !=, <, <=, > or >= (quote < and > for the shell). All filters must match:
   toyexp runs recipe=warm,lora 'loss<4.5' state=completed
   toyexp runs 'name=gpt2*' 'when>2026-11-20' optim.weight_decay=0.1
 A key is a column (name, when, sweep, recipe, model, data, engine, seed, lr, batch_size, steps, loss, train_loss,
-seconds, speed, state), a held-out score such as accuracy, or any setting of config.yaml. < and > compare numbers, and
-when with a date, a time, today or yesterday.
+seconds, speed, state), a held-out metric such as accuracy, or any setting in config.yaml. < and > compare numbers;
+`when` is compared with a date, a time, today or yesterday.
 
 options
-held-out is the loss. state: completed; diverged (the loss ended above where it began); stopped, by a callback; pruned,
-by a search; interrupted, failed or killed; running; unreadable."""
+The column held-out shows the held-out loss. States: completed, diverged (the final loss is above the first), stopped
+(by a callback), pruned (by a search), interrupted, failed, killed, running, unreadable."""
 
 HEADS = ("when", "name", "sweep", "recipe", "data", "engine", "seed", "lr", "steps", "held-out", "state", "run")
 RIGHT = ("seed", "lr", "steps", "held-out")
-
-
-DROP_IF_EQUAL = ("engine", "data", "sweep", "steps", "seed", "name", "recipe", "lr")  # that need not stand in each line
+# Columns that are dropped first if all runs have the same value.
+DROP_IF_EQUAL = ("engine", "data", "sweep", "steps", "seed", "name", "recipe", "lr")
 DROP_ORDER = ("sweep", "name", "when", "data", "engine", "seed", "steps")
 
 
 @dataclass(frozen=True)
 class Runs(Answer):
-    """What was found."""
+    """Runs that match the filters."""
 
     runs: Sequence[Run]
-    seen: int  # before the filters
+    seen: int  # number of runs before filtering
     where: Sequence[str]
-    notes: Sequence[str] = ()  # which runs the filters could not ask, and which links were not followed
+    notes: Sequence[str] = ()  # runs without the filtered keys, links not followed
 
     def plain(self) -> dict[str, Any]:
-        """The runs, each with all that is known of it."""
+        """Return the runs with all their columns and metrics as plain data."""
         return {"runs": [run.plain() for run in self.runs], "notes": self.note_lines()}
 
     def note_lines(self) -> list[str]:
-        """Return what could not be read of these runs and of those that the filters left out."""
+        """Return the notes, and a line for each run that could not be read."""
         return [*self.notes, *(f"not read: {short_path(run.path)}, {run.unread}" for run in self.runs if run.unread)]
 
     def lines(self) -> list[str]:
-        """A table, and what it adds up to."""
+        """Return the runs as a table, then notes and the number of runs by state."""
         where, notes = ", ".join(self.where), [f"note: {escape_cell(note)}" for note in self.note_lines()]
         if not self.runs:
-            none = f"none of {pluralise(self.seen, 'run')} below {where} is asked for by these filters"
-            empty = f"no runs below {where}; begin one: toyexp, or look elsewhere: toyexp runs DIR"
+            none = f"none of {pluralise(self.seen, 'run')} in {where} matches the filters"
+            empty = f"no runs in {where}; start one with `toyexp`, or list another directory: toyexp runs DIR"
             return [none if self.seen else empty, *notes]
         scores = self._scores
         heads = [*HEADS[:-2], *scores, *HEADS[-2:]]
@@ -87,7 +86,7 @@ class Runs(Answer):
         return [*align_table(table, {*RIGHT, *scores}), "", *wrap_lines([*missing, *notes, count])]
 
     def csv(self) -> str:
-        """The same as a table of every column."""
+        """Return the runs as CSV with every column."""
         scores = self._scores
         rows = [
             [display_path(r.path), *(getattr(r, c) for c in COLUMNS), *map(r.scores.get, scores)] for r in self.runs
@@ -100,12 +99,12 @@ class Runs(Answer):
 
 
 def run(arguments: Arguments) -> int:
-    """Look for runs, and list them."""
+    """List runs."""
     check_form(arguments)
     places, filters = split_filters(arguments.rest)
     for word in places:
         if not Path(word).is_dir() and not (word.lower().endswith(".zip") and Path(word).is_file()):
-            raise UserError(f"runs {word}: is no directory and no filter (key=value); see toyexp runs --help")
+            raise UserError(f"runs {word}: not a directory, zip archive or filter (key=value); see toyexp runs --help")
     named, notes = places or ["outputs"], list[str]()
     with unzip_archives(named) as where:
         runs = [
@@ -122,13 +121,13 @@ def run(arguments: Arguments) -> int:
 
 
 def check_form(arguments: Arguments) -> None:
-    """Raise UserError if two forms of the answer are asked for at once."""
+    """Raise UserError for --json with --csv."""
     if arguments.json and arguments.csv:
-        raise UserError("--json --csv: are two forms of the same; leave one of them out")
+        raise UserError("--json --csv: choose one output format; leave out the other")
 
 
 def row(run: Run, scores: Sequence[str]) -> list[str]:
-    """A run's cells."""
+    """Return the table cells of a run."""
     steps = "-" if run.steps is None else str(run.steps)
     steps += f"/{run.of}" if run.of is not None and run.steps not in (None, run.of) else ""
     why = f": {run.why}" if run.why and run.state in ("failed", "stopped", "unreadable") else ""
@@ -142,7 +141,7 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
 
 
 def format_time(when: str) -> str:
-    """A time, in the zone of this machine."""
+    """Format an ISO time in the local time zone."""
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M")
     except ValueError:
@@ -150,9 +149,10 @@ def format_time(when: str) -> str:
 
 
 def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
-    """Rows that fit the terminal, and what has to be said of what they lack for it.
+    """Fit rows into the width of the terminal; return them with notes about dropped columns.
 
-    What is alike in all of them goes first, then what a run's place says mostly too; at last the state is cut.
+    Columns with one value for all runs are dropped first, then those whose content is mostly in the path. Finally the
+    state is shortened.
     """
     if fits_terminal(rows):
         return [list(row) for row in rows], []
@@ -160,7 +160,7 @@ def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]
     alike = {head: cells[0] for head in DROP_IF_EQUAL if len(set(cells := columns_of.get(head, ()))) == 1 < len(cells)}
     table, gone = drop_columns(rows, [*alike, *DROP_ORDER])
     same, others = [head for head in gone if head in alike], [head for head in gone if head not in alike]
-    notes = [f"in all of them: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
+    notes = [f"same for all runs: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
     notes += [f"columns left out to fit the terminal: {', '.join(others)}; --csv has all"] if others else []
     over = max(map(len, align_columns(table))) - (terminal_width() or sys.maxsize)
     keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
@@ -168,28 +168,29 @@ def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]
     return cut, notes
 
 
-# -- side by side -----------------------------------------------------------------------------------------------------
+# -- compare -----------------------------------------------------------------------------------------------------
 
 
 HELP_COMPARE = """\
 usage: toyexp compare WHAT ... [FILTER ...] [options]
 
-Runs side by side: what differs in their settings, and how well they did. WHAT is a run, a sweep, a directory or a zip
-archive that holds runs, or a pattern of these in quotes ('outputs/warm-*'); FILTER is as in toyexp runs (recipe=warm
-'lr>1e-3').
+Compare runs: which settings differ, and the results. WHAT is a run, a sweep, a directory or zip archive with runs, or a
+quoted pattern ('outputs/warm-*'). FILTER is as in toyexp runs (recipe=warm 'lr>1e-3').
 
-Runs that differ only in their seed are one point, with the mean and standard deviation (over n-1) of the completed
-ones; the best point comes first. Settings that vary with another one (the sizes of a preset) stand below the table.
-Runs of different data or base models are different points, told apart by the column `data digest` or `base digest`.
+Runs that differ only in their seed form a group, shown with mean and standard deviation (n-1) of the completed runs.
+The best group comes first. Settings that always vary together with another one (the sizes of a preset) are listed below
+the table. Runs with different data or base models are in different groups; the column `data digest` or `base digest`
+distinguishes them.
 
 options
---pool is for the runs of a class, which the column `whose` tells apart otherwise. --html writes curves, table, settings
-against score, samples, and how to repeat each. --plot draws held-out curves with a band over seeds and where each point
-ended, and of a search its scores by trial and setting."""
+--pool groups equal runs from different directories, such as those of a class; without it the column `whose`
+distinguishes them. --html contains curves, table, settings against metric, samples, and the command of each run. --plot
+draws held-out curves with a band over seeds and the final value of each group; of a search, scores by trial and by
+setting."""
 
 
 def run_compare(arguments: Arguments) -> int:
-    """Compare the named runs."""
+    """Compare runs and sweeps."""
     from toyexp.base.drawing import check_plot_path
     from toyexp.results.plot import draw_sheet
     from toyexp.results.report import Report, read_importance, title
@@ -199,13 +200,13 @@ def run_compare(arguments: Arguments) -> int:
     page, plot, metric = arguments.html, arguments.plot, arguments.metric
     if (page or plot) and (arguments.json or arguments.csv):
         asked, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
-        raise UserError(f"{asked} {other}: are two answers; ask for them one after the other")
+        raise UserError(f"{asked} {other}: cannot be combined; run the command twice")
     if page:
         check_report_path(page)
     picture = check_plot_path("--plot", plot) if plot else None
     named, filters = split_filters(arguments.rest)
     if not named:
-        raise UserError("compare: takes runs, sweeps or directories that hold some, such as toyexp compare outputs")
+        raise UserError("compare: needs runs, sweeps or directories with runs, such as toyexp compare outputs")
     with unzip_archives(named) as places:
         answer = compare_runs(places, filters, metric, arguments.pool)
         comparison, alone = answer.comparison, Path(places[0]) if len(places) == 1 else None
@@ -225,13 +226,13 @@ def run_compare(arguments: Arguments) -> int:
 
 
 def check_report_path(page: str) -> None:
-    """Raise UserError before anything is read if the page cannot be written."""
+    """Raise UserError if the report cannot be written there, before runs are read."""
     from toyexp.results.report import is_report, require_plotly
 
     path = Path(page)
     if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--html {page}: takes the name of a file that ends in .html, such as --html report.html")
+        raise UserError(f"--html {page}: must be a file name that ends in .html, such as --html report.html")
     require_writable(f"--html {page}", path)
     if os.path.lexists(path) and not is_report(path):
-        raise UserError(f"--html {page}: is there already, and is no report of toyexp's; choose another name")
+        raise UserError(f"--html {page}: already exists and is not a report of toyexp; choose another name")
     require_plotly()

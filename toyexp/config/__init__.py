@@ -1,1 +1,1 @@
-"""From typed words to checked parts; with cli/, runner/ and sweeps/ the only place that knows Hydra."""
+"""Configuration: from typed words to checked parts. Only this package, cli, runner and sweeps use Hydra."""

@@ -1,4 +1,4 @@
-"""The parts of a run from its settings, each from its own class, and which engine computes."""
+"""Build the parts of a run from its settings, and choose the engine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from toyexp.training.settings import Settings
 
 
 def build_parts(cfg: DictConfig, keys: Keys, begun: Origin) -> dict[str, Any]:
-    """Return the parts of a run by their names in Config, each checked, but for the engine.
+    """Return the checked parts of a run, except the engine, by their names in Config.
 
-    Of a run that is resumed, relative paths are those of the directory where it was `begun`.
+    If a run is resumed, relative paths refer to the directory where it was started (`begun`).
     """
     plain = _apply_all_types(resolve_config(cfg))
     classes = {where: found[0] for where, found in keys.classes.items() if found}
@@ -44,64 +44,64 @@ def build_parts(cfg: DictConfig, keys: Keys, begun: Origin) -> dict[str, Any]:
     for name, node in plain["callbacks"].items():
         plain["callbacks"][name] = _apply_types_cached(classes[f"callbacks.{name}"], node, f"callbacks.{name}")
     parts = {
-        kind: instantiate(classes[kind], resolve_paths(classes[kind], plain[kind], begun))
+        kind: create_part(classes[kind], resolve_paths(classes[kind], plain[kind], begun))
         for kind in PARTS
         if kind != "engine"
     }
-    callbacks = {name: instantiate(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
-    settings = instantiate(Settings, plain)
+    callbacks = {name: create_part(classes[f"callbacks.{name}"], node) for name, node in plain["callbacks"].items()}
+    settings = create_part(Settings, plain)
     check_parts(settings, parts, callbacks)
     return {"settings": settings, **parts, "callbacks": callbacks, "plain": plain}
 
 
 def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
-    """Has all parts of a run but its engine look at their settings, and looks at what two of them say together."""
+    """Check the settings of each part, except the engine, and settings that depend on each other."""
     named = {f"{kind}={part.name}": part for kind, part in parts.items()}
     every = {"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}}
     for who, part in every.items():
         with attribute_part_errors(), prefix_unavailable(who):
-            if isinstance(part, Optimiser):  # whose own check may leave out that of all optimisers
+            if isinstance(part, Optimiser):  # a subclass may not call the base check
                 Optimiser.check(part)
             part.check()
     batch_size, accumulate = settings.batch_size, parts["optim"].accumulate
     if batch_size % accumulate:
-        raise UserError(f"optim.accumulate={accumulate} does not divide batch_size={batch_size} into micro-batches")
+        raise UserError(f"optim.accumulate={accumulate}: must divide batch_size={batch_size}")
 
 
 def _apply_all_types(found: dict[str, Any]) -> dict[str, Any]:
-    """A run's own settings with their types, and those of its parts as they are found, in the order of Root."""
+    """Return the top-level settings with types, and the settings of the parts unchanged, in the order of Root."""
     groups = {kind: found[kind] for kind in (*PARTS, "callbacks") if isinstance(found.get(kind), dict)}
-    if len(groups) <= len(PARTS):  # one is missing, or no settings
+    if len(groups) <= len(PARTS):  # a part is missing or invalid
         return {key: value for key, value in apply_types(Root, found, "").items() if key != "sweep"}
-    if "sweep" in found:  # is about many runs, and no part of any
+    if "sweep" in found:  # checked, but not part of a run
         _apply_types_cached(Sweep, found["sweep"], "sweep")
     own = {key: value for key, value in found.items() if key not in (*groups, "sweep")}
     return _apply_types_cached(Settings, own, "") | groups
 
 
 def build_saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Origin) -> tuple[Model, Data, Recipe]:
-    """Return the model, data and recipe of a run's saved configuration, checked; UserError for a missing file."""
+    """Return the checked model, data and recipe of a saved configuration; raise UserError for a missing file."""
     parts = []
     for kind in ("model", "data", "recipe"):
         node = plain.get(kind)
         if not isinstance(node, Mapping) or "name" not in node:
-            raise UserError(f"its configuration holds no {kind}")
+            raise UserError(f"the configuration of the run has no {kind}")
         cls = part_class(kind, node, registry)
-        parts.append(instantiate(cls, resolve_paths(cls, apply_types(cls, node, kind), begun)))
+        parts.append(create_part(cls, resolve_paths(cls, apply_types(cls, node, kind), begun)))
         parts[-1].check()
     return parts[0], parts[1], parts[2]
 
 
-# -- settings with the types and defaults of the classes whose fields they are -----------------------------------------
+# -- types and defaults of settings -----------------------------------------
 
 
 def drop_hydra_keys(cfg: DictConfig) -> DictConfig:
-    """A copy with our keys alone."""
+    """Return a copy without the key `hydra`."""
     return OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
 
 
 def resolve_config(cfg: DictConfig) -> dict[str, Any]:
-    """Our keys as plain data, with every ${key} in place; UserError for what cannot be."""
+    """Return the configuration, without `hydra`, as plain data with all ${key} resolved; raise UserError on failure."""
     try:
         return {str(key): _value(cfg[key]) for key in cfg if key != "hydra"}
     except OmegaConfBaseException as error:
@@ -118,7 +118,7 @@ _typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the 
 
 
 def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what `typed` gives; settings that equal those of the job before are not merged again (1 to 5 ms each)."""
+    """Return `apply_types(...)`, cached for settings equal to those of the previous job (saves 1 to 5 ms each)."""
     given = repr(node)
     if (cls, where) not in _typed_cache or _typed_cache[cls, where][0] != given:
         _typed_cache[cls, where] = given, apply_types(cls, node, where)
@@ -126,7 +126,7 @@ def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[
 
 
 def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`node` with the types and defaults of `cls`: a person's own config file may have come without its schema."""
+    """Apply the types and defaults of `cls` to `node`; a user's config file may not include the schema."""
     dot = f"{where}." if where else ""
     shape = cls if where in ("", "sweep") else schema(cls, str(node["name"]))
     try:
@@ -144,9 +144,10 @@ def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def resolve_paths(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[str, Any]:
-    """Return the settings of a part with relative paths as from where its run was begun.
+    """Resolve relative paths in the settings of a part against the directory where its run was started.
 
-    A text is a path if something lies there, and it is no word such as data.tokenizer=byte in place of a default.
+    A text is a path if such a file exists, unless it is a plain word such as data.tokenizer=byte in a setting with a
+    default.
     """
     words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}
@@ -154,59 +155,59 @@ def resolve_paths(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[
     return {**node, **{key: begun.resolve(texts[key]) for key in paths}}
 
 
-def instantiate(cls: type, node: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass from its settings."""
+def create_part(cls: type, node: Mapping[str, Any]) -> Any:
+    """Create an instance of a dataclass from its settings."""
     return cls(**{f.name: node[f.name] for f in dataclasses.fields(cls)})
 
 
-# -- which engine computes ---------------------------------------------------------------------------------------------
+# -- choice of the engine ---------------------------------------------------------------------------------------------
 
 
 def parse_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
-    """The engine of `name:key=value:...` and its own settings; the UserError tells what was `asked`."""
+    """Parse `name:key=value:...` into engine name and settings; errors begin with `asked`."""
     name, *own = label.split(":")
     if own and not name:
-        raise UserError(f"{asked}: the engine's name is missing before the ':', such as ggml:threads=1")
+        raise UserError(f"{asked}: missing engine name before ':'; expected for example ggml:threads=1")
     if len(own) == 1 and own[0].isdecimal():
-        return label, {}  # cuda:0, which the registry knows no engine of, and has words for
+        return label, {}  # cuda:0: the registry raises a specific error for this name
     if not all("=" in setting and "," not in setting for setting in own):
-        raise UserError(f"{asked}: an engine's own settings are written {name}:key=value, such as {name}:threads=1")
+        raise UserError(f"{asked}: expected {name}:key=value, such as {name}:threads=1")
     return name, dict(setting.split("=", 1) for setting in own)
 
 
 def build_engine(label: str, registry: Registry) -> Engine:
-    """Return the engine that a label means, which works here; raise UserError, or Unavailable."""
+    """Return the engine of a label; raise UserError for an invalid label, Unavailable if it does not work here."""
     return pick_labelled_engine(label, registry, f"engine={label}")[0]
 
 
 def pick_labelled_engine(label: str, registry: Registry, asked: str) -> tuple[Engine, str]:
-    """Return the engine of a label, and a line that says which; errors in the label begin with what was `asked`."""
+    """Return the engine of a label and a line that describes it; errors in the label begin with `asked`."""
     name, own = parse_label(label, asked)
     cls = part_class("engine", {"name": name}, registry)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in own.keys() - set(known):
-        raise UserError(f"{asked}: {name} has no setting {printable(key)}; {suggest(key, known)}")
+        raise UserError(f"{asked}: unknown setting {printable(key)} of {name}; {suggest(key, known)}")
     return pick_engine(apply_types(cls, {"name": name, **own}, "engine"), registry)
 
 
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:
-    """The engine that was asked for, or with `auto` the best that works here, and a line that says which and why."""
+    """Return the chosen engine, with `auto` the best one that works here, and a line that describes the choice."""
     if node["name"] != AUTO:
-        engine = instantiate(part_class("engine", node, registry), node)
+        engine = create_part(part_class("engine", node, registry), node)
         try:
             return engine, f"{engine.name}: {check_engine(engine)}"
         except Unavailable:
             with prefix_unavailable(f"engine={engine.name}"):
                 raise
     passed_over: list[str] = []
-    absent: dict[str, None] = {}  # packages, with how each is installed
-    broken: dict[str, list[str]] = {}  # the engines by what is wrong with their package
+    absent: dict[str, None] = {}  # missing packages with installation hints, in order
+    broken: dict[str, list[str]] = {}  # reason -> engines
     threads = {"threads": node["threads"]} if node.get("threads") else {}
     offers = registry.engines()
     for i, offer in enumerate(offers):
         takes_threads = any(f.name == "threads" for f in dataclasses.fields(offer.cls))
         engine = offer.cls(**(threads if takes_threads else {}))
-        if started_ranks().count > 1 and getattr(offer.cls, "follow", None) is Engine.follow:  # which refuses them
+        if started_ranks().count > 1 and getattr(offer.cls, "follow", None) is Engine.follow:  # does not support ranks
             passed_over.append(offer.name)
             continue
         try:
@@ -225,17 +226,17 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
             return engine, f"{offer.name}: {facts} ({_auto_note(passed_over, broken, shown)})"
     found = "".join(f"; {fact}" for fact in (*broken, *absent))
     command = f"`toyexp doctor{registry.loading}`"
-    rest = "why" if absent else "why and what to install"
-    raise UserError(f"engine=auto: no engine works here{found}; {command} says {rest}")
+    rest = "the reasons" if absent else "the reasons and what to install"
+    raise UserError(f"engine=auto: no engine works here{found}; {command} shows {rest}")
 
 
 def check_engine(engine: Engine) -> str:
-    """What an engine says about its device; Broken when its check fails in another way than saying why not."""
+    """Return the engine's description of its device; raise Broken if its check fails with an unexpected error."""
     try:
         return engine.check()
     except UserError:
         raise
-    except Exception as error:  # whatever a library raises while it loads, or a plugin
+    except Exception as error:  # of a library while it loads, or of a plugin
         raise hidden_interrupt(error) or Broken(f"its check failed ({explain_import_error(error)})") from None
 
 
@@ -243,4 +244,4 @@ def _auto_note(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]], 
     told = [", ".join(passed_over)] if passed_over else []
     told += [f"{', '.join(names)}: {fact}" for fact, names in broken.items()]
     later = f"; not tried: {', '.join(shown)}" if shown else ""
-    return "auto" + (f"; not here: {'; '.join(told)}" if told else "") + later
+    return "auto" + (f"; unavailable: {'; '.join(told)}" if told else "") + later

@@ -1,4 +1,4 @@
-"""One run's configuration: Hydra composes names and differences, and nothing is instantiated from them."""
+"""Compose the configuration of one run with Hydra. Parts are built by `build`, not by Hydra."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from toyexp.base.ranks import rank_warnings, started_ranks
 from toyexp.config.build import (
     apply_types,
     build_parts,
+    create_part,
     drop_hydra_keys,
-    instantiate,
     pick_engine,
     resolve_config,
     resolve_paths,
@@ -47,20 +47,20 @@ from toyexp.training.run_config import Config
 
 
 def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composition:
-    """The configuration of one run; UserError for whatever cannot be composed."""
+    """Compose the configuration of one run; raise UserError if that fails."""
     keys = Keys.from_registry(registry)
     check_settings(given, keys, source)
     try:
         words = keys.hydra_overrides(given)
         cfg = compose_cached(words, source)
-    except UserError:  # of `trust`, in its own words
+    except UserError:  # raised by safe_yaml
         raise
-    except Exception as error:  # Hydra raises anything for a file with the wrong kind of thing in it
+    except Exception as error:  # Hydra raises arbitrary exceptions for malformed files
         raise explain(error, given, registry, source) from None
     check_files(cfg, given, source)
     found = Composition(cfg, given, keys, modules, source)
     with open_dict(cfg):
-        for override in given:  # data.path=2024_01 is no number, though Hydra has read one
+        for override in given:  # data.path=2024_01 is a text, but Hydra parses a number
             is_number = isinstance(single_value(override), bool | int | float)
             if is_number and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
                 OmegaConf.update(cfg, override.key_or_group, str(override.input_line).partition("=")[2].strip())
@@ -77,50 +77,50 @@ def compose(given: Sequence[Override], registry: Registry, source: Source, modul
             cfg.epochs = None
         cfg.hydra.sweeper.params = {key: values for key, values in found.sweeps.items() if key not in typed_keys}
         for f in dataclasses.fields(Root):
-            if f.name not in cfg:  # a person's own file may leave keys out
+            if f.name not in cfg:  # a user's file may leave keys out
                 cfg[f.name] = getattr(Root(), f.name)
-    HydraConfig.instance().set_config(cfg)  # what ${hydra:...} reads
+    HydraConfig.instance().set_config(cfg)  # read by ${hydra:...}
     return found
 
 
 @dataclass
 class Composition:
-    """The configuration of one run."""
+    """The composed configuration of one run."""
 
-    cfg: DictConfig  # with Hydra's own settings under `hydra`
-    given: Sequence[Override]  # what was typed
-    every: Keys  # of all that could have been chosen
-    modules: Sequence[str] = ()  # the plugins named on the command line: no file can load code
+    cfg: DictConfig  # with Hydra's settings under `hydra`
+    given: Sequence[Override]  # as typed
+    every: Keys  # keys of all available parts
+    modules: Sequence[str] = ()  # local plugins from the command line; files cannot load code
     source: Source = field(default_factory=Source.from_flags)
 
     @property
     def sweeps(self) -> dict[str, str]:
-        """What the config itself sweeps over and was given no value for, as `key: values` of a command line."""
+        """Sweeps defined in the configuration files whose keys have no typed value, as {key: values}."""
         params = OmegaConf.select(self.cfg, "hydra.sweeper.params") or {}
         lists = {str(key): values if isinstance(values, ListConfig) else [values] for key, values in params.items()}
         return {key: ",".join("null" if v is None else str(v) for v in values) for key, values in lists.items()}
 
     def directory(self, key: str, below: Path = Path()) -> Path:
-        """The directory that `hydra.run.dir` or another of Hydra's settings gives, relative to `below`."""
+        """Return the directory given by a setting such as `hydra.run.dir`; relative paths refer to `below`."""
         try:
             text = str(OmegaConf.select(self.cfg, key, throw_on_missing=True))
         except OmegaConfBaseException as error:
             raise rephrase(key, error) from None
         if not text.strip():
-            raise UserError(f"{key}=: must name a directory")
+            raise UserError(f"{key}=: needs a directory")
         require_visible(key, text)
         return (below / text).absolute()
 
     def apply_base(self) -> Model | None:
-        """Puts the model of the recipe's base file, if it has one, in place of the run's own; returns it.
+        """Replace the model by that of the recipe's base file, if it has one, and return it.
 
-        Names and directories that are made of the model's name are then of the one that is trained.
+        Run names and directories that contain the model's name then use that of the trained model.
         """
         return self._base_and_keys[0]
 
     @cached_property
     def _base_and_keys(self) -> tuple[Model | None, Keys]:
-        """The model of the base file, and the keys of what the configuration then chooses."""
+        """Return the base model, and the keys of the configuration with that model."""
         keys = check_keys(self.cfg, self.every)
         base = load_base(self.cfg, self.given, keys, self.source.begun)
         if base is None:
@@ -129,23 +129,23 @@ class Composition:
             self.cfg.model = dict(base.settings)
         return base.model, self.every.restrict(self.cfg)
 
-    def diff(self, usual: Composition) -> list[str]:
-        """The settings, beside Hydra's own, that are others than in a usual configuration."""
-        then, now = (OmegaConf.to_container(drop_hydra_keys(c.cfg)) for c in (usual, self))
+    def diff(self, other: Composition) -> list[str]:
+        """Return the settings, other than Hydra's, that differ from another configuration."""
+        then, now = (OmegaConf.to_container(drop_hydra_keys(c.cfg)) for c in (other, self))
         return [f"{key}={plain(value)}" for key, (_, value) in differences(then, now)]
 
     def check_parts(self) -> None:
-        """Raises UserError for settings that cannot work, but for what a base's file and the engine have to say."""
+        """Check all parts except the base file and the engine; raise UserError for invalid settings."""
         build_parts(self.cfg, check_keys(self.cfg, self.every), self.source.begun)
 
     def build_config(self) -> Config:
-        """The parts of a run; UserError for anything a user could have typed wrong."""
+        """Build the parts of a run; raise UserError for invalid settings."""
         registry = self.every.registry
         if self.sweeps:
             name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
             what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
             line += registry.loading
-            raise UserError(f"{what} is a sweep over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
+            raise UserError(f"{what} sweeps over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
         base, keys = self._base_and_keys
         try:
             parts = build_parts(self.cfg, keys, self.source.begun)
@@ -172,17 +172,17 @@ class Composition:
         )  # fmt: skip
 
     def _set_devices(self, engine: dict[str, Any]) -> None:
-        """As many devices as ranks were started, whatever a run that goes on had: one has to ask for another number."""
+        """Set engine.devices to the number of started ranks, unless the user typed another number."""
         typed_number = any(o.key_or_group == "engine.devices" for o in self.given) and engine.get("devices") != "1"
         if (count := started_ranks().count) > 1 and "devices" in engine and not typed_number:
             engine["devices"] = str(count)
 
     def locate_errors(self) -> AbstractContextManager[None]:
-        """Names the file and the line of a setting that cannot work and was not typed."""
+        """Add file and line to a UserError about a setting that comes from a file."""
         return locate_errors(self.given, self.source)
 
     def sweep_settings(self) -> Sweep:
-        """How the jobs of a sweep are run; UserError for what cannot be."""
+        """Return the checked settings of a sweep; raise UserError for invalid ones."""
         only = OmegaConf.masked_copy(self.cfg, ["sweep"])
         node = apply_types(Sweep, resolve_config(only)["sweep"], "sweep")
         settings = Sweep(**{**node, **{launcher: cls(**node[launcher]) for launcher, cls in LAUNCHER_SETTINGS.items()}})
@@ -190,34 +190,34 @@ class Composition:
         return settings
 
 
-# -- what is not in use, and may have been meant to be ----------------------------------------------------------------
+# -- warnings about settings without effect ----------------------------------------------------------------
 
 
 def _repetition_warnings(given: Sequence[Override]) -> list[str]:
-    """A warning of each setting that was typed twice, with another value: as in Hydra the last one counts."""
+    """Warn of each setting typed twice with different values. As in Hydra, the last one counts."""
     last = {o.key_or_group: o.input_line for o in given}
     braced = mapping_overrides(given) if len(last) < len(given) else []
     pairs = [(o.input_line, last[o.key_or_group]) for o in given if o not in braced]
-    return [f"{line}: {later}, which comes later, takes its place" for line, later in pairs if line != later]
+    return [f"{line}: overridden by the later {later}" for line, later in pairs if line != later]
 
 
 def _thread_warnings(plain: Mapping[str, Any], engine: Engine) -> list[str]:
     threads = plain["engine"].get("threads") if plain["engine"]["name"] == AUTO else None
     if not threads or any(f.name == "threads" for f in dataclasses.fields(engine)):
         return []
-    return [f"engine.threads={threads}: engine=auto took {engine.name}, which has no such setting"]
+    return [f"engine.threads={threads}: has no effect: engine=auto chose {engine.name}, which has no such setting"]
 
 
 def _callback_warnings(given: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
-    """A warning when `callbacks=[plots]` was typed, of what a run has by default and this one lacks.
+    """Warn if `callbacks=[plots]` was typed, which drops the default callbacks.
 
-    Nothing is lacking in a list that is empty, one of presets, and of schedules where it has one of its own.
+    Do not warn for an empty list or presets, nor of the default schedule if another schedule is chosen.
     """
     lists = [o for o in given if o.key_or_group == "callbacks"]
     value = lists[-1].value() if lists else []
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{lists[-1].input_line}: has {twice} twice; name it once (a second schedule is linear_2)")
+        raise UserError(f"{lists[-1].input_line}: contains {twice} twice; name it once (a second schedule: linear_2)")
     if not names or not all(name in registry.offers["callbacks"] for name in names):
         return []
     scheduled = any(sets_lr(c) for c in callbacks.values())
@@ -229,31 +229,31 @@ def _callback_warnings(given: Sequence[Override], callbacks: Mapping[str, Callba
     kept += [
         f"'~callbacks.{name}'" for name, schedule in usual.items() if schedule and name not in callbacks and scheduled
     ]
-    return [f"callbacks=[{','.join(names)}]: without {', '.join(missing)}, which a run has by default; keep them: "
+    return [f"callbacks=[{','.join(names)}]: without {', '.join(missing)}, which are on by default; to keep them: "
             f"{' '.join(kept)}"]  # fmt: skip
 
 
-# -- the model that a recipe takes from its base file, in place of one that the settings describe ---------------------
+# -- the model of the recipe's base file ---------------------
 
 
 @dataclass(frozen=True)
 class Base:
-    """A model in a file, and the settings of `model` that a run on it has."""
+    """A base model, and the settings under `model` of a run that fine-tunes it."""
 
     model: Model
-    settings: Mapping[str, Any]  # as in the file, but for `context`, the length of the run's own training windows
+    settings: Mapping[str, Any]  # as in the file, except `context`, the run's row length
 
 
 def load_base(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origin) -> Base | None:
-    """The base of the recipe, if it has one; UserError for a file that no model here can represent.
+    """Return the base of the recipe, or None; raise UserError for a file that no model class can represent.
 
-    Raises UserError too where anything of `model` but its context was given, and is not so in the file.
+    Raise UserError too if a typed setting of `model`, other than its context, differs from the file.
     """
     cls, described, data = (keys.classes[kind][0] for kind in ("recipe", "model", "data"))
     if cls.base_file is Recipe.base_file:
         return None
     node = apply_types(cls, resolve_config(cfg)["recipe"], "recipe")
-    recipe: Recipe = instantiate(cls, resolve_paths(cls, node, begun))
+    recipe: Recipe = create_part(cls, resolve_paths(cls, node, begun))
     if unfit := model_mismatch(recipe, described()):
         raise UserError(f"{unfit}{suggest_command(inputs_by_key(given), recipe, described(), data, keys.registry)}")
     recipe.check()
@@ -269,13 +269,13 @@ def load_base(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Ori
     if model.context:
         settings["context"] = context = cfg.model.get("context", model.context)
         if isinstance(context, int) and context > model.context:
-            held = f"holds a model for up to {model.context} positions; use model.context={model.context} or less"
+            held = f"has a context of {model.context} tokens; use model.context={model.context} or less"
             raise UserError(f"model.context={context}: {source_path(path)} {held}")
     return Base(model, settings)
 
 
 def _check_model(override: Override, cfg: DictConfig, taken: str, model: Model) -> None:
-    """Raises UserError for a setting of the model that is another in the file."""
+    """Raise UserError for a typed setting of the model that differs from the file."""
     kind, _, key = override.key_or_group.partition(".")
     if kind != "model" or key == "context":
         return
@@ -287,5 +287,5 @@ def _check_model(override: Override, cfg: DictConfig, taken: str, model: Model) 
 
 
 def inputs_by_key(given: Sequence[Override]) -> dict[str, str]:
-    """The settings as they were typed, by their keys."""
+    """Return the typed settings by key."""
     return {o.key_or_group: str(o.input_line) for o in given}

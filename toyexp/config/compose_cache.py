@@ -1,4 +1,4 @@
-"""Compositions kept for the jobs of a sweep and for a process that composes again, and Hydra's state of a caller."""
+"""Cache of composed configurations for jobs of a sweep, and isolation of Hydra's global state."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from toyexp.config.schema import Source, compose_raw, composition_cache
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 
-JOB_KEYS = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # where it is, and nothing is chosen by
-CACHE_SIZE = 32  # choices of names that are kept: a composition takes some memory
-HYDRA_REFERENCE = re.compile(r"hydra[.:](?!job\.num)")  # as ${hydra:job.override_dirname}, which tells of all the words
+JOB_KEYS = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # keys that differ between jobs but choose nothing
+CACHE_SIZE = 32  # maximum number of entries
+HYDRA_REFERENCE = re.compile(r"hydra[.:](?!job\.num)")  # ${hydra:job.override_dirname} depends on all overrides
 
-_presets: list[tuple[str, int, int]] = []  # the files of which composed_before is
+_presets: list[tuple[str, int, int]] = []  # files from which the cache was composed
 
 
 def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
-    """Compose words with Hydra; its errors go through.
+    """Compose overrides with Hydra; its errors are not converted.
 
-    Names that a process chooses again and again from toyexp's own presets are composed twice, and then copied.
+    The choices of parts are cached from their second use on, if they only use toyexp's own presets.
     """
     names, _ = _split_job_words(words)
-    if _presets != (now := _preset_files()):  # a person edits them while a notebook runs
+    if _presets != (now := _preset_files()):  # files may be edited while a notebook runs
         composition_cache.clear()
         _presets[:] = now
     if (source, names) not in composition_cache:
@@ -50,7 +50,7 @@ def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
 
 
 def store_composition(words: Sequence[str], source: Source) -> None:
-    """Compose the names that these words choose, for `composed`; names that depend on other words are left to Hydra."""
+    """Cache the composition of the parts that the overrides choose, unless it depends on other overrides."""
     names, _ = _split_job_words(words)
     if len(composition_cache) == CACHE_SIZE:
         composition_cache.clear()
@@ -61,13 +61,13 @@ def store_composition(words: Sequence[str], source: Source) -> None:
 
 
 def _preset_files() -> list[tuple[str, int, int]]:
-    """toyexp's presets as they stand: path, time of the last change in ns, bytes."""
+    """Return path, modification time in ns and size in bytes of toyexp's presets."""
     stated = [(str(path), path.stat()) for path in sorted(CONF.rglob("*.yaml"))]
     return [(path, status.st_mtime_ns, status.st_size) for path, status in stated]
 
 
 def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The words that choose by name, add a key or hold keys of their own, and those that give a key a value."""
+    """Split overrides into those that choose parts, add keys or set mappings, and those that set a plain value."""
     keys = {word: word.partition("=") for word in words}
     names = tuple(
         w
@@ -78,7 +78,7 @@ def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _set_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
-    """The same with the values that the words give to keys; None where one cannot be set."""
+    """Set the plain values of the overrides in `cfg`; return None if one of them cannot be set."""
     _, values = _split_job_words(words)
     if any(HYDRA_REFERENCE.search(word.partition("=")[2]) for word in values):
         return None
@@ -98,23 +98,23 @@ def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _is_choice(word: str) -> bool:
-    """Whether a word chooses and does nothing else: others count in the order in which they were typed."""
+    """Return True if an override only chooses a part; the order of other overrides matters."""
     key, _, value = word.partition("=")
     return key in GROUPS and value[:1] != "{"
 
 
-_schemas: dict[str, Any] = {}  # schemas of plugins, which take a while to make, as Hydra's store holds them
+_schemas: dict[str, Any] = {}  # schemas of plugins as in Hydra's store; slow to create
 
 
 @contextlib.contextmanager
 def isolate_hydra() -> Iterator[None]:
-    """Afterwards Hydra has the schemas, the readers of files and the configuration that it had before."""
-    Plugins.instance()  # which makes its readers known, once in a process
+    """Restore Hydra's schemas, file readers and configuration on exit."""
+    Plugins.instance()  # registers its file readers, once per process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
     theirs, readers = store.repo, sources.types
     had = HydraConfig in Singleton._instances
     cfg = HydraConfig.instance().cfg
-    begun = GlobalHydra.instance().hydra  # where the caller composes something, or runs under @hydra.main
+    begun = GlobalHydra.instance().hydra  # set if the caller is composing, or runs under @hydra.main
     if not _schemas:
         _schemas.update({name: theirs[name] for name in ("hydra", "_dummy_empty_config_.yaml")})
     store.repo, sources.types = _schemas, dict(readers)

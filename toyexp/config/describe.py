@@ -1,4 +1,4 @@
-"""What a name stands for: the settings of a plugin, of optim, of engine=auto, and of a preset in conf/."""
+"""`toyexp plugins NAME`: the settings of plugins, of engine=auto and of presets."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from toyexp.plugins.settings import list_settings
 
 
 def lines_about(name: str, registry: Registry) -> list[str]:
-    """A head and a line for each setting of everything that has this name; UserError where nothing has."""
+    """Return a title, and a line per setting, of everything with this name; raise UserError for an unknown name."""
     auto = [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
     found = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]
     if not found:
         known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
         presets = {path.stem for kind in GROUPS for path in (CONF / kind).glob("*.yaml")}
         best = nearest(name, known | presets)
-        hint = f"did you mean {best}?" if best else f"what there is: toyexp plugins{registry.loading}"
-        raise UserError(f"plugins {printable(name)}: there is nothing of that name; {hint}")
+        hint = f"did you mean {best}?" if best else f"list all names: toyexp plugins{registry.loading}"
+        raise UserError(f"plugins {printable(name)}: unknown name; {hint}")
     return [line for block in found for line in block]
 
 
@@ -52,14 +52,14 @@ def _presets(name: str, registry: Registry) -> Iterator[list[str]]:
         if kind == "callbacks":
             yield [head, f"  callbacks=[{','.join(chosen)}]"]
         elif base in registry.offers.get(kind, {}):
-            yield [head, f"  {kind}={base}, with", *_settings(f"{kind}.", registry.get(kind, base), body)]
+            yield [head, f"  {kind}={base} with", *_settings(f"{kind}.", registry.get(kind, base), body)]
         else:
             commands = (line for line in comments if line.startswith("toyexp "))
             yield [head, *(f"  {line}" for line in (*commands, *_choices(chosen), *_flatten(body)))]
 
 
 def _settings(prefix: str, cls: type, values: Mapping[str, Any] | None = None) -> list[str]:
-    """The settings of a class with their defaults, or the `values` that take their place."""
+    """Return a line per setting of a class, with its default or the value in `values`."""
     shown = [(s, (values or {}).get(s.name, s.default)) for s in list_settings(cls)]
     return [f"  {f'{prefix}{s.name}={format_value(value)}':<34} {s.comment}" for s, value in shown]
 

@@ -1,4 +1,4 @@
-"""Which keys there are: worked out once for what can be chosen, and once for what a run has chosen."""
+"""The valid configuration keys: of all available parts, or of the parts that a run has chosen."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from toyexp.plugins.rules import types_of
 
 @dataclass(frozen=True)
 class Keys:
-    """The classes whose fields are keys, by where those stand: "" is the top, then sweep, model, callbacks.cosine."""
+    """Classes whose fields are keys, by their place: "" (top level), sweep, model, callbacks.cosine, ..."""
 
     registry: Registry
     classes: Mapping[str, Sequence[type[Any]]]
-    offers: Mapping[str, Mapping[str, type]]  # what can be chosen of each kind, beside presets
+    offers: Mapping[str, Mapping[str, type]]  # choices of each kind, without presets
 
     @classmethod
     def from_registry(cls, registry: Registry) -> Keys:
-        """Those of everything that can be chosen."""
+        """Return the keys of all available parts."""
         offers = all_part_classes(registry)
         return cls(registry, _classes_by_key(offers), offers)
 
     def restrict(self, cfg: DictConfig) -> Keys:
-        """Those of what a configuration chooses, as far as there is such a thing."""
+        """Return the keys of the parts that a configuration chooses; ignore unknown names."""
         chosen = {kind: [n for n in chosen_names(cfg, kind) if n in known] for kind, known in self.offers.items()}
         return replace(
             self, classes=_classes_by_key({k: {n: self.offers[k][n] for n in names} for k, names in chosen.items()})
         )
 
     def unknown_keys(self, cfg: DictConfig) -> list[str]:
-        """The keys in a configuration that nobody reads, at the top and in what it chooses."""
+        """Return the keys of a configuration that no class has, at the top level and in its parts."""
         found = sorted({str(key) for key in cfg} - self.key_names("") - {"hydra"})
         for where in (w for w, classes in self.classes.items() if w and classes and not w.startswith("sweep")):
             there = {str(key) for key in OmegaConf.select(cfg, where)}
@@ -49,17 +49,17 @@ class Keys:
         return found
 
     def key_names(self, where: str) -> set[str]:
-        """The names of the keys that may stand at a place."""
+        """Return the names of the keys at a place."""
         own = {name for cls in self.classes.get(where, ()) for name in self.field_names(cls)}
         return own if where == "" or where.partition(".")[0] == "sweep" else own | {"name"}
 
     @staticmethod
     def field_names(cls: type) -> set[str]:
-        """The names of a class's settings."""
+        """Return the names of a class's settings."""
         return {f.name for f in dataclasses.fields(cls)}
 
     def types(self, key: str) -> set[Any]:
-        """What a setting may hold, with whatever is chosen: {str, NoneType}, {list[str]}; empty for no setting."""
+        """Return the types of a setting over all classes that have it, such as {str, NoneType}; empty if unknown."""
         where, _, name = key.rpartition(".")
         classes: list[type] = [cls for cls in self.classes.get(where, ()) if name in self.field_names(cls)]
         hints = [types_of(cls)[name] for cls in classes]
@@ -67,15 +67,15 @@ class Keys:
         return {t for h in hints for t in (typing.get_args(h) if typing.get_origin(h) in unions else (h,))}
 
     def is_list(self, key: str) -> bool:
-        """Whether a setting holds a list: callbacks=[...], recipe.targets=[...]."""
+        """Return True if a setting is a list: callbacks=[...], recipe.targets=[...]."""
         return key == "callbacks" or any(typing.get_origin(t) is list for t in self.types(key))
 
     def is_mapping(self, key: str) -> bool:
-        """Whether a setting holds names with values: optim.groups={token_embd.weight: {lr: 0.001}}."""
+        """Return True if a setting is a mapping: optim.groups={token_embd.weight: {lr: 0.001}}."""
         return any(typing.get_origin(t) is dict for t in self.types(key))
 
     def hydra_overrides(self, typed: Sequence[Override]) -> list[str]:
-        """The settings as Hydra takes them: one value of a list stands in brackets, a mapping's keys may all be new."""
+        """Return the settings in Hydra's syntax: single values of lists get brackets, mappings accept new keys."""
         words = []
         for override in typed:
             key, equals, value = str(override.input_line).partition("=")
@@ -88,7 +88,7 @@ class Keys:
 
 
 def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
-    """The classes by where their settings stand."""
+    """Return the classes by the place of their settings."""
     callbacks = {f"callbacks.{name}": [cls] for name, cls in offers["callbacks"].items()}
     parts = {kind: list(offers[kind].values()) for kind in PARTS}
     launchers = {f"sweep.{launcher}": [cls] for launcher, cls in LAUNCHER_SETTINGS.items()}
@@ -96,7 +96,7 @@ def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Seque
 
 
 def chosen_names(cfg: DictConfig, kind: str) -> list[str]:
-    """What a configuration chooses of a kind."""
+    """Return the names that a configuration chooses for a kind."""
     node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
     if not isinstance(node, DictConfig):
         return []
@@ -104,17 +104,17 @@ def chosen_names(cfg: DictConfig, kind: str) -> list[str]:
 
 
 def single_value(override: Override) -> Any:
-    """The value of a setting; None where there are several, and where it is dropped."""
+    """Return the value of a setting; None for a sweep over several values or a deletion."""
     return None if override.is_sweep_override() or override.is_delete() else override.value()
 
 
 def mapping_overrides(typed: Sequence[Override]) -> list[Override]:
-    """Those that give names with values: optim.groups={...}."""
+    """Return the overrides whose value is a mapping: optim.groups={...}."""
     return [override for override in typed if isinstance(single_value(override), dict)]
 
 
 def choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:
-    """What `kind=` may be: plugins by name, and the presets of the config directories."""
+    """Return the choices of a config group: plugins, and presets in the config directories."""
     roots = [d / kind for d in (source.directories if source else [CONF])]
     presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
     return part_classes(kind, registry).keys() | presets

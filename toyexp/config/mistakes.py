@@ -1,4 +1,4 @@
-"""What a person can get wrong in a configuration, and what they are told: one or two lines, the right word near."""
+"""Error messages for mistakes in a configuration: one or two lines with a suggestion."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from toyexp.config.schema import Source, load_yaml, read_config
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_level_settings, translate_setting
 from toyexp.plugins.registry import Registry
 
-EMPTY = "is empty (a variable that is not set?); leave it out for the default"
+EMPTY = "is empty (an unset shell variable?); leave it out to use the default"
 
-# One of several values behind `=`, with the commas that stand in its quotes or brackets.
+# One of several values after `=`; commas within quotes or brackets belong to the value.
 LIST_ITEM = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*\}|[^,])+""")
 
-# -- one setting as it was typed --------------------------------------------------------------------------------------
+# -- typed settings --------------------------------------------------------------------------------------
 
 
 def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
-    """Raises UserError for what Hydra would accept without effect, or refuse in words of its own."""
+    """Raise UserError for settings that Hydra would ignore, or reject with a less helpful message."""
     for override in given:
         types = keys.types(override.key_or_group)
         choice = override.key_or_group in GROUPS and not override.is_delete()
@@ -43,17 +43,17 @@ def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> Non
 
 
 def check_brackets(override: Override, keys: Keys) -> None:
-    """Raises UserError for a list that was given to a number, and meant as several values."""
+    """Raise UserError for a list given to a numeric setting, which was meant as a sweep."""
     key, line = str(override.key_or_group), str(override.input_line)
     types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
     if listed and types & {int, float} and types <= {int, float, type(None)}:
-        raise UserError(f"{line}: several values of a sweep stand without brackets: {key}={listed[1]}")
+        raise UserError(f"{line}: write the values of a sweep without brackets: {key}={listed[1]}")
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
-    """Raises UserError for several values of a text of which one would lose the blanks at its end.
+    """Raise UserError if one of several text values would lose leading or trailing spaces.
 
-    One behind a comma is how lists are written.
+    A space after a comma is normal in lists.
     """
     key, line, listed = str(override.key_or_group), str(override.input_line), override.value()
     simple = isinstance(listed, ChoiceSweep) and listed.simple_form
@@ -62,16 +62,16 @@ def check_blanks(override: Override, keys: Keys) -> None:
     values = LIST_ITEM.findall(line.partition("=")[2])
     kept = [v if _keeps_blanks(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
     if kept != values:
-        raise UserError(f'{line!r}: blanks at the ends are lost; keep them in quotes: "{key}={",".join(kept)}"')
+        raise UserError(f'{line!r}: spaces at the ends are lost; to keep them, quote: "{key}={",".join(kept)}"')
 
 
 def _keeps_blanks(text: str) -> bool:
-    """Whether what is typed as a text is all of it when it is read."""
+    """Return True if parsing keeps all spaces of a typed text."""
     return text == text.strip() or text.strip()[:1] in "'\""
 
 
 def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str | None:
-    """What is wrong with a setting that may hold these types, but for the names that it chooses."""
+    """Return what is wrong with the form of a setting of these types; None if nothing is."""
     key, line, value = str(override.key_or_group), str(override.input_line), override.value()
     text = line.partition("=")[2]
     kind, *rest = key.split(".")
@@ -81,10 +81,10 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
         hint += "; a search is sweep.search=tpe sweep.trials=20" if "sweeper" in key else ""
         return f"{line}: toyexp runs the jobs of a sweep itself: {hint}"
     if override.package is not None:
-        return f"{line}: '@' has no meaning here; write {key}={override.get_value_element_as_str()}"
+        return f"{line}: '@' is not supported; write {key}={override.get_value_element_as_str()}"
     if override.is_sweep_override():
         listed = f"{key}=[{text}] is a list, or " if keys.is_list(key) else ""
-        return f"{line}: several values; {listed}add -m to sweep over them"
+        return f"{line}: has several values; {listed}add -m to sweep over them"
     if line.endswith("=") and key not in GROUPS and (types or kind == "hydra"):
         return f"{line}: {EMPTY}" + (f"; an empty text is \"{line}''\"" if kind == "callbacks" and str in types else "")
     if (kind == "hydra" and key not in HYDRA_KEYS) or (kind == "sweep" and key not in (*_sweep_keys(), *keys.classes)):
@@ -93,64 +93,64 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
         return f"unknown key {key}; did you mean {key.replace('/', '.')}?"
     if override.is_delete():
         allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
-        return None if allowed else f"{line}: only callbacks can be dropped, such as '~callbacks.progress'"
+        return None if allowed else f"{line}: only callbacks can be removed, such as '~callbacks.progress'"
     if text.strip() and not _keeps_blanks(text) and isinstance(value, str) and str in types and key not in GROUPS:
-        return f"{line!r}: blanks at its ends are lost; keep them with quotes inside: \"{key}='{text}'\""
+        return f"{line!r}: spaces at the ends are lost; to keep them, quote: \"{key}='{text}'\""
     if isinstance(value, int) and value not in (0, 1) and types == {bool}:
         return f"{line}: must be true or false"
     if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
-        return f"{line}: is too near to 0 for a number here; write 0, or one that is larger"
+        return f"{line}: too close to 0; use 0 or a larger number"
     if kind in GROUPS and rest:
         return _part_mistake(override, kind, rest, keys)
     if kind == "sweep" and key in keys.classes:
-        return f"{line}: give its settings one by one: {key}.<setting>=..."
+        return f"{line}: set its keys one by one: {key}.<setting>=..."
     if rest and kind in keys.key_names("") and kind != "sweep":
-        return f"{line}: {kind} holds one value: {kind}=..."
+        return f"{line}: {kind} has no sub-keys; write {kind}=..."
     return None
 
 
 def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
-    """What is wrong with where a setting of a part is put."""
+    """Return what is wrong with the key of a setting of a part; None if nothing is."""
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
         return unknown_key(f"{kind}.{rest[0]}", None, keys.registry)
     if len(rest) < depth:
-        one_by_one = f"give a callback's settings one by one ({kind}.{rest[0]}.<setting>=...)"
+        one_by_one = f"set the keys of a callback one by one ({kind}.{rest[0]}.<setting>=...)"
         return f"{line}: {one_by_one}; add callbacks by name: callbacks=[default,{rest[0]}]"
     if len(rest) > depth:
         key = ".".join([kind, *rest[:depth]])
         return (
-            f"{line}: {key} holds {_mapping_example(key) if keys.is_mapping(key) else 'one value, not keys of its own'}"
+            f"{line}: {key} holds {_mapping_example(key) if keys.is_mapping(key) else 'one value and has no sub-keys'}"
         )
     if rest[-1] == "name":
         name = "[...]" if kind == "callbacks" else override.get_value_element_as_str()
-        return f"{line}: cannot be set; choose by name: {kind}={name}"
+        return f"{line}: cannot be set; choose the part instead: {kind}={name}"
     return None
 
 
 def _mapping_example(key: str) -> str:
     example = "{blk.*: {lr: 0.001}}" if key == "optim.groups" else "{name: value}"
-    return f"names with values, in braces: {key}={example}"
+    return f"a mapping in braces: {key}={example}"
 
 
 def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | None:
-    """What is wrong with what is chosen by name."""
+    """Return what is wrong with the choice of a part; None if nothing is."""
     kind, line, value = str(override.key_or_group), str(override.input_line), override.value()
     names: list[Any] = value if isinstance(value, list) else [value]
     if line.startswith("+"):
-        return f"{line}: leave out the '+': {line.lstrip('+')}"
+        return f"{line}: leave out '+': {line.lstrip('+')}"
     if isinstance(value, list) and kind != "callbacks":
         several = f"; to run several, sweep: -m {kind}={','.join(map(str, names))}" if len(names) > 1 else ""
-        return f"{line}: takes one name, without brackets{several}"
+        return f"{line}: must be one name, without brackets{several}"
     strangers = [name for name in names if not isinstance(name, str) or name not in keys.offers.get(kind, ())]
     if not strangers:
         return None
     known = choices(kind, keys.registry, source)  # presets too
     if not all(isinstance(name, str) and name for name in strangers):
-        return f"{line}: takes a name; {suggest('', known)}"
+        return f"{line}: must be a name; {suggest('', known)}"
     strangers = [name for name in strangers if name not in known]
     if kind == "model" and strangers and re.search(r"[/.]", strangers[0]):
-        return f"{line}: names an architecture; to train a model further: recipe=full recipe.base=FILE.gguf"
+        return f"{line}: must be an architecture; to fine-tune a model file: recipe=full recipe.base=FILE.gguf"
     return keys.registry.missing(kind, strangers[0], known) if strangers else None
 
 
@@ -158,33 +158,33 @@ def _sweep_keys() -> set[str]:
     return {key for key, _ in top_level_settings() if key.startswith("sweep.")}
 
 
-# -- keys that nobody reads -------------------------------------------------------------------------------------------
+# -- unknown keys -------------------------------------------------------------------------------------------
 
 
 def check_keys(cfg: DictConfig, every: Keys) -> Keys:
-    """The keys of what a configuration chooses; UserError for one that nobody reads, and a part that is missing."""
+    """Return the keys of the chosen parts; raise UserError for an unknown key or a missing part."""
     keys, registry = every.restrict(cfg), every.registry
     for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:
-            registry.get("callbacks", name)  # which says that there is none
+            registry.get("callbacks", name)  # raises
         node = cfg.callbacks[name]
         if not isinstance(node, DictConfig) or node.get("name") != name:
             raise UserError(_missing_callback(f"callbacks.{name}"))
     for key in keys.unknown_keys(cfg):
         value = "..."
-        with contextlib.suppress(OmegaConfBaseException):  # it holds what cannot be resolved
+        with contextlib.suppress(OmegaConfBaseException):  # an interpolation that cannot be resolved
             value = format_value(OmegaConf.select(cfg, key))
         raise UserError(unknown_key(key, cfg, registry, value))
     for kind in PARTS:
         if not keys.classes[kind]:
             for name in chosen_names(cfg, kind):
                 registry.get(kind, name)
-            raise UserError(f"the config chooses no {kind}; add {kind}=..., {suggest('', choices(kind, registry))}")
+            raise UserError(f"the configuration has no {kind}; add {kind}=..., {suggest('', choices(kind, registry))}")
     return keys
 
 
 def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> str:
-    """What is said of a key nobody reads, with the nearest one that somebody does."""
+    """Return the error message for an unknown key, with the most similar valid key."""
     keys = Keys.from_registry(registry) if cfg is None else Keys.from_registry(registry).restrict(cfg)
     kind, *rest = re.split("[./]", key)
     where, _, last = key.rpartition(".")
@@ -196,7 +196,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         return f"unknown key {key}; {hint}"
     if kind == "hydra":
         return f"unknown key {key}; {suggest(key, HYDRA_KEYS)}"
-    if kind not in keys.key_names(""):  # it stands elsewhere, or one like it does
+    if kind not in keys.key_names(""):  # it may belong elsewhere
         of_sweeps = [place for place in keys.classes if place.partition(".")[0] == "sweep"]
         places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), *of_sweeps]
         homes = [theirs] * bool(theirs) + [f"{place}.{key}" for place in places if key in keys.key_names(place)]
@@ -204,7 +204,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:
-        return f"{key}: the configuration file has no such key; put 'schema' first in its defaults list"
+        return f"{key}: not in the configuration file; put 'schema' first in its defaults list"
     offers = registry.offers.get(kind, {})
     if kind == "callbacks":
         if rest[0] not in offers:
@@ -219,7 +219,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         return f"unknown key {key} with {chosen}; it belongs to {kind}={owners}: choose that, or leave the key out"
     valid = keys.key_names(where) - {"name"}
     best = nearest(last, valid)
-    own = f"{kind}_{last}"  # data.seed is data_seed
+    own = f"{kind}_{last}"  # data.seed -> data_seed
     meant = theirs or (own if own in keys.key_names("") else best and f"{where}.{best}")
     hint = f"did you mean {meant}?" if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
     return f"unknown key {key}; {hint}"
@@ -227,18 +227,18 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
 
 def _missing_callback(key: str) -> str:
     name = key.split(".")[1]
-    return f"{key}: {name} is not among this run's callbacks; add it, such as callbacks=[default,{name}]"
+    return f"{key}: the run has no callback {name}; add it: callbacks=[default,{name}]"
 
 
-# -- what Hydra complains of ------------------------------------------------------------------------------------------
+# -- errors of Hydra ------------------------------------------------------------------------------------------
 
 
 def explain(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError:
-    """A complaint about a configuration that could not be composed, as one of ours."""
+    """Convert an exception of Hydra or OmegaConf into a UserError."""
     text = str(error)
     if isinstance(error, RecursionError):
         included = next(config_files(given, source))
-        hint = "take its own name out of its defaults list, or a file's named there"
+        hint = "remove the circular reference from the defaults lists"
         return UserError(f"{included}: includes itself; {hint}")
     if not isinstance(error, HydraException | OmegaConfBaseException | OverflowError):
         main = source.directory / f"{source.name}.yaml"
@@ -250,7 +250,7 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
     if path is not None and key is None:
         key, value = next(_misplaced_values(load_yaml(path), Keys.from_registry(registry)), (None, None))
         if key in (*PARTS, "callbacks"):
-            return UserError(f"{file_line(path, key)}: {key} holds settings, and no names; {_choice_hint(key, value)}")
+            return UserError(f"{file_line(path, key)}: {key} must be a mapping of settings; {_choice_hint(key, value)}")
     found = _explain_key(error, given, registry, source) or wrong_value(error, key, [] if path else given, registry)
     if path is None or str(found).startswith(str(path)):
         return found
@@ -258,11 +258,11 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
 
 
 def _choice_hint(kind: str, value: Any) -> str:
-    return f"choose in the file's defaults list: '- override /{kind}: {format_value(value)}'"
+    return f"choose it in the defaults list of the file: '- override /{kind}: {format_value(value)}'"
 
 
 def _misplaced_values(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
-    """What a file gives one value, or a list, where there are names with values; or names where there is a list."""
+    """Yield keys of a file with a single value or list instead of a mapping, or a mapping instead of a list."""
     for key, value in ((f"{where}{name}", value) for name, value in held.items() if value is not None):
         names = key in keys.classes or key == "callbacks" or keys.is_mapping(key)
         if isinstance(value, dict) != names and (names or keys.is_list(key)):
@@ -272,7 +272,7 @@ def _misplaced_values(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[
 
 
 def _explain_key(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
-    """Where the complaint is of a key or a choice: Hydra says so in words alone."""
+    """Convert an error about a key or choice, recognised by its message; return None for other errors."""
     text = str(error)
     if match := re.search(r"Could not override '([^']+)'|Key '[^']+' not in .*\n\s*full_key: (\S+)", text):
         if match[2] == "experiment":
@@ -281,39 +281,39 @@ def _explain_key(error: Exception, given: Sequence[Override], registry: Registry
         value = next((str(o.input_line).partition("=")[2] for o in given if o.key_or_group == key), "...")
         return UserError(unknown_key(key, _compose_choices(given, source), registry, value))
     if match := re.search(r"An item is already at '([^']+)'", text):
-        return UserError(f"+{match[1]}: that key is there already; leave out the '+'")
+        return UserError(f"+{match[1]}: the key already exists; leave out '+'")
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):
         kind, name = match[1] or "config", match[2]
         hint = f"; {suggest(name, choices(kind, registry, source))}" if kind in GROUPS else ""
         return UserError(f"{kind}={name}: there is none of that name{hint}")
     if match := re.search(r"Multiple values for (\S+)\. .*: (\S+)'", text):
         return UserError(
-            f"{next(config_files(given, source))}: {match[1]} is chosen already; {_choice_hint(match[1], match[2])}"
+            f"{next(config_files(given, source))}: {match[1]} is chosen twice; {_choice_hint(match[1], match[2])}"
         )
     dropped = next((o for o in given if o.is_delete() and "Could not delete" in text), None)
     if dropped is None:
         return None
     cfg, name = _compose_choices(given, source), dropped.key_or_group.partition(".")[2]
     there = chosen_names(cfg, "callbacks") if cfg is not None else []
-    return UserError(f"{dropped.input_line}: this run has no such callback; {suggest(name, there)}")
+    return UserError(f"{dropped.input_line}: the run has no such callback; {suggest(name, there)}")
 
 
 def wrong_value(error: Exception, key: str | None, given: Sequence[Override], registry: Registry) -> UserError:
-    """A complaint about the value of a key as one of ours, by the setting that gave it."""
+    """Convert an error about a value; name the setting that gave it."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    same = [o for o in given if o.key_or_group == key]  # it may be there twice
+    same = [o for o in given if o.key_or_group == key]  # it may be set twice
     guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same
     label = str(guilty[-1].input_line) if guilty else key or "the config"
     if key and Keys.from_registry(registry).is_mapping(key):
-        return UserError(f"{label}: takes {_mapping_example(key)}")
+        return UserError(f"{label}: must be {_mapping_example(key)}")
     numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
     whole = next((number for number in numbers if abs(number) < 2**63), None)
-    written_out = f", written out: {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
+    written_out = f"; write {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
     return UserError(f"{rephrase(label, cause)}{written_out}")
 
 
 def _compose_choices(given: Sequence[Override], source: Source) -> DictConfig | None:
-    """The config with the choices of the command line alone, to know which model's keys to suggest."""
+    """Compose only the typed choices, to know which keys to suggest; return None if that fails."""
     chosen = [str(o.input_line) for o in given if o.key_or_group in GROUPS]
     try:
         return compose_cached(chosen, source)
@@ -324,15 +324,15 @@ def _compose_choices(given: Sequence[Override], source: Source) -> DictConfig | 
 _PLAIN_WORDS = {
     r"could not be converted to Integer": "must be a whole number",
     r"could not be converted to Float|type hint 'Union\[int, float\]'": "must be a number",
-    r"too large to convert to float": "must be a number, and is too large for one",
+    r"too large to convert to float": "is too large for a number",
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",
-    r"Cannot convert '\w+' to string": "must be one text",
+    r"Cannot convert '\w+' to string": "must be a single text",
     r"is not Optional": "cannot be null",
     r"Cannot merge DictConfig with ListConfig": "must be a list: [a,b]",
     r"NoneType is not a subclass": "cannot be null",
-    r"Key (\S+) \(\w+\) is incompatible": "takes names that are text, and {0} is none",
-    r"Interpolation key '(.+)' not found": "refers to ${{{0}}}, a key that is not there",
-    r"Unsupported interpolation type (\S+)": "refers to ${{{0}:...}}, which is not known here",
+    r"Key (\S+) \(\w+\) is incompatible": "keys must be text, got {0}",
+    r"Interpolation key '(.+)' not found": "refers to ${{{0}}}, which does not exist",
+    r"Unsupported interpolation type (\S+)": "refers to ${{{0}:...}}, an unknown resolver",
     r"[Rr]ecursi": "refers to itself",
     r"[Mm]issing ?[Mm]andatory": "has no value",
     r"expected one of \[(.*)\]": "must be one of {0}",
@@ -340,23 +340,23 @@ _PLAIN_WORDS = {
 
 
 def rephrase(what: str, error: BaseException) -> UserError:
-    """OmegaConf's complaint about a value as one of ours, without its names for types."""
+    """Convert an error of OmegaConf about a value, without its type names."""
     text = str(error).strip()
     for pattern, words in _PLAIN_WORDS.items():
         if match := re.search(pattern, text):
             return UserError(f"{what}: {words.format(*match.groups())}")
-    return UserError(f"{what}: {text.splitlines()[0] if text else 'cannot be used'}")
+    return UserError(f"{what}: {text.splitlines()[0] if text else 'is invalid'}")
 
 
-# -- the configuration files that a command line chose, and what is wrong with one -------------------------------------
+# -- configuration files -------------------------------------
 
 
-HEADER = "# @package _global_"  # by which an experiment's keys stand at the top
-RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # what to go on with is said by who types
+HEADER = "# @package _global_"  # puts the keys of an experiment at the top level
+RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # keys that are only allowed on the command line
 
 
 def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> None:
-    """Raises UserError for files whose settings stand in no place, and for one that says what to go on with."""
+    """Raise UserError for files with misplaced settings, or with keys that are only allowed on the command line."""
     if "experiment" in cfg:
         raise misplaced_error(parsed, source)
     given = {o.key_or_group for o in parsed}
@@ -365,22 +365,22 @@ def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> 
             where = next(
                 (path for path in config_files(parsed, source) if _has_key(load_yaml(path), key)), "the config"
             )
-            raise UserError(f"{where}: {key} is not taken from a file; give it on the command line: {example}")
+            raise UserError(f"{where}: {key} is not allowed in a file; give it on the command line: {example}")
 
 
 def misplaced_error(parsed: Sequence[Override], source: Source) -> UserError:
-    """An error about an experiment whose settings stand under the key `experiment`."""
+    """Return an error about an experiment file whose settings ended up under the key `experiment`."""
     path = next(config_files(parsed, source))
     if not isinstance(load_yaml(path), dict):
-        # Not what it holds: the file may be a link to one that its owner shows to nobody.
-        return UserError(f"{path}: holds no keys with values, such as steps: 100 below a first line '{HEADER}'")
+        # Do not quote the content: the file may be a link to a private file.
+        return UserError(f"{path}: must contain keys with values, such as steps: 100, after a first line '{HEADER}'")
     if path.parent.name != "experiment":
-        return UserError(f"{path}: has a key experiment, which is none; choose one by experiment=NAME")
-    return UserError(f"{path}: its first line must be '{HEADER}', and that of each experiment which it includes")
+        return UserError(f"{path}: invalid key experiment; choose an experiment with experiment=NAME")
+    return UserError(f"{path}: the first line must be '{HEADER}', also in each experiment that it includes")
 
 
 def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
-    """The experiment's file, where one is chosen, and the main one."""
+    """Yield the file of the experiment, if one is chosen, and the main file."""
     names = [str(o.value()) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
     places = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
               for folder in source.directories]  # fmt: skip
@@ -390,7 +390,7 @@ def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locate_errors(given: Sequence[Override], source: Source) -> Iterator[None]:
-    """Begins a UserError about a setting with the line of the person's file that gave it, unless it was typed."""
+    """Prefix a UserError about a setting with the file and line that set it, unless it was typed."""
     try:
         yield
     except UserError as error:
@@ -405,9 +405,9 @@ def locate_errors(given: Sequence[Override], source: Source) -> Iterator[None]:
 
 
 def file_line(path: Path, key: str, said: str = "") -> str:
-    """`path, line 3`: where a file says something of a key, as deep as it does, to the name that `said` begins with."""
+    """Return `path, line 3`: the line of a key in a file, or of the mapping key inside it with which `said` begins."""
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
-    for part in key.split("."):  # a preset's keys begin where it stands
+    for part in key.split("."):  # the keys of a preset are relative
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         line, node = next(((k.start_mark.line + 1, v) for k, v in pairs if k.value == part), (line, node))
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
@@ -416,7 +416,7 @@ def file_line(path: Path, key: str, said: str = "") -> str:
 
 
 def _has_key(node: Any, key: str, one_value: bool = False) -> bool:
-    """Whether a file says something of a key, and where `one_value` is wanted, one."""
+    """Return True if a file sets a key, and with `one_value` to something other than a mapping."""
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
     return node is not None and not (one_value and isinstance(node, dict))

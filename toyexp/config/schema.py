@@ -1,4 +1,4 @@
-"""The schema that Hydra composes against: the top-level keys, every plugin's dataclass, and where presets lie."""
+"""The schema for Hydra: top-level keys, the dataclass of every plugin, and the directories of presets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ START_DIRECTORY = "TOYEXP_BEGUN"  # environment variable: where a resumed sweep 
 
 @dataclass
 class Root(Settings):
-    """All top-level keys of a configuration: a run's own settings, its parts, and how -m runs its jobs."""
+    """All top-level keys of a configuration: settings of the run, its parts, and settings of sweeps."""
 
     sweep: Sweep = field(default_factory=Sweep)
     model: Any = MISSING
@@ -55,27 +55,27 @@ class Root(Settings):
 
 @dataclass
 class AutoEngine:
-    """The best engine that works here; it says which one and why."""
+    """The best engine that works on this machine. The run reports its choice."""
 
-    threads: int = 0  # cores to use, if it computes on them; 0: all that this process may use
+    threads: int = 0  # CPU threads, if the chosen engine uses the CPU; 0: all available cores
 
 
 def default_callbacks() -> list[str]:
-    """The callbacks of `callbacks=[default]`, which a run has unless told otherwise."""
+    """Return the names of the callbacks in `callbacks=[default]`, which a run has by default."""
     return list(load_yaml(CONF / "callbacks" / "default.yaml")["defaults"])
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's reader of files, which takes only what `foreign` lets through; known to Hydra by the name of its own."""
+    """Replacement of Hydra's file reader that checks files with `safe_yaml`. Hydra finds it by its class name."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """A file's contents; UserError for one that says more than settings."""
+        """Load a file; raise UserError if it holds anything other than settings."""
         path = Path(self.path, self._normalize_file_name(config_path))
         ours = path.is_relative_to(CONF)
         if not ours and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
-            raise UserError(f"{config_path}: is not taken from {self.path}")
+            raise UserError(f"{config_path}: cannot be loaded from {self.path}")
         if not os.path.lexists(path):
-            return super().load_config(config_path)  # which says so
+            return super().load_config(config_path)  # which raises
 
         def load(text: str) -> Any:
             return copy.deepcopy(_load_text(text)), self._get_header_dict(text)
@@ -84,40 +84,40 @@ class FileConfigSource(file_config_source.FileConfigSource):
         return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header=header)
 
     def is_config(self, config_path: str) -> bool:
-        """Whether anything has that name: what is no file is told by `load_config`, not passed over."""
+        """Return True if the path exists, even if it is not a file, so that `load_config` reports it."""
         return os.path.lexists(Path(self.path, self._normalize_file_name(config_path)))
 
 
 @functools.lru_cache
 def _load_text(text: str) -> Any:
-    """What a text in YAML holds; a process that composes several runs reads the same few files."""
+    """Parse YAML. The cache helps processes that compose several runs from the same files."""
     return OmegaConf.load(io.StringIO(text))
 
 
 def read_config(path: Path) -> str:
-    """The text of a configuration file, as far as one may be long; UserError when it cannot be read."""
-    return read_text(path, SIZE_LIMIT).removeprefix("\ufeff")  # with which editors on Windows begin a file
+    """Return the text of a configuration file; raise UserError if it cannot be read or exceeds SIZE_LIMIT."""
+    return read_text(path, SIZE_LIMIT).removeprefix("\ufeff")  # byte order mark, written by editors on Windows
 
 
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
-    """Hydra's reader of dataclasses, which makes settings of those that are chosen: all that there are take a while."""
+    """Replacement of Hydra's dataclass reader that converts only the chosen dataclasses, to save time."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The settings of a part with their types and defaults."""
+        """Return the settings of a part with types and defaults."""
         found = super().load_config(config_path)
         if isinstance(found.config, type):
             found.config = OmegaConf.structured(schema(found.config, Path(config_path).stem))
         return found
 
 
-composition_cache: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {}  # with the parts that are stored now
+composition_cache: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {}  # valid for the current schemas
 
 
 def store_schemas(registry: Registry) -> None:
-    """Makes every plugin's dataclass known to Hydra under its group and name, and files pass through `trust`."""
+    """Register every plugin's dataclass with Hydra by group and name, and install the checked file readers."""
     SourcesRegistry.instance().types |= {"file": FileConfigSource, "structured": StructuredConfigSource}
     store = ConfigStore.instance()
-    if "schema.yaml" not in store.repo:  # which takes a while
+    if "schema.yaml" not in store.repo:  # storing it is slow
         store.store(name="schema", node=Root)
     for kind, offers in all_part_classes(registry).items():
         known = store.repo.setdefault(kind, {})
@@ -125,13 +125,13 @@ def store_schemas(registry: Registry) -> None:
             file, package = f"{name}.yaml", f"callbacks.{name}" if kind == "callbacks" else None
             if file in known and known[file].node is cls:
                 continue
-            offer = registry.offers[kind].get(name)  # its plugin may be out already
-            if offer and offer.origin:  # of toyexp's own it is known that they can be settings
+            offer = registry.offers[kind].get(name)  # None if its plugin was dropped
+            if offer and offer.origin:  # a third-party plugin; built-in ones are known to be valid
                 try:
                     OmegaConf.structured(schema(cls, name))
                 except OmegaConfBaseException as error:
                     what = " ".join(str(error).split())
-                    registry.drop(offer, f"{kind}={name}: its fields cannot be settings: {what}")
+                    registry.drop(offer, f"{kind}={name}: fields are not valid settings: {what}")
                     continue
             node: Any = cls
             known[file] = ConfigNode(file, node, kind, package, None)
@@ -140,7 +140,7 @@ def store_schemas(registry: Registry) -> None:
 
 @functools.cache
 def schema(cls: type, name: str) -> type:
-    """A plain dataclass with the fields of `cls`, led by its name, so that a saved config says what it is of."""
+    """Return a dataclass with a `name` field and the fields of `cls`, so that a saved config names its parts."""
     hints = types_of(cls)
     parts: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for f in dataclasses.fields(cls):
@@ -149,51 +149,51 @@ def schema(cls: type, name: str) -> type:
 
 
 def part_classes(kind: str, registry: Registry) -> dict[str, type]:
-    """Everything of a kind by name: what plugins offer, and engine=auto."""
+    """Return the classes of a kind by name: those of plugins, and engine=auto."""
     own = {AUTO: AutoEngine} if kind == "engine" else {}
     return own | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
 
 
 def all_part_classes(registry: Registry) -> dict[str, dict[str, type]]:
-    """The same of every kind that settings choose."""
+    """Return the classes of every kind that a configuration chooses."""
     return {kind: part_classes(kind, registry) for kind in (*PARTS, "callbacks")}
 
 
 def part_class(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
-    """The class whose settings `node` holds; UserError when nobody offers one of that name."""
+    """Return the class whose settings `node` holds; raise UserError for an unknown name."""
     return part_classes(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the configuration comes from: toyexp's conf/, or a person's own directory with conf/ behind it."""
+    """Source of the configuration: toyexp's conf/, or a user's directory with conf/ as fallback."""
 
     directory: Path
     name: str = "config"
-    extra: Path | None = None  # one more directory of presets
-    saved: bool = False  # a run's own, which nobody wrote
-    begun: Origin = field(default_factory=Origin, compare=False)  # where that run was begun
+    extra: Path | None = None  # additional directory of presets
+    saved: bool = False  # the saved configuration of a run
+    begun: Origin = field(default_factory=Origin, compare=False)  # start directory of that run
 
     @classmethod
-    def from_run(cls, directory: Path, asked: Mapping[str, str], modules: Sequence[str]) -> Source:
-        """The saved configuration of a run, without its settings of engine and callbacks where others are `asked` for.
+    def from_run(cls, directory: Path, chosen: Mapping[str, str], modules: Sequence[str]) -> Source:
+        """Return the saved configuration of a run, without its engine or callbacks if others are `chosen`.
 
-        Raises UserError where another model, data set or recipe is, and where its local plugins are not loaded.
+        Raise UserError if another model, data set, recipe or optimiser is chosen, or if a local plugin is not loaded.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)
         if not isinstance(saved, dict):
-            raise UserError(f"{file}: holds no keys with values")
+            raise UserError(f"{file}: must contain keys with values")
         require_plugins(saved.get("plugins"), modules, str(file))
         if "hydra" in saved:
-            raise UserError(f"{file}: its key hydra has no effect: a run goes on in its own directory; take it out")
+            raise UserError(f"{file}: the key hydra has no effect when a run is resumed; remove it")
         for kind in ("model", "data", "recipe", "optim"):
-            then, now = saved.get(kind), asked.get(kind)
+            then, now = saved.get(kind), chosen.get(kind)
             if not isinstance(then, dict) or now in (None, then.get("name")):
                 continue
             was = printable(str(then.get("name")))
-            raise UserError(f"resume={directory}: goes on with that run's {kind}, {was}; leave {kind}={now} out")
-        others = {"engine", "callbacks"} & asked.keys()
+            raise UserError(f"resume={directory}: resumes with {kind}={was}; leave {kind}={now} out")
+        others = {"engine", "callbacks"} & chosen.keys()
         begun = parse_origin(saved_state(directory))
         if others:
             return cls._write_config({k: v for k, v in saved.items() if k not in others}, begun)
@@ -201,7 +201,7 @@ class Source:
 
     @classmethod
     def _write_config(cls, settings: Mapping[str, Any], begun: Origin) -> Source:
-        """A directory of its own, which is there as long as this is: Hydra takes a main file from nowhere else."""
+        """Write settings to a temporary directory, deleted with this object; Hydra needs a file."""
         source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True, begun=begun)
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         text = yaml.safe_dump(dict(settings), sort_keys=False)
@@ -210,7 +210,7 @@ class Source:
 
     @classmethod
     def from_flags(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
-        """What --config-path, --config-name and --config-dir say; UserError for what is not there."""
+        """Return the source named by --config-path, --config-name and --config-dir; raise UserError if missing."""
         for flag, given in (("--config-path", path), ("--config-dir", extra)):
             if given is not None:
                 require_directory(given, f"{flag} {given}")
@@ -227,13 +227,13 @@ class Source:
 
     @property
     def directories(self) -> list[Path]:
-        """Every directory that may hold presets."""
+        """All directories that may contain presets."""
         return list(dict.fromkeys(d for d in (self.directory, self.extra, CONF) if d))
 
     def overrides(self) -> list[str]:
-        """What makes Hydra look in all directories, and gives a foreign config our run directory and quiet.
+        """Return overrides that set Hydra's search path, and toyexp's run directory and logging for a user's config.
 
-        Where something is written is for the main file to say, and no other, however it might get the keys there.
+        Only the main file may set output directories, so these overrides take precedence over any preset.
         """
         if len(self.directories) == 1:
             return []
@@ -245,20 +245,20 @@ class Source:
         path = self.directory / f"{self.name}.yaml"
         theirs = load_yaml(path) or {}
         if not isinstance(theirs, dict):
-            raise UserError(f"{path}: holds no keys with values, such as steps: 100")
+            raise UserError(f"{path}: must contain keys with values, such as steps: 100")
         own: dict[str, Any] = theirs["hydra"] if isinstance(theirs.get("hydra"), dict) else {}
         quiet = [] if own else ["hydra/hydra_logging=none", "hydra/job_logging=none"]
         return added + quiet + _directory_overrides({k: {**ours[k], **(own.get(k) or {})} for k in PLACES})
 
 
 def _directory_overrides(hydra_node: Mapping[str, Any]) -> list[str]:
-    """Where runs and sweeps go, as overrides."""
+    """Return the output directories of runs and sweeps as overrides."""
     nodes = [(f"hydra.{k}.{n}", str(value)) for k in PLACES for n, value in hydra_node[k].items()]
     return [f"{key}={QuotedString(text, Quote.single).with_quotes()}" for key, text in nodes]
 
 
 def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: bool = False) -> Any:
-    """What a configuration file holds; UserError for one that is not YAML, or says more than settings."""
+    """Load a configuration file; raise UserError if it is not YAML or holds anything other than settings."""
     text = read_config(path)
     check_file(path, text, path.is_relative_to(CONF), preset)
     try:
@@ -266,10 +266,10 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise UserError(f"{place}: not valid YAML: {problem or 'it cannot be read'}") from None
+        raise UserError(f"{place}: not valid YAML: {problem or 'cannot be parsed'}") from None
 
 
 def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:
-    """What Hydra composes of these and of the source's own, with its settings under `hydra`; its errors go through."""
+    """Compose overrides, after those of the source, with Hydra; Hydra's errors are not converted."""
     with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
         return hydra.compose(source.name, overrides=[*source.overrides(), *overrides], return_hydra_config=True)

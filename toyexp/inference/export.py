@@ -77,7 +77,7 @@ def build_format(word: str, settings: Sequence[str], registry: Registry) -> Form
 
 
 def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings: Sequence[str], word: str) -> Format:
-    from toyexp.config.build import apply_types, instantiate  # deferred: imports Hydra, which few exports need
+    from toyexp.config.build import apply_types, create_part  # deferred: imports Hydra, which few exports need
     from toyexp.config.words import parse
 
     names, chosen = [f.name for f in fields(cls)], {"name": cls.name, **values}
@@ -90,7 +90,7 @@ def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings:
             raise UserError(f"export {override.input_line}: --type {word} means {key}={values[key]}; leave one out")
         chosen[key] = override.value()
     try:
-        form: Format = instantiate(cls, apply_types(cls, chosen, cls.name))
+        form: Format = create_part(cls, apply_types(cls, chosen, cls.name))
     except UserError as error:
         raise UserError(str(error).removeprefix(f"{cls.name}.")) from None
     return form

@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         flag = action.option_strings[-1]
         if not text and action.type is not str:
-            what = f"{self.command} {flag} '': is empty (a variable that is not set?)".strip()
+            what = f"{self.command} {flag} '': is empty (an unset shell variable?)".strip()
             raise UserError(f"{what}; leave it out, or give it a value{self._such(flag)}")
         try:
             return super()._get_value(action, text)
@@ -150,7 +150,7 @@ class Command(ABC):
             if word.startswith("-"):
                 raise self.unknown_option(word, rest[i + 1 :])
         if "" in rest:
-            raise UserError(f"{self.name} '': is empty (a variable that is not set?); leave it out")
+            raise UserError(f"{self.name} '': is empty (an unset shell variable?); leave it out")
         found.rest = rest
         return found
 
@@ -163,7 +163,7 @@ class Command(ABC):
             hint = f"did you mean {meant[0]}?"
         else:
             hint = f"there is: {', '.join(meant)}" if meant else suggest(flag, known)
-        return UserError(f"{self.name} {word}: there is no such option; {hint}")
+        return UserError(f"{self.name} {word}: unknown option; {hint}")
 
     @abstractmethod
     def run(self, arguments: Arguments) -> int:

@@ -137,7 +137,7 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
     found: dict[Path, None] = {}
     for word in words:
         if not word:
-            raise UserError(f"{command} '': is empty (a variable that is not set?); leave it out, or name a directory")
+            raise UserError(f"{command} '': is empty (an unset shell variable?); leave it out, or name a directory")
         exists = os.path.lexists(word)
         paths = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
         runs = [run for place in paths for run in _list_runs(Path(place), notes)]

@@ -50,7 +50,7 @@ def prepare_request(
     """
     request, composed, resume_directory = locate(request, resume)
     if resume == AUTO:
-        parent, name = _locate(composed)
+        parent, name = _locate_parent(composed)
         nothing = f"no run named {name} with a checkpoint below {parent}; starting a new run"
         print_line(f"resume  {short_path(resume_directory) if resume_directory else nothing}")
     return prepare_run(composed, resume=resume_directory, callbacks=callbacks)
@@ -73,10 +73,10 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composition, 
         request = request.use_saved_config(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()
-    return request, composed, find_newest(*_locate(composed))
+    return request, composed, find_newest(*_locate_parent(composed))
 
 
-def _locate(composed: Composition) -> tuple[Path, str]:
+def _locate_parent(composed: Composition) -> tuple[Path, str]:
     composed.apply_base()
     return composed.directory("hydra.run.dir").parent, str(composed.cfg.name)
 

@@ -20,7 +20,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import format_value as plain
 from toyexp.base.writing import require_plain_path
-from toyexp.config.build import apply_types, drop_hydra_keys, instantiate, resolve_config
+from toyexp.config.build import apply_types, create_part, drop_hydra_keys, resolve_config
 from toyexp.config.compose import Composition
 from toyexp.config.compose_cache import HYDRA_REFERENCE, split_choices
 from toyexp.config.keys import Keys
@@ -177,7 +177,7 @@ class JobConfigs:
             if node.name == AUTO:
                 return AUTO
             cls = part_class("engine", node, self.request.registry)
-            return cast("Engine", instantiate(cls, apply_types(cls, node, "engine")))
+            return cast("Engine", create_part(cls, apply_types(cls, node, "engine")))
         except UserError:
             return ""
 
@@ -185,7 +185,7 @@ class JobConfigs:
         """Return the model of a job. Raise UserError for invalid settings."""
         cfg = self._load_base_model(self.config(job)).cfg
         cls = part_class("model", cfg.model, self.request.registry)
-        return cast("Model", instantiate(cls, apply_types(cls, cfg.model, "model")))
+        return cast("Model", create_part(cls, apply_types(cls, cfg.model, "model")))
 
     def _load_base_model(self, composed: Composition) -> Composition:
         """Return the configuration with the model of the recipe's base file, if the recipe has one."""
@@ -251,7 +251,7 @@ class JobConfigs:
         node = {str(key): part[key] for key in part if str(key) not in left_out}
         registry = self.request.registry
         cls = registry.get(kind, name) if name else part_class(kind, node, registry) if owner else Root
-        (cls(**node) if cls is Root else instantiate(cls, node)).check()
+        (cls(**node) if cls is Root else create_part(cls, node)).check()
 
 
 def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:

@@ -84,31 +84,29 @@ def evaluations(begins: int, steps: int, every: int) -> int:
 class Settings:
     """Top-level settings of a run, without its parts. conf/config.yaml lists them in this order."""
 
-    name: str = setting("${recipe.name}-${model.name}", "of the run, its directory and its GGUF", FREE, ASIDE, OF_A_RUN)
-    seed: int = setting(0, "of the initial values, the order of the data and dropout")
-    data_seed: int | None = setting(None, "of the order of the data (and images' augmentation); null: seed")
-    model_seed: int | None = setting(None, "of the initial values; null: seed")
+    name: str = setting("${recipe.name}-${model.name}", "run name, for directory and GGUF", FREE, ASIDE, OF_A_RUN)
+    seed: int = setting(0, "random seed of initial weights, data order and dropout")
+    data_seed: int | None = setting(None, "random seed of data order and image augmentation; null: seed")
+    model_seed: int | None = setting(None, "random seed of initial weights; null: seed")
     steps: int = setting(200, "optimiser steps", FREE)
-    epochs: float | None = setting(None, "passes over the training data, in place of steps", FREE, ASIDE, OF_A_RUN)
-    batch_size: int = setting(8, "sequences (or images) in a step")
-    lr: float = setting(0.003, "base learning rate, which the schedule scales", FREE)
-    eval_every: int = setting(50, "steps between evals of the held-out data; 0: none", FREE, OF_A_RUN)
+    epochs: float | None = setting(None, "passes over the training data, instead of steps", FREE, ASIDE, OF_A_RUN)
+    batch_size: int = setting(8, "sequences (or images) per step")
+    lr: float = setting(0.003, "base learning rate, scaled by the schedule", FREE)
+    eval_every: int = setting(50, "steps between evaluations on held-out data; 0: never", FREE, OF_A_RUN)
     checkpoint_every: str = setting(
-        "10min", "steps or a time (30s, 10min, 2h) between checkpoints; 0: none but the best", FREE, ASIDE, OF_A_RUN
+        "10min", "steps or time (30s, 10min, 2h) between checkpoints; 0: no checkpoints", FREE, ASIDE, OF_A_RUN
     )
-    checkpoint_keep: int = setting(2, "the last so many are kept", FREE, ASIDE, OF_A_RUN)
+    checkpoint_keep: int = setting(2, "number of latest checkpoints to keep", FREE, ASIDE, OF_A_RUN)
     checkpoint_best: str | None = setting(
-        None, "and the one with the best held-out loss, ppl or accuracy, which is exported", FREE, ASIDE, OF_A_RUN
+        None, "metric, such as loss, ppl or accuracy: also keep, and export, its best checkpoint", FREE, ASIDE, OF_A_RUN
     )
-    nonfinite: str = setting(
-        "stop", "what a loss or gradient that is no finite number does: stop (the run) | skip (the step)", FREE
-    )
+    nonfinite: str = setting("stop", "on a NaN or infinite loss or gradient: stop (the run) | skip (the step)", FREE)
     resume: str | None = setting(
-        None, "what to go on with: auto (the newest of this name) | a run's directory", FREE, ASIDE, OF_A_RUN
+        None, "run to resume: auto (the newest of this name) | a run's directory", FREE, ASIDE, OF_A_RUN
     )
     plugins: list[str] = field(
         default_factory=list,
-        metadata=about("local modules to load, on the command line only: plugins=[my_module]", FREE, ASIDE),
+        metadata=about("local plugin modules to import; command line only: plugins=[my_module]", FREE, ASIDE),
     )
 
     def check(self) -> None:

@@ -77,7 +77,7 @@ def test_k_quants_without_llama_cpp_are_refused_before_the_run(train, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     run = train("callbacks.gguf_export.type=q4_k_m", engine="noop")
-    assert run.code == 2 and "callbacks.gguf_export.type=q4_k_m is written by llama.cpp, which is not here" in run.err
+    assert run.code == 2 and "callbacks.gguf_export.type=q4_k_m needs llama.cpp, which is not installed" in run.err
     assert not run.dir.exists()
 
 

@@ -386,8 +386,8 @@ def make(kind):
         ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp converts"),
         ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),
         ("peft", "python convert_lora_to_gguf.py run --outfile model.gguf"),
-        ("a ViT of transformers", "run holds a model of images, of which toyexp reads those that it trained itself"),
-        ("a ViT of timm", "run holds a model of images, of which toyexp reads those that it trained itself"),
+        ("a ViT of transformers", "run holds an image model; toyexp only reads image models that it trained"),
+        ("a ViT of timm", "run holds an image model; toyexp only reads image models that it trained"),
     ],
 )
 def test_a_file_that_is_no_gguf_model_is_named(kind, said, capsys):
@@ -408,7 +408,7 @@ def test_a_file_that_names_no_tokenizer_has_none(capsys):
     write_foreign(Path("model.gguf"), keys={"tokenizer.ggml.tokens": ["a", "b"]})
     assert told(capsys, "model.gguf")["tokenizer"]["refused"] == "has no tokenizer"
     assert main(["recipe=warm", "recipe.donor=model.gguf"]) == 2
-    assert "model.gguf: has no tokenizer; what it reads are ids: data=tokens" in capsys.readouterr().err
+    assert "model.gguf: has no tokenizer; evaluate it on token ids: data=tokens" in capsys.readouterr().err
 
 
 def test_64_bit_numbers_are_shown_exactly(registry):

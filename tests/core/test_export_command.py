@@ -155,7 +155,7 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
         ("model.gguf --typ q8_0", "unknown option; did you mean --type?"),
         (
             "model.gguf --type q4_k_m",
-            "--type=q4_k_m is written by llama.cpp, which is not here: put its llama-quantize",
+            "--type=q4_k_m needs llama.cpp, which is not installed: put its llama-quantize",
         ),
         ("nowhere.gguf --type q8_0", "nowhere.gguf: not found"),
         ("empty --type q8_0", "empty: is a directory without model.gguf"),

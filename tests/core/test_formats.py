@@ -256,7 +256,7 @@ def test_a_file_in_a_readable_format_is_accepted_wherever_a_gguf_is(tall, capsys
         assert capsys.readouterr().err.startswith("toyexp: error: model.safetensors: ")
     save_file({"x": np.zeros(3, np.float32)}, tall / "theirs.safetensors")
     (tall / "torn.safetensors").write_bytes((tall / "model.safetensors").read_bytes()[:-9])
-    for name, said in (("theirs", "is no model that toyexp wrote"), ("torn", "tensor ")):
+    for name, said in (("theirs", "was not written by toyexp"), ("torn", "tensor ")):
         assert main(["describe", f"{name}.safetensors"]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"toyexp: error: {name}.safetensors: {said}") and err.count("\n") == 1
@@ -284,18 +284,18 @@ def broken(header=None, body=bytes(24), **tensors):
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (broken()[:5], "is no whole safetensors file"),
-        (broken()[:40], "is no whole safetensors file"),
-        (bytes(8) + broken()[8:], "is no whole safetensors file: a header of 0 bytes"),
-        (b"\xff" * 40, "is no whole safetensors file"),
-        (b"", "is no whole safetensors file"),
-        (broken(b"{nonsense"), "its header is no JSON object"),
-        (broken(b"[1, 2]"), "its header is no JSON object"),
-        (broken(b"[" * 100_000), "its header is no JSON object"),
-        (broken(b"{}"), "is no model that toyexp wrote"),
-        (broken(__metadata__=None), "is no model that toyexp wrote"),
-        (broken(__metadata__={"gguf": None}), "its metadata gguf is no JSON object"),
-        (broken(__metadata__={"gguf": "null"}), "its metadata gguf is no JSON object"),
+        (broken()[:5], "is not a complete safetensors file"),
+        (broken()[:40], "is not a complete safetensors file"),
+        (bytes(8) + broken()[8:], "is not a complete safetensors file: the header claims 0 bytes"),
+        (b"\xff" * 40, "is not a complete safetensors file"),
+        (b"", "is not a complete safetensors file"),
+        (broken(b"{nonsense"), "its header is not a JSON object"),
+        (broken(b"[1, 2]"), "its header is not a JSON object"),
+        (broken(b"[" * 100_000), "its header is not a JSON object"),
+        (broken(b"{}"), "was not written by toyexp"),
+        (broken(__metadata__=None), "was not written by toyexp"),
+        (broken(__metadata__={"gguf": None}), "its metadata gguf is not a JSON object"),
+        (broken(__metadata__={"gguf": "null"}), "its metadata gguf is not a JSON object"),
         (broken(a=[1]), "tensor a has no dtype, shape and data_offsets"),
         (broken(a={"data_offsets": [1]}), "tensor a has no dtype, shape and data_offsets"),
         (broken(a={"dtype": "F33"}), "tensor a is of type F33, expected F32, F16, BF16"),
@@ -305,9 +305,9 @@ def broken(header=None, body=bytes(24), **tensors):
         (broken(a={"shape": [10**18] * 500}), "tensor a has the shape"),
         (broken(a={"shape": [4]}), "tensor a has 12 bytes, its shape [4] takes 16"),
         (broken(b={"data_offsets": [8, 20]}), "tensors a and b overlap"),
-        (broken(b={"data_offsets": [16, 28]}, body=bytes(28)), "has 4 bytes of nothing before tensor b"),
+        (broken(b={"data_offsets": [16, 28]}, body=bytes(28)), "has 4 unused bytes before tensor b"),
         (broken(body=bytes(20)), "tensor b ends 4 bytes after the end of the file"),
-        (broken(body=bytes(25)), "has 1 bytes of nothing after its last tensor"),
+        (broken(body=bytes(25)), "has 1 unused bytes after its last tensor"),
     ],
 )  # fmt: skip
 def test_broken_safetensors_give_a_one_line_error(tmp_path, raw, said):

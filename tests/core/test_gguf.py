@@ -175,7 +175,7 @@ def test_rows_reads_only_the_requested_rows(put):
 
 @pytest.mark.parametrize("rows", [-1, 0, 3])
 def test_rows_out_of_range_are_rejected(put, rows):
-    with GGUFFile(put(GOOD)) as file, pytest.raises(GGUFError, match=f"matrix has 2 rows, {rows} were asked for"):
+    with GGUFFile(put(GOOD)) as file, pytest.raises(GGUFError, match=f"matrix has 2 rows, {rows} were requested"):
         file.read("matrix", rows=rows)
 
 
@@ -269,14 +269,14 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "float64 weights": (gguf_file(tensors=(tensor("a", (4,), 28),)), "tensor a is of type F64, which is not supported"),
     "gap before the first tensor": (
         gguf_file(tensors=(tensor("a", (8,), 0, 32),), data=bytes(64)),
-        "32 bytes of nothing before tensor a",
+        "32 unused bytes before tensor a",
     ),
     "gap between tensors": (
         gguf_file(tensors=(tensor("a", (8,)), tensor("b", (8,), 0, 96)), data=bytes(128)),
-        "64 bytes of nothing before tensor b",
+        "64 unused bytes before tensor b",
     ),
-    "left over bytes": (gguf_file(data=bytes(64)), "32 bytes of nothing after its last tensor"),
-    "left over bytes without a tensor": (gguf_file(tensors=(), data=bytes(32)), "bytes of nothing after its last"),
+    "left over bytes": (gguf_file(data=bytes(64)), "32 unused bytes after its last tensor"),
+    "left over bytes without a tensor": (gguf_file(tensors=(), data=bytes(32)), "unused bytes after its last"),
     "part number that is a word": (gguf_file((key("split.no", STRING, text("0")),)), "split.* key that is no whole"),
     "part 7 of 3": (gguf_file((key("split.no", U16, b"\6\0"), key("split.count", U16, b"\3\0"))), "part 7 of 3"),
     "absurd count of parts": (gguf_file((key("split.count", U64, u64(HUGE)),)), f"part 1 of {HUGE}"),

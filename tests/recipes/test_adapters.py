@@ -138,16 +138,16 @@ def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
 
 
 @pytest.mark.parametrize(("config", "tensors", "said"), [
-    ({"use_dora": True}, {}, "use_dora=True is more than a pair A, B"),
+    ({"use_dora": True}, {}, "use_dora=True is not supported, only plain LoRA"),
     ({"bias": "all"}, {}, "bias=all is more than"),
     ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights=pissa_niter_4 is more than"),
     ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
-    ({"peft_type": "IA3"}, {}, "is an adapter of PEFT's type IA3; toyexp knows LORA"),
+    ({"peft_type": "IA3"}, {}, "has peft_type=IA3; only LORA is supported"),
     ({"lora_alpha": 0}, {}, "lora_alpha is 0, expected a number above 0"),
     ({"r": 0}, {}, "adapter_config.json: r is 0, expected a number above 0"),
     ({"r": "four"}, {}, "adapter_config.json: r is four, expected a number above 0"),
-    ({"r": 2}, {}, "is of rank 3; adapter_config.json has r=2"),
-    ({"alpha_pattern": {"(a+)+$": 3}}, {}, "only names of modules are read"),
+    ({"r": 2}, {}, "has rank 3; adapter_config.json has r=2"),
+    ({"alpha_pattern": {"(a+)+$": 3}}, {}, "only module names are supported"),
     ({}, {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": np.ones((3, 32), np.float32)},
      "its tensor base_model.model.model.layers.9.self_attn.q_proj"),
     ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.ones((3, 31), np.float32)},
@@ -167,11 +167,11 @@ def test_an_alpha_that_pefts_file_leaves_out_is_8_as_there():
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("adapter_config.json", b"[]", "adapter_config.json: is no JSON object"),
-    ("adapter_config.json", b"[" * 5000, "adapter_config.json: is no JSON object"),
+    ("adapter_config.json", b"[]", "adapter_config.json: is not a JSON object"),
+    ("adapter_config.json", b"[" * 5000, "adapter_config.json: is not a JSON object"),
     ("adapter_config.json", b'{"lora_alpha": 1' + b"0" * 400 + b"}", "expected a number above 0"),
     ("adapter_config.json", b'{"lora_alpha": "5"}', "lora_alpha is 5, expected a number above 0"),
-    ("adapter_model.safetensors", b"", "is no whole safetensors file"),
+    ("adapter_model.safetensors", b"", "is not a complete safetensors file"),
     ("adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
     ("adapter_model.safetensors", None, "not found"),
 ])  # fmt: skip
@@ -317,12 +317,12 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
     (["base.gguf", "other.gguf", "--out", "m.gguf"], "other.gguf: holds no LoRA adapter (general.type is model)"),
     (["other.gguf", "run", "--out", "m.gguf"], "blk.0.ffn_down.weight is 32 x 32"),
     (["gpt2.gguf", "run", "--out", "m.gguf"], "is an adapter of llama, the model is gpt2"),
-    (["gpt2.gguf", "run/adapter-hf", "--out", "m.gguf"], "fits no linear of this gpt2"),
+    (["gpt2.gguf", "run/adapter-hf", "--out", "m.gguf"], "matches no linear of this gpt2"),
     (["run/adapter.gguf", "run", "--out", "m.gguf"], "holds no model (general.type is adapter)"),
     (["base.gguf", "empty", "--out", "m.gguf"], "empty: is a directory without adapter.gguf or adapter_config.json"),
     (["base.gguf", "unfinished", "--out", "m.gguf"], "name a checkpoint, such as unfinished/checkpoints/step-6"),
     (["base.gguf", "none", "--out", "m.gguf"], "none: not found"),
-    (["base.gguf", "pickled", "--out", "m.gguf"], "is a pickle, which may run code and is not opened"),
+    (["base.gguf", "pickled", "--out", "m.gguf"], "is a pickle, which could run code"),
     (["base.gguf", "book.txt", "--out", "m.gguf"], "book.txt: is not a GGUF file"),
 ])  # fmt: skip
 def test_a_merge_that_cannot_be_is_one_line_and_writes_nothing(capsys, words, said):

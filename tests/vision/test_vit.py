@@ -329,13 +329,13 @@ def test_a_file_that_lacks_something_says_what(trained, tmp_path, changes, words
 
 def test_safetensors_of_something_else_say_so(trained, tmp_path):
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="is no model that toyexp wrote"):
+    with pytest.raises(UserError, match="was not written by toyexp"):
         load_vit(tmp_path / "other.safetensors")
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "list.safetensors", {"gguf": "[]"})
-    with pytest.raises(UserError, match=r"list\.safetensors: its metadata gguf is no JSON object"):
+    with pytest.raises(UserError, match=r"list\.safetensors: its metadata gguf is not a JSON object"):
         load_vit(tmp_path / "list.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
-    with pytest.raises(UserError, match=r"broken\.safetensors: is no whole safetensors file"):
+    with pytest.raises(UserError, match=r"broken\.safetensors: is not a complete safetensors file"):
         load_vit(tmp_path / "broken.safetensors")
     with pytest.raises(UserError, match=r"missing\.safetensors: not found"):
         load_vit(tmp_path / "missing.safetensors")

@@ -1,4 +1,4 @@
-"""Files of models, in and out; a stranger's byte is checked here. What plugins may use of it stands here."""
+"""Read and write model files; every byte from a file is untrusted. The names listed here are open to plugins."""
 
 from typing import TYPE_CHECKING
 

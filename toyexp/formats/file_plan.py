@@ -1,4 +1,4 @@
-"""A model in a file as it stands, for those who only look: the plan that opens it."""
+"""Plans that open a model file without training it, and LoRA adapter files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toyexp.interfaces.recipe import Setup
 
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:
-    """The file's model, and a LoRA adapter's file on it, of which nothing trains: no memory for that is taken."""
+    """Return the plan of a file's model, and optionally a LoRA adapter, in which nothing trains."""
     tensors, adapters = frozen_tensors(model, path, adapter)
     return setup.plan(model, tensors, adapters)
 
@@ -26,16 +26,16 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
 def frozen_tensors(
     model: Model, path: Path, adapter: Path | None = None
 ) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """The tensors of such a plan, each to be read from its file, and what of them is put on what."""
+    """Return the frozen tensors of a model file and an adapter, and the adapters' targets."""
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
     return [*tensors, *pairs], adapters
 
 
 def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
-    """Shows data to the model of a file as that file says its own were; UserError for what it cannot be shown.
+    """Give data the preprocessing that a model's file records; raise UserError for data that does not fit.
 
-    A model that leaves its classes to the data has no numbers for them.
+    A model that leaves its classes to the data has no fixed class numbers.
     """
     metadata, own = open_gguf(str(path)).metadata, {"classes"} if model_settings(model).get("classes") == 0 else set()
     keys = {name: f"{gguf_architecture(model)}.{name}" for name in dataset.gguf_metadata() if name not in own}
@@ -47,7 +47,7 @@ def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
 
 
 def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """The frozen tensors of a LoRA adapter for llama.cpp, and what they are put on; UserError if not on `model`."""
+    """Return the tensors and targets of a LoRA adapter file; raise UserError if it does not fit `model`."""
     with GGUFFile(path) as file:
         alpha = check_adapter(file)
         if file.architecture != (ours := gguf_architecture(model)):
@@ -57,14 +57,14 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
         ranks = [_rank(file, linear) for linear in adapted]
         names = [name for linear in adapted for name in lora_names(linear.name)]
         if strange := file.tensors.keys() - set(names):
-            raise file.error(f"its tensor {printable(min(strange))} fits no linear of this {model.name}")
+            raise file.error(f"its tensor {printable(min(strange))} matches no linear of this {model.name}")
         pairs = [PlanTensor(n, file.tensors[n].shape, FromGGUF(str(path), n), trainable=False) for n in names]
-    scales = [alpha / rank if alpha else 1.0 for rank in ranks]  # as llama.cpp has it
+    scales = [alpha / rank if alpha else 1.0 for rank in ranks]  # as in llama.cpp
     return pairs, [LoraAdapter(linear.name, scale) for linear, scale in zip(adapted, scales, strict=True)]
 
 
 def _rank(file: GGUFFile, linear: TensorSpec) -> int:
-    """The rank of the pair on a linear; UserError where the two do not fit it."""
+    """Return the rank of a linear's LoRA pair; raise UserError if its shapes do not fit the linear."""
     a, b = (file.tensors[name].shape if name in file.tensors else () for name in lora_names(linear.name))
     (outputs, inputs), rank = linear.shape, a[0] if a else 0
     if (a, b) != ((rank, inputs), (outputs, rank)):
@@ -73,7 +73,7 @@ def _rank(file: GGUFFile, linear: TensorSpec) -> int:
 
 
 def check_adapter(file: GGUFFile) -> float:
-    """Its alpha, 0 where it has none; UserError for a file that holds no LoRA adapter, whatever its base."""
+    """Return the alpha of a LoRA adapter file, 0 if it has none; raise UserError if the file is no LoRA adapter."""
     kinds = [file.metadata.get(key) for key in ("general.type", "adapter.type")]
     if kinds != ["adapter", "lora"]:
         raise file.error(f"holds no LoRA adapter (general.type is {printable(str(kinds[0]))})")

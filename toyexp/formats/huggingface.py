@@ -1,4 +1,4 @@
-"""A model as transformers keeps it, a directory of config.json and model.safetensors; LoRA adapters as PEFT does."""
+"""Write a model as a transformers directory (config.json, model.safetensors), or LoRA adapters for PEFT."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.sentencepiece import SentencePiece
 from toyexp.tokenizers.tokenizer import Tokenizer
 
-TRANSFORMERS_VERSION = (
-    "4.51.0"  # whose form config.json has; without it 4.57 takes a large vocabulary for one of Mistral's, and warns
-)
-METADATA = {"format": "pt"}  # transformers insists on it
+TRANSFORMERS_VERSION = "4.51.0"  # format of config.json; without it 4.57 warns about a Mistral vocabulary
+METADATA = {"format": "pt"}  # required by transformers
 HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 TEXT_CLASSES = "AutoModelForCausalLM", "text-generation"
 IMAGE_CLASSES = "AutoModelForImageClassification", "image-classification"
 
 
 def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> list[str]:
-    """Writes the directory `path` in one piece, in place of an earlier one: to a temporary name, flushed, renamed.
+    """Write the directory `path` atomically, replacing an earlier one.
 
-    Tensors are asked for one at a time. Returns a sentence for each tensor whose numbers are not finite, or are not in
-    this type. Raises UserError for a model that transformers does not have.
+    Tensors are read one at a time. Return a sentence for each tensor with numbers that are not finite or do not fit the
+    dtype. Raise UserError for a model that transformers does not have.
     """
     model, tokenizer, layout = exported.model, exported.tokenizer, hf_layout(exported.model, exported.data)
     tensors: dict[str, Tensor] = {}
@@ -70,10 +68,10 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
 
 
 def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """A sentence for each who makes something else of a model's directory than toyexp and llama.cpp do."""
+    """Return how transformers and llama.cpp's converter would treat the directory differently from toyexp."""
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.count_reordered()):
-        lines.append(f"transformers may join {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
+        lines.append(f"transformers may merge {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
     lost = conversion_problem(hf_layout(model, data).conversion, tokenizer) if model.reads.text else ""
     if lost:
         lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
@@ -81,9 +79,9 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
 
 
 def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[str]:
-    """Writes the plan's LoRA adapters for PEFT, in one piece like `write_folder`, in float32.
+    """Write the plan's LoRA adapters for PEFT atomically, in float32.
 
-    PEFT adds lora_alpha / r * B A to the linears of the base in transformers, so B's rows stand in their order.
+    PEFT adds lora_alpha / r * B A to the base's linears, so the rows of B have transformers' order.
     """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     places = hf_layout(plan.model, {}).tensors
@@ -117,7 +115,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
 
 
 def model_card(exported: ModelExport, adapter: bool = False) -> str:
-    """Return the text of README.md: what the model is, where it comes from, its scores, and how to load it."""
+    """Return the text of README.md: the model, its origin, its metrics and how to load it."""
     model, general, repository = exported.model, exported.general, _repository(exported)
     (auto, task), licence = TEXT_CLASSES if model.reads.text else IMAGE_CLASSES, str(general.get("license", ""))
     front = [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: {task}", "tags: [toyexp]"]
@@ -141,7 +139,7 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
 
 
 def _repository(exported: ModelExport) -> str | None:
-    """Return the base's repository at Hugging Face, OWNER/NAME, if the base's file names one."""
+    """Return the base's Hugging Face repository OWNER/NAME, if the base's file names one."""
     found = HUB.fullmatch(str(exported.general.get("base_model.0.repo_url", "")))
     return found[1] if found else None
 
@@ -151,7 +149,7 @@ def _convert_tensor(tensors: Mapping[str, np.ndarray], name: str, place: HFTenso
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What text begins with, where it ends, and what fills up the rows of a batch."""
+    """Return the ids of begin, end and padding."""
     if tokenizer is None:
         return {}
     ends = [tokenizer.eos, *sorted(tokenizer.ends - {tokenizer.eos})]
@@ -161,7 +159,7 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 @contextmanager
 def _directory(path: Path) -> Iterator[Path]:
-    """A directory to write into, which appears as `path` once it is whole; RunFailed when it cannot be written."""
+    """Yield a temporary directory that becomes `path`; raise RunFailed if it cannot be written."""
     with convert_write_errors(path), write_atomically(path) as folder:
         folder.mkdir()
         yield folder
@@ -171,17 +169,17 @@ GPT2_TOKENS = 50257
 
 
 def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
-    """Why it does not take the directory, or makes another model of it; nothing if all is well."""
+    """Return why llama.cpp's converter rejects or misreads the directory; "" if it does not."""
     if tokenizer is None:
         return "the model has no tokenizer"
     if isinstance(tokenizer, Bytes | Characters):
         return f"it has no {tokenizer.kind} tokenizer"
     if tokenizer.kind not in conversion.kinds:
         return f"for this architecture it has no {tokenizer.kind} tokenizer"
-    # Trained here, or read from a GGUF of one that was: those have GPT-2's pre-tokenizer.
+    # Trained by toyexp, or read back from its GGUF: these have GPT-2's pre-tokenizer.
     is_small = tokenizer.source.get("ggml.pre", "gpt-2") == "gpt-2" and tokenizer.vocab < GPT2_TOKENS
     if isinstance(tokenizer, BPE) and is_small:
-        return "of byte-level BPE it knows only published vocabularies, not one trained here"
+        return "it knows only published byte-level BPE vocabularies, not one trained by toyexp"
     if isinstance(tokenizer, SentencePiece):
         if conversion.prefix not in (None, tokenizer.prefix):
             return f"for this architecture it sets add_space_prefix={str(conversion.prefix).lower()}"
@@ -189,23 +187,23 @@ def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> s
     return conversion.lost
 
 
-# Of some model_types transformers 5 takes only vocabulary and merges from tokenizer.json, and cuts and normalises text
-# in a way of its own. It leaves the tokenizer of a directory alone that names a class of its own. That class is here
-# for whoever allows code from the directory (trust_remote_code=True); nobody else imports it.
-CLASS = {"AutoTokenizer": ["tokenization.FromFile", "tokenization.FromFile"]}  # without and with the library tokenizers
+# For some model_types transformers 5 only reads vocabulary and merges from tokenizer.json, and replaces the
+# pre-tokenizer and normaliser. It does not if the directory names its own tokenizer class, so one is written here.
+# It is only imported by users who allow code from the directory (trust_remote_code=True).
+CLASS = {"AutoTokenizer": ["tokenization.FromFile", "tokenization.FromFile"]}  # slow and fast tokenizer
 CODE = '''\
-"""The tokenizer of this directory is its tokenizer.json, whatever others of its model_type do."""
+"""Use this directory's tokenizer.json, also if transformers has another tokenizer for its model_type."""
 
 from transformers import PreTrainedTokenizerFast
 
 
 class FromFile(PreTrainedTokenizerFast):
-    """tokenizer.json as it stands."""
+    """Tokenizer read from tokenizer.json, unchanged."""
 '''
 
 
 def tokenizer_files(tokenizer: Tokenizer, replaced: bool) -> dict[str, bytes]:
-    """What each file holds; `replaced`: transformers would have another tokenizer for a model of this kind."""
+    """Return the tokenizer files' contents by name; `replaced`: transformers would use its own tokenizer."""
     library, settings = tokenizer.to_huggingface()
     files = {"tokenizer.json": library.encode()}
     if isinstance(tokenizer, SentencePiece):
@@ -219,7 +217,7 @@ def tokenizer_files(tokenizer: Tokenizer, replaced: bool) -> dict[str, bytes]:
 
 
 def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
-    """What llama.cpp's converter looks for here and not in the vocabulary; tokenizer.json has it too."""
+    """Return the settings that llama.cpp's converter only reads from tokenizer_config.json."""
     added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
     found = {i: token for i, token in added.items() if not token["special"]}
     settings: dict[str, Any] = {"added_tokens_decoder": found} if found else {}

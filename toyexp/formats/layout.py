@@ -1,4 +1,4 @@
-"""A model as transformers has it: what it is called there, and where its tensors stand."""
+"""How a model is stored in transformers: its config and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toyexp.interfaces.model import Model
 if TYPE_CHECKING:
     import numpy as np
 
-HF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # our names, and those of GGUF and safetensors
+HF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # dtype: its name in GGUF and safetensors
 HF_FILES = frozenset({
     "README.md", "config.json", "generation_config.json", "model.safetensors", "preprocessor_config.json",
     "tokenization.py", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -22,42 +22,44 @@ ArrayFunction = Callable[["np.ndarray"], "np.ndarray"]
 
 
 def identity(numbers: np.ndarray) -> np.ndarray:
-    """The numbers as they are."""
+    """Return the array unchanged."""
     return numbers
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """Where a tensor of a model stands in transformers."""
+    """A model's tensor as transformers stores it."""
 
     name: str
-    rows: ArrayFunction = identity  # the order of its outputs there: of a weight's rows, a bias, or those of a LoRA's B
-    form: ArrayFunction = identity  # what else becomes of the numbers, after that; numpy.transpose in a Conv1D
+    rows: ArrayFunction = identity  # reorders outputs: a weight's rows, a bias, or the rows of a LoRA's B
+    form: ArrayFunction = identity  # applied after `rows`; numpy.transpose for a Conv1D
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What llama.cpp's converter reads of one architecture."""
+    """What llama.cpp's converter supports for one architecture."""
 
-    kinds: tuple[str, ...] = ("bpe", "spm")  # of tokenizers
-    prefix: bool | None = True  # whether it thinks a blank before a SentencePiece's texts; None: it reads that
-    lost: str = ""  # a setting of this model that it does not read
+    kinds: tuple[str, ...] = ("bpe", "spm")  # supported kinds of tokenizers
+    prefix: bool | None = True  # its add_space_prefix for SentencePiece; None: read from the file
+    lost: str = ""  # a setting of this model that it ignores, if any
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model in transformers: config.json, where each of its tensors stands, and what it needs beyond that."""
+    """A model's directory in transformers: config.json, the stored tensors and further files."""
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, HFTensor]  # by our name
-    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by their name: biases that the model lacks
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further files, in JSON
-    tokenizer_replaced: bool = False  # transformers 5 has a tokenizer of its own for this model_type
-    conversion: Conversion = field(default_factory=Conversion)  # what llama.cpp's converter makes of it
+    tensors: Mapping[str, HFTensor]  # by GGUF name
+    zeros: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # by transformers name: shapes of biases that the model lacks
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further JSON files
+    tokenizer_replaced: bool = False  # transformers 5 forces its own tokenizer for this model_type
+    conversion: Conversion = field(default_factory=Conversion)  # support by llama.cpp's converter
 
 
 def hf_layout(model: Model, data: Mapping[str, Any]) -> Layout:
-    """What the model is in transformers; UserError for one that they do not have."""
+    """Return the model's layout in transformers; raise UserError for a model that transformers does not have."""
     if "hf" not in model.forms:
         raise UserError(f"model={model.name} has no Hugging Face layout: its class names none in forms['hf']")
     layout: Layout = model.forms["hf"](model, data)

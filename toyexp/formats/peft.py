@@ -1,4 +1,4 @@
-"""A LoRA adapter as PEFT keeps it, a directory of adapter_config.json and adapter_model.safetensors, read as ours."""
+"""Read a LoRA adapter in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from toyexp.interfaces.plan import lora_names
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT = 1 << 20  # bytes
-# Keys of `general`, in the metadata of TENSORS: some versions of PEFT refuse a CONFIG with keys that they do not know.
+# `general` keys, stored as metadata of TENSORS because some versions of PEFT reject unknown keys in CONFIG.
 ORIGIN_KEYS = ("name", "run_id", "config_sha256", "adapter_digest", "base_model.0.name", "base_model.0.digest")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
-# Settings of an adapter that is more than alpha / r * B A on its base, or on another base, where they are not empty.
+# Settings which, if not empty, make an adapter more than alpha / r * B A, or change its base.
 UNSUPPORTED_KEYS = (
     "use_dora", "use_qalora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices",
     "target_parameters", "alora_invocation_tokens", "arrow_config",
 )  # fmt: skip
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that take from the base what they give the adapter
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also change the base's weights
 
 
 def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
-    """Return the alpha, the pairs under our names and the origin of an adapter in PEFT's directory.
+    """Return alpha, the pairs by GGUF name, and the origin keys of an adapter in a PEFT directory.
 
-    Each pair counts alpha / rank * B A, rank the rows of A; B's rows stand in the model's order. Raises UserError for
-    what is more than that, what is damaged, and what is on another model.
+    Each pair contributes alpha / rank * B A, where the rank is the number of rows of A; the rows of B have the model's
+    order. Raise UserError for an adapter that is damaged, of another model, or more than such pairs.
     """
     config = _config(folder / CONFIG)
     alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
@@ -45,13 +45,13 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
     for theirs in file.tensors:
         found = TENSOR.fullmatch(theirs)
         if found is None or found["module"] not in targets:
-            raise file.error(f"its tensor {printable(theirs)} fits no linear of this {model.name}")
+            raise file.error(f"its tensor {printable(theirs)} matches no linear of this {model.name}")
         ours, place = targets[found["module"]]
         array, (a, b) = file.read(theirs), lora_names(ours)
         if array.ndim != 2:
             raise file.error(f"{printable(theirs)} has the shape {list(array.shape)}, expected a matrix")
         if (rank := array.shape[found["part"] == "B"]) not in ranks:
-            raise file.error(f"{printable(theirs)} is of rank {rank}; {CONFIG} has r={config.get('r', 8)}")
+            raise file.error(f"{printable(theirs)} has rank {rank}; {CONFIG} has r={config.get('r', 8)}")
         if found["part"] == "A":
             pairs[a] = array
         else:
@@ -67,14 +67,14 @@ def _config(path: Path) -> Mapping[str, Any]:
     config = json_object(read_file(path, CONFIG_LIMIT), f"{path}:")
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UserError(f"{path}: is an adapter of PEFT's type {printable(str(kind))}; toyexp knows LORA")
+        raise UserError(f"{path}: has peft_type={printable(str(kind))}; only LORA is supported")
     more = [f"{key}={printable(str(config[key]))}" for key in UNSUPPORTED_KEYS if config.get(key)]
     if config.get("bias", "none") != "none":
         more.append(f"bias={printable(str(config['bias']))}")
     if str(config.get("init_lora_weights", "")).lower().startswith(CHANGES_BASE):
         more.append(f"init_lora_weights={printable(str(config['init_lora_weights']))}")
     if more:
-        raise UserError(f"{path}: {more[0]} is more than a pair A, B beside linears of the base; merge it with PEFT")
+        raise UserError(f"{path}: {more[0]} is not supported, only plain LoRA on linears; merge the adapter with PEFT")
     return config
 
 
@@ -86,11 +86,11 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, usual: int | None
 
 
 def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
-    """Where the model's linears stand in transformers; UserError for a model that those do not have."""
+    """Return the transformers tensors of the model's linears; raise UserError if it is not in transformers."""
     try:
         places = hf_layout(model, {}).tensors
     except UserError as error:
-        raise UserError(f"{folder}: is an adapter of PEFT's, for models of transformers: {error}") from None
+        raise UserError(f"{folder}: is a PEFT adapter, which needs a transformers model: {error}") from None
     linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
     return {name: places[name] for name in linears}
 
@@ -98,22 +98,22 @@ def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
 def _tensors(folder: Path) -> TensorsFile:
     pickled = folder / "adapter_model.bin"
     if not (folder / TENSORS).exists() and pickled.exists():
-        raise UserError(f"{pickled}: is a pickle, which may run code and is not opened; save it as {TENSORS}")
+        raise UserError(f"{pickled}: is a pickle, which could run code; save it as {TENSORS}")
     return TensorsFile(folder / TENSORS)
 
 
 def _reorder_rows(b: np.ndarray, place: HFTensor) -> np.ndarray:
-    """B with the rows of the GGUF's weight, from those of transformers'."""
+    """Return B with its rows in the model's order instead of transformers'."""
     order = place.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
     return b[np.argsort(order)]
 
 
 def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
-    """How much more a pair counts than alpha / rank: by PEFT's rsLoRA, and where a pattern gives it its own alpha."""
+    """Return a pair's scale relative to alpha / rank, from rsLoRA and alpha_pattern."""
     own, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():
-        if not re.fullmatch(r"[\w.]+", pattern):  # a stranger's regular expression may take for ever
-            what = f"alpha_pattern has {printable(pattern)}, and only names of modules are read"
+        if not re.fullmatch(r"[\w.]+", pattern):  # an untrusted regular expression may never end
+            what = f"alpha_pattern has {printable(pattern)}, only module names are supported"
             raise UserError(f"{folder / CONFIG}: {what}; merge it with PEFT")
         if f".{module}".endswith(f".{pattern}"):
             own = _number(folder, patterns, pattern)

@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file; of one that toyexp wrote the metadata `gguf` has, in JSON, the keys of its GGUF."""
+"""Read and write safetensors files. Files of toyexp have the keys of a GGUF, as JSON, in the metadata `gguf`."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from toyexp.formats.gguf.header import HEADER_LIMIT, check_offsets, how_to_conve
 from toyexp.interfaces.format import ModelFile, TensorInfo
 
 KEYS = "gguf"
-TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # that are read: ggml's number, and bytes of one
-Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # its shape, and what gives its numbers
+TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # supported: ggml type id, bytes per number
+Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # shape, and a function that returns the numbers
 
 
 def json_object(text: Any, what: str) -> dict[str, Any]:
-    """The object that a text in JSON holds; UserError about `what` where it is none."""
+    """Parse a JSON object; raise UserError about `what` if the text is none."""
     try:
         found = json.loads(text) if isinstance(text, str | bytes) else None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise UserError(f"{what} is no JSON object")
+        raise UserError(f"{what} is not a JSON object")
     return found
 
 
 class TensorsFile(ModelFile):
-    """An open safetensors file, whoever wrote it; UserError for one that is broken. Its metadata are texts."""
+    """Open safetensors file of any origin; its metadata values are text. Raise UserError for a broken file."""
 
     def __init__(self, path: Path):
         self.path, self._file = path, open_file(path)
-        weakref.finalize(self, self._file.close)  # whoever keeps it open need not think of it
+        weakref.finalize(self, self._file.close)  # closed with the object
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
-            raise self.error(f"is no whole safetensors file: a header of {length} bytes in a file of {size}")
+            raise self.error(
+                f"is not a complete safetensors file: the header claims {length} bytes, the file has {size}"
+            )
         header = json_object(self._file.read(length), f"{path}: its header")
         metadata = header.pop("__metadata__", None)
         self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})
@@ -52,11 +54,11 @@ class TensorsFile(ModelFile):
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        """What its metadata say."""
+        """Return the keys that the file's metadata hold."""
         return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """The first rows of a tensor, or all of it, in float32."""
+        """Return a tensor in float32, or only its first rows."""
         info = self.tensors[name]
         shape = info.shape if rows is None else (min(rows, info.shape[0]), *info.shape[1:])
         self._file.seek(info.offset)
@@ -81,17 +83,17 @@ class TensorsFile(ModelFile):
 
 
 class SafetensorsFile(TensorsFile):
-    """An open file that toyexp wrote, with the keys of its GGUF; UserError for one that is broken, or another's."""
+    """Open safetensors file that toyexp wrote, with the keys of its GGUF. Raise UserError for any other."""
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
         if KEYS not in metadata:
             hint = how_to_convert(self.path.parent)
-            raise self.error(f"is no model that toyexp wrote, whose keys are in its metadata; {hint}")
+            raise self.error(f"was not written by toyexp (its metadata lack the model's keys); {hint}")
         return json_object(metadata[KEYS], f"{self.path}: its metadata {KEYS}")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:
-    """Writes the tensors under their names, one at a time; returns what was odd about their numbers."""
+    """Write tensors one at a time; return a sentence for each with numbers that are not finite or do not fit."""
     problems: list[str] = []
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0

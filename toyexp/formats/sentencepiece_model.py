@@ -1,4 +1,4 @@
-"""tokenizer.model: a vocabulary in SentencePiece's own form, a protobuf (its sentencepiece_model.proto)."""
+"""Write tokenizer.model, SentencePiece's protobuf format (see its sentencepiece_model.proto)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Iterator, Mapping
 from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
 from toyexp.tokenizers.tokenizer import BYTE, CONTROL, UNKNOWN, USER_DEFINED
 
-# Numbers of the fields.
+# Field numbers.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 PIECE, SCORE, TYPE = 1, 2, 3
 MODEL_TYPE, VOCAB_SIZE, BYTE_FALLBACK = 3, 4, 35
 UNK_ID, BOS_ID, EOS_ID, PAD_ID, UNK_PIECE, BOS_PIECE, EOS_PIECE = 40, 41, 42, 43, 45, 46, 47
 NAME, ADD_DUMMY_PREFIX, REMOVE_EXTRA_WHITESPACES, ESCAPE_WHITESPACES = 1, 3, 4, 5
-BPE = 2  # a model type
+BPE = 2  # value of MODEL_TYPE
 Value = int | float | str | bytes
 
 
 def missing_requirement(tokenizer: SentencePiece) -> str:
-    """What SentencePiece wants of a vocabulary and this one does not have, or nothing."""
+    """Return what SentencePiece requires and this vocabulary lacks, or ""."""
     count = tokenizer.types.tolist().count(BYTE)
     if tokenizer.unknown is None:
-        return "SentencePiece wants a token of the type unknown"
-    return "" if count in (0, 256) else f"it has {count} byte tokens, and SentencePiece wants all 256 or none"
+        return "SentencePiece requires a token of type unknown"
+    return "" if count in (0, 256) else f"it has {count} byte tokens, and SentencePiece requires all 256 or none"
 
 
 def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
-    """The file's bytes, of a vocabulary that lacks nothing."""
+    """Return the bytes of tokenizer.model, for a vocabulary without a missing requirement."""
     pieces = (_message({PIECE: piece, SCORE: score, TYPE: kind}) for piece, score, kind in _pieces(tokenizer))
     unknown, bos = tokenizer.unknown, tokenizer.bos
     assert unknown is not None
@@ -54,7 +54,7 @@ def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
 
 
 def _pieces(tokenizer: SentencePiece) -> Iterator[tuple[str, float, int]]:
-    """Text, score and type of each token. SentencePiece has one that is unknown, and no blank in a text."""
+    """Yield text, score and type of each token. SentencePiece allows one unknown token and no spaces in texts."""
     taken = set(tokenizer.pieces)
     types = tokenizer.types.copy()
     types[types == UNKNOWN] = CONTROL
@@ -69,7 +69,7 @@ def _message(fields: Mapping[int, Value]) -> bytes:
 
 
 def _field(number: int, value: Value) -> bytes:
-    """One field: its number and wire type, then a varint, four bytes, or a length and so many bytes."""
+    """Encode one field: number and wire type, then a varint, four bytes, or a length and bytes."""
     if isinstance(value, float):
         return _varint(number << 3 | 5) + struct.pack("<f", value)
     if isinstance(value, int):
@@ -79,7 +79,7 @@ def _field(number: int, value: Value) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; all but the last have the highest bit set."""
+    """Encode an integer in groups of seven bits, lowest first; all bytes but the last have the high bit set."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -1,1 +1,1 @@
-"""GGUF files: a careful reader, an atomic writer, and the tokenizer inside them."""
+"""GGUF files: a reader for untrusted files, an atomic writer, and the tokenizer inside them."""

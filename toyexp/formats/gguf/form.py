@@ -1,4 +1,4 @@
-"""How a class of models stands in a GGUF: the architecture, its keys, and the way back."""
+"""How a model class is written in a GGUF: architecture, keys, constants, and how it is read back."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ M = TypeVar("M", bound=Model)
 
 
 class GGUFForm(ABC, Generic[M]):
-    """What a GGUF says of a model; its class names the one it has: `forms = {"gguf": MyForm()}`."""
+    """How a model class is written in a GGUF; the class names it: `forms = {"gguf": MyForm()}`."""
 
     def architecture(self, model: M | type[M]) -> str:
-        """As general.architecture has it; a model that computes something else is not to be taken for this one."""
+        """Return the value of general.architecture; a model that computes differently needs another one."""
         return model.name
 
     @abstractmethod
     def metadata(self, model: M) -> dict[str, Any]:
-        """The architecture's own keys, without the `<architecture>.` prefix."""
+        """Return the architecture's own keys, without the `<architecture>.` prefix."""
 
     def constants(self, model: M) -> Mapping[str, np.ndarray]:
-        """Tensors of the file that are neither trained nor among the model's, float32: they follow from its fields."""
+        """Return float32 tensors of the file that follow from the model's fields and are not model tensors."""
         return {}
 
     def read(self, cls: type[M], file: ModelFile) -> M:
-        """The model of class `cls` that `file` holds; UserError for what it cannot represent exactly."""
+        """Return the model of class `cls` in `file`; raise UserError for what `cls` cannot represent exactly."""
         raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
 
 
 class PlainForm(GGUFForm[Any]):
-    """The form of models whose class names none: their settings as JSON, which no other program reads."""
+    """Default form: the model's settings as JSON, which no other program reads."""
 
     def metadata(self, model: Model) -> dict[str, Any]:
-        """Return the settings under one key; raise UserError for what JSON does not hold."""
+        """Return the settings under one key; raise UserError for values that JSON cannot hold."""
         try:
             return {"settings": json.dumps(model_settings(model), allow_nan=False)}
         except (TypeError, ValueError) as error:
             raise UserError(f"model={model.name}: its settings cannot be written: {error}") from None
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
-        """Make the model of its settings; raise UserError for settings of another class."""
+        """Make the model from its settings; raise UserError for settings of another class."""
         try:
             return cls(**json.loads(file.text(f"{file.architecture}.settings")))
         except (TypeError, ValueError) as error:
@@ -59,20 +59,20 @@ PLAIN = PlainForm()
 
 
 def gguf_form(model: Model | type[Model]) -> GGUFForm[Any]:
-    """Return the form of a model, or of a class of them: its own, or else its settings as they are."""
+    """Return the form of a model or model class, PLAIN if it names none."""
     form: GGUFForm[Any] = model.forms.get("gguf", PLAIN)
     return form
 
 
 def gguf_architecture(model: Model | type[Model]) -> str:
-    """Under which architecture it stands in a GGUF."""
+    """Return the value of general.architecture in a model's GGUF."""
     return gguf_form(model).architecture(model)
 
 
 def read_model(cls: type[M], file: ModelFile) -> M:
-    """The model of class `cls` that `file` holds; UserError for what it cannot represent exactly."""
+    """Return the model of class `cls` in `file`; raise UserError if keys or tensors do not match it exactly."""
     blocks = file.metadata.get(f"{file.architecture}.block_count")
-    if isinstance(blocks, int) and blocks > len(file.tensors):  # which would take long to list
+    if isinstance(blocks, int) and blocks > len(file.tensors):  # which would be slow to list
         raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
     form = gguf_form(cls)
     model: M = form.read(cls, file)
@@ -83,7 +83,7 @@ def read_model(cls: type[M], file: ModelFile) -> M:
     wanted = {t.name: t.shape for t in model.tensors()} | {n: a.shape for n, a in form.constants(model).items()}
     for name in sorted(wanted.keys() ^ file.tensors.keys()):
         there = "lacks" if name in wanted else "has"
-        raise file.error(f"{there} the tensor {printable(name)}, unlike any model={cls.name} of toyexp")
+        raise file.error(f"{there} the tensor {printable(name)}, unlike toyexp's model={cls.name}")
     for name, shape in wanted.items():
         if file.tensors[name].shape != shape:
             raise file.error(f"{name} has the shape {list(file.tensors[name].shape)}, its keys say {list(shape)}")
@@ -91,16 +91,16 @@ def read_model(cls: type[M], file: ModelFile) -> M:
 
 
 def decimal(value: float) -> float:
-    """The shortest decimal of a float32."""
+    """Return the shortest decimal that rounds to a float32."""
     import numpy as np
 
     return float(str(np.float32(value)))
 
 
 class Keys:
-    """A file's keys of its architecture, each to be asked for once; what is left over is refused by name.
+    """The keys of a file's architecture, each read once; `finish` rejects the keys that nobody read.
 
-    A key nobody asks for may change what the model computes: a rope scaling, a sliding window, experts.
+    An unread key may change what the model computes: RoPE scaling, a sliding window, experts.
     """
 
     def __init__(self, file: ModelFile):
@@ -108,21 +108,21 @@ class Keys:
         self._left = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0; GGUFError when it is none, or not there and without default."""
+        """Return a whole number above 0; raise GGUFError if it is none, or missing without a default."""
         value = self._take(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise self._wrong(name, value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number, as the shortest decimal of the float32 in the file."""
+        """Return a float as the shortest decimal of the float32 in the file."""
         value = self._take(name, default)
         if not isinstance(value, float):
             raise self._wrong(name, value)
         return decimal(value)
 
     def expect(self, name: str, *allowed: Any) -> Any:
-        """A key that must be one of these, and is the first where it is missing."""
+        """Return a key whose value must be one of `allowed`; the first is the default."""
         import numpy as np
 
         value = self._take(name, allowed[0])
@@ -131,19 +131,21 @@ class Keys:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Keys that change nothing."""
+        """Drop keys that do not change the model."""
         for name in names:
             self._left.pop(self._prefix + name, None)
 
     def finish(self) -> None:
-        """Refuses the keys that are left."""
+        """Raise GGUFError for keys that were not read."""
         self.expect("expert_count", 0)
         self.expect("expert_used_count", 0)
         self.expect("attention.causal", True)
-        self.expect("pooling_type", 0)  # another one gives embeddings of texts
-        self.ignore("vocab_size")  # the rows of the embedding count
+        self.expect("pooling_type", 0)  # other values are for text embeddings
+        self.ignore("vocab_size")  # the embedding's rows tell
         if self._left:
-            raise self.file.error(f"{printable(min(self._left))} is a key that toyexp's {self.file.architecture} lacks")
+            raise self.file.error(
+                f"{printable(min(self._left))} is a key that toyexp's {self.file.architecture} does not support"
+            )
 
     def _take(self, name: str, default: Any) -> Any:
         value = self._left.pop(self._prefix + name, default)
@@ -152,4 +154,4 @@ class Keys:
         return value
 
     def _wrong(self, name: str, value: object) -> UserError:
-        return self.file.error(f"{self._prefix}{name} is {printable(str(value))}, which toyexp has no model for")
+        return self.file.error(f"{self._prefix}{name} is {printable(str(value))}, which toyexp does not support")

@@ -1,4 +1,4 @@
-"""ggml's types of numbers: how they lie in a file, what they stand for, and numbers as their bytes."""
+"""ggml's number types: their layout, decoding to float32 and encoding."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ GGUF_TYPES = {
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
 UNSUPPORTED = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0"}
-# Where a block has its float16 scales: its numbers are finite when these are.
+# Byte offsets of a block's float16 scales: its numbers are finite if the scales are.
 _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 FAST_CHECK_TYPES = {"F32", "F16", "BF16", *_SCALES}
 IDS = {name: type_id for type_id, (name, _, _) in GGUF_TYPES.items()}
-# The largest number of a type: its scale, or itself, is a float16.
+# Largest number of a type; its scale (or the number itself) is a float16.
 LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0, "Q5_0": 16 * 65504.0, "Q4_1": 65504.0,
            "Q5_1": 65504.0}  # fmt: skip
 
 
 def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
-    """Bytes [.., bytes of a row] of a ggml type as float32 [.., in]."""
+    """Decode bytes [.., bytes per row] of a ggml type to float32 [.., in]."""
     name = GGUF_TYPES[type_id][0]
     if name == "F32":
         return raw.view("<f4").astype(np.float32)
@@ -41,18 +41,18 @@ def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
         return raw.view("<f2").astype(np.float32)
     if name == "BF16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(all="ignore"):  # whoever needs finite numbers asks for them
-        if name == "Q8_0":  # a scale and 32 whole numbers, ours, for the donor that ships is of it
+    with np.errstate(all="ignore"):  # callers that need finite numbers check for them
+        if name == "Q8_0":  # a scale and 32 integers; own code, because the shipped donor uses it
             blocks = raw.reshape(-1, 34)
             numbers = blocks[:, :2].copy().view("<f2").astype(np.float32) * blocks[:, 2:].view(np.int8)
             return numbers.reshape(*raw.shape[:-1], raw.shape[-1] // 34 * 32)
-        from gguf import GGMLQuantizationType, quants  # deferred: few files need it, and it takes a while
+        from gguf import GGMLQuantizationType, quants  # deferred: slow to import and rarely needed
 
         return np.ascontiguousarray(quants.dequantize(raw, GGMLQuantizationType(type_id)), np.float32)
 
 
 def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
-    """Whether bytes of a ggml type stand for finite numbers only; of most quantised types its scales tell."""
+    """Return True if bytes of a ggml type encode only finite numbers; most quantised types need only their scales."""
     name, _, block_bytes = GGUF_TYPES[type_id]
     if name not in _SCALES:
         return all_finite(dequantise(raw, type_id))
@@ -61,13 +61,13 @@ def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Whether all numbers are; their sum in float64, which no float32s overflow, is finite just then."""
-    with np.errstate(invalid="ignore"):  # infinity less infinity
+    """Return True if all numbers are finite, by their sum in float64, which float32 numbers cannot overflow."""
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
         return math.isfinite(array.sum(dtype=np.float64))
 
 
 def fitting_type(array: np.ndarray, type_name: str) -> str:
-    """The type, or F32 for an array with finite numbers that are too large for it."""
+    """Return the type, or F32 for an array with finite numbers too large for it."""
     largest = LARGEST.get(type_name)
     if largest is None or not array.size or -largest <= array.min() <= array.max() <= largest:
         return type_name
@@ -75,15 +75,15 @@ def fitting_type(array: np.ndarray, type_name: str) -> str:
 
 
 def iter_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's numbers in order, as float32, few enough at a time that what encodes them stays small."""
+    """Yield an array's numbers in order as float32, in pieces small enough to encode in little memory."""
     flat = array.reshape(-1)
     for start in range(0, flat.size, NUMBERS):
         yield np.ascontiguousarray(flat[start : start + NUMBERS], np.float32)
 
 
 def encode(numbers: np.ndarray, type_name: str) -> np.ndarray:
-    """float32 numbers, whole blocks of them, as bytes of a ggml type."""
-    with np.errstate(all="ignore"):  # what is not finite, or overflows, is told by `checked`
+    """Encode whole blocks of float32 numbers as bytes of a ggml type."""
+    with np.errstate(all="ignore"):  # callers report non-finite results
         if type_name == "F32":
             return numbers.astype("<f4", copy=False).view(np.uint8)
         if type_name == "F16":
@@ -94,7 +94,7 @@ def encode(numbers: np.ndarray, type_name: str) -> np.ndarray:
 
 
 def check_pieces(name: str, pieces: Iterable[np.ndarray], type_name: str, problems: list[str]) -> Iterator[np.ndarray]:
-    """The bytes of a tensor as they are; a sentence goes to `problems` where they stand for no finite numbers."""
+    """Yield a tensor's bytes unchanged; append a sentence to `problems` if they encode non-finite numbers."""
     broken = False
     for raw in pieces:
         broken = broken or not encodes_finite(raw, IDS[type_name])
@@ -106,7 +106,7 @@ def check_pieces(name: str, pieces: Iterable[np.ndarray], type_name: str, proble
 def encode_pieces(
     name: str, numbers: Iterable[np.ndarray], type_name: str, problems: list[str]
 ) -> Iterator[np.ndarray]:
-    """The pieces of a tensor as bytes of a ggml type; a sentence goes to `problems` where they are not finite."""
+    """Yield a tensor's pieces as bytes of a ggml type; append a sentence to `problems` if any is not finite."""
     broken, largest = False, 0.0
     for piece in numbers:
         raw = encode(piece, type_name)
@@ -117,4 +117,6 @@ def encode_pieces(
     if broken:
         problems.append(f"{name} holds numbers that are NaN or infinite")
     elif largest:
-        problems.append(f"{name} holds numbers up to {largest:.3g}, which {type_name} cannot: infinity was written")
+        problems.append(
+            f"{name} holds numbers up to {largest:.3g}, more than {type_name} can hold: infinity was written"
+        )

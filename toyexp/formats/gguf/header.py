@@ -1,6 +1,6 @@
-"""A GGUF's header, read without trusting a byte of it: its keys with their values, and where its tensors lie.
+"""Parse a GGUF header without trusting it: keys with values, and offsets of the tensors.
 
-Every count is held against a cap and against the bytes that are left, and all arithmetic is in Python integers.
+Every count is checked against a limit and the remaining bytes; all arithmetic uses Python integers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toyexp.base.formatting import short_path
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, UNSUPPORTED
 from toyexp.interfaces.format import TensorInfo
 
-HEADER_LIMIT = 256 << 20  # bytes of metadata and tensor table, and of the memory that they take in all parts
+HEADER_LIMIT = 256 << 20  # bytes of metadata and tensor table, in the file and in memory, over all parts
 KEY_LIMIT = 65_535  # bytes of a key
 STRING_LIMIT = 16 << 20  # bytes of a string
 ARRAY_LIMIT = 4_000_000  # elements of an array
@@ -34,10 +34,10 @@ NAME_LIMIT = 63  # bytes of a tensor's name, as in ggml
 TENSOR_LIMIT = 1 << 40  # elements of a tensor
 CHUNK = 1 << 20  # bytes of the header read at once
 
-# What Python needs beside the bytes of a key and its value, of a tensor's entry, and of a string.
+# Python's memory overhead per key, tensor and string, in bytes.
 KEY_MEMORY, TENSOR_MEMORY, STRING_MEMORY = 400, 800, 64
 
-# Value types, in the codes that struct and numpy share.
+# Value types, as codes shared by struct and numpy.
 SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
@@ -46,26 +46,26 @@ IMAGE_KEYS = re.compile(
     rb'"(image_size|patch_size|num_channels|input_size)"'
 )  # in config.json of transformers and timm
 
-SOURCE_PATHS: dict[Path, Path] = {}  # files that this process made of others, by which their errors are told
+SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: the file it was converted from, named in errors
 
 
 def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
-    """Say how a directory of Hugging Face's becomes a GGUF: llama.cpp makes one of language models alone."""
+    """Return a hint how to convert a Hugging Face directory to a GGUF; llama.cpp only converts language models."""
     config = folder / "config.json"
     told = config.read_bytes()[:CHUNK] if config.is_file() else b""
     if IMAGE_KEYS.search(told) and b'"text_config"' not in told:
-        return f"{short_path(folder)} holds a model of images, of which toyexp reads those that it trained itself alone"
+        return f"{short_path(folder)} holds an image model; toyexp only reads image models that it trained"
     path = shlex.quote(short_path(folder))
     return f"llama.cpp converts a language model: python {script} {path} --outfile model.gguf"
 
 
 def source_path(path: Path) -> Path:
-    """The checkpoint or file of another format that a file was made of, or the file itself."""
+    """Return the checkpoint or file that a temporary file was converted from, or the path itself."""
     return SOURCE_PATHS.get(path, path)
 
 
 class GGUFError(UserError):
-    """A file that is not a GGUF we can read, with its path and the cause."""
+    """A file that is not a readable GGUF; the message has the path and the cause."""
 
 
 def _pread_fallback(file: int, count: int, offset: int) -> bytes:
@@ -73,11 +73,11 @@ def _pread_fallback(file: int, count: int, offset: int) -> bytes:
     return os.read(file, count)
 
 
-_pread = getattr(os, "pread", _pread_fallback)  # Windows has none
+_pread = getattr(os, "pread", _pread_fallback)  # missing on Windows
 
 
 class Part:
-    """One file on the disk with its header; `spent` is the memory that headers took before it, and then with it."""
+    """One file on disk with its header; `spent` is the memory that headers have used, including earlier parts."""
 
     def __init__(self, path: Path, spent: int = 0):
         self.path, self.spent = path, spent
@@ -87,20 +87,20 @@ class Part:
             raise self.error(explain_missing(path)) from None
         except OSError as error:
             raise self.error(f"cannot be opened: {error.strerror}") from None
-        self.close = weakref.finalize(self, os.close, self._fd)  # whoever keeps a file open need not think of it
+        self.close = weakref.finalize(self, os.close, self._fd)  # closed with the object
         try:
             self._parse()
-            self.split = self._split()  # which part of how many this is, from 0, and how many tensors they have in all
+            self.split = self._split()  # part number from 0, number of parts, tensors in all parts
         except BaseException:
             self.close()
             raise
 
     def error(self, cause: str) -> GGUFError:
-        """An error about this file."""
+        """Return an error about this file."""
         return GGUFError(f"{source_path(self.path)}: {cause}")
 
     def pread(self, offset: int, count: int, what: str | _Label) -> bytes:
-        """So many bytes from there; GGUFError where the file has fewer."""
+        """Return `count` bytes at `offset`; raise GGUFError if the file has fewer."""
         if not self.close.alive:
             raise self.error(f"is closed: {what} cannot be read")
         data = _pread(self._fd, count, offset)
@@ -116,10 +116,10 @@ class Part:
     def _split(self) -> tuple[int, int, int | None]:
         values = [self.metadata.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
         if any(v is not None and (type(v) is not int or v < 0) for v in values):
-            raise self.error("has a split.* key that is no whole number")
+            raise self.error("has a split.* key that is not a whole number")
         number, count, tensors = values[0] or 0, values[1] or 1, values[2]
         if not number < count < 100_000:
-            raise self.error(f"says that it is part {number + 1} of {count}")
+            raise self.error(f"claims to be part {number + 1} of {count}")
         return number, count, tensors
 
     # -- the header ---------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Part:
     def _parse(self) -> None:
         status = os.fstat(self._fd)
         if stat.S_ISDIR(status.st_mode):
-            raise self.error("is a directory; name a GGUF file, such as model.gguf in the directory of a run")
+            raise self.error("is a directory; name a GGUF file, such as model.gguf in a run directory")
         if reason := wrong_kind(status.st_mode):
             raise self.error(reason)
         self.size = status.st_size
@@ -137,8 +137,8 @@ class Part:
             raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
         if start[8:9] == b"{" and not start.startswith(b"GGUF"):
             command = how_to_convert(self.path.parent)
-            if b'"gguf":' in start:  # the keys of one that was written here
-                command = f"toyexp export {shlex.quote(str(self.path))} --type gguf makes one of it"
+            if b'"gguf":' in start:  # metadata of a file that toyexp wrote
+                command = f"toyexp export {shlex.quote(str(self.path))} --type gguf converts it"
             raise self.error(f"is not a GGUF file but safetensors; {command}")
         if not start.startswith(b"GGUF") or self.size < 24:
             raise self.error("is not a GGUF file" + (f" ({self.size} bytes)" if self.size < 24 else ""))
@@ -205,7 +205,7 @@ class Part:
 def check_offsets(
     tensors: Iterable[TensorInfo], start: int, size: int, alignment: int, error: Callable[[str], UserError]
 ) -> None:
-    """Raises unless they follow one another from `start` on, each at the next multiple of the alignment, to the end."""
+    """Raise `error` unless the tensors fill the file from `start` to its end, each at the next aligned offset."""
     by_place = sorted(tensors, key=lambda t: t.offset)
     for tensor in by_place:
         if (beyond := tensor.offset + tensor.nbytes - size) > 0:
@@ -216,14 +216,14 @@ def check_offsets(
     end = start
     for tensor in by_place:
         if tensor.offset - end >= alignment:
-            raise error(f"has {tensor.offset - end} bytes of nothing before tensor {printable(tensor.name)}")
+            raise error(f"has {tensor.offset - end} unused bytes before tensor {printable(tensor.name)}")
         end = tensor.offset + tensor.nbytes
     if size - end >= alignment:
-        raise error(f"has {size - end} bytes of nothing after its last tensor")
+        raise error(f"has {size - end} unused bytes after its last tensor")
 
 
 class _Label(NamedTuple):
-    """Our words before a stranger's name, which is made printable when it is told."""
+    """What an error is about, with a name from the file, which is only made printable when needed."""
 
     words: str
     name: str
@@ -233,7 +233,7 @@ class _Label(NamedTuple):
 
 
 class _Cursor:
-    """Walks the header in bounds-checked reads through one buffer."""
+    """Position in the header; reads are bounds-checked and buffered."""
 
     def __init__(self, part: Part):
         self.part, self.at = part, 0
@@ -255,7 +255,7 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
     def allow(self, count: int, smallest: int, memory: int, what: str | _Label) -> None:
-        """Refuses more things of at least `smallest` bytes than the file has bytes for, or than fit into memory."""
+        """Raise GGUFError if `count` items of at least `smallest` bytes exceed the file or the memory limit."""
         if count * smallest > self.end - self.at:
             raise self.part.error(f"claims {count} {what}, more than fit into the file")
         self.spend(count * memory, count, what)
@@ -270,20 +270,20 @@ class _Cursor:
         length = self.number("<Q", what)
         if length > limit:
             raise self.part.error(f"{what} claims {length} bytes, the limit is {limit}")
-        self.spend(4 * length, what)  # Python takes up to four bytes a character
+        self.spend(4 * length, what)  # Python uses up to four bytes per character
         try:
             return self.take(length, what).decode("utf-8")
         except UnicodeDecodeError:
             raise self.part.error(f"{what} is not UTF-8") from None
 
     def strings(self, count: int, what: _Label) -> list[str]:
-        """So many strings: the next one with every check, then those that lie whole in the buffer, quickly."""
+        """Read `count` strings: one with every check, then quickly those that lie whole in the buffer."""
         found: list[str] = []
         while len(found) < count:
             found.append(self.string(what, STRING_LIMIT))
             buffer, first = self._buffer, self.at - self._start
             at, size, add, length = first, len(buffer), found.append, _LENGTH
-            with contextlib.suppress(struct.error, UnicodeDecodeError):  # which the careful way then tells about
+            with contextlib.suppress(struct.error, UnicodeDecodeError):  # the checked path then reports the error
                 for _ in range(count - len(found)):
                     begin = at + 8
                     stop = begin + length(buffer, at)[0]

@@ -1,4 +1,4 @@
-"""The model inside a file with the keys of a GGUF, and first values that stand in one."""
+"""Load the model in a GGUF, keep the file open, and read initial values from it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from toyexp.interfaces.values import Values
 from toyexp.plugins.registry import IN_A_MODULE, Registry
 from toyexp.tokenizers.tokenizer import Tokenizer
 
-# Keys of `general` that are about the file and not about the model.
+# `general` keys about the file, not the model.
 FILE_KEYS = ("architecture", "type", "file_type", "quantization_version", "size_label", "alignment")
-PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # what a base is known by
+PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # keys that identify a base
 
 
 def load_model(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
-    """The model that a GGUF file holds; UserError when none of those that read `reads` (any) has its architecture."""
+    """Return the model in a GGUF file; raise UserError if no known model (of kinds `reads`) has its architecture."""
     return load_open_model(open_gguf(str(path)), registry, reads)
 
 
 def require_model(file: ModelFile) -> None:
-    """Raises UserError for an open file that holds something else than a model, such as a LoRA adapter."""
+    """Raise UserError for an open file that holds something else, such as a LoRA adapter."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise file.error(f"holds no model (general.type is {printable(str(kind))})")
 
 
 def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Model]:
-    """Who of `models` has the architecture of an open file's; UserError when none of them has."""
+    """Return the class in `models` with the file's architecture; raise UserError if there is none."""
     require_model(file)
     known = models_by_architecture(models)
     if file.architecture not in known:
@@ -50,17 +50,17 @@ def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Mod
 
 
 def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
-    """Return classes by the architecture that their files name; one with a form comes before another's plain name."""
+    """Return classes by their GGUF architecture; one with a GGUF form wins over a plain name."""
     return {gguf_architecture(cls): cls for cls in sorted(models, key=lambda cls: "gguf" in cls.forms)}
 
 
 def load_open_model(file: ModelFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
-    """Return the model that an open file holds; raise UserError as `load_model` does."""
+    """Return the model in an open file; raise UserError as `load_model` does."""
     return _load_checked(file, [cls for cls in registry.models() if reads is None or cls.reads in reads])
 
 
 def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
-    """All that an open file says of its model, one of `models`; its tensors are read when they are asked for."""
+    """Return everything an open file holds about its model, one of `models`; tensors are read on access."""
     model = _load_checked(file, models)
     prefix, own = f"{file.architecture}.", gguf_form(model).metadata(model)
     data = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
@@ -77,7 +77,7 @@ def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport
 
 
 def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
-    """The file's tokenizer, or a sentence that says why there is none: the model is of use without one too."""
+    """Return the file's tokenizer, or None and a sentence why there is none, since the model works without."""
     try:
         if isinstance(file, GGUFFile):
             return read_tokenizer(file), []
@@ -93,7 +93,7 @@ def _load_checked(file: ModelFile, models: Iterable[type[Model]]) -> Model:
 
 
 def _check_tokens(file: ModelFile) -> None:
-    """Raises UserError for other tokens than the embedding has rows."""
+    """Raise UserError if the tokenizer's size differs from the embedding's rows."""
     tokens, embedding = file.metadata.get("tokenizer.ggml.tokens"), file.tensors.get("token_embd.weight")
     if embedding is not None and isinstance(tokens, list) and len(tokens) != embedding.shape[0]:
         raise file.error(f"its tokenizer has {len(tokens)} tokens, its embedding {embedding.shape[0]} rows")
@@ -101,9 +101,9 @@ def _check_tokens(file: ModelFile) -> None:
 
 @dataclass(frozen=True)
 class FromGGUF(Values):
-    """A tensor of a GGUF file; an engine may map it in place instead of copying it.
+    """Initial values from a tensor of a GGUF file, which an engine may map instead of copying.
 
-    `rows` takes the first rows only; None takes them all.
+    `rows` takes only the first rows; None takes all.
     """
 
     path: str
@@ -111,21 +111,21 @@ class FromGGUF(Values):
     rows: int | None = None
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """The tensor, in float32 whatever its type in the file."""
+        """Return the tensor in float32, whatever its type in the file."""
         return open_gguf(self.path).weights(self.tensor, rows=self.rows)
 
     def check_finite(self) -> None:
-        """Raises UserError where the tensor holds a NaN or an infinity."""
+        """Raise UserError if the tensor holds a NaN or an infinity."""
         open_gguf(self.path).check_finite(self.tensor, self.rows)
 
     def export_metadata(self) -> Mapping[str, Any]:
-        """The licence of the file's model, and what that was; an adapter has none but that of its base."""
+        """Return the licence and identity of the file's model; nothing for an adapter, whose base has them."""
         file = open_gguf(self.path)
         return {} if file.metadata.get("general.type") == "adapter" else inherited_keys(file)
 
 
 def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
-    """Return the `general.*` keys, without that prefix, of a model trained from `base`: its licence and its origin."""
+    """Return the `general.*` keys, without that prefix, of a model trained from `base`: licence and origin."""
     passed = ("license", "license.name", "license.link", "adapter_digest")
     found = {key: base.text(f"general.{key}") for key in passed}
     parent = {key: base.text(f"general.{key}") for key in PARENT} | {"digest": cached_fingerprint(base.path)}
@@ -135,10 +135,11 @@ def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
 
 
 def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
-    """Where a tensor of the plan stands in its file, if an engine may use it as it lies there; None where it may not.
+    """Return where a planned tensor lies in its file if an engine may use it in place, else None.
 
-    It may use what is frozen: matrices of any type, and float32 of any shape. What has another shape than the plan says
-    is left to the reader, which says what is wrong. Raises GGUFError for a file without the tensor, and for NaN in it.
+    In-place use is for frozen tensors: matrices of any type, and float32 of any shape. A tensor of another shape than
+    planned returns None, and reading it reports the error. Raise GGUFError if the file lacks the tensor or it holds
+    NaN.
     """
     values = tensor.values
     if tensor.trainable or not isinstance(values, FromGGUF):
@@ -155,14 +156,14 @@ def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
 
 
 def open_gguf(path: str) -> GGUFFile:
-    """The GGUF file, kept open: a base of hundreds of tensors has its header read once, not for each of them."""
+    """Open a GGUF file and keep it open, so that its header is parsed once and not for each tensor."""
     try:
         status = Path(path).stat()
     except OSError:
-        return _open_cached(path, ())  # which says what is wrong
+        return _open_cached(path, ())  # reports the error
     return _open_cached(path, (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-@lru_cache(maxsize=2)  # a base, and what is put on it
+@lru_cache(maxsize=2)  # a base and an adapter
 def _open_cached(path: str, version: tuple[int, ...]) -> GGUFFile:
     return GGUFFile(path)

@@ -1,4 +1,4 @@
-"""The types a GGUF is written in, which tensor gets which as in llama.cpp, and K-quants, which it alone can write."""
+"""File types of GGUFs, the type of each tensor as llama.cpp chooses it, and K-quants through llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from toyexp.base.errors import RunFailed, Unavailable, UserError, printable, sug
 from toyexp.base.packages import probe_import
 from toyexp.base.writing import convert_write_errors, write_atomically
 
-# general.file_type of llama.cpp. gguf-py encodes the first; the K-quants take llama.cpp itself.
+# Values of general.file_type. gguf-py encodes FILE_TYPES; K_QUANTS need llama.cpp.
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9}
 K_QUANTS = {
     "q2_k": 10, "q3_k_s": 11, "q3_k_m": 12, "q3_k_l": 13, "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16, "q5_k_m": 17,
     "q6_k": 18,
 }  # fmt: skip
-# The child process takes the words of llama-quantize. llama.cpp may abort, which must not end more than this.
+# Takes the arguments of llama-quantize. A child process, because llama.cpp may abort.
 CHILD = """
 import ctypes, os, sys
 import llama_cpp
@@ -32,7 +32,7 @@ sys.exit(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target)
 
 
 def quantiser(asked: str) -> list[str]:
-    """The command that quantises as `llama-quantize SOURCE TARGET KIND` does; Unavailable when there is none."""
+    """Return a command that works like `llama-quantize SOURCE TARGET KIND`; raise Unavailable if there is none."""
     program = shutil.which("llama-quantize")
     if program is not None:
         return [program]
@@ -40,11 +40,11 @@ def quantiser(asked: str) -> list[str]:
     if reason is None:
         return [sys.executable, "-P", "-c", CHILD]
     remedy = f"put its llama-quantize on the PATH, or pip install llama-cpp-python (llama_cpp {reason})"
-    raise Unavailable(f"{asked} is written by llama.cpp, which is not here: {remedy}")
+    raise Unavailable(f"{asked} needs llama.cpp, which is not installed: {remedy}")
 
 
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
-    """Writes `target`, in one piece, from a GGUF of another type; RunFailed with llama.cpp's words when it cannot."""
+    """Convert a GGUF to another type, atomically; raise RunFailed with llama.cpp's message if it fails."""
     program = [*quantiser(f"type={kind}"), *(["--allow-requantize"] if requantise else [])]
     with convert_write_errors(target), write_atomically(target) as temporary:
         run = subprocess.run(
@@ -54,7 +54,7 @@ def quantise(source: Path, target: Path, kind: str, requantise: bool = False) ->
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # an abort is told in one line, without a debugger
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # no debugger backtrace on an abort
         )
         if run.returncode != 0:
             raise RunFailed(f"{target}: llama.cpp could not write it: {_cause(run)}")
@@ -67,9 +67,9 @@ def _cause(run: subprocess.CompletedProcess[str]) -> str:
 
 
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
-    """Raises UserError unless `kind`, given as `key`, is a type that can be written, and Unavailable without llama.cpp.
+    """Raise UserError unless `kind`, given as setting `key`, can be written; Unavailable if it needs llama.cpp.
 
-    That is needed for the K-quants alone. `others` are what could have been given beside these types.
+    `others` are further values that the setting allows.
     """
     if kind not in FILE_TYPES | K_QUANTS:
         raise UserError(f"{key}={kind}: {suggest(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
@@ -78,10 +78,10 @@ def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None
 
 
 def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str:
-    """The ggml type of a tensor in a file of type `kind`, as llama.cpp's quantiser chooses; `tied`: no output.weight.
+    """Return the ggml type of a tensor in a file of type `kind`, as llama.cpp chooses; `tied`: no output.weight.
 
-    Norms, biases and positions stay F32, and rows that cannot be cut into 32s become F16. The output layer matters
-    most: beside types of 4 and 5 bits it is Q8_0, where llama.cpp takes Q6_K, which gguf-py cannot write.
+    Norms, biases and positions stay F32; rows not divisible by 32 become F16. The output layer is the most sensitive,
+    so with 4 and 5 bits it is Q8_0, where llama.cpp uses Q6_K, which gguf-py cannot write.
     """
     if kind == "f32" or len(shape) < 2 or name.endswith(("_norm.weight", "position_embd.weight")):
         return "F32"

@@ -1,7 +1,7 @@
-"""Reads GGUF files: their metadata at once, their weights when asked for, and split models as one.
+"""Read GGUF files: metadata at once, weights on demand, and split models as one.
 
-Own code because files come from strangers: gguf-py 0.19 loops on absurd counts and turns a wrapped offset into
-weights, and ggml aborts the process. What a header says is checked in header.py, and nothing is memory-mapped.
+Own code because the files are untrusted: gguf-py 0.19 hangs on absurd counts and misreads wrapped offsets, and ggml
+aborts the process. header.py validates headers; nothing is memory-mapped here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from toyexp.interfaces.format import ModelFile, TensorInfo
 
 
 class GGUFFile(ModelFile):
-    """An open GGUF file: `metadata` and `tensors` are read at once, weights only when asked for.
+    """Open GGUF file with its `metadata` and `tensors`; weights are read on demand.
 
-    The first part of a split model opens the others too. Raises GGUFError, with the path and one cause, for anything
-    that is missing, broken or absurd.
+    The first part of a split model opens the others. Raise GGUFError with the path and the cause for a missing or
+    invalid file.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         first = Part(self.path)
         self._parts = {first.path: first}
-        self._finite: set[tuple[str, int | None]] = set()  # what was looked at already
+        self._finite: set[tuple[str, int | None]] = set()  # (name, rows) already checked
         try:
             self._open_parts(first)
             self.version = first.version
             self.metadata: Mapping[str, Any] = first.metadata
-            self.kinds: Mapping[str, int] = first.kinds  # the value type of each key, as the format numbers them
+            self.kinds: Mapping[str, int] = first.kinds  # GGUF value type of each key
             self.tensors: Mapping[str, TensorInfo] = self._all_tensors(first)
         except BaseException:
             self.close()
@@ -49,28 +49,28 @@ class GGUFFile(ModelFile):
         self.close()
 
     def close(self) -> None:
-        """Closes the file, all parts of it."""
+        """Close the file and all its parts."""
         for part in self._parts.values():
             part.close()
 
     @property
     def paths(self) -> list[Path]:
-        """The file, or of a split model all its parts in order."""
+        """The file, or all parts of a split model in order."""
         return list(self._parts)
 
     @property
     def size(self) -> int:
-        """Bytes of all parts."""
+        """Size of all parts in bytes."""
         return sum(part.size for part in self._parts.values())
 
     def error(self, cause: str) -> GGUFError:
-        """An error about this file."""
+        """Return an error about this file."""
         return GGUFError(f"{source_path(self.path)}: {cause}")
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """A tensor as float32, dequantised; `rows` reads only the first rows of a matrix."""
+        """Return a tensor dequantised to float32, or the first `rows` of a matrix."""
         info, shape = self._find_tensor(name, rows)
         out = np.empty(math.prod(shape), np.float32)
         for start, raw in self.pieces(info, out.size):
@@ -79,16 +79,16 @@ class GGUFFile(ModelFile):
         return out.reshape(shape)
 
     def weights(self, name: str, rows: int | None = None) -> np.ndarray:
-        """As `read`, for a run: raises GGUFError for numbers that are not finite."""
+        """Read as `read`, and raise GGUFError for numbers that are not finite."""
         found = self.read(name, rows)
         if not all_finite(found):
             raise self._not_finite(name)
         return found
 
     def check_finite(self, name: str, rows: int | None = None) -> None:
-        """Raises GGUFError unless all numbers of a tensor, or of its first rows, are finite; holds none of them.
+        """Raise GGUFError unless a tensor, or its first rows, is finite; without keeping it in memory.
 
-        Each is read once: a file that changes under a run is another matter.
+        Each is checked once; a file that changes during a run is not detected.
         """
         info, shape = self._find_tensor(name, rows)
         if (name, rows) in self._finite:
@@ -99,7 +99,7 @@ class GGUFFile(ModelFile):
         self._finite.add((name, rows))
 
     def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
-        """A tensor's bytes as they stand in the file, uint8 [.., bytes of a row]; see `read` for `rows`."""
+        """Return a tensor's bytes as stored, uint8 [.., bytes per row]; see `read` for `rows`."""
         info, shape = self._find_tensor(name, rows)
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         raw = np.empty(math.prod(shape) // per_block * block_bytes, np.uint8)
@@ -109,9 +109,9 @@ class GGUFFile(ModelFile):
         return raw.reshape(*shape[:-1], -1)
 
     def pieces(self, info: TensorInfo, count: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """The bytes of a tensor's first `count` numbers, uint8, as many at a time as stay in the processor's cache.
+        """Yield the bytes (uint8) of a tensor's first `count` numbers, in pieces that fit the processor's cache.
 
-        Each with the place of its first number; all but the last stand for `NUMBERS` numbers.
+        Each comes with the index of its first number; all but the last encode `NUMBERS` numbers.
         """
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         part, total = self._parts[info.path], math.prod(info.shape) if count is None else count
@@ -127,7 +127,7 @@ class GGUFFile(ModelFile):
         if rows is None:
             return info, info.shape
         if len(info.shape) < 2 or not 1 <= rows <= info.shape[0]:
-            raise self.error(f"{name} has {info.shape[0]} rows, {rows} were asked for")
+            raise self.error(f"{name} has {info.shape[0]} rows, {rows} were requested")
         return info, (rows, *info.shape[1:])
 
     def _not_finite(self, name: str) -> GGUFError:
@@ -138,7 +138,7 @@ class GGUFFile(ModelFile):
     # -- split models -------------------------------------------------------------------------------------------
 
     def _open_parts(self, first: Part) -> None:
-        """Opens the other parts of a split model, which lie beside the first under names with their numbers."""
+        """Open the other parts of a split model, whose numbered files lie next to the first."""
         number, count, tensors = first.split
         if count == 1:
             return

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, and what llama.cpp makes of special tokens beyond what the file says."""
+"""Read the tokenizer in a GGUF file, with llama.cpp's special-token rules that no key records."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from toyexp.tokenizers.tokenizer import (
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 IDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
-IDS_HINT = "what it reads are ids: data=tokens data.path=IDS.bin"
-NULL_MERGE = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands where there is no merge: no UTF-8 holds the byte
+IDS_HINT = "evaluate it on token ids: data=tokens data.path=IDS.bin"
+NULL_MERGE = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands for an empty merge list: no UTF-8 contains the byte 0xFF
 
-# Much goes by the text of special tokens: one called `<|im_end|>` is a control token and ends generation whatever its
-# type is. A model that is exported with such a vocabulary meets these rules, so they are followed here.
+# llama.cpp decides much by the text of special tokens: `<|im_end|>` is a control token and ends generation, whatever
+# its type says. Exported models are subject to these rules, so they are followed here.
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 )  # fmt: skip
-# Tokens for filling in the middle, by the keys that name them; where none is named these texts count.
+# Fill-in-the-middle tokens by their keys; without a key, llama.cpp recognises these texts.
 FILL = {
     ("fim_pre_token_id", "prefix_token_id"): (
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim\u2581begin\uff5c>", "<PRE>", "\u2581<PRE>",
@@ -59,26 +59,26 @@ FILL = {
 }  # fmt: skip
 ENDING_FILL = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 USER_DEFINED_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-# What llama.cpp looks for in `general.name`, and a spelling that it does not find.
+# llama.cpp's patterns for `general.name`, and a spelling that does not match.
 FAMILIES = {
     "phi-3": (re.compile("phi-?3", re.IGNORECASE | re.ASCII), "phi 3"),
     "modern-bert": (re.compile("modern-bert", re.IGNORECASE | re.ASCII), "modern bert"),
 }
-KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of phi-3's special tokens
+KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # phi-3's special tokens that do not strip white space
 MASK_PRE_TOKENIZERS = (
     "jina-v2-de",
     "jina-v2-es",
     "jina-v2-code",
-)  # pre-tokenizers with which <mask> takes the space before it
+)  # pre-tokenizers whose <mask> strips the space before it
 
 
 def read_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The file's tokenizer; raises GGUFError when it has none, a broken one, or one of a kind not supported."""
+    """Return the file's tokenizer; raise GGUFError if it is missing, broken or of an unsupported kind."""
     return _Reader(file).tokenizer()
 
 
 def check_kind(file: GGUFFile) -> None:
-    """Raises GGUFError for a kind of tokenizer that is not supported; two keys say so, and no token is looked at."""
+    """Raise GGUFError for an unsupported kind of tokenizer, by two keys, without reading its tokens."""
     model, pre = _kind(file)
     if not model:
         raise file.error(f"has no tokenizer; {IDS_HINT}")
@@ -94,18 +94,18 @@ def _kind(file: GGUFFile) -> tuple[str, str]:
 
 
 def read_chat_template(file: GGUFFile) -> str:
-    """The file's chat template in Jinja, or nothing."""
+    """Return the file's chat template in Jinja, or ""."""
     return file.text("tokenizer.chat_template")
 
 
 def has_text(file: GGUFFile) -> bool:
-    """Whether the file's ids stand for text: a model of ids alone has no vocabulary, or placeholders in its place."""
+    """Return True if the file's ids stand for text, rather than having no vocabulary or placeholders."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     return isinstance(tokens, list) and any(token != placeholder(i) for i, token in enumerate(tokens))
 
 
 class _Reader:
-    """A file's `tokenizer.*` keys, checked, on their way to a tokenizer."""
+    """The validated `tokenizer.*` keys of a file, from which a tokenizer is made."""
 
     def __init__(self, file: GGUFFile):
         self.file = file
@@ -113,7 +113,7 @@ class _Reader:
         self.keys = {k.removeprefix("ggml."): v for k, v in self.all.items() if k.startswith("ggml.")}
 
     def tokenizer(self) -> Tokenizer:
-        """The whole of it; llama.cpp's defaults stand for what is not said."""
+        """Return the tokenizer, with llama.cpp's defaults for missing keys."""
         check_kind(self.file)
         model, pre = _kind(self.file)
         if model == "llama":
@@ -122,7 +122,7 @@ class _Reader:
             self.keys = {"add_bos_token": PRE_TOKENIZERS[pre].add_bos} | self.keys
         self._check_keys()
         if not has_text(self.file):
-            raise self.file.error(f"it has no tokenizer, and placeholders for the texts of its ids; {IDS_HINT}")
+            raise self.file.error(f"it has no tokenizer (its tokens are placeholders); {IDS_HINT}")
         self._read_tokens()
         tokenizer = self._sentencepiece() if model == "llama" else self._byte_level(pre)
         tokenizer.bos = self.keys.get("bos_token_id")
@@ -138,7 +138,7 @@ class _Reader:
         return tokenizer
 
     def _check_keys(self) -> None:
-        """Refuses ids and flags of another kind, and what is missing."""
+        """Raise GGUFError for missing keys, and for ids and flags of a wrong type or range."""
         if not isinstance(self.keys.get("tokens"), list) or "eos_token_id" not in self.keys:
             raise self.file.error("its tokenizer lacks tokens, merges or eos_token_id")
         count = len(self.keys["tokens"])
@@ -154,8 +154,8 @@ class _Reader:
             raise self.file.error("its tokenizer has add_bos_token, and no bos_token_id")
 
     def _read_tokens(self) -> None:
-        """`pieces` without padding at their end, `types` as llama.cpp has them, and `unreachable` from text."""
-        # To llama.cpp a NUL ends a token, and an empty one has such a name.
+        """Set `pieces` without trailing padding, `types` as llama.cpp sees them, and `unreachable`."""
+        # llama.cpp ends a token at a NUL, and names an empty one so.
         tokens = [piece.partition("\0")[0] or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]
         ids = {piece: i for i, piece in enumerate(tokens)}
         if len(ids) < len(tokens):
@@ -171,7 +171,7 @@ class _Reader:
         self.unreachable = frozenset(np.flatnonzero(np.isin(types[:count], (CONTROL, UNKNOWN))).tolist())
 
     def _array(self, name: str, count: int, kinds: str, default: float) -> np.ndarray:
-        """The numbers of a key, one for each token."""
+        """Return a key's numbers, one per token."""
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
             what = "numbers" if "f" in kinds else "integers"
@@ -205,8 +205,8 @@ class _Reader:
         kept = {*real, NULL_MERGE}
         lost = next((f"{a} {b}" for a, b in pairs if (a, b) not in kept), None)
         if lost is not None:
-            raise self.file.error(f"its merge {printable(lost)} is of, or makes, what is no token")
-        # Text is cut and merged in byte symbols, so it never produces a token of other characters.
+            raise self.file.error(f"its merge {printable(lost)} uses or makes a text that is not a token")
+        # Text is merged in byte symbols, so it never produces a token of other characters.
         strange = {i for i in self._ids_with_types(NORMAL) if not SYMBOL_BYTES.keys() >= set(self.pieces[i])}
         unreachable = self.unreachable | strange
         hidden = {self.pieces[i] for i in unreachable}
@@ -214,7 +214,7 @@ class _Reader:
         return BPE(self.pieces, merges, self.keys["eos_token_id"], PRE_TOKENIZERS[pre], unreachable)
 
     def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
-        """Toyexp's own bytes or characters, some of whose merges make no token; `merges` are those that do."""
+        """Return toyexp's own byte or character tokenizer, some of whose merges make no token; `merges` make one."""
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):
             return Bytes()
@@ -222,7 +222,7 @@ class _Reader:
         return None if characters is None else Characters(characters)
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """The merges, each once: llama.cpp keeps the first of equal ones."""
+        """Return the distinct merges in order; llama.cpp keeps the first of equal ones."""
         merges = self.keys.get("merges")
         if not isinstance(merges, list):
             raise self.file.error("its tokenizer lacks tokens, merges or eos_token_id")
@@ -233,7 +233,7 @@ class _Reader:
 
 
 def _characters(pieces: list[str], eos: int) -> list[str] | None:
-    """The characters the tokens stand for, when each is exactly one and end-of-text comes last."""
+    """Return the characters of the tokens if each is exactly one character and end-of-text comes last."""
     if eos != len(pieces) - 1:
         return None
     try:
@@ -244,14 +244,14 @@ def _characters(pieces: list[str], eos: int) -> list[str] | None:
 
 
 def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str, Any]) -> tuple[np.ndarray, set[int]]:
-    """The types that llama.cpp gives the tokens, and the ids at which it stops generating.
+    """Return the types that llama.cpp gives the tokens, and the ids at which it stops generating.
 
-    `ids` are the tokens by their text, `types` as the file has them, `keys` the `tokenizer.ggml.*` keys.
+    `ids` are the tokens by text, `types` the file's types, `keys` the `tokenizer.ggml.*` keys.
     """
     types, ends = types.copy(), set()
     for names, texts in FILL.items():
         named = [keys[name] for name in names if isinstance(keys.get(name), int) and 0 <= keys[name] < len(types)]
-        found = named or [ids[text] for text in texts if text in ids]  # of several llama.cpp takes any one
+        found = named or [ids[text] for text in texts if text in ids]  # if there are several, llama.cpp picks any
         if not named:
             types[found] = CONTROL
         if names[0] in ENDING_FILL:
@@ -263,7 +263,7 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
 
     there = {text for text in (*ENDS, "<|plamo:eos|>") if ids.get(text) in ends}
     if "<|end|>" in there and there & {"<|call|>", "<|calls|>"} and there & {"<|return|>", "<|flush|>"}:
-        ends.remove(ids["<|end|>"])  # in the format of gpt-oss it ends a part of an answer
+        ends.remove(ids["<|end|>"])  # in gpt-oss's format it ends a part of an answer
         types[ids["<|end|>"]] = USER_DEFINED
     if "</s>" in there and there & {"<|tool_response>", "<|plamo:eos|>"}:
         ends.remove(ids["</s>"])
@@ -272,16 +272,17 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
 
 
 def family(name: str) -> str:
-    """The family of vocabularies that llama.cpp takes a file's for by its `general.name`, or nothing."""
+    """Return the vocabulary family that llama.cpp infers from `general.name`, or ""."""
     return next((known for known, (pattern, _) in FAMILIES.items() if pattern.search(name)), "")
 
 
 def space_swallowing_ids(
     ids: Mapping[str, int], types: np.ndarray, pre: str, of: str
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The special tokens that swallow the white space before them in a text, and those that swallow what follows.
+    """Return the special tokens that strip the white space before them, and those that strip it after.
 
-    No key says so: llama.cpp goes by the pre-tokenizer and the family (`of`). `types` are those of `special_tokens`.
+    No key records this: llama.cpp infers it from the pre-tokenizer and the family (`of`). `types` come from
+    `special_tokens`.
     """
     special = frozenset(np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist())
 
@@ -296,7 +297,7 @@ def space_swallowing_ids(
 
 
 def compatible_name(name: str, tokenizer: Tokenizer | None) -> str:
-    """`general.name` for a file with this tokenizer: one by which llama.cpp makes the ids that the model knows."""
+    """Return a `general.name` from which llama.cpp infers the tokenizer's family."""
     wanted = tokenizer.family if tokenizer is not None else ""
     if family(name) == wanted:
         return name

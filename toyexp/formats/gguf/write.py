@@ -1,4 +1,4 @@
-"""Writes a trained model as a GGUF file that stock llama.cpp loads."""
+"""Write a trained model as a GGUF file that unmodified llama.cpp loads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, shared_alpha
 from toyexp.tokenizers.tokenizer import NORMAL, UNUSED, Tokenizer, placeholder_metadata
 
-U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # value types of the format
+U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # GGUF value types
 _KINDS = {np.dtype(form): kind for kind, form in SCALARS.items()}
 
 
@@ -46,11 +46,11 @@ def write_model(
     general: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Writes `path` in one piece: to a temporary name beside it, flushed, then renamed.
+    """Write `path` atomically: to a temporary file, flushed, then renamed.
 
-    `tensors` are the model's, float32, by GGUF name; `general` are further `general.*` keys, `data` further keys of
-    the architecture. Without a tokenizer a language model's file has placeholders for the texts of its ids.
-    A tensor whose numbers are too large for its type stays F32; of each that is not finite a sentence is returned.
+    `tensors` are the model's, float32, by GGUF name; `general` and `data` are further keys of `general` and of the
+    architecture. Without a tokenizer a language model's file gets placeholder tokens. A tensor too large for its type
+    stays F32. Return a sentence for each tensor that is not finite.
     """
     check_type(kind)
     if kind in K_QUANTS:
@@ -81,7 +81,7 @@ def write_model(
 
 
 def _vocab_size(model: Model, tensors: Mapping[str, np.ndarray]) -> int:
-    """Return how many ids a language model tells apart."""
+    """Return the number of ids of a language model."""
     table = tensors.get("token_embd.weight")
     return int(model_settings(model).get("vocab", 0)) if table is None else len(table)
 
@@ -93,10 +93,10 @@ def write_adapter(
     general: Mapping[str, Any] | None = None,
     chat_template: str = "",
 ) -> list[str]:
-    """Writes the plan's LoRA adapters for llama.cpp's `--lora`, in one piece like `write_model`, in float32.
+    """Write the plan's LoRA adapters in llama.cpp's `--lora` format, atomically, in float32.
 
-    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha for the whole file. It takes no
-    notice of the `chat_template` that the adapter was trained with, which `toyexp generate --adapter` asks it by.
+    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha per file. It ignores
+    `chat_template`, the one used in training, which `toyexp generate --adapter` uses.
     """
     names = [n for adapter in plan.adapters if isinstance(adapter, LoraAdapter) for n in lora_names(adapter.target)]
     pairs = {name: values[name] for name in names}
@@ -111,7 +111,7 @@ def write_pairs(
     general: Mapping[str, Any] | None = None,
     chat_template: str = "",
 ) -> list[str]:
-    """The same of the tensors `<target>.lora_a` and `<target>.lora_b` themselves."""
+    """Write LoRA tensors `<target>.lora_a` and `<target>.lora_b` as an adapter file; see `write_adapter`."""
     writer = Writer({
         "general.architecture": architecture,
         "general.type": "adapter",
@@ -126,13 +126,13 @@ def write_pairs(
 
 
 def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that describe a model, under their full names."""
+    """Return the keys that describe a model, with their full names."""
     own, architecture = {**gguf_form(model).metadata(model), **data}, gguf_architecture(model)
     return {f"general.{k}": v for k, v in general.items()} | {f"{architecture}.{k}": v for k, v in own.items()}
 
 
 def check_keys(model: Model) -> None:
-    """Raises UserError for a model with a number that no key of a GGUF holds; found after training it is too late."""
+    """Raise UserError for a model with a number that a GGUF key cannot hold, before training."""
     for key, value in model_metadata(model, {}, {}).items():
         try:
             _pack_value(value, _kind(value))
@@ -141,7 +141,7 @@ def check_keys(model: Model) -> None:
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """The `tokenizer.*` keys, with as many tokens as the embedding has rows, as llama.cpp requires."""
+    """Return the `tokenizer.*` keys with as many tokens as the embedding has rows, as llama.cpp requires."""
     if tokenizer is None:
         return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()
@@ -157,7 +157,7 @@ def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
 
 
 def size_label(parameters: int) -> str:
-    """How many parameters, as the names of models say it: 269K, 1.2B."""
+    """Return a parameter count as in model names: 269K, 1.2B."""
     units = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}
     letter = next((u for u, size in units.items() if parameters >= size), "K")
     count = parameters / units[letter]
@@ -165,7 +165,7 @@ def size_label(parameters: int) -> str:
 
 
 class Writer:
-    """A GGUF to be written: keys and tensors are named first, and `save` then takes their numbers piece by piece."""
+    """GGUF file to write: first add keys and tensors, then `save` streams the tensors' numbers."""
 
     def __init__(self, keys: Mapping[str, Any] | None = None) -> None:
         self._keys: dict[str, bytes] = {}
@@ -176,7 +176,7 @@ class Writer:
             self.add(key, value)
 
     def add(self, key: str, value: Any, kind: int | None = None) -> None:
-        """One key, in the value type `kind` or else in the one llama.cpp insists on; an array in that of its dtype."""
+        """Add a key, with value type `kind`, or the type that llama.cpp expects; arrays use their dtype."""
         if kind is None:
             kind = _kind(value)
         if key == "general.alignment":
@@ -184,15 +184,15 @@ class Writer:
         self._keys[key] = struct.pack("<I", kind) + _pack_value(value, kind)
 
     def add_numbers(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
-        """A tensor whose numbers come in pieces of float32."""
+        """Add a tensor whose numbers come in float32 pieces."""
         self._tensors[name] = (shape, type_name, encode_pieces(name, pieces, type_name, self._problems))
 
     def add_bytes(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
-        """A tensor whose bytes, in its type, come in pieces."""
+        """Add a tensor whose encoded bytes come in pieces."""
         self._tensors[name] = (shape, type_name, check_pieces(name, pieces, type_name, self._problems))
 
     def save(self, path: Path) -> list[str]:
-        """Writes the file, which appears under its name once it is whole; returns what was odd about its numbers."""
+        """Write the file atomically; return a sentence for each tensor that is not finite or does not fit its type."""
         with convert_write_errors(path), write_atomically(path) as temporary, open(temporary, "wb") as file:
             file.write(self._header())
             for _, _, pieces in self._tensors.values():
@@ -217,7 +217,7 @@ class Writer:
 
 
 def _kind(value: Any) -> int:
-    """The value type for a Python or numpy value."""
+    """Return the GGUF value type of a Python or numpy value."""
     if isinstance(value, str):
         return STRING
     if isinstance(value, np.generic):
@@ -244,20 +244,20 @@ def _pack_value(value: Any, kind: int) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    raw = value.encode(errors="replace")  # a name from the command line may hold what is no Unicode
+    raw = value.encode(errors="replace")  # a name from the command line may be invalid Unicode
     return struct.pack("<Q", len(raw)) + raw
 
 
-# -- a GGUF file again in another type, with every key as it is -------------------------------------------------------
+# -- convert a GGUF file to another type, keeping every key ----------------------------------------------------------
 
 
 PLAIN = ("F32", "F16", "BF16")
 
 
 def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> list[str]:
-    """Writes the file again at `path`; returns what is odd about its numbers.
+    """Convert a file to type `kind` at `path`; return a sentence for each tensor that is not finite or does not fit.
 
-    Raises UserError for numbers that would be rounded a second time, unless `requantize` says so.
+    Raise UserError if numbers would be rounded a second time, unless `requantize`.
     """
     tied = "output.weight" not in file.tensors
     types = {t.name: tensor_type(t.name, t.shape, kind, tied) for t in file.tensors.values()}
@@ -272,9 +272,9 @@ def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> lis
 
 
 def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, every: bool = False) -> None:
-    """Raises UserError for numbers that would be rounded a second time, unless that was asked for.
+    """Raise UserError if quantised numbers would be rounded again, unless `requantize`.
 
-    `types` are those that the tensors get; with `every` even one that stays in its type is rounded anew.
+    `types` are the new types by tensor; with `every`, tensors that keep their type are rounded again too.
     """
 
     def is_rounded(t: TensorInfo) -> bool:
@@ -288,7 +288,7 @@ def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, e
 
 
 def _copy_types(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:
-    """The file's keys and tensors, the latter in the types given."""
+    """Return a writer with the file's keys and tensors, the tensors in the given types."""
     writer = Writer()
     own = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
     for key, value in file.metadata.items():

@@ -93,7 +93,7 @@ class FormatSuite(PluginSuite):
         foreign = tmp_path / "foreign"
         foreign.mkdir()
         (foreign / path.name).write_bytes(OURS)
-        with pytest.raises(RunFailed, match="there already"):
+        with pytest.raises(RunFailed, match="it exists"):
             _end(self.callback(), _run(foreign, self.models[0]), step=2)
         assert [(p.name, p.read_bytes()) for p in foreign.iterdir()] == [(path.name, OURS)]
 

@@ -856,7 +856,7 @@ def test_a_file_without_a_tokenizer_takes_token_ids_only(tmp_path):
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert file.metadata["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(257)]
         assert not has_text(file)
-        with pytest.raises(GGUFError, match="has no tokenizer \(its tokens are placeholders"):
+        with pytest.raises(GGUFError, match=r"has no tokenizer \(its tokens are placeholders"):
             read_tokenizer(file)
 
 

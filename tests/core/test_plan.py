@@ -145,6 +145,6 @@ def test_a_snapshot_of_another_optimiser_is_rejected_with_both_states():
     arrays = {name: np.zeros(shape) for name, shape in state_shapes(wanted).items()}
     assert state_misfit(wanted, arrays) is None
     other = {(n.removesuffix("@m") + "@u" if n.endswith("@m") else n): a for n, a in arrays.items()}
-    assert str(state_misfit(wanted, other)).startswith("of p the optimiser keeps m, v, the snapshot has u, v;")
+    assert str(state_misfit(wanted, other)).startswith("the optimiser state of p must be m, v, got u, v;")
     del arrays["p"]
     assert state_misfit(wanted, arrays) == "the snapshot lacks p, unlike the plan"

@@ -18,11 +18,11 @@ def test_a_snapshot_of_another_plan_is_refused():
     with ENGINE.realize(op_plan("matmul")) as session:
         session.build()
         arrays = session.snapshot()
-        with pytest.raises(SessionError, match="keeps m, v, the snapshot has v"):
+        with pytest.raises(SessionError, match="must be m, v, got v"):
             session.restore({n: a for n, a in arrays.items() if n != "w@m"})
         with pytest.raises(SessionError, match="has else"):
             session.restore({**arrays, "else": arrays["w"]})
-        with pytest.raises(SessionError, match=r"w has the shape \[2, 2\], not \[8, 8\]"):
+        with pytest.raises(SessionError, match=r"w has shape \[2, 2\], expected \[8, 8\]"):
             session.restore({**arrays, "w": np.zeros((2, 2), np.float32)})
 
 
@@ -48,14 +48,14 @@ def test_misuse_is_a_named_error():
         session.step(batch, hp * math.nan)
     with pytest.raises(SessionError, match=f"{2 * ROWS} rows, expected {ROWS}"):
         session.step(op_batch(rows=2 * ROWS), hp)
-    with pytest.raises(SessionError, match="does not divide"):
+    with pytest.raises(SessionError, match="cannot be split"):
         session.step(op_batch(rows=ROWS + 1), hp)
     with pytest.raises(SessionError, match=r"batch\['tokens'\]: expected"):
         session.step({**batch, "tokens": batch["tokens"].astype(np.int64)}, hp)
     for wrong in (8, -1):
         with pytest.raises(SessionError, match=rf"batch\['targets'\]: {wrong} is not one of 0\.\.7"):
             session.step({**batch, "targets": np.full_like(batch["targets"], wrong)}, hp)
-    with pytest.raises(SessionError, match="no loss"):
+    with pytest.raises(SessionError, match="sum to"):
         session.step({**batch, "weights": batch["weights"] * 0}, hp)
     session.close()
     session.close()

@@ -329,7 +329,7 @@ def test_batches_that_are_none_are_refused_before_anything_is_made(capsys):
         ("beyond", "batch['targets']: 50 is not one of 0..49"),
         ("shape", "batch['targets']: expected [rows, 16] int32, got [8, 15]"),
         ("rows", "7 rows"),
-        ("weights", "batch['weights'] holds numbers that are NaN"),
+        ("weights", "batch['weights'] contains NaN"),
         ("list", "arrays"),
     ],
 )
@@ -341,7 +341,7 @@ def test_a_wrong_batch_is_its_datas_fault_and_not_the_engines(at, wanted, late, 
 @pytest.mark.parametrize("late", [False, True])
 def test_pixels_that_are_no_numbers_are_their_datas_fault(late, capsys):
     line = run_told(capsys, *IMAGES, "data.at=pixels", f"data.late={late}")
-    assert line.startswith(f"data.odd_digits at step {0 if late else 3}: batch['patches'] holds numbers that are NaN")
+    assert line.startswith(f"data.odd_digits at step {0 if late else 3}: batch['patches'] contains NaN")
 
 
 def test_held_out_batches_that_are_no_sequence_are_told(capsys):
@@ -491,8 +491,8 @@ def test_a_models_scores_and_sizes_that_are_none_are_named(at, wanted, capsys):
     [
         ("nothing", " returned None, expected Mapping"),
         ("less", ": the snapshot lacks token_embd.weight, unlike the plan"),
-        ("shape", ": token_embd.weight has the shape [49, 16], not [50, 16]"),
-        ("list", ": token_embd.weight is a list, no array"),
+        ("shape", ": token_embd.weight has shape [49, 16], expected [50, 16]"),
+        ("list", ": token_embd.weight must be an array, got list"),
         ("more", ": the snapshot has nope, unlike the plan"),
     ],
 )

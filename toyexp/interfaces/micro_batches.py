@@ -1,4 +1,4 @@
-"""A batch as a session takes it: as its plan wants it, cut into micro-batches, or padded to one."""
+"""Checks of batches against a plan, splitting into micro-batches, and padding."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from toyexp.interfaces.plan import Plan
 
 
 def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
-    """The batch's micro-batches, their weights scaled so that the loss is the mean over its targets."""
+    """Return the batch's micro-batches, with weights scaled so that the loss is the mean over its targets."""
     micros, total = split_batch(plan, batch)
     if total <= 0:
-        raise BadBatch(f"a batch whose targets weigh {total:g} in all has no loss")
+        raise BadBatch(f"the weights of a batch must sum to more than 0, got {total:g}")
     return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
 
 
 class PreparedBatch(dict[str, np.ndarray]):
-    """A batch that was checked and cut for a plan before its step's turn came."""
+    """A batch that was checked and split for a plan ahead of its step."""
 
     plan: Plan
     micros: Sequence[Batch]
 
 
 def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]:
-    """The batches of `count` steps, whose rows stand one after another in `block`; BadBatch where one is none."""
-    whole, total = _check_batch(plan, block)
-    each, size = plan.rows * plan.accumulate, plan.accumulate
-    if len(block["targets"]) != count * each:
-        raise BadBatch(f"a block of {len(block['targets'])} rows, expected {count * each}")
-    batches = _slice_rows(block, each, PreparedBatch)
-    if (block["weights"] == 1).all():  # each weighs the same
+    """Split `block`, the concatenated rows of `count` steps, into prepared batches. Raise BadBatch if it is invalid."""
+    full, total = _check_batch(plan, block)
+    step_rows, size = plan.rows * plan.accumulate, plan.accumulate
+    if len(block["targets"]) != count * step_rows:
+        raise BadBatch(f"a block of {len(block['targets'])} rows, expected {count * step_rows}")
+    batches = _slice_rows(block, step_rows, PreparedBatch)
+    if (block["weights"] == 1).all():  # every batch has the same total weight
         scaled = (block["weights"] / (total / count)).astype(np.float32)
-        if size == 1 and whole is block:
-            micros = [{**batch, "weights": scaled[i * each : (i + 1) * each]} for i, batch in enumerate(batches)]
+        if size == 1 and full is block:
+            micros = [
+                {**batch, "weights": scaled[i * step_rows : (i + 1) * step_rows]} for i, batch in enumerate(batches)
+            ]
         else:
-            micros = _slice_rows({**whole, "weights": scaled}, plan.rows)
+            micros = _slice_rows({**full, "weights": scaled}, plan.rows)
     else:
         micros = [dict(micro) for batch in batches for micro in micro_batches(plan, batch)]
     for i, batch in enumerate(batches):
@@ -49,7 +51,7 @@ def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]
 
 
 class HeldOut:
-    """The micro-batches of held-out batches, checked one by one; it adds up what their targets weigh."""
+    """Iterable of the micro-batches of held-out batches; checks them one by one and sums the target weights."""
 
     def __init__(self, plan: Plan, batches: Iterable[Batch]):
         self._plan, self._batches, self._weight = plan, batches, 0.0
@@ -61,41 +63,44 @@ class HeldOut:
                 yield micro
 
     def mean(self, total: float) -> float:
-        """Return the mean loss, given the sum of the losses; raises BadBatch where no target weighs anything."""
+        """Return the mean loss, given the sum of the losses. Raise BadBatch if the weights sum to 0."""
         if not 0 < self._weight < math.inf:
-            raise BadBatch(f"evaluate(): the targets weigh {self._weight:g} in all, so there is no loss")
+            raise BadBatch(f"evaluate(): all weights must sum to a finite number above 0, got {self._weight:g}")
         return total / self._weight
 
 
 def split_batch(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
-    """The micro-batches of a batch that is as the plan wants it, and what its targets weigh in all."""
-    whole, total = _check_batch(plan, batch)
-    return [whole] if len(whole["targets"]) == plan.rows else _slice_rows(whole, plan.rows), total
+    """Check a batch, and return its micro-batches and the sum of its target weights."""
+    full, total = _check_batch(plan, batch)
+    return [full] if len(full["targets"]) == plan.rows else _slice_rows(full, plan.rows), total
 
 
 def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
-    """So many rows at a time."""
-    places = [slice(i, i + rows) for i in range(0, len(batch["targets"]), rows)]
-    parts = ([array[here] for here in places] for array in batch.values())
+    """Split a batch into batches of `rows` rows each."""
+    slices = [slice(i, i + rows) for i in range(0, len(batch["targets"]), rows)]
+    parts = ([array[rows_slice] for rows_slice in slices] for array in batch.values())
     return [kind(zip(batch, arrays, strict=True)) for arrays in zip(*parts, strict=True)]
 
 
 def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
-    """A batch with all that the plan has in it, and what its targets weigh in all; BadBatch for one that is none."""
+    """Return the batch with optional arrays filled in, and the sum of its target weights.
+
+    Raise BadBatch if it does not match the plan.
+    """
     if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
-        raise BadBatch("a batch is a mapping of names to numpy's arrays, and this is none")
+        raise BadBatch("a batch must be a mapping of names to numpy arrays")
     for name, spec in plan.inputs.items():
         if name not in batch:
             if not spec.optional or "targets" not in batch:
-                raise BadBatch(f"the batch has no {name!r}; it holds {', '.join(sorted(batch))}")
+                raise BadBatch(f"the batch has no {name!r}; it has {', '.join(sorted(batch))}")
             batch = {**batch, name: np.zeros((len(batch["targets"]), *spec.shape), spec.dtype)}
     count, rows = len(batch["targets"]), plan.rows
     _check_arrays(plan, batch, count)
     total: np.float64 = batch["weights"].sum(dtype=np.float64)
     if not math.isfinite(total):
-        raise BadBatch("batch['weights'] holds numbers that are NaN or infinite")
+        raise BadBatch("batch['weights'] contains NaN or infinity")
     if count % rows:
-        raise BadBatch(f"a batch of {count} rows does not divide into micro-batches of {rows}")
+        raise BadBatch(f"a batch of {count} rows cannot be split into micro-batches of {rows}")
     return batch, total
 
 
@@ -108,30 +113,30 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
                 f"got {list(array.shape)} {array.dtype}"
             )
         if len(array) != count:
-            raise BadBatch(f"batch[{name!r}] has {len(array)} rows, its targets {count}")
+            raise BadBatch(f"batch[{name!r}] has {len(array)} rows, expected {count} as in 'targets'")
         if spec.below is not None and array.size and not 0 <= array.min() <= array.max() < spec.below:
             wrong = array[(array < 0) | (array >= spec.below)][0]
             raise BadBatch(f"batch[{name!r}]: {wrong} is not one of 0..{spec.below - 1}")
         if name != "weights" and array.dtype.kind == "f" and not (spec.optional or np.isfinite(array).all()):
-            raise BadBatch(f"batch[{name!r}] holds numbers that are NaN or infinite")
+            raise BadBatch(f"batch[{name!r}] contains NaN or infinity")
 
 
 def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
-    """`batch` grown to the plan's shape with zeros, and the ranges of the logits that belong to it."""
+    """Return `batch` padded with zeros to the plan's shape, and the ranges of the logits that belong to it."""
     full: dict[str, np.ndarray] = {}
-    kept: tuple[range, ...] = ()
-    aligned = plan.inputs["targets"].shape  # an input of this shape has one logit row per position
+    ranges: tuple[range, ...] = ()
+    target_shape = plan.inputs["targets"].shape  # an input of this shape has one row of logits per position
     for name, spec in plan.inputs.items():
-        whole = np.zeros((plan.rows, *spec.shape), spec.dtype)
+        array = np.zeros((plan.rows, *spec.shape), spec.dtype)
         if name in batch:
             part = np.asarray(batch[name])
-            if part.ndim != whole.ndim or any(p > f for p, f in zip(part.shape, whole.shape, strict=True)):
-                raise SessionError(f"logits(): {name} {list(part.shape)} does not fit the plan's {list(whole.shape)}")
-            if part.dtype != whole.dtype:
-                raise SessionError(f"logits(): {name} is {part.dtype}, expected {whole.dtype}")
-            whole[tuple(slice(n) for n in part.shape)] = part
-            kept = tuple(range(n) for n in (part.shape if spec.shape == aligned else part.shape[:1]))
-        full[name] = whole
-    if not kept:
-        raise SessionError(f"logits(): the batch holds none of {', '.join(plan.inputs)}")
-    return full, kept
+            if part.ndim != array.ndim or any(p > f for p, f in zip(part.shape, array.shape, strict=True)):
+                raise SessionError(f"logits(): {name} {list(part.shape)} does not fit the plan's {list(array.shape)}")
+            if part.dtype != array.dtype:
+                raise SessionError(f"logits(): {name} is {part.dtype}, expected {array.dtype}")
+            array[tuple(slice(n) for n in part.shape)] = part
+            ranges = tuple(range(n) for n in (part.shape if spec.shape == target_shape else part.shape[:1]))
+        full[name] = array
+    if not ranges:
+        raise SessionError(f"logits(): the batch has none of {', '.join(plan.inputs)}")
+    return full, ranges

@@ -1,4 +1,4 @@
-"""What a snapshot of a session holds: every trainable tensor, and the optimiser's state of it."""
+"""Contents of a session's snapshot: every trainable tensor, and its optimiser state."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from toyexp.base.errors import printable
 from toyexp.interfaces.plan import Plan
 
-SLOT = "@"  # stands in a snapshot between a tensor's name and that of a slot of its state
+SLOT = "@"  # separates tensor and slot in the names of optimiser state
 
 
 def slot_name(tensor: str, slot: str) -> str:
-    """What a snapshot calls a slot of a tensor's state."""
+    """Return the name of an optimiser slot of a tensor in a snapshot."""
     return f"{tensor}{SLOT}{slot}"
 
 
 def state_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """What a snapshot holds, by name: `<tensor>`, and `<tensor>@<slot>` for the optimiser's state of it."""
+    """Return the shapes of a snapshot's arrays: `<tensor>`, and `<tensor>@<slot>` for optimiser state."""
     shapes: dict[str, tuple[int, ...]] = {}
     for t in plan.trainable:
         shapes[t.name] = t.shape
@@ -27,27 +27,27 @@ def state_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
-    """Why a snapshot's arrays are not those of `plan`, or None."""
-    wanted = state_shapes(plan)
-    for name in sorted(wanted.keys() ^ arrays.keys()):
+    """Return why a snapshot's arrays do not match `plan`, or None if they do."""
+    shapes = state_shapes(plan)
+    for name in sorted(shapes.keys() ^ arrays.keys()):
         tensor = name.partition(SLOT)[0]
-        if tensor != name and tensor in wanted and tensor in arrays:
-            kept, found = (_slots(names, tensor) for names in (wanted, arrays))
-            return f"of {printable(tensor)} the optimiser keeps {kept}, the snapshot has {found}; begin a new run"
-        there = "lacks" if name in wanted else "has"
-        return f"the snapshot {there} {printable(name)}, unlike the plan"
-    for name, shape in wanted.items():
+        if tensor != name and tensor in shapes and tensor in arrays:
+            expected, got = (_slots(names, tensor) for names in (shapes, arrays))
+            return f"the optimiser state of {printable(tensor)} must be {expected}, got {got}; start a new run"
+        verb = "lacks" if name in shapes else "has"
+        return f"the snapshot {verb} {printable(name)}, unlike the plan"
+    for name, shape in shapes.items():
         array = arrays[name]
         if not isinstance(array, np.ndarray):
-            return f"{name} is a {type(array).__name__}, no array"
+            return f"{name} must be an array, got {type(array).__name__}"
         if array.shape != shape:
-            return f"{name} has the shape {list(array.shape)}, not {list(shape)}"
+            return f"{name} has shape {list(array.shape)}, expected {list(shape)}"
         if array.dtype.kind != "f":
-            return f"{name} holds {array.dtype}, not floating-point numbers"
+            return f"{name} must have a float dtype, got {array.dtype}"
     return None
 
 
 def _slots(names: Iterable[str], tensor: str) -> str:
-    """The slots of a tensor in words."""
-    own = sorted(n.partition(SLOT)[2] for n in names if n.startswith(slot_name(tensor, "")))
-    return printable(", ".join(own)) or "nothing"
+    """Return the slots of a tensor as text."""
+    slots = sorted(n.partition(SLOT)[2] for n in names if n.startswith(slot_name(tensor, "")))
+    return printable(", ".join(slots)) or "nothing"

@@ -412,10 +412,10 @@ def test_a_name_of_the_records_own_is_refused_in_any_hook(name):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("write", "metrics are read-only; report a number of your own with run.log(name=value)"),
+        ("write", "metrics are read-only; add your own numbers with run.log(name=value)"),
         ("taken", "run.log(grad_norm=...): the run records a number of that name"),
         ("text", "run.log(mine='much'): takes numbers"),
-        ("nan", "run.log(goodness=nan): a held-out score must be a finite number"),
+        ("nan", "run.log(goodness=nan): a held-out metric must be a finite number"),
     ],
 )
 def test_a_number_that_cannot_be_logged_fails_the_run_in_words(train, logger, wrong, words):

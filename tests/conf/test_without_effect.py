@@ -72,7 +72,7 @@ IDLE = {
     "groups that change nothing": (
         "optim.groups={*attn*:{lr:1},*attn_k*:{lr:2},*norm*:{weight_decay:1}} "
         "callbacks=[default,linear] callbacks.linear.scales=weight_decay",
-        ["callbacks.linear.scales=weight_decay: scales optim.weight_decay=0",
+        ["callbacks.linear.scales=weight_decay: has no effect with optim.weight_decay=0",
          "optim.groups: *attn_k*: has no effect: *attn* matches its tensors first",
          "optim.groups: *norm*: weight_decay=1 has no effect: norms"],
         "optim.groups={*attn_q*:{frozen:true},*attn_k*:{lr:2},*attn*:{lr:1,weight_decay:1},*norm*:{weight_decay:0}} "

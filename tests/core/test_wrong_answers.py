@@ -503,5 +503,5 @@ def test_a_snapshot_that_is_not_the_plans_is_its_engines_fault(at, wanted, capsy
 
 def test_a_schedule_that_looks_at_the_plan_itself_scales_what_is_there_all_the_same(capsys):
     line = run_told(capsys, "callbacks=[odd_schedule]", "callbacks.odd_schedule.scales=nope")
-    assert line.startswith("callbacks.odd_schedule.scales=nope: is no number of this optimiser") and "lr" in line
+    assert line.startswith("callbacks.odd_schedule.scales=nope: this optimiser has no such setting") and "lr" in line
     assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""A callback: what it is asked and told, and what it knows of the run it is in."""
+"""Base classes of callbacks and of schedules."""
 
 from __future__ import annotations
 
@@ -21,136 +21,138 @@ if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Dataset
     from toyexp.interfaces.plan import Plan
 
-LOOKED_AT = 1000  # steps of a run, of which it is asked beforehand what a schedule does
+SCHEDULE_SAMPLES = 1000  # steps of a run at which a schedule is checked in advance
 
 
 @dataclass(eq=False)
 class Callback(ABC):
     """Base of all callbacks: subclass it as a `@dataclass(eq=False)` whose fields are its settings.
 
-    Its hook methods, marked `@hookimpl`, are named after those of `RunHooks` in toyexp/interfaces/hooks.py. It observes
-    or answers; whatever two callbacks would have to share belongs to the loop.
+    Its hook methods, marked `@hookimpl`, are named after those of `RunHooks` in toyexp/interfaces/hooks.py. They
+    observe the run or return values to it; state that two callbacks would share belongs to the training loop.
 
-    It is asked `check`, `check_run`, `check_plan` and `warnings`, in this order and before anything is written; then,
-    where a run goes on, `outputs` and `resume` or `join`; and then hears `on_start`.
+    Before anything is written, toyexp calls `check`, `check_run`, `check_plan` and `warnings`, in this order. If the
+    run is resumed, it then calls `outputs` and `resume` or `join`. After that it calls `on_start`.
     """
 
     plugin_kind: ClassVar[str] = "callbacks"
-    name: ClassVar[str]  # what `callbacks=[...]` takes
-    logs: ClassVar[tuple[str, ...]] = ()  # scores that `on_eval` reports with run.log: early_stop, ... go by them
-    closes_last: ClassVar[bool] = False  # it records how the run ended: its on_end comes after those of others
+    name: ClassVar[str]  # the name that `callbacks=[...]` lists
+    logs: ClassVar[tuple[str, ...]] = ()  # metrics that `on_eval` reports with run.log, e.g. for early_stop
+    closes_last: ClassVar[bool] = False  # call its on_end after those of the others, to record how the run ended
 
     def __init_subclass__(cls) -> None:
         LOGGED_METRICS.update(cls.logs)
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
-        """Raises UserError for settings that cannot work, and Unavailable for a missing package."""
+        """Raise UserError for settings that cannot work, and Unavailable for a missing package."""
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
-        """Raises UserError for what cannot work with this run's configuration and data, before anything is written."""
+        """Raise UserError if the callback cannot work with this configuration and data.
+
+        Called before anything is written.
+        """
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
-        """Raises UserError for a model or recipe it cannot work with, before anything is written."""
+        """Raise UserError if the callback cannot work with this plan. Called before anything is written."""
 
     def should_wait(self, step: int) -> bool:
-        """Whether it needs the run as it stands after `step`: the weights, or a say before the next step begins.
+        """Return True if the next step must not start before this callback has handled `step`.
 
-        Where no callback does, and the engine's steps run beside the host's work, `on_step` may come while the next
-        step is already under way. Unless told otherwise, one looks that hears of steps or answers about them.
+        That is the case if it reads the weights or influences the next step. If no callback waits, `on_step` may be
+        called while the next step is already running on the device. By default, callbacks with `on_step`, `lr`,
+        `factors` or `stop_reason` wait.
         """
         return any(has_hook(self, hook) for hook in ("on_step", "lr", "factors", "stop_reason"))
 
     def best_metric(self) -> str | None:
-        """The held-out score whose best weights it wants the run to keep, as `checkpoint_best` does."""
+        """Return the held-out metric whose best weights the run must keep, as `checkpoint_best` does, or None."""
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """A sentence for each of its settings that has no effect in this run, or cannot have the one it is for."""
+        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
         return ()
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """What it leaves in the run's directory, by name: a run that is resumed begins only if it may replace that."""
+        """Return the names of its files in the run's directory. A resumed run starts only if it may replace them."""
         return ()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON takes it: text, finite numbers, lists and dicts of them."""
+        """Return the state to save in a checkpoint, as JSON data: text, finite numbers, lists and dicts."""
         return {}
 
     def sync(self) -> None:  # noqa: B027 - optional, as above
-        """Brings to the disk what `state` spoke of, before a checkpoint with it stands there; raises OSError.
+        """Flush to disk the data that `state` refers to, before a checkpoint with it is complete. May raise OSError.
 
-        It is called beside the training, in another thread, since a disk takes its time.
+        Called in another thread while the run trains, because disks are slow.
         """
 
     def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
-        """Takes back what `state` gave; called before `on_start` of a run that continues from a checkpoint."""
+        """Restore what `state` returned. Called before `on_start` when a run continues from a checkpoint."""
 
     def join(self, step: int) -> None:  # noqa: B027 - optional, as above
-        """Called in place of `resume` when the run began without it; raises UserError if it cannot join at `step`."""
+        """Join a resumed run that started without this callback. Raise UserError if that is impossible at `step`."""
 
 
 @dataclass(eq=False)
 class Schedule(Callback):
-    """Base of the callbacks that scale a number at every step: the learning rate, or another one of the optimiser."""
+    """Base of callbacks that scale a number at every step: the learning rate, or another optimiser setting."""
 
-    scales: str = "lr"  # what it multiplies: lr, weight_decay, or another number of the optimiser, such as momentum
+    scales: str = "lr"  # setting to scale: lr, weight_decay, or another optimiser setting, such as momentum
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """What the number is multiplied by at the 0-based `step` of `steps`."""
+        """Return the factor at the 0-based `step` of `steps`."""
 
     def should_wait(self, step: int) -> bool:
-        """Only one that hears of steps or stops runs: `factor` goes by the step alone."""
+        """Return True only if the schedule has `on_step` or `stop_reason`; `factor` depends on the step alone."""
         return has_hook(self, "on_step") or has_hook(self, "stop_reason")
 
     @final
     def check_scales(self, plan: Plan, steps: int) -> None:
-        """Raises UserError for a number that the plan's optimiser does not have, or that would leave its range.
+        """Raise UserError if the plan's optimiser lacks the scaled setting, or a scaled value is invalid.
 
-        Its last value counts, which `floor` names, though a run ends one step before. It is asked before `check_plan`.
+        The value at `steps` is checked too, although the last step is `steps` - 1. Called before `check_plan`.
         """
         known = {"lr"}.union(*(group.scalable for group in plan.updates))
         key = f"callbacks.{self.name}.scales={printable(self.scales)}"
         if self.scales not in known:
-            raise UserError(f"{key}: is no number of this optimiser; {suggest(self.scales, known)}")
+            raise UserError(f"{key}: this optimiser has no such setting to scale; {suggest(self.scales, known)}")
         if self.scales == "lr":
             return
-        asked = {*range(0, steps, max(1, steps // LOOKED_AT)), steps - 1, steps}
-        found = [self.factor(step, steps) for step in sorted(asked)]
-        factors = [f for f in found if isinstance(f, int | float) and math.isfinite(f)]  # a run refuses the others
+        samples = {*range(0, steps, max(1, steps // SCHEDULE_SAMPLES)), steps - 1, steps}
+        results = [self.factor(step, steps) for step in sorted(samples)]
+        factors = [f for f in results if isinstance(f, int | float) and math.isfinite(f)]  # others fail in the run
         for factor, group in itertools.product({min(factors), max(factors)} if factors else (), plan.updates):
             try:
                 group.scale_rule({self.scales: factor}).check()
             except UserError as error:
-                own = {
-                    f.name: format_value(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "scales"
-                }
-                of = ", ".join(f"{name}={value}" for name, value in own.items())
-                raise UserError(f"{key}: its factor {factor:g}{of and f' ({of})'} cannot be: {error}") from error
+                values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "scales"}
+                text = ", ".join(f"{name}={format_value(value)}" for name, value in values.items())
+                raise UserError(f"{key}: invalid factor {factor:g}{text and f' ({text})'}: {error}") from error
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That what it scales is 0."""
+        """Warn if the scaled setting is 0."""
         groups = preview.plan.updates
         values = [getattr(g if self.scales == "weight_decay" else g.rule, self.scales, 0) for g in groups]
         if self.scales != "lr" and not any(values):
-            yield f"callbacks.{self.name}.scales={self.scales}: scales optim.{self.scales}=0, which stays 0"
+            yield f"callbacks.{self.name}.scales={self.scales}: has no effect with optim.{self.scales}=0"
 
     @hookimpl
     def lr(self, run: Run, step: int, steps: int) -> float | None:
-        """The base learning rate times `factor`."""
+        """Return the base learning rate times `factor`."""
         return run.lr * self.factor(step, steps) if self.scales == "lr" else None
 
     @hookimpl
     def factors(self, step: int, steps: int) -> Mapping[str, float] | None:
-        """`factor`, of what it scales."""
+        """Return `factor` for the scaled setting."""
         return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 
 def sets_lr(callback: Callback) -> bool:
-    """Whether a callback sets the learning rate."""
+    """Return True if a callback sets the learning rate."""
     return has_hook(callback, "lr") and not (isinstance(callback, Schedule) and callback.scales != "lr")
 
 
 def has_hook(callback: Callback, hook: str) -> bool:
-    """Whether a callback has that hook of `RunHooks`."""
+    """Return True if a callback implements a hook of `RunHooks`."""
     return getattr(getattr(callback, hook, None), "toyexp_impl", None) is not None

@@ -1,4 +1,4 @@
-"""A sub-command: what `toyexp NAME ...` does."""
+"""Base class of sub-commands, `toyexp NAME ...`, and the argument parser that they share."""
 
 from __future__ import annotations
 
@@ -16,78 +16,78 @@ from toyexp.base.writing import dump_json
 
 
 class Arguments(argparse.Namespace):
-    """Words behind a sub-command: an attribute for each option, as argparse has it, and the words beside them."""
+    """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and the remaining words."""
 
-    rest: list[str]  # files, names and settings
+    rest: list[str]  # files, names and overrides
     modules: list[str]  # the local plugins of plugins=[...]
 
     @property
     def settings(self) -> list[str]:
-        """The rest as settings of a run, with its plugins."""
+        """The remaining words as overrides of a run, including `plugins=[...]`."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
 
 
 class StoreOnce(argparse.Action):
-    """What an option does unless it names another action: store its value, and refuse a second one that differs."""
+    """The default action of options: store the value. Raise UserError if the option is repeated with another value."""
 
-    given: Any = None
+    value: Any = None
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
         """Store the value."""
-        if self.given not in (None, values):
-            raise UserError(f"{option_string} {values}: was given already, as {self.given}; leave one of them out")
-        self.given = values
+        if self.value not in (None, values):
+            raise UserError(f"{option_string} {values}: was given already, as {self.value}; leave one of them out")
+        self.value = values
         setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line; options are typed in full, and stand anywhere among other words.
+    """An argparse parser with one-line errors. Options cannot be abbreviated, and may appear anywhere.
 
-    An option without `type=` refuses an empty value; one with `type=str` takes it.
+    An option without `type=` rejects an empty value; one with `type=str` accepts it.
     """
 
-    def __init__(self, command: str = "", **more: Any):
-        form = argparse.RawDescriptionHelpFormatter
-        super().__init__(f"toyexp {command}", add_help=False, allow_abbrev=False, formatter_class=form, **more)
+    def __init__(self, command: str = "", **options: Any):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"toyexp {command}", add_help=False, allow_abbrev=False, formatter_class=formatter, **options)
         self.command = command
         self.register("action", None, StoreOnce)
 
-    def split(self, words: Sequence[str], found: Arguments) -> list[str]:
-        """Set what the options say in `found`, and return the other words in their order."""
-        joined: list[str] = []
+    def split(self, words: Sequence[str], arguments: Arguments) -> list[str]:
+        """Set the options in `arguments`, and return the other words in their order."""
+        joined_words: list[str] = []
         for word in words:
-            option = self.options.get(joined[-1]) if joined else None
+            option = self.options.get(joined_words[-1]) if joined_words else None
             if option and option.nargs != 0 and re.match("-[^-]", word) and word not in self.options:
-                joined[-1] += f"={word}"  # a value that begins with a dash, which argparse takes for an option
+                joined_words[-1] += f"={word}"  # argparse takes a value that begins with a dash for an option
             else:
-                joined.append(word)
-        return self.parse_known_args(joined, found)[1]
+                joined_words.append(word)
+        return self.parse_known_args(joined_words, arguments)[1]
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
-        """All options by what one types."""
+        """All options by their flags."""
         return self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError; argparse names the option in front of its message."""
+        """Raise UserError. argparse puts the option's name in front of its message."""
         name, _, what = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
         if flag not in self.options:
             raise UserError(message)
         if what.startswith("expected"):
-            raise UserError(f"{flag} needs a value{self._such(flag)}")
+            raise UserError(f"{flag} needs a value{self._example(flag)}")
         raise UserError(f"{flag} takes no value" if what.startswith("ignored") else f"{flag}: {what}")
 
-    def _such(self, flag: str) -> str:
+    def _example(self, flag: str) -> str:
         option = self.options[flag]
-        such = f", such as {flag} {option.metavar}" if option.metavar else ""
-        return f": {', '.join(map(str, option.choices))}" if option.choices else such
+        example = f", such as {flag} {option.metavar}" if option.metavar else ""
+        return f": {', '.join(map(str, option.choices))}" if option.choices else example
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         flag = action.option_strings[-1]
         if not text and action.type is not str:
             what = f"{self.command} {flag} '': is empty (an unset shell variable?)".strip()
-            raise UserError(f"{what}; leave it out, or give it a value{self._such(flag)}")
+            raise UserError(f"{what}; leave it out, or give it a value{self._example(flag)}")
         try:
             return super()._get_value(action, text)
         except argparse.ArgumentError as error:
@@ -101,78 +101,81 @@ class Parser(argparse.ArgumentParser):
 
 
 class Answer(ABC):
-    """Base of dataclasses that hold what a command found out."""
+    """Base of dataclasses that hold the result of a command."""
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain data, for --json."""
+        """Return the result as plain data, for --json."""
         return asdict(self)  # type: ignore[call-overload]
 
     @abstractmethod
     def lines(self) -> list[str]:
-        """Return it in lines, for a person."""
+        """Return the result as lines of text."""
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def show(self, arguments: Arguments) -> int:
-        """Print it in lines, or with --json as JSON, and return exit code 0."""
+        """Print the result as text, or as JSON with --json, and return exit code 0."""
         print_output(dump_json(self.plain(), indent=2) if arguments.json else str(self))
         return 0
 
 
 @dataclass
 class Command(ABC):
-    """What `toyexp NAME ...` does; the first line of a subclass's docstring is its line in `toyexp --help`."""
+    """Base of sub-commands `toyexp NAME ...`.
+
+    The first line of a subclass's docstring is its line in `toyexp --help`.
+    """
 
     plugin_kind: ClassVar[str] = "command"
     name: ClassVar[str]
-    takes: ClassVar[str] = "file settings"  # what TAB offers beside options: file, directory, settings, names
+    takes: ClassVar[str] = "file settings"  # completions besides options: file, directory, settings, names
 
     def configure(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most need not implement it
-        """Declare the options, as argparse does it: `parser.add_argument("--top", type=int, help=...)`."""
+        """Declare options as with argparse: `parser.add_argument("--top", type=int, help=...)`."""
 
     def parser(self) -> Parser:
-        """Return a parser with its options; its description is what it does."""
+        """Return a parser with the command's options and its docstring as the description."""
         parser = Parser(self.name, usage="%(prog)s [options] ...", description=inspect.cleandoc(self.__doc__ or ""))
         self.configure(parser)
         return parser
 
     def usage(self, modules: Sequence[str] = ()) -> str:
-        """Return what `toyexp NAME --help` prints; `modules` are the local plugins beside it."""
+        """Return the text of `toyexp NAME --help`; `modules` are local plugins."""
         return self.parser().format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
-        """Parse the words; UserError for an option that there is not, and one without its value."""
+        """Parse the words. Raise UserError for an unknown option, and for an option without its value."""
         typed = [word for word in words if not word.startswith("plugins=")]
-        found = Arguments(modules=parse_modules(words))
-        rest = self.parser().split(typed, found)
+        arguments = Arguments(modules=parse_modules(words))
+        rest = self.parser().split(typed, arguments)
         for i, word in enumerate(rest):
             if word.startswith("-"):
                 raise self.unknown_option(word, rest[i + 1 :])
         if "" in rest:
             raise UserError(f"{self.name} '': is empty (an unset shell variable?); leave it out")
-        found.rest = rest
-        return found
+        arguments.rest = rest
+        return arguments
 
-    def unknown_option(self, word: str, after: Sequence[str]) -> UserError:
-        """Return an error about a word with dashes that is none of its options, and what comes `after` it."""
+    def unknown_option(self, word: str, following: Sequence[str]) -> UserError:
+        """Return the error for an unknown option `word`; `following` are the words after it."""
         flag, known = word.partition("=")[0], sorted(self.parser().options)
         parts = re.split("[-_]", flag.lstrip("-"))  # of --max_new_tokens
-        meant = [option for option in known if f"-{flag}" == option[:3] or option[2:] in parts]
-        if len(meant) == 1:
-            hint = f"did you mean {meant[0]}?"
+        similar = [option for option in known if f"-{flag}" == option[:3] or option[2:] in parts]
+        if len(similar) == 1:
+            hint = f"did you mean {similar[0]}?"
         else:
-            hint = f"there is: {', '.join(meant)}" if meant else suggest(flag, known)
+            hint = f"there is: {', '.join(similar)}" if similar else suggest(flag, known)
         return UserError(f"{self.name} {word}: unknown option; {hint}")
 
     @abstractmethod
     def run(self, arguments: Arguments) -> int:
-        """Does it; returns the exit code: 0 done, 1 failed. UserError for bad input makes it 2."""
+        """Execute the command; return the exit code: 0 for success, 1 for failure. UserError becomes 2."""
 
 
 def parse_modules(words: Iterable[str]) -> list[str]:
-    """The local modules that `plugins=[...]` on a command line names; UserError for what is no module's name."""
-    found: list[str] = []
+    """Return the modules that `plugins=[...]` in `words` names. Raise UserError for an invalid module name."""
+    modules: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")
         if key.lstrip("+") != "plugins" or not equals:
@@ -180,7 +183,7 @@ def parse_modules(words: Iterable[str]) -> list[str]:
         names = re.findall(r"[^\[\],\s'\"]+", text)
         are_modules = all(name.replace(".", "_").isidentifier() and name != "null" for name in names)
         if not are_modules or not re.fullmatch(r"\[[^\[\]]*\]|[^\[\],\s]+", text):
-            such = ",".join(names) if names and are_modules else "my_module"
-            raise UserError(f"{word}: takes names of Python modules, such as plugins=[{such}]")
-        found += names
-    return found
+            example = ",".join(names) if names and are_modules else "my_module"
+            raise UserError(f"{word}: takes names of Python modules, such as plugins=[{example}]")
+        modules += names
+    return modules

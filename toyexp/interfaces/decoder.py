@@ -1,4 +1,4 @@
-"""A decoder reads a sequence piece by piece and says what may come next: what text is written with."""
+"""Decoders, which read a token sequence in pieces and return logits for the next token."""
 
 from __future__ import annotations
 
@@ -17,95 +17,94 @@ if TYPE_CHECKING:
     from toyexp.interfaces.plan import Plan
 
 
-class Weights(Protocol):
-    """What a decoder reads by: a session, of which it needs no more."""
+class LogitSource(Protocol):
+    """The part of a session's interface that a decoder uses."""
 
     plan: Plan
-    version: int  # counts what makes the memory of earlier positions worthless
+    version: int  # incremented when weights change, which invalidates decoder caches
 
     def logits(self, inputs: Batch) -> np.ndarray:
-        """The float32 logits [B, T, V]."""
+        """Return the float32 logits [B, T, V]."""
 
 
 class Decoder(ABC):
-    """The logits after one sequence that grows, by the weights that the session has now.
+    """Logits after one growing sequence, computed with the session's current weights.
 
-    It holds the positions of a row of the plan, `context`, of any model: beyond them gpt2 has no position, and llama
-    was not trained. Once it is full, or the session has taken a step, ask for a new one.
+    It has `context` positions: gpt2 has no embeddings beyond them, and llama was not trained there. Request a new
+    decoder when it is full or the session has taken a step.
     """
 
-    def __init__(self, session: Weights):
+    def __init__(self, session: LogitSource):
         self.session = session
-        self.input = session.plan.model.reads.sequence  # the name of what it reads
+        self.input = session.plan.model.reads.sequence  # batch array with the token ids
         (self.context,) = session.plan.inputs[self.input].shape
-        self.position = 0  # ids read so far
+        self.position = 0  # number of ids read so far
         self._version = session.version
 
     @final
     def feed(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Reads these ids behind the earlier ones; returns the float32 logits [V] after the last of them.
+        """Append token ids to the sequence; return the float32 logits [V] after the last one.
 
-        Raises SessionError for what are no ids, for more than the context holds, and once the weights have changed.
+        Raise SessionError for invalid ids, for more ids than the context has room for, and once the weights have
+        changed.
         """
         if self.session.version != self._version:
-            raise SessionError("feed(): the session took a step or was closed since; ask for a new decoder")
-        given, below = np.asarray(ids), self.session.plan.inputs[self.input].below
-        if given.ndim != 1 or given.dtype.kind not in "iu" or not len(given):
-            raise SessionError(f"feed(): expected token ids [n], got {list(given.shape)} {given.dtype}")
-        wrong = given[(given < 0) | (given >= (2**31 if below is None else below))]
+            raise SessionError("feed(): the session has taken a step or was closed; request a new decoder")
+        array, below = np.asarray(ids), self.session.plan.inputs[self.input].below
+        if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+            raise SessionError(f"feed(): expected token ids [n], got {list(array.shape)} {array.dtype}")
+        wrong = array[(array < 0) | (array >= (2**31 if below is None else below))]
         if len(wrong):
             raise SessionError(f"feed(): {wrong[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
-        if self.position + len(given) > self.context:
-            raise SessionError(f"feed(): {len(given)} ids after {self.position} exceed the context of {self.context}")
-        logits = self.do_feed(given.astype(np.int32))
-        self.position += len(given)
+        if self.position + len(array) > self.context:
+            raise SessionError(f"feed(): {len(array)} ids after {self.position} exceed the context of {self.context}")
+        logits = self.do_feed(array.astype(np.int32))
+        self.position += len(array)
         return logits
 
     @abstractmethod
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
-        """The logits after the last of int32 `ids`, which take the positions from `position` on."""
+        """Return the logits after the last of int32 `ids`, which have the positions from `position` on."""
 
 
 class IncrementalOps(Ops):
-    """Ops for new positions alone, of a decoder that keeps what it needs of the earlier ones.
+    """Ops that compute only new positions, for a decoder that caches what it needs of earlier ones.
 
-    Subclass it together with the ops of whole sequences. Of those what is not positionwise is refused, unless the
-    subclass defines it anew or names it in `keeps`.
+    Subclass it together with the engine's ops of whole sequences. Inherited ops that are not positionwise raise an
+    error, unless the subclass overrides them or names them in `incremental_ops`.
     """
 
-    incremental_ops: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # inherited ops that do the right thing for new positions alone
+    incremental_ops: ClassVar[frozenset[str]] = frozenset()  # inherited ops that are correct for new positions only
 
-    def __init_subclass__(cls, **named: Any) -> None:
-        super().__init_subclass__(**named)
-        own = {name for base in cls.__mro__ if issubclass(base, IncrementalOps) for name in vars(base)}
-        whole = {n for b in cls.__mro__ if issubclass(b, Ops) for n, op in vars(b).items() if isfunction(op)}
-        for name in whole - own - cls.incremental_ops - cls.positionwise:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        overrides = {name for base in cls.__mro__ if issubclass(base, IncrementalOps) for name in vars(base)}
+        all_ops = {n for b in cls.__mro__ if issubclass(b, Ops) for n, op in vars(b).items() if isfunction(op)}
+        for name in all_ops - overrides - cls.incremental_ops - cls.positionwise:
             if not name.startswith("_"):
-                setattr(cls, name, cls._refusal(name))
+                setattr(cls, name, cls._raising(name))
 
     @staticmethod
-    def _refusal(name: str) -> Callable[..., Tensor]:
-        def refuse(self: IncrementalOps, *_: Any, **__: Any) -> Tensor:
+    def _raising(name: str) -> Callable[..., Tensor]:
+        def raise_error(self: IncrementalOps, *_: Any, **__: Any) -> Tensor:
             raise self.position_error(name)
 
-        return refuse
+        return raise_error
 
     @staticmethod
     def position_error(name: str) -> SessionError:
-        """Return the error for a model whose `ops.name` cannot be computed of new positions alone."""
-        return SessionError(f"decoder(): the model's ops.{name} may look beyond its own position")
+        """Return the error for a model whose `ops.name` cannot be computed for new positions only."""
+        return SessionError(f"decoder(): the model's ops.{name} may read other positions")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Add tensors of the same positions; refuse a table of all positions."""
-        return cast("Any", super()).add(a, self._ending("add", b, a))
+        """Add tensors of the same positions. Raise SessionError for a table of all positions."""
+        return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply tensors of the same positions."""
-        return cast("Any", super()).mul(a, self._ending("mul", b, a))
+        return cast("Any", super()).mul(a, self._check_same_positions("mul", b, a))
 
-    def _ending(self, op: str, b: Tensor, a: Tensor) -> Tensor:
+    def _check_same_positions(self, op: str, b: Tensor, a: Tensor) -> Tensor:
         if a.shape[len(a.shape) - len(b.shape) :] != b.shape:
             raise self.position_error(op)
         return b
@@ -117,7 +116,7 @@ class IncrementalOps(Ops):
         return cast("Any", super()).reshape(x, shape)
 
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """Take some features of each position."""
+        """Slice the features of each position."""
         if axis < 2:
             raise self.position_error("part")
         return cast("Any", super()).part(x, axis, start, stop)
@@ -130,13 +129,13 @@ class IncrementalOps(Ops):
 
 
 class Recompute(Decoder):
-    """Computes the whole sequence anew for every piece: for any engine, such as one of static graphs."""
+    """Decoder that recomputes the whole sequence for every piece. It works with any engine, also with static graphs."""
 
-    def __init__(self, session: Weights):
+    def __init__(self, session: LogitSource):
         super().__init__(session)
         self._ids = np.zeros(0, np.int32)
 
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
-        """See Decoder."""
+        """Return the logits of the last position."""
         self._ids = np.concatenate([self._ids[: self.position], ids])
         return self.session.logits({self.input: self._ids[None]})[0, -1]

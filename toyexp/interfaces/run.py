@@ -1,4 +1,4 @@
-"""What callbacks know about the run they are in."""
+"""The run as callbacks see it, and the best evaluation so far."""
 
 from __future__ import annotations
 
@@ -22,61 +22,63 @@ if TYPE_CHECKING:
     from toyexp.interfaces.session import Session
 
 
-# Names in a record of a step or an eval.
-RESERVED = {"kind", "t", "phase", "name", "step", "batch", "loss", "ppl", "lr", "grad_norm", "tokens", "wall_us"}
+# Keys of a step's or evaluation's record.
+RESERVED_NAMES = {"kind", "t", "phase", "name", "step", "batch", "loss", "ppl", "lr", "grad_norm", "tokens", "wall_us"}
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best eval of a run."""
+    """The best evaluation of a run."""
 
     step: int
     metric: str
     score: float
-    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # that train; None: the present ones
-    scores: Mapping[str, float] = field(default_factory=dict)  # all scores of that eval
+    weights: Mapping[str, np.ndarray] | None = field(
+        default=None, repr=False
+    )  # trainable tensors; None: the current ones
+    scores: Mapping[str, float] = field(default_factory=dict)  # all metrics of that evaluation
 
 
 class Metrics(dict[str, float]):
-    """Numbers of a step or of an eval, which callbacks read and `run.log` adds to."""
+    """Numbers of a step or evaluation: read-only for callbacks, which add their own with `run.log`."""
 
     def __init__(self, numbers: Mapping[str, float], finite: bool = False):
         super().__init__(numbers)
-        self.logged: dict[str, float] = {}  # by callbacks
-        self._finite = finite  # of an eval, whose scores are compared
+        self.logged: dict[str, float] = {}  # numbers added by callbacks
+        self._finite = finite  # True for evaluations, whose metrics are compared
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Add what a callback logged; raise ValueError for a name of the run's own."""
+        """Add numbers that a callback logged. Raise ValueError if the run itself records a number of that name."""
         for name, value in numbers.items():
             if name in self.keys() - self.logged.keys():
-                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
+                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another name")
             if self._finite and not math.isfinite(value):
-                raise ValueError(f"run.log({name}={value}): a held-out score must be a finite number")
+                raise ValueError(f"run.log({name}={value}): a held-out metric must be a finite number")
             self.logged[name] = float(value)
         super().update(self.logged)
 
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("metrics are read-only; report a number of your own with run.log(name=value)")
+    def _reject(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("metrics are read-only; add your own numbers with run.log(name=value)")
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _reject
 
 
 class Listeners(Protocol):
-    """Who is told what happens in a run: its bus."""
+    """The interface of the bus that distributes a run's events to callbacks."""
 
-    best: Callable[[bool], Best | None]  # the best eval so far; with its weights, or without
-    why: str | None  # the sentence of the callback that ended the run
+    best: Callable[[bool], Best | None]  # returns the best evaluation so far, with weights if True is passed
+    why: str | None  # sentence of the callback that ended the run
 
     def emit(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
-        """Delivers an event."""
+        """Deliver an event to all callbacks."""
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
-        """Add numbers to the metrics that are told of now, or next."""
+        """Add numbers to the metrics of the current hook, or of the next step or evaluation."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What callbacks know about the run they are in."""
+    """The run that a callback belongs to: its configuration, plan, session, data and directory."""
 
     name: str
     dir: Path
@@ -84,60 +86,66 @@ class Run:
     steps: int
     lr: float  # the base learning rate
     config: Mapping[str, Any]  # the resolved configuration
-    engine: str  # the engine's name; with engine=auto the one that was picked
+    engine: str  # name of the engine, also with engine=auto
     plan: Plan
     session: Session
     dataset: Dataset
     facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
     bus: Listeners | None = field(default=None, repr=False)
-    resumed_step: int = 0  # the step it continues from, of a run that was resumed
-    ledger: Ledger | None = field(default=None, repr=False)  # what it wrote into its directory
-    stop_signals: Callable[[], int] = lambda: 0  # how many signals have asked it to end: at the second everyone hurries
+    resumed_step: int = 0  # step that a resumed run continues from; 0: new run
+    ledger: Ledger | None = field(default=None, repr=False)  # files it has written
+    stop_signals: Callable[[], int] = lambda: 0  # number of signals received that ask it to end; from 2 on, end fast
 
     def best(self) -> Best | None:
-        """The best eval so far, with its weights; None of a run that keeps no best."""
+        """Return the best evaluation so far, with its weights; None if the run does not track one."""
         return self.bus.best(True) if self.bus is not None else None
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
-        """A place to write a file or directory to, which becomes `path`, below the run's directory, in one piece.
+        """Yield a temporary path to write a file or directory to; it is renamed to `path` when the context ends.
 
-        A file that `grows` is appended to afterwards. Raises RunFailed where it cannot be written, and where something
-        stands that this run did not write: that is never replaced. A callback names what it leaves in `outputs`.
+        `path` must be below the run's directory. Set `grows` for a file that is appended to afterwards. A callback must
+        list its files in `outputs`. Raise RunFailed if writing fails, or if `path` exists and was not written by this
+        run.
         """
-        with convert_write_errors(path), (self.ledger or Ledger(self.dir)).output(path, grows) as place:
+        with convert_write_errors(path), (self.ledger or Ledger(self.dir)).output(path, grows) as temporary:
             try:
-                yield place
+                yield temporary
             except RunFailed as error:
-                raise RunFailed(str(error).replace(str(place.parent), str(path.parent))) from error
+                raise RunFailed(str(error).replace(str(temporary.parent), str(path.parent))) from error
 
     @property
     def remedy(self) -> str:
-        """What to try where the loss blows up: a lower lr, after what `optim` has higher for some of the tensors."""
+        """Advice for a diverging loss: lower lr, and first any `optim` settings that are higher for some tensors."""
         optim = self.config.get("optim", {})
         usual = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
-        own = [(p, name, v) for p, mine in optim.get("groups", {}).items() for name, v in mine.items() if name in usual]
-        higher = [f"{name} of optim.groups: {p} (it was {v:g})" for p, name, v in own if v > usual[name]]
+        groups = optim.get("groups", {}).items()
+        values = [(p, name, v) for p, settings in groups for name, v in settings.items() if name in usual]
+        higher = [f"{name} of optim.groups: {p} (it was {v:g})" for p, name, v in values if v > usual[name]]
         rates = {key: v for key, v in optim.items() if key.endswith("_lr") and isinstance(v, int | float)}
-        rates |= {"weight_decay": decay} if (decay := usual["weight_decay"]) * self.lr >= 1 else {}  # of a whole weight
+        rates |= (
+            {"weight_decay": decay} if (decay := usual["weight_decay"]) * self.lr >= 1 else {}
+        )  # decay exceeds the weight itself
         higher += [f"optim.{key} (it was {v:g})" for key, v in rates.items() if v > self.lr]
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 
     def log(self, **numbers: float) -> None:
-        """Report numbers of a callback's own: in `on_step` as the step's, in `on_eval` as scores of the held-out data.
+        """Report a callback's own numbers: in `on_step` for the step, in `on_eval` as held-out metrics.
 
-        They join that hook's metrics: for the record, pictures and dashboards, and scores for early stopping,
-        `checkpoint_best` and searches too. From another hook they join the next step or eval; from `on_end` an event.
+        They are added to the hook's metrics, and so to records, plots and dashboards; held-out metrics are also
+        available to early stopping, `checkpoint_best` and searches. From another hook they are added to the next step
+        or evaluation, from `on_end` they become an event. Raise ValueError for values that are not numbers, and for
+        reserved names.
         """
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ValueError(f"run.log({name}={value!r}): takes numbers")
-            if name in RESERVED:
+            if name in RESERVED_NAMES:
                 raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
         if self.bus is not None:
             self.bus.log_numbers(self, numbers)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Tells every callback (events.jsonl among them) that something happened."""
+        """Send an event to all callbacks, including the writer of events.jsonl."""
         if self.bus is not None:
             self.bus.emit(self, kind, fields)

@@ -274,10 +274,10 @@ CHOICES = [
         "try: toyexp recipe=warm model=llama data=stdlib 'plugins=[toyexp.testing.null]'",
     ),
     ("recipe=wram", "recipe=wram", "did you mean warm?"),
-    ("recipe=banana", "there is none of that name", "scratch, "),
-    ("engine=metl", "engine=metl: there is none of that name"),
+    ("recipe=banana", "unknown name", "scratch, "),
+    ("engine=metl", "engine=metl: unknown name"),
     ("model=lama", "did you mean llama?"),
-    ("model=transformer", "model=transformer: there is none of that name", "add 'plugins=[my_module]'"),
+    ("model=transformer", "model=transformer: unknown name", "add 'plugins=[my_module]'"),
     ("model=", "model=: must be a name", "llama"),
     ("model=null", "model=null: must be a name", "llama"),
     ("model=5", "model=5: must be a name", "llama"),
@@ -828,7 +828,7 @@ def test_a_config_file_with_an_unknown_choice_is_one_plain_error(refused, tmp_pa
     (tmp_path / "theirs" / "config.yaml").write_text("defaults: [{model: lama}]\n")
     (tmp_path / "theirs" / "few.yaml").write_text("steps: 1\n")
     (tmp_path / "theirs" / "list.yaml").write_text("[1, 2]\n")
-    refused(["--config-path", "theirs"], "model=lama: there is none of that name", "did you mean llama?")
+    refused(["--config-path", "theirs"], "model=lama: unknown name", "did you mean llama?")
     refused(["--config-path", "theirs", "--config-name", "few"], "has no model", "llama")
     refused(["--config-path", "theirs", "--config-name", "list"], "list.yaml", "must contain keys")
     refused(["--config-path", "theirs", "--config-name", "fwe"], "has no fwe.yaml", "did you mean few?")
@@ -864,7 +864,7 @@ def test_a_bad_job_of_a_sweep_is_reported_and_the_others_go_on(tmp_path, capsys)
 def test_a_sweep_of_bad_names_runs_the_good_one(tmp_path, capsys):
     code = main(["-m", "sweep.isolate=false", *BOOK, "engine=cpu", "recipe=wram,scratch", "callbacks=[events]"])
     assert code == 2
-    assert "error in job 0: recipe=wram: there is none of that name; did you mean warm?" in capsys.readouterr().err
+    assert "error in job 0: recipe=wram: unknown name; did you mean warm?" in capsys.readouterr().err
     assert [p.parent.name for p in tmp_path.glob("outputs/sweeps/*/*/result.json")] == ["1-scratch-llama"]
 
 
@@ -1049,14 +1049,14 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
     [
         (
             ["engine=gpu"],
-            "engine=gpu: there is none of that name; those on a GPU are cuda, ggml_cuda, metal, mps, vulkan",
+            "engine=gpu: unknown name; engines on a GPU are cuda, ggml_cuda, metal, mps, vulkan",
         ),
-        (["engine=pytorch"], "engine=pytorch: there is none of that name; there is: auto, cpu, cuda, "),
-        (["bench", "engine=cpu,GPU"], "engine=GPU: there is none of that name; those on a GPU are cuda,"),
+        (["engine=pytorch"], "engine=pytorch: unknown name; there is: auto, cpu, cuda, "),
+        (["bench", "engine=cpu,GPU"], "engine=GPU: unknown name; engines on a GPU are cuda,"),
         (["engine=cuda:1"], "set before the command: CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
         (["parity", "engine=cpu,vulkan:0"], "set before the command: GGML_VK_VISIBLE_DEVICES=0 toyexp engine=vulkan"),
         (["engine=mps", "engine.shard=true"], "engine.shard with engine=mps; it belongs to engine=cpu or cuda: choose"),
-        (["engine=mps:0"], "engine=mps:0: there is none of that name; did you mean mps?"),
+        (["engine=mps:0"], "engine=mps:0: unknown name; did you mean mps?"),
         (["bench", "engine=:x"], "engine=:x: missing engine name before ':'"),
         (["doctor", "--numerics", "engine=cuda:1"], "CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
     ],

@@ -81,7 +81,7 @@ IDLE = {
     "no rate": ("lr=0", ["lr=0: the weights will not change"], "lr=1e-9"),
     "a momentum that is none": (
         "optim=sgd optim.momentum=0 callbacks=[default,linear] callbacks.linear.scales=momentum",
-        ["callbacks.linear.scales=momentum: scales optim.momentum=0"],
+        ["callbacks.linear.scales=momentum: has no effect with optim.momentum=0"],
         "optim=sgd callbacks=[default,linear] callbacks.linear.scales=momentum",
     ),
     "the rate without its schedule, and a decay of more than all": (

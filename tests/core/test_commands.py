@@ -130,7 +130,7 @@ def test_a_plugin_cannot_override_a_shipped_command(toyexp):
     done = toyexp(["bench", "--help"], name="bench")
     assert done.out.startswith("usage: toyexp bench [key=value ...]") and done.returncode == 0
     listed = toyexp(["plugins"], name="bench").out
-    assert "broken: stranger (strange 1.2): command=bench is already offered by commands (toyexp 0.1.0)" in listed
+    assert "broken: stranger (strange 1.2): command=bench is already registered by commands (toyexp 0.1.0)" in listed
 
 
 def test_a_broken_command_does_not_break_help_and_gives_its_reason(toyexp):

@@ -445,7 +445,7 @@ def test_a_failing_plugin_does_not_prevent_a_description(registry, monkeypatch):
 def test_without_any_plugin_a_file_is_still_described():
     write_base(Path("model.gguf"), "llama")
     assert describe(Path("model.gguf"), Registry()).refused == (
-        "its architecture is llama; there is none; one in a module of yours: add 'plugins=[my_module]'"
+        "its architecture is llama; there is none; if it is in your own module, add 'plugins=[my_module]'"
     )
 
 
@@ -531,7 +531,7 @@ def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys)
     write_model(Path("mine.gguf"), model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None)
     assert told(capsys, "mine.gguf")["family"] is None
     assert main(["eval", "mine.gguf"]) == 2
-    assert capsys.readouterr().err.endswith("; one in a module of yours: add 'plugins=[my_module]'\n")
+    assert capsys.readouterr().err.endswith("; if it is in your own module, add 'plugins=[my_module]'\n")
     found = told(capsys, "mine.gguf", "plugins=[my_models]")
     assert found["family"] == "mine" and found["forward"]
     commands = {use["what"]: use["command"] for use in found["uses"] if use["command"]}

@@ -98,7 +98,7 @@ class Suite(FormatSuite):
         before = {p.name: content(p) for p in tmp_path.iterdir()}
         exported = self.make_export(self.models[0])
         torn = replace(exported, tensors=Torn(exported.tensors))
-        monkeypatch.setattr(callback, "exported", lambda run, tensors: torn)
+        monkeypatch.setattr(callback, "build_export", lambda run, tensors: torn)
         with pytest.raises(RunFailed, match="could not be written"):
             end(callback, run, step=4)
         assert {p.name: content(p) for p in tmp_path.iterdir()} == before
@@ -375,7 +375,7 @@ def test_a_format_that_leaves_a_link_is_an_error(tall, capsys, monkeypatch):
 
     monkeypatch.setattr(Tall, "write", link)
     assert main(["export", "model.gguf", "--type", "tall", "plugins=[tall_plugin]"]) == 1
-    assert "format.tall wrote a link where a file was to be" in capsys.readouterr().err
+    assert "format.tall wrote a link, expected a file" in capsys.readouterr().err
     assert not (tall / "model.tall").is_symlink()
 
 
@@ -496,11 +496,11 @@ def test_force_checks_the_suffix_of_a_plugins_format_and_keeps_empty_files(tall,
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"name": "q8_0"}, "--type q8_0 is already a word of format=gguf"),
-        ({"suffix": ".gguf"}, "which is that of format=gguf"),
+        ({"name": "q8_0"}, "--type q8_0 already selects format=gguf"),
+        ({"suffix": ".gguf"}, "format=gguf uses already"),
         ({"suffix": "/../x"}, "what a file's name ends in"),
         ({"suffix": ""}, "what a file's name ends in"),
-        ({"types": {"hf-f16": {}}}, "--type hf-f16 is already a word of format=hf"),
+        ({"types": {"hf-f16": {}}}, "--type hf-f16 already selects format=hf"),
     ],
 )
 def test_a_format_cannot_take_names_of_another(changes, told, monkeypatch):

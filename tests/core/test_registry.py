@@ -94,7 +94,7 @@ BROKEN = {
     ),
     "registers a name that is taken": (
         callback("good_one"),
-        ["callbacks=good_one is already offered by good (stranger 1.2)"],
+        ["callbacks=good_one is already registered by good (stranger 1.2)"],
     ),
     "misspells a hook of the module": (
         callback("other").replace("def register_callbacks", "def register_callback"),
@@ -249,7 +249,7 @@ def test_asking_for_what_a_plugin_has_in_its_name_that_cannot_be_loaded_offers_n
     registry = load(installed=install(GOOD, ("toyexp_good_on", "raise OSError('no driver')")))
     with pytest.raises(UserError) as error:
         registry.get("callbacks", "good_on")
-    told = "callbacks=good_on: there is none of that name; plugin toyexp_good_on is broken: OSError: no driver"
+    told = "callbacks=good_on: unknown name; plugin toyexp_good_on is broken: OSError: no driver"
     assert str(error.value) == told
 
 
@@ -258,7 +258,7 @@ def test_asking_for_what_nobody_has_names_the_broken_plugins_that_may_have_had_i
     with pytest.raises(UserError) as error:
         registry.get("callbacks", "good_oen")
     assert str(error.value) == (
-        "callbacks=good_oen: there is none of that name (a broken plugin may have offered it: bad: OSError: no "
+        "callbacks=good_oen: unknown name (a broken plugin may have it: bad: OSError: no "
         "driver); did you mean good_one?"
     )
 
@@ -347,7 +347,7 @@ def test_a_plugin_that_changes_the_working_directory_moves_no_run(distribution, 
     assert main([*words, "hydra.run.dir=run"]) == 0
     assert (tmp_path / "run" / "config.yaml").is_file()
     out = capsys.readouterr().out
-    assert f"warning: plugin req changed the working directory; it is {tmp_path} again" in out
+    assert f"warning: plugin req changed the working directory; it was changed back to {tmp_path}" in out
 
 
 def test_a_working_directory_that_was_deleted_is_told_as_that(tmp_path, monkeypatch, capsys):
@@ -376,7 +376,7 @@ def test_an_installed_plugin_whose_fields_hold_what_no_setting_can_is_left_out_o
 
 def test_a_healthy_registry_just_suggests_the_nearest_name(install):
     registry = load(installed=install(GOOD))
-    with pytest.raises(UserError, match=r"^callbacks=god_one: there is none of that name; did you mean good_one\?$"):
+    with pytest.raises(UserError, match=r"^callbacks=god_one: unknown name; did you mean good_one\?$"):
         registry.get("callbacks", "god_one")
     assert registry.get("callbacks", "good_one").__name__ == "Mine"
     assert registry.offers["callbacks"]["good_one"].help == "Works."
@@ -437,7 +437,7 @@ def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [("raise ValueError('typo')", "ValueError: typo"), (callback("good_one"), "already offered by good")],
+    [("raise ValueError('typo')", "ValueError: typo"), (callback("good_one"), "already registered by good")],
 )
 def test_a_broken_local_module_was_asked_for_so_it_is_an_error(install, tmp_path, monkeypatch, source, words):
     monkeypatch.chdir(tmp_path)

@@ -420,12 +420,12 @@ def test_an_update_that_raises_on_an_engine_alone_is_its_optimisers_fault(engine
 @pytest.mark.parametrize(
     ("form", "at", "wanted"),
     [
-        ("odd", "nothing", "format.odd wrote nothing where a file was to be"),
-        ("odd", "directory", "format.odd wrote a directory where a file was to be"),
-        ("odd", "pipe", "format.odd wrote a pipe where a file was to be"),
-        ("odd", "none", "format.odd gave None"),
-        ("odd_folder", "nothing", "format.odd_folder wrote nothing where a directory was to be"),
-        ("odd_folder", "file", "format.odd_folder wrote a file where a directory was to be"),
+        ("odd", "nothing", "format.odd wrote nothing, expected a file"),
+        ("odd", "directory", "format.odd wrote a directory, expected a file"),
+        ("odd", "pipe", "format.odd wrote a pipe, expected a file"),
+        ("odd", "none", "format.odd: write() must return"),
+        ("odd_folder", "nothing", "format.odd_folder wrote nothing, expected a directory"),
+        ("odd_folder", "file", "format.odd_folder wrote a file, expected a directory"),
     ],
 )
 def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_replaced(form, at, wanted, capsys):

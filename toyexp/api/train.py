@@ -141,7 +141,7 @@ def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
             hint = f"; that is a preset; use toyexp.run('{kind}={shown}'), or an object with its sizes"
         elif kind == "data" and (text := registry.offers[kind].get("text")):
             hint = f"; for your own text: {text.cls.__module__}.{text.cls.__name__}(path='book.txt')"
-        raise UserError(f"train {registry.missing(kind, shown, registry.offers[kind])}{hint}")
+        raise UserError(f"train {registry.explain_missing(kind, shown, registry.offers[kind])}{hint}")
     if not isinstance(value, KINDS[kind]):
         wanted = f"train {kind}: must be a name or a toyexp.{KINDS[kind].__name__}"
         if isinstance(value, type):

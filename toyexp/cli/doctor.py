@@ -194,7 +194,7 @@ def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, 
             if "emulate" in dir(offer.cls) and not any(label.endswith("emulate=true") for label, _ in results):
                 results.append((emulated, build_engine(emulated, registry)))
     if not results:
-        command = f"`toyexp doctor{registry.loading}`"
+        command = f"`toyexp doctor{registry.plugins_override}`"
         raise UserError(f"doctor --numerics: no engine works here; {command} shows the reasons and what to install")
     return results
 

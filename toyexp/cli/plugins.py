@@ -64,7 +64,7 @@ def _list(registry: Registry) -> None:
             print(f"  {name:<{width}} {offer.help}{offer.origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    one = f"toyexp plugins NAME{registry.loading}"
+    one = f"toyexp plugins NAME{registry.plugins_override}"
     print(f"\nSettings of a plugin or preset: {one}; which recipe can train which model: --matrix", flush=True)
     for line in broken_engines(registry):  # last, because it imports the engines
         print_output(f"not here: {line}")

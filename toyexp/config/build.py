@@ -225,7 +225,7 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
             ]
             return engine, f"{offer.name}: {facts} ({_auto_note(passed_over, broken, shown)})"
     found = "".join(f"; {fact}" for fact in (*broken, *absent))
-    command = f"`toyexp doctor{registry.loading}`"
+    command = f"`toyexp doctor{registry.plugins_override}`"
     rest = "the reasons" if absent else "the reasons and what to install"
     raise UserError(f"engine=auto: no engine works here{found}; {command} shows {rest}")
 

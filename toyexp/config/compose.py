@@ -144,7 +144,7 @@ class Composition:
         if self.sweeps:
             name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
             what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
-            line += registry.loading
+            line += registry.plugins_override
             raise UserError(f"{what} sweeps over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
         base, keys = self._base_and_keys
         try:

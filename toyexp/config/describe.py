@@ -24,7 +24,7 @@ def lines_about(name: str, registry: Registry) -> list[str]:
         known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
         presets = {path.stem for kind in GROUPS for path in (CONF / kind).glob("*.yaml")}
         best = nearest(name, known | presets)
-        hint = f"did you mean {best}?" if best else f"list all names: toyexp plugins{registry.loading}"
+        hint = f"did you mean {best}?" if best else f"list all names: toyexp plugins{registry.plugins_override}"
         raise UserError(f"plugins {printable(name)}: unknown name; {hint}")
     return [line for block in found for line in block]
 

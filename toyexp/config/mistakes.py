@@ -151,7 +151,7 @@ def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | Non
     strangers = [name for name in strangers if name not in known]
     if kind == "model" and strangers and re.search(r"[/.]", strangers[0]):
         return f"{line}: must be an architecture; to fine-tune a model file: recipe=full recipe.base=FILE.gguf"
-    return keys.registry.missing(kind, strangers[0], known) if strangers else None
+    return keys.registry.explain_missing(kind, strangers[0], known) if strangers else None
 
 
 def _sweep_keys() -> set[str]:
@@ -285,7 +285,7 @@ def _explain_key(error: Exception, given: Sequence[Override], registry: Registry
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):
         kind, name = match[1] or "config", match[2]
         hint = f"; {suggest(name, choices(kind, registry, source))}" if kind in GROUPS else ""
-        return UserError(f"{kind}={name}: there is none of that name{hint}")
+        return UserError(f"{kind}={name}: unknown name{hint}")
     if match := re.search(r"Multiple values for (\S+)\. .*: (\S+)'", text):
         return UserError(
             f"{next(config_files(given, source))}: {match[1]} is chosen twice; {_choice_hint(match[1], match[2])}"

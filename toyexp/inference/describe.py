@@ -357,7 +357,7 @@ class FileUses:
         is_adapter = self._file.metadata.get("general.type") == "adapter"
         model_uses = (self._training_uses, self._donor_uses, self._inference_uses)
         uses = self._adapter_uses() if is_adapter else [use for group in model_uses for use in group()]
-        plugins = self._registry.loading
+        plugins = self._registry.plugins_override
         return [replace(use, command=None if use.reason else f"{use.command}{plugins}") for use in uses]
 
     def _inference_uses(self) -> list[Use]:

@@ -115,7 +115,7 @@ def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
                 files[identity] = replace(listed, also=(*listed.also, name))
     readable = [file for file in files.values() if file.error is None]
     broken = [file for file in files.values() if file.error is not None]
-    return Models(readable, broken, places, registry.loading)
+    return Models(readable, broken, places, registry.plugins_override)
 
 
 def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile:

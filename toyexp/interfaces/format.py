@@ -1,4 +1,4 @@
-"""A format of files: how a trained model is written, and read; and what a file says of the model in it."""
+"""Base class of model-file formats, and the data that they write and read."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Models = Collection[type[Model]]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file: its shape in numpy order ([out, in]), its type, and where its bytes are."""
+    """A tensor of a file: its shape in numpy order ([out, in]), its type, and the position of its bytes."""
 
     name: str
     shape: tuple[int, ...]
     type: str
     type_id: int
-    path: Path  # the file that holds it, of a split model one of several
-    offset: int  # bytes from the start of that file
+    path: Path  # file with its data; a split model has several
+    offset: int  # in bytes from the start of that file
     nbytes: int
 
 
 class ModelFile(ABC):
-    """An open file that holds a model: what a model reads itself from."""
+    """An open model file: metadata and tensors."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -46,27 +46,27 @@ class ModelFile(ABC):
 
     @property
     def architecture(self) -> str:
-        """What the file says it holds; raises UserError where it says nothing."""
+        """The architecture that the file names. Raises UserError if it names none."""
         if not (value := self.text("general.architecture")):
             raise self.error("has no general.architecture")
         return value
 
     def text(self, key: str) -> str:
-        """What a key says in words; nothing where it is not there, or holds something else."""
+        """Return the text value of a metadata key; empty if it is absent or not text."""
         value = self.metadata.get(key, "")
         return value if isinstance(value, str) else ""
 
     def error(self, cause: str) -> UserError:
-        """An error that names the file."""
+        """Return an error whose message starts with the file's path."""
         return UserError(f"{self.path}: {cause}")
 
     @abstractmethod
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """The first rows of a tensor, or all of it, in float32."""
+        """Return the first `rows` rows of a tensor, or all of it, as float32."""
 
 
 class LazyTensors(Mapping[str, "np.ndarray"]):
-    """A model's tensors by name, each read when it is asked for."""
+    """A model's tensors by name, each read from the file on access."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], read: Callable[[str], np.ndarray]):
         self._shapes, self._read = shapes, read
@@ -88,81 +88,82 @@ class LazyTensors(Mapping[str, "np.ndarray"]):
 
 @dataclass(frozen=True)
 class ModelExport:
-    """A model to be written to a file, or one that was read from it."""
+    """A model to write to a file, or one that was read from a file."""
 
     model: Model
-    tensors: Mapping[str, np.ndarray]  # the model's own by name, float32; each may be read when it is asked for
+    tensors: Mapping[str, np.ndarray]  # the model's tensors by name, float32; may be read on access
     tokenizer: Tokenizer | None = None
-    general: Mapping[str, Any] = field(default_factory=dict)  # what is known of its origin: name, step, license
-    data: Mapping[str, Any] = field(default_factory=dict)  # what a reader must know of its data: classes, image_mean
+    general: Mapping[str, Any] = field(default_factory=dict)  # origin: name, step, license
+    data: Mapping[str, Any] = field(default_factory=dict)  # metadata of its data: classes, image_mean
     chat_template: str = ""
-    about: Mapping[str, Any] = field(default_factory=dict)  # what its run adds to a model card: recipe, base, scores
-    unreadable: Sequence[str] = ()  # a sentence for each thing that could not be read of its file
+    about: Mapping[str, Any] = field(default_factory=dict)  # entries for a model card: recipe, base, metrics
+    unreadable: Sequence[str] = ()  # a sentence for each part of its file that could not be read
 
 
 @dataclass
 class Format(ABC):
     """Base of all formats of model files: subclass it as a dataclass whose fields are its settings.
 
-    `toyexp export --type <name>` writes it, and in a run the callback `<name>_export`, which has its settings.
+    `toyexp export --type <name>` writes the format, and in a run the callback `<name>_export`, with the same settings.
     """
 
     plugin_kind: ClassVar[str] = "format"
-    name: ClassVar[str]  # what `toyexp export --type` takes
-    suffix: ClassVar[str]  # what stands behind `model` in the name of its file or directory: .onnx
-    types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # further words of --type, and the settings they stand for
-    dtype_setting: ClassVar[str] = (
-        ""  # the setting that says which type of numbers is written; without one they are f32
-    )
-    contents: ClassVar[frozenset[str]] = frozenset()  # of a directory: what may be in it, by name; of a file nothing
-    writes_adapters: ClassVar[bool] = False  # whether LoRA adapters have it too: `write_adapter`
+    name: ClassVar[str]  # the value of `toyexp export --type`
+    suffix: ClassVar[str]  # what its file or directory name ends with, after `model`: .onnx
+    types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # further values of --type, and the settings that they mean
+    dtype_setting: ClassVar[str] = ""  # setting that selects the dtype; empty: always f32
+    contents: ClassVar[frozenset[str]] = frozenset()  # names allowed in its directory; empty: it is a file
+    writes_adapters: ClassVar[bool] = False  # True: implements `write_adapter` for LoRA adapters
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many formats have nothing to check
-        """Raises UserError, `<setting>=<value>: <why>`, for what cannot work, and Unavailable for what is not here."""
+        """Raise UserError for invalid settings, as `<setting>=<value>: <why>`, and Unavailable for missing packages."""
 
     def check_model(self, model: Model) -> None:  # noqa: B027 - optional, as above
-        """Raises UserError in one line for a model that it cannot hold; asked before anything is trained or written."""
+        """Raise a one-line UserError for a model that the format cannot hold. Called before training or writing."""
 
     @abstractmethod
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Writes the file or directory `path`, which is not there yet and is renamed once it is whole.
+        """Write the file or directory `path`, which does not exist yet and is renamed when complete.
 
-        Returns a sentence for each tensor whose numbers are not finite, or not in the type that was asked for.
+        Return a sentence for each tensor with NaN or infinite values, or not in the requested type.
         """
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Likewise the plan's LoRA adapters, whose tensors `export` holds; only asked if `writes_adapters`."""
+        """Write the plan's LoRA adapters, whose tensors `export` has, to `path`. Called only if `writes_adapters`."""
         raise NotImplementedError
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Writes an open file of this format again, with all that stands in it; None for one that is another's.
+        """Write an open file of this format again, with all its contents. Return None for another format.
 
-        Raises UserError for numbers that would be rounded a second time, unless `requantize` says so.
+        Raise UserError if values would be quantised a second time, unless `requantize` is set.
         """
         return None
 
     def read(self, path: Path, models: Models) -> ModelExport:
-        """What a file holds, a model of one of these classes; UserError for any other, and of a format that writes."""
-        raise UserError(f"{path}: toyexp writes {self.name} files, and does not read them")
+        """Return the model in a file, of one of these classes.
+
+        Raise UserError for others; formats may be write-only.
+        """
+        raise UserError(f"{path}: toyexp can write {self.name} files, but not read them")
 
     def notes(self, export: ModelExport) -> list[str]:
-        """A sentence for each thing that the file leaves out, and each program that makes something else of it."""
+        """Return a sentence for each thing that the file leaves out, and for each program that misreads it."""
         return []
 
     @property
     def kind(self) -> str:
-        """The type of its numbers."""
+        """The dtype that it writes."""
         return str(getattr(self, self.dtype_setting)) if self.dtype_setting else "f32"
 
 
-def require_written(form: Format, place: Path, problems: list[str]) -> list[str]:
-    """The `problems` that a format told, if what it was to write stands at `place`; PluginFailed if not."""
+def require_written(form: Format, path: Path, problems: list[str]) -> list[str]:
+    """Check that the format has written `path`, and return `problems`, each as one line. Raise PluginFailed if not."""
     kinds = {**KINDS, stat.S_IFDIR: "a directory"}
-    wanted, there = kinds[stat.S_IFDIR if form.contents else stat.S_IFREG], "nothing"
-    if os.path.lexists(place):
-        there = kinds.get(stat.S_IFMT(place.lstat().st_mode), "something else")
-    if there != wanted:
-        raise PluginFailed(f"format.{form.name} wrote {there} where {wanted} was to be")
+    expected, got = kinds[stat.S_IFDIR if form.contents else stat.S_IFREG], "nothing"
+    if os.path.lexists(path):
+        got = kinds.get(stat.S_IFMT(path.lstat().st_mode), "something else")
+    if got != expected:
+        raise PluginFailed(f"format.{form.name} wrote {got}, expected {expected}")
     if not isinstance(problems, list):
-        raise PluginFailed(f"format.{form.name} gave {problems!r} for what is odd about the numbers, expected a list")
+        raise PluginFailed(f"format.{form.name}: write() must return a list of sentences, got {problems!r}")
     return [" ".join(str(problem).splitlines()) for problem in problems]

@@ -33,9 +33,7 @@ class Best:
     step: int
     metric: str
     score: float
-    weights: Mapping[str, np.ndarray] | None = field(
-        default=None, repr=False
-    )  # trainable tensors; None: the current ones
+    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # trainable ones; None: current
     scores: Mapping[str, float] = field(default_factory=dict)  # all metrics of that evaluation
 
 

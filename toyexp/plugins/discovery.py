@@ -1,4 +1,4 @@
-"""Finds plugins, takes each in whole or not at all, and keeps the broken ones apart."""
+"""Discovery and loading of plugins; a broken plugin is recorded and contributes nothing."""
 
 from __future__ import annotations
 
@@ -20,140 +20,142 @@ from toyexp.plugins.exporter import exporter
 from toyexp.plugins.registry import DISTRIBUTION, LOCAL, Problem, Registry
 from toyexp.plugins.rules import KINDS, Candidate, check_class, check_classes, check_hooks
 
-GROUP = "toyexp"  # of entry points
-OWN_COMMANDS = EntryPoint("commands", "toyexp.cli.commands", GROUP)  # without an entry point of the distribution
+GROUP = "toyexp"  # group of entry points
+OWN_COMMANDS = EntryPoint("commands", "toyexp.cli.commands", GROUP)  # works without an installed distribution
 
-_kept: Registry | None = None
+_cached: Registry | None = None
 _latest: Registry | None = None
 
 
 def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]] | None = None) -> Registry:
-    """All installed plugins, and then the local `modules`.
+    """Load all installed plugins, and then the local `modules`.
 
-    A broken installed plugin becomes a Problem; a broken module of `modules` was asked for, so it raises UserError.
-    `installed` replaces the installed plugins, as (entry point, package) pairs.
+    A broken installed plugin becomes a Problem. A broken module of `modules` raises UserError, because the user named
+    it. `installed` replaces the installed plugins by (entry point, package) pairs.
     """
     global _latest
-    if installed is None and _kept is not None and _kept.modules == tuple(modules):
-        _latest = _kept
-        return _kept
+    if installed is None and _cached is not None and _cached.modules == tuple(modules):
+        _latest = _cached
+        return _cached
     registry = Registry(modules=tuple(modules))
-    there = _installed() if installed is None else installed
-    found = [Candidate(entry.name, package, entry.load, _unmet_requirement(entry, package)) for entry, package in there]
-    for candidate in found:
-        _take_in(registry, candidate)
+    for entry, package in _installed_plugins() if installed is None else installed:
+        candidate = Candidate(entry.name, package, entry.load, _unmet_requirement(entry, package))
+        _add_plugin(registry, candidate)
         if candidate.reason is not None:
-            offered = tuple((kind, getattr(c, "name", "?")) for kind, found in candidate.classes.items() for c in found)
+            offered = tuple(
+                (kind, getattr(c, "name", "?")) for kind, classes in candidate.classes.items() for c in classes
+            )
             registry.problems.append(Problem(candidate.plugin, candidate.package, candidate.reason, offered))
     if modules:
-        here = str(working_directory())
-        sys.path.insert(0, here)  # toyexp does not look beside the user's files otherwise
+        directory = str(working_directory())
+        sys.path.insert(0, directory)  # the working directory is not on sys.path otherwise
         try:
             for name in modules:
                 if name.endswith(".py"):
-                    raise UserError(f"plugins=[{name}]: takes the module's name: plugins=[{name.removesuffix('.py')}]")
+                    raise UserError(f"plugins=[{name}]: expected a module name: plugins=[{name.removesuffix('.py')}]")
                 local = Candidate(name, LOCAL, functools.partial(importlib.import_module, name))
-                _take_in(registry, local)
+                _add_plugin(registry, local)
                 if local.reason is not None:
-                    raise UserError(f"plugins=[{name}]: {local.reason}{_elsewhere(name, local.reason)}")
+                    raise UserError(f"plugins=[{name}]: {local.reason}{_directory_hint(name, local.reason)}")
         finally:
-            sys.path.remove(here)
-        if here not in sys.path:  # last, for what they import later: a file named torch.py is still not PyTorch
-            sys.path.append(here)
+            sys.path.remove(directory)
+        if directory not in sys.path:  # last, so that a local file torch.py does not shadow PyTorch in later imports
+            sys.path.append(directory)
     _latest = registry
     return registry
 
 
 def current_registry() -> Registry:
-    """Return what was loaded last, with its local modules; for code that is handed no registry, such as a recipe's."""
+    """Return the registry that was loaded last, for code without a registry at hand, such as recipes."""
     return _latest or load()
 
 
-def _elsewhere(module: str, reason: str) -> str:
-    """What to do about a module that stands in a folder of this one, such as that of its package; else nothing."""
+def _directory_hint(module: str, reason: str) -> str:
+    """Return a hint if a subdirectory contains the module that could not be found; else an empty string."""
     if reason != f"there is no module {module}" or not module.isidentifier():
         return ""
-    here = working_directory()
-    there = next(iter(sorted([*here.glob(f"*/{module}.py"), *here.glob(f"*/{module}/__init__.py")])), None)
-    if there is None:
+    directory = working_directory()
+    files = sorted([*directory.glob(f"*/{module}.py"), *directory.glob(f"*/{module}/__init__.py")])
+    if not files:
         return ""
-    folder = there.relative_to(here).parts[0]
-    return f" here; {there.relative_to(here)} is: go there with cd {folder}, or pip install -e {folder}"
+    path = files[0].relative_to(directory)
+    return f" here, but {path} exists; type: cd {path.parts[0]}, or pip install -e {path.parts[0]}"
 
 
 def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
-    """All installed plugins but those of the same modules, and then these `entries`, told as those of a `package`."""
+    """Load all installed plugins except those of the same modules, and `entries` as plugins of `package`."""
     modules = {entry.module for entry in entries}
-    others = [(entry, origin) for entry, origin in _installed() if entry.module not in modules]
+    others = [(entry, origin) for entry, origin in _installed_plugins() if entry.module not in modules]
     return load(installed=[*others, *((entry, package) for entry in entries)])
 
 
 def cache_registry(registry: Registry) -> None:
-    """What `load` returns from now on, in this process and those forked from it, where the same modules are named."""
-    global _kept
-    _kept = registry
+    """Make `load` return `registry` for the same modules, in this process and in processes forked from it."""
+    global _cached
+    _cached = registry
 
 
-def _installed() -> list[tuple[EntryPoint, str]]:
-    """The entry points, looked up once until the path or a directory on it changes: files of every package are read."""
-    return _looked_up(tuple((place, _changed(place)) for place in sys.path))
+def _installed_plugins() -> list[tuple[EntryPoint, str]]:
+    """Return the entry points. They are cached until sys.path or a directory on it changes."""
+    return _read_entry_points(tuple((path, _modification_time(path)) for path in sys.path))
 
 
-def _changed(place: str) -> int:
-    """When something was last put into a directory or taken out, in ns; 0 where there is none."""
+def _modification_time(path: str) -> int:
+    """Return when a directory was last modified, in ns; 0 if it does not exist."""
     try:
-        return Path(place or ".").stat().st_mtime_ns
+        return Path(path or ".").stat().st_mtime_ns
     except OSError:
         return 0
 
 
 @functools.lru_cache(maxsize=1)
-def _looked_up(_: tuple[tuple[str, int], ...]) -> list[tuple[EntryPoint, str]]:
-    """toyexp's own first, then by name; the same one found twice on the path counts once."""
-    found: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
-    packages: dict[int, str] = {}  # a distribution reads its metadata anew whenever it is asked
+def _read_entry_points(_: tuple[tuple[str, int], ...]) -> list[tuple[EntryPoint, str]]:
+    """Return toyexp's own entry points first, then the others by name, without duplicates."""
+    entries: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
+    packages: dict[int, str] = {}  # distributions do not cache their metadata
     for entry in entry_points(group=GROUP):
         if entry.dist is not None and id(entry.dist) not in packages:
             metadata = entry.dist.metadata
             packages[id(entry.dist)] = f"{metadata['Name']} {metadata['Version']}"
-        found.setdefault((entry.name, entry.value), (entry, packages.get(id(entry.dist), "?")))
-    shipped = sorted(found.values(), key=lambda e: (not e[1].startswith(f"{DISTRIBUTION} "), e[0].name))
+        entries.setdefault((entry.name, entry.value), (entry, packages.get(id(entry.dist), "?")))
+    plugins = sorted(entries.values(), key=lambda e: (not e[1].startswith(f"{DISTRIBUTION} "), e[0].name))
     from toyexp import __version__
 
-    return [(OWN_COMMANDS, f"{DISTRIBUTION} {__version__}"), *shipped]
+    return [(OWN_COMMANDS, f"{DISTRIBUTION} {__version__}"), *plugins]
 
 
 def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
-    """Why a plugin's package, by what it says it depends on, is for another toyexp; None where it is for this one.
+    """Return the package's requirement on toyexp that this version does not meet, as a reason, or None.
 
-    pip holds it to that when it is installed; toyexp may have been replaced since.
+    pip checks the requirement at installation, but toyexp may have been replaced since.
     """
     if entry.dist is None or package.startswith(f"{DISTRIBUTION} "):
         return None
-    stated = [line for line in (entry.dist.requires or ()) if DISTRIBUTION in line.lower()]
-    if not stated:
+    lines = [line for line in (entry.dist.requires or ()) if DISTRIBUTION in line.lower()]
+    if not lines:
         return None
     from packaging.requirements import InvalidRequirement, Requirement  # deferred: few runs need it
 
     from toyexp import __version__
 
-    for line in stated:
+    for line in lines:
         try:
-            wanted = Requirement(line)
+            requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        meant = wanted.name.lower() == DISTRIBUTION and (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
-        if meant and not wanted.specifier.contains(__version__, prereleases=True):
-            return f"needs toyexp {wanted.specifier}; this is {__version__}"
+        marker = requirement.marker
+        applies = requirement.name.lower() == DISTRIBUTION and (marker is None or marker.evaluate({"extra": ""}))
+        if applies and not requirement.specifier.contains(__version__, prereleases=True):
+            return f"needs toyexp {requirement.specifier}; this is {__version__}"
     return None
 
 
-def _take_in(registry: Registry, candidate: Candidate) -> None:
-    """Take a plugin in, whole or not at all: what it raises says why it is broken."""
+def _add_plugin(registry: Registry, candidate: Candidate) -> None:
+    """Add all of a plugin to the registry, or nothing: an exception becomes the reason why it is broken."""
     if candidate.reason is not None:
         return
     try:
-        with block_exit(), _staying(registry, candidate.plugin):
+        with block_exit(), _restore_directory(registry, candidate.plugin):
             candidate.module = candidate.importer()
             check_hooks(candidate.module, Registration, candidate.plugin)
             for kind, (_, hook) in KINDS.items():
@@ -161,21 +163,21 @@ def _take_in(registry: Registry, candidate: Candidate) -> None:
                     register(candidate.classes[kind].append)
             check_classes(candidate)
             candidate.exporters += [exporter(cls) for cls in candidate.classes["format"]]
-            for cls in candidate.exporters:  # a format of which no callback can be made
+            for cls in candidate.exporters:
                 check_class(cls, Callback)
             registry.add(candidate)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin may even call sys.exit(); none of them ends toyexp
+    except BaseException as error:  # a plugin may even call sys.exit()
         candidate.reason = explain_import_error(error)
 
 
 @contextlib.contextmanager
-def _staying(registry: Registry, plugin: str) -> Iterator[None]:
-    """Goes back where the working directory was: relative paths are the user's, whatever a plugin does."""
+def _restore_directory(registry: Registry, plugin: str) -> Iterator[None]:
+    """Restore the working directory after the context, because the user's relative paths refer to it."""
     try:
         before = Path.cwd()
-    except OSError:  # it is gone
+    except OSError:  # the directory was deleted
         yield
         return
     try:
@@ -183,4 +185,4 @@ def _staying(registry: Registry, plugin: str) -> Iterator[None]:
     finally:
         if not before.samefile("."):
             os.chdir(before)
-            registry.notes.append(f"plugin {plugin} changed the working directory; it is {before} again")
+            registry.notes.append(f"plugin {plugin} changed the working directory; it was changed back to {before}")

@@ -485,7 +485,7 @@ def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["callbacks.linear.scales=momentum"], ["momentum", "no number of this optimiser"]),
+        (["callbacks.linear.scales=momentum"], ["momentum", "no such setting to scale"]),
         (
             ["callbacks.linear.scales=beta2", "callbacks.linear.floor=0"],
             [
@@ -495,7 +495,7 @@ def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, c
         ),
         (
             ["callbacks.linear.scales=eps"],
-            ["callbacks.linear.scales=eps: its factor 0 (warmup", "optim.eps=0.0: must be above 0"],
+            ["callbacks.linear.scales=eps: invalid factor 0 (warmup", "optim.eps=0.0: must be above 0"],
         ),
         (["callbacks.linear.scales=lr"], ["cosine", "linear", "both set the learning rate"]),
     ],

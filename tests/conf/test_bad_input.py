@@ -96,7 +96,7 @@ def register_optimisers(register):
         ("optim.grad_clip=-1", "optim.grad_clip=-1.0: must be at least 0"),
         ("optim.groups={blk.*: {lr: '0.1'}}", "lr='0.1': must be a finite number from 0; it is a string"),
         ("optim.groups={blk.*: {lr: 1e300}}", "lr=1e+300: must be within float32's range"),
-        ("optim.groups={blk.*: {lr: 0.1, frozen: true}}", "lr=0.1: has no effect with frozen=true; leave one"),
+        ("optim.groups={blk.*: {lr: 0.1, frozen: true}}", "lr=0.1: has no effect with frozen=true; remove one"),
         ("optim.groups={blk.*: 3}", "optim.groups: blk.*: expected settings in braces"),
     ],
 )
@@ -287,7 +287,7 @@ CHOICES = [
     ("optim=sdg", "did you mean sgd?"),
     ("callbacks=[shampoo]", "callbacks=shampoo", "there is: "),  # and no sample
     ("experiment=smoek", "did you mean smoke?"),
-    ("experiment=mine/config.yaml", "DIR/experiment/NAME.yaml: --config-dir DIR experiment=NAME"),
+    ("experiment=mine/config.yaml", "type: --config-dir DIR experiment=NAME"),
     ("+experiment=smoke", "leave out '+': experiment=smoke"),
     ("++model=llama", "leave out '+': model=llama"),
     ("callbacks=[cosinus]", "did you mean cosine?"),
@@ -425,7 +425,7 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
     ("line", "words"),
     [
         ("doctor now", ["settings need --numerics or --graph"]),
-        ("doctor --graph engine=nope", ["none of that name"]),
+        ("doctor --graph engine=nope", ["unknown name"]),
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins imagenet", ["plugins imagenet: unknown name; list all names: toyexp plugins"]),
         ("plugins warm scratch", ["takes one name or --matrix"]),
@@ -775,7 +775,7 @@ def test_a_donor_that_cannot_be_read_is_one_plain_error(refused, tmp_path):
     [
         ("plugins=[no_such_module]", ["there is no module no_such_module"]),
         ("plugins=[raises_at_import]", ["plugins=[raises_at_import]", "out of cheese"]),
-        ("plugins=[offers_nothing]", ["plugins=[offers_nothing]", "offers nothing"]),
+        ("plugins=[offers_nothing]", ["plugins=[offers_nothing]", "registers nothing"]),
         ("plugins=[a-b]", ["plugins=[a-b]: takes names of Python modules"]),
         ("plugins=../x", ["takes names of Python modules"]),
         ("plugins=null", ["takes names of Python modules"]),
@@ -1053,8 +1053,8 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
         ),
         (["engine=pytorch"], "engine=pytorch: unknown name; there is: auto, cpu, cuda, "),
         (["bench", "engine=cpu,GPU"], "engine=GPU: unknown name; engines on a GPU are cuda,"),
-        (["engine=cuda:1"], "set before the command: CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
-        (["parity", "engine=cpu,vulkan:0"], "set before the command: GGML_VK_VISIBLE_DEVICES=0 toyexp engine=vulkan"),
+        (["engine=cuda:1"], "before the command: CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
+        (["parity", "engine=cpu,vulkan:0"], "before the command: GGML_VK_VISIBLE_DEVICES=0 toyexp engine=vulkan"),
         (["engine=mps", "engine.shard=true"], "engine.shard with engine=mps; it belongs to engine=cpu or cuda: choose"),
         (["engine=mps:0"], "engine=mps:0: unknown name; did you mean mps?"),
         (["bench", "engine=:x"], "engine=:x: missing engine name before ':'"),

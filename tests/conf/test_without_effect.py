@@ -93,7 +93,7 @@ IDLE = {
     "no plateau, no adapter, no draw": (
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=17 callbacks.gguf_export.merged=false "
         "callbacks.sample.temperature=0 callbacks.sample.top_p=0.5",
-        ["callbacks.gguf_export.merged=false: the run has no adapter", "callbacks.wsd.warmup=17: reaches into",
+        ["callbacks.gguf_export.merged=false: has no effect: the run has no adapter", "callbacks.wsd.warmup=17: reaches into",
          "callbacks.sample.top_p=0.5: with callbacks.sample.temperature=0"],
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=16 callbacks.sample.top_p=0.5",
     ),
@@ -117,7 +117,7 @@ IDLE = {
     "an adapter alone": (
         f"recipe=lora {BASE} recipe.rank=1 recipe.rslora=true callbacks.gguf_export.merged=false "
         "callbacks.gguf_export.type=f16",
-        ["recipe.rslora=true", "callbacks.gguf_export.type=f16: is the type of the merged model"],
+        ["recipe.rslora=true", "callbacks.gguf_export.type=f16: has no effect with merged=false"],
         f"recipe=lora {BASE} callbacks.gguf_export.merged=false",
     ),
     "callbacks without the usual ones": (

@@ -122,7 +122,9 @@ def test_a_command_with_a_broken_help_is_reported_in_one_line(toyexp):
 @pytest.mark.parametrize("name", ["two words", "Loud"])
 def test_an_invalid_command_name_is_reported_with_the_plugins(toyexp, name):
     listed = toyexp(["plugins"], name=name)
-    assert f"broken: stranger (strange 1.2): Greet.name is '{name}'; it must be lower-case letters" in listed.out
+    assert (
+        f"broken: stranger (strange 1.2): Greet.name is '{name}'; it must consist of lower-case letters" in listed.out
+    )
     assert listed.returncode == 0 and toyexp([name], name=name).returncode == 2
 
 

@@ -498,8 +498,8 @@ def test_force_checks_the_suffix_of_a_plugins_format_and_keeps_empty_files(tall,
     [
         ({"name": "q8_0"}, "--type q8_0 already selects format=gguf"),
         ({"suffix": ".gguf"}, "format=gguf uses already"),
-        ({"suffix": "/../x"}, "what a file's name ends in"),
-        ({"suffix": ""}, "what a file's name ends in"),
+        ({"suffix": "/../x"}, "the end of a file name"),
+        ({"suffix": ""}, "the end of a file name"),
         ({"types": {"hf-f16": {}}}, "--type hf-f16 already selects format=hf"),
     ],
 )

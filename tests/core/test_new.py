@@ -303,7 +303,7 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
 @pytest.mark.parametrize(
     ("name", "text", "code", "told"),
     [
-        ("none.py", "x = 1", 1, "none offers nothing"),
+        ("none.py", "x = 1", 1, "none registers nothing"),
         ("lost.py", "import nowhere_at_all", 1, "there is no module nowhere_at_all"),
         ("exits.py", "import os; os._exit(0)", 1, "exits: SystemExit: os._exit(0) would end toyexp"),
         ("segfaults.py", "import ctypes\nctypes.string_at(0)", -11, 'segfaults.py", line 2 in <module>'),

@@ -98,7 +98,7 @@ BROKEN = {
     ),
     "misspells a hook of the module": (
         callback("other").replace("def register_callbacks", "def register_callback"),
-        ["bad.register_callback is marked @hookimpl but is no hook", "did you mean register_callbacks?"],
+        ["bad.register_callback is marked @hookimpl but is not a hook", "did you mean register_callbacks?"],
     ),
     "forgets to mark the hook of the module": (
         callback("other").replace("@hookimpl\ndef", "def"),
@@ -106,12 +106,12 @@ BROKEN = {
     ),
     "has a hook with an unknown argument": (
         callback("other").replace("(register)", "(registry)").replace("    register(", "    registry("),
-        ["bad.register_callbacks: 'registry' is no argument of that hook", "register"],
+        ["bad.register_callbacks: 'registry' is not an argument of that hook", "register"],
     ),
-    "offers nothing": ("VALUE = 1", ["offers nothing"]),
+    "offers nothing": ("VALUE = 1", ["registers nothing"]),
     "misspells a hook of a callback": (
         callback("other", "@hookimpl\ndef on_stepp(self, step):\n    pass"),
-        ["Mine.on_stepp is marked @hookimpl but is no hook", "did you mean on_step?"],
+        ["Mine.on_stepp is marked @hookimpl but is not a hook", "did you mean on_step?"],
     ),
     "forgets to mark a hook of a callback": (
         callback("other", "def on_step(self, step):\n    pass"),
@@ -123,7 +123,7 @@ BROKEN = {
     ),
     "has a callback hook with an unknown argument": (
         callback("other", "@hookimpl\ndef on_step(self, step, metric):\n    pass"),
-        ["Mine.on_step: 'metric' is no argument of that hook", "did you mean metrics?"],
+        ["Mine.on_step: 'metric' is not an argument of that hook", "did you mean metrics?"],
     ),
     "is not a dataclass": (
         callback("other").replace("@dataclass(eq=False)\n", ""),
@@ -154,7 +154,7 @@ BROKEN = {
     ),
     "starts from what is no setting": (
         part("Recipe", "def plan(self, model, setup): ...", "starts_from = 'base'"),
-        ["Mine.starts_from is 'base'", "no setting"],
+        ["Mine.starts_from is 'base'", "not one of its settings"],
     ),
     "says in a word which data it reads": (
         part("Recipe", "def plan(self, model, setup): ...", "reads = ('tokens',)"),
@@ -162,12 +162,12 @@ BROKEN = {
     ),
     "registers another kind of thing": (
         callback("other").replace("register_callbacks", "register_engines"),
-        ["Mine is no subclass of toyexp.Engine"],
+        ["Mine is not a subclass of toyexp.Engine"],
     ),
     "registers an object": (callback("other").replace("register(Mine)", "register(Mine())"), ["no subclass of"]),
     "names a setting like a method": (
         callback("other", "state: str = ''"),
-        ["Mine.state cannot be a setting: toyexp.Callback has something else of that name"],
+        ["Mine.state cannot be a setting: toyexp.Callback has an attribute of that name"],
     ),
     "makes a setting of its name": (
         callback("other").replace("name: ClassVar[str]", "name: str"),
@@ -179,11 +179,11 @@ BROKEN = {
     ),
     "forgets the comma of a tuple": (
         part("Recipe", "def plan(self, model, setup): ...", "needs_tensors = ('token_embd.weight')"),
-        ["Mine.needs_tensors is 'token_embd.weight'; it is a tuple of names: ('token_embd.weight',)"],
+        ["Mine.needs_tensors is 'token_embd.weight'; it must be a tuple of names: ('token_embd.weight',)"],
     ),
     "fills what is no setting": (
         part("Data", "gives = TOKENS", "fills = ('date',)", "def check(self): ...", "def open(self, vocabulary): ..."),
-        ["Mine.fills is 'date'", "no setting"],
+        ["Mine.fills is 'date'", "not one of its settings"],
     ),
     "wants a mode that AdamW does not have": (
         part("Recipe", "def plan(self, model, setup): ...", "optim_mode = 'lor'"),
@@ -203,7 +203,7 @@ BROKEN = {
     ),
     "writes numbers of what is no setting": (
         part("Format", "suffix = '.mine'", "dtype_setting = 'type'", "def write(self, exported, path): ..."),
-        ["Mine.dtype_setting is 'type'", "no setting"],
+        ["Mine.dtype_setting is 'type'", "not one of its settings"],
     ),
     "gives a format a setting of its callback": (
         part("Format", "suffix = '.mine'", "every: int = 2  # files", "def write(self, exported, path): ..."),
@@ -337,7 +337,7 @@ def test_a_run_warns_once_of_a_broken_plugin_that_it_does_not_use(distribution, 
     assert capsys.readouterr().err.count("\n") == 1
     assert main([*words, "callbacks=[default,wanted_stranger]"]) == 2
     err = capsys.readouterr().err
-    assert "callbacks=wanted_stranger: there is none" in err and "needs toyexp >=99" in err and "no driver" in err
+    assert "callbacks=wanted_stranger: unknown name" in err and "needs toyexp >=99" in err and "no driver" in err
 
 
 def test_a_plugin_that_changes_the_working_directory_moves_no_run(distribution, tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from toyexp.config.paths import CONF
 from toyexp.config.schema import Root, Source, all_part_classes, part_classes
 from toyexp.config.top_level import LAUNCHER_SETTINGS, PARTS, Sweep
 from toyexp.plugins.registry import Registry
-from toyexp.plugins.rules import types_of
+from toyexp.plugins.rules import type_hints
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Keys:
         """Return the types of a setting over all classes that have it, such as {str, NoneType}; empty if unknown."""
         where, _, name = key.rpartition(".")
         classes: list[type] = [cls for cls in self.classes.get(where, ()) if name in self.field_names(cls)]
-        hints = [types_of(cls)[name] for cls in classes]
+        hints = [type_hints(cls)[name] for cls in classes]
         unions = (typing.Union, types.UnionType)
         return {t for h in hints for t in (typing.get_args(h) if typing.get_origin(h) in unions else (h,))}
 

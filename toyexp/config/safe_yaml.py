@@ -15,7 +15,7 @@ import yaml
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import check_nodes
-from toyexp.plugins.rules import NAMES_CODE
+from toyexp.plugins.rules import RESERVED_KEYS
 
 SIZE_LIMIT = 256 << 10  # bytes per file
 CODE_ERROR = "names code, which is not allowed; choose parts by name: engine=, recipe=, callbacks=[...]"
@@ -51,7 +51,7 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
             raise UserError(f"{place}: YAML parses {node.value} in base 60; write the number, or quote the text")
         if key and not ours and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
             raise UserError(f"{place}: {printable(str(node.value))} sets Hydra's own settings, which is not allowed")
-        if key and node.value in NAMES_CODE:
+        if key and node.value in RESERVED_KEYS:
             raise UserError(f"{place}: {node.value} {CODE_ERROR}")
         if not key and not ours and isinstance(node, yaml.ScalarNode):
             check_text(node.value, place)

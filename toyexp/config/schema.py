@@ -31,7 +31,7 @@ from toyexp.config.paths import CONF
 from toyexp.config.safe_yaml import PLACES, SIZE_LIMIT, check_file, require_plugins
 from toyexp.config.top_level import PARTS, Sweep
 from toyexp.plugins.registry import Registry
-from toyexp.plugins.rules import types_of
+from toyexp.plugins.rules import type_hints
 from toyexp.training.provenance import Origin, parse_origin
 from toyexp.training.resume import saved_state
 from toyexp.training.settings import Settings
@@ -141,7 +141,7 @@ def store_schemas(registry: Registry) -> None:
 @functools.cache
 def schema(cls: type, name: str) -> type:
     """Return a dataclass with a `name` field and the fields of `cls`, so that a saved config names its parts."""
-    hints = types_of(cls)
+    hints = type_hints(cls)
     parts: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for f in dataclasses.fields(cls):
         parts.append((f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)))

@@ -20,7 +20,7 @@ from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview, is_changed
-from toyexp.plugins.rules import types_of
+from toyexp.plugins.rules import type_hints
 
 if TYPE_CHECKING:
     import numpy as np
@@ -204,7 +204,7 @@ def exporter(form: type[Format]) -> type[Exporter]:
     if conflicts := {f.name for f in fields(base)} & {f.name for f in fields(form)}:
         name = f"{form.__qualname__}.{min(conflicts)}"
         raise UserError(f"{name} cannot be a setting: the format's callback has a setting of that name")
-    hints = types_of(form)
+    hints = type_hints(form)
     settings = [
         (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in fields(form)
     ]

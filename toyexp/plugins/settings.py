@@ -1,4 +1,4 @@
-"""What help shows of the settings of a part, which are the fields of its dataclass."""
+"""The settings of a part, which are the fields of its dataclass, as help shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toyexp.plugins.exporter import Exporter
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a plugin's dataclass, as help shows it."""
+    """One field of a plugin's dataclass, with its help."""
 
     name: str
     type: str
@@ -23,21 +23,21 @@ class Setting:
 
 
 def list_settings(cls: type) -> list[Setting]:
-    """The settings of a dataclass, each with its help: that of the field, or the comment behind it in the source."""
+    """Return the settings of a dataclass. The help of each is its metadata, or the comment on the field's line."""
     comments = _comments(cls) | (_comments(cls.form) if issubclass(cls, Exporter) else {})
     values = default_settings(cls)
-    shown = []
+    settings = []
     for f in dataclasses.fields(cls):
         kind = f.type if isinstance(f.type, str) else inspect.formatannotation(f.type)
-        shown.append(Setting(f.name, kind, values[f.name], f.metadata.get("help") or comments.get(f.name, "")))
-    return shown
+        settings.append(Setting(f.name, kind, values[f.name], f.metadata.get("help") or comments.get(f.name, "")))
+    return settings
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """What stands behind the fields of a dataclass in its source, by their names."""
+    """Return the comments on the field lines of a dataclass, by field name."""
     comments: dict[str, str] = {}
     for part in reversed(cls.__mro__):
-        with contextlib.suppress(OSError):  # a class that no file holds, as those of exporters
+        with contextlib.suppress(OSError):  # classes without a source file, such as exporters
             for line in inspect.getsource(part).splitlines() if dataclasses.is_dataclass(part) else ():
                 match = re.fullmatch(r" {4}(\w+): .*?# (.+)", line)
                 if match:

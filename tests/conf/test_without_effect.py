@@ -93,7 +93,8 @@ IDLE = {
     "no plateau, no adapter, no draw": (
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=17 callbacks.gguf_export.merged=false "
         "callbacks.sample.temperature=0 callbacks.sample.top_p=0.5",
-        ["callbacks.gguf_export.merged=false: has no effect: the run has no adapter", "callbacks.wsd.warmup=17: reaches into",
+        ["callbacks.gguf_export.merged=false: has no effect",
+         "callbacks.wsd.warmup=17: reaches into",
          "callbacks.sample.top_p=0.5: with callbacks.sample.temperature=0"],
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=16 callbacks.sample.top_p=0.5",
     ),

@@ -5,12 +5,12 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_callbacks(register: Register) -> None:
-    """Schedules, what a person watches, what is recorded, and what ends a run."""
+    """Register schedules, displays, recorders, exporters and callbacks that end a run."""
     from toyexp_callbacks import dashboard, events, plots, progress, sample, schedules, stopping
 
     for schedule in (schedules.Constant, schedules.Linear, schedules.Cosine, schedules.WarmupStableDecay):
         register(schedule)
-        register(schedules.second(schedule))
+        register(schedules.make_second(schedule))
     for cls in (
         progress.Progress,
         events.Events,

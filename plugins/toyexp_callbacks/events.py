@@ -1,4 +1,4 @@
-"""events.jsonl: what happened in a run, one JSON object a line, schema toy/v1."""
+"""events.jsonl: the record of a run, one JSON object per line, schema toy/v1."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ log = logging.getLogger("toyexp")
 
 FLUSH_SECONDS = 1.0
 FLUSH_BYTES = 1 << 16
-LINE = 1 << 20  # bytes of a line that is read again
-TAIL = 64 << 20  # bytes behind a checkpoint that are looked at
-OWN = re.compile(rb'(?:{"kind": "(?!run_end")[^"]*", "t": .*\n)*+(?:{"kind": "run_end", .*\n)?')  # lines of a run
-WAITING_BYTES = 16 << 20  # of lines that wait for room on the disk
+MAX_LINE = 1 << 20  # bytes of a line that is read back
+MAX_TAIL = 64 << 20  # bytes after a checkpoint that are examined
+RUN_LINES = re.compile(rb'(?:{"kind": "(?!run_end")[^"]*", "t": .*\n)*+(?:{"kind": "run_end", .*\n)?')  # one run's
+MAX_WAITING = 16 << 20  # bytes of lines that wait while the disk is full
 
 
 class Lines:
-    """A file that grows by lines. What cannot be written waits in memory and is written later, in its order."""
+    """A file that is appended line by line. Lines that cannot be written wait in memory and are written later."""
 
     def __init__(self, path: Path, waiting: bytes = b""):
         self._file = open_for_writing(path, os.O_APPEND)
-        self._waiting = bytearray(waiting)  # whole lines; of the first of them `_done` bytes are in the file
+        self._waiting = bytearray(waiting)  # complete lines; the first `_done` bytes are already in the file
         self._done = 0
         self._flushed = time.monotonic()
-        self.trouble: str | None = None  # why the file does not hold everything
-        self.lost = 0  # lines for which there was no room in memory either
+        self.trouble: str | None = None  # why the last write failed
+        self.lost = 0  # number of lines dropped because the memory limit was reached
 
     def add(self, line: str, now: float) -> None:
-        """One more line, written at the latest a second later by whichever comes then."""
-        if len(self._waiting) >= WAITING_BYTES:
+        """Append a line. It is written at most a second later, by the next call after that."""
+        if len(self._waiting) >= MAX_WAITING:
             self.lost += 1
         else:
             self._waiting += line.encode() + b"\n"
@@ -49,13 +49,13 @@ class Lines:
             self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
-        """Writes what it can."""
+        """Write as many waiting lines as possible."""
         try:
             while self._done < len(self._waiting):
                 self._done += os.write(self._file, self._waiting[self._done :])
-                whole = self._waiting.rfind(b"\n", 0, self._done) + 1
-                del self._waiting[:whole]
-                self._done -= whole
+                complete = self._waiting.rfind(b"\n", 0, self._done) + 1
+                del self._waiting[:complete]
+                self._done -= complete
             if to_disk:
                 os.fsync(self._file)
         except OSError as error:
@@ -63,17 +63,17 @@ class Lines:
         else:
             self.trouble = None
 
-    def place(self) -> dict[str, Any]:
-        """How far the file's whole lines reach, and those that are still to come."""
+    def position(self) -> dict[str, Any]:
+        """Return the size of the file's complete lines, and the waiting lines, as a checkpoint's state."""
         self.flush()
         return {"bytes": os.fstat(self._file).st_size - self._done, "waiting": self._waiting.decode()}
 
     def sync(self) -> None:
-        """Brings to the disk what was written; raises OSError."""
+        """Flush the file to disk. Raise OSError on failure."""
         os.fsync(self._file)
 
     def close(self) -> str | None:
-        """Closes the file after its last whole line, and returns why it is not complete, if so."""
+        """Close the file after its last complete line; return why it is incomplete, or None."""
         self.flush(to_disk=True)
         if self._done:
             os.truncate(self._file, os.fstat(self._file).st_size - self._done)
@@ -85,7 +85,7 @@ class Lines:
 
 @dataclass(eq=False)
 class Listener(Callback):
-    """Base of the callbacks that go by what they are told: the next step may begin before they hear of one."""
+    """Base of callbacks that only receive events: the next step may start before they have handled the last one."""
 
     def should_wait(self, step: int) -> bool:
         """Return False."""
@@ -94,7 +94,7 @@ class Listener(Callback):
 
 @dataclass(eq=False)
 class Events(Listener):
-    """Records the run in events.jsonl (schema toy/v1)."""
+    """Record the run in events.jsonl (schema toy/v1)."""
 
     name: ClassVar[str] = "events"
     closes_last: ClassVar[bool] = True
@@ -105,42 +105,42 @@ class Events(Listener):
         self._lines: Lines | None = None
         self._last: dict[str, Any] = {}
         self._gate: dict[str, Any] | None = None
-        self._place: tuple[int, bytes] | None = None
-        self._seconds = 0.0  # of the run before it was resumed
-        self._told = False
+        self._position: tuple[int, bytes] | None = None
+        self._seconds = 0.0  # duration before the run was resumed
+        self._warned = False
 
     def check(self) -> None:
-        """Raises UserError for an interval below 1."""
+        """Raise UserError for an interval below 1."""
         require_range("callbacks.events", self, every="[1,inf)")
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """The record."""
+        """Return the name of the record."""
         return ["events.jsonl"]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That no step is recorded."""
+        """Warn if no step is recorded."""
         return preview.interval_warnings("callbacks.events.every", self.every, "none of them is recorded")
 
-    @hookimpl(tryfirst=True)  # whatever another callback says, or raises, as it starts is recorded
+    @hookimpl(tryfirst=True)  # so that events and errors of the others' on_start are recorded
     def on_start(self, run: Run) -> None:
-        """run_start, the first line, flushed at once; a resumed run goes on where its checkpoint was."""
+        """Write run_start, the first line, at once. A resumed run continues at its checkpoint's position."""
         self._run, self._path = run, run.dir / "events.jsonl"
         self._began = time.monotonic() - self._seconds
-        if self._place is not None and self._path.is_file():
-            waiting, trouble = go_back(self._path, *self._place)
+        if self._position is not None and self._path.is_file():
+            waiting, trouble = truncate_events(self._path, *self._position)
             self._lines = Lines(self._path, waiting)
             if trouble:
                 self._warn(trouble)
             return
         if run.resumed_step:
-            self._path.unlink(missing_ok=True)  # of an earlier process that went on from here, and did not come far
+            self._path.unlink(missing_ok=True)  # left by an earlier attempt to resume
         facts = {"run_id": run.dir.name, "name": run.name, "phase": "train", **run.facts}
         first = dump_json({"kind": "run_start", "t": 0.0, "schema": "toy/v1", **facts})
-        with run.output(self._path, grows=True) as place:
-            write_synced(place, first.encode() + b"\n")
+        with run.output(self._path, grows=True) as path:
+            write_synced(path, first.encode() + b"\n")
         self._lines = Lines(self._path)
-        if self._place is not None:
-            self._warn(f"events.jsonl is gone, and with it what it said of the steps up to {run.resumed_step}")
+        if self._position is not None:
+            self._warn(f"events.jsonl is missing, and with it the events up to step {run.resumed_step}")
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._add(dump_json({"kind": kind, "t": round(time.monotonic() - self._began, 6), **fields}))
@@ -148,9 +148,9 @@ class Events(Listener):
     def _add(self, line: str) -> None:
         assert self._lines is not None
         self._lines.add(line, time.monotonic())
-        if self._lines.trouble and not self._told:
-            self._told = True
-            self._warn(f"not written ({self._lines.trouble}); its lines wait in memory, training goes on")
+        if self._lines.trouble and not self._warned:
+            self._warned = True
+            self._warn(f"cannot be written ({self._lines.trouble}); lines wait in memory, training continues")
 
     def _warn(self, trouble: str) -> None:
         text = f"{self._path}: {trouble}"
@@ -158,40 +158,40 @@ class Events(Listener):
         self._run.emit("note", text=f"toyexp: warning: {text}")
 
     def state(self) -> dict[str, Any]:
-        """How far the file reaches."""
+        """Return the position in the file."""
         if self._lines is None:
             return {}
-        return {**self._lines.place(), "seconds": time.monotonic() - self._began, "last": {**self._last}}
+        return {**self._lines.position(), "seconds": time.monotonic() - self._began, "last": {**self._last}}
 
     def sync(self) -> None:
-        """So far it is on the disk."""
+        """Flush the file to disk."""
         if self._lines is not None:
             self._lines.sync()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Where to go on."""
+        """Restore the position."""
         if not 0 <= int(state["bytes"]) < 1 << 50:
             raise ValueError(f"bytes is {state['bytes']}")
-        self._place = int(state["bytes"]), str(state["waiting"]).encode()
+        self._position = int(state["bytes"]), str(state["waiting"]).encode()
         self._seconds, self._last = float(state["seconds"]), dict(state["last"])
 
-    @hookimpl(trylast=True)  # behind who logs
+    @hookimpl(trylast=True)  # after callbacks that log
     def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
-        """A step record, with a digest of the batch that shows whether two runs saw the same data."""
+        """Record a step, with a digest of the batch to compare the data of two runs."""
         self._last["final_step"], self._last["final_loss"] = step, metrics["loss"]
         if step % self.every == 0:
             seconds, digest = round(time.monotonic() - self._began, 6), batch_digest(batch)
             head = {"kind": "step", "t": seconds, "phase": "train", "step": step}
             self._add(dump_json({**head, **metrics, "batch": digest}))
 
-    @hookimpl(trylast=True)  # behind who logs
+    @hookimpl(trylast=True)  # after callbacks that log
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An eval record."""
+        """Record an evaluation."""
         self._write("eval", phase="eval", name="held_out", step=step, **metrics)
 
     @hookimpl
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Whatever was said; the quality gate's verdict and the count of skipped steps are kept for run_end."""
+        """Record an event; keep the quality gate's result and the number of skipped steps for run_end."""
         if kind == "quality_gate":
             self._gate = dict(fields)
         else:
@@ -201,8 +201,8 @@ class Events(Listener):
 
     @hookimpl
     def on_end(self, reason: str, error: BaseException | None) -> None:
-        """run_end, the last line; raises RunFailed when not all of them are in the file."""
-        if self._lines is None:  # it could not be opened, which is the error the run ends with
+        """Write run_end, the last line. Raise RunFailed if some lines could not be written."""
+        if self._lines is None:  # the file could not be opened, which ended the run
             return
         fields: dict[str, Any] = {"ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "reason": reason}
         fields.update(self._last)
@@ -218,13 +218,13 @@ class Events(Listener):
             raise RunFailed(f"{self._path}: {incomplete}")
 
 
-def told_before(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Kind, step and fields of what events.jsonl has of the steps up to a resumed run's checkpoint.
+def recorded_events(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield kind, step and fields of the events up to a resumed run's checkpoint, from events.jsonl.
 
-    As far as the file can be read, and nothing where there is none.
+    Stop at the first line that cannot be read; yield nothing if there is no file.
     """
     with contextlib.suppress(Exception), open_file(run.dir / "events.jsonl") as file:
-        while line := file.readline(LINE):
+        while line := file.readline(MAX_LINE):
             event = json.loads(line)
             kind, step = event.pop("kind", None), event.pop("step", None)
             event.pop("t", None)
@@ -232,31 +232,32 @@ def told_before(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
                 yield str(kind), step, event
 
 
-def go_back(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
-    """Cuts the file to `size` bytes: the steps behind a checkpoint are taken again.
+def truncate_events(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
+    """Truncate the file to `size` bytes, because steps after a checkpoint are taken again.
 
-    Return what is to follow, and what had to be repaired, or is no line of the run's. A file that is shorter, or has no
-    end of a line there, keeps its whole lines.
+    Return the lines to write next, and a note about repairs and about lines that this run did not write. A file that is
+    shorter, or has no line end at `size`, keeps its complete lines.
     """
     with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size
-        torn = _byte_before(file, length) != b"\n"
+        is_torn = _byte_before(file, length) != b"\n"
         if length >= size and _byte_before(file, size) == b"\n":
             file.seek(size)
-            others = OWN.sub(b"", file.read(TAIL), 1).count(b"\n")
+            foreign = RUN_LINES.sub(b"", file.read(MAX_TAIL), 1).count(b"\n")
             file.truncate(size)
-            told = ["its last line was torn; it is written again"] * torn
-            told += [f"lines that this run did not write are removed: {others}"] * bool(others)
-            return waiting, "; ".join(told) or None
+            notes = ["its last line was incomplete and is written again"] * is_torn
+            notes += [f"removed lines that this run did not write: {foreign}"] * bool(foreign)
+            return waiting, "; ".join(notes) or None
         file.seek(0)
-        kept = file.read(min(size, length)).rfind(b"\n") + 1
-        file.truncate(kept)
-        return b"", f"{size - kept} bytes that its checkpoint knows of are lost" + ("; a torn line is cut" * torn)
+        end = file.read(min(size, length)).rfind(b"\n") + 1
+        file.truncate(end)
+        note = f"{size - end} bytes written before the checkpoint are lost"
+        return b"", note + "; an incomplete line is removed" * is_torn
 
 
-def _byte_before(file: IO[bytes], place: int) -> bytes:
-    """The byte before a place in the file; an end of a line at its beginning."""
-    if place == 0:
+def _byte_before(file: IO[bytes], offset: int) -> bytes:
+    """Return the byte before an offset of the file; a line end at offset 0."""
+    if offset == 0:
         return b"\n"
-    file.seek(place - 1)
+    file.seek(offset - 1)
     return file.read(1)

@@ -1,4 +1,4 @@
-"""Schedules: pure functions of the step, which scale the run's base lr or another number of the optimiser."""
+"""Schedules: pure functions of the step that scale the base learning rate, or another optimiser setting."""
 
 from __future__ import annotations
 
@@ -11,121 +11,121 @@ from typing import ClassVar
 from toyexp import RunPreview, Schedule, UserError, is_changed
 from toyexp.base import pluralise, require_range
 
-SHARES = ("decay", "floor")  # settings from 0 to 1
+FRACTIONS = ("decay", "floor")  # settings from 0 to 1
 
 
 @dataclass(eq=False)
 class WarmupSchedule(Schedule):
-    """What the schedules share: a straight line up to the base value, and then `after`."""
+    """Base of the schedules here: a linear warmup to the base value, then `decay_factor`."""
 
-    warmup: int | float = 0  # steps in which the number rises linearly to its base value; below 1: a share of the run's
+    warmup: int | float = 0  # warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run
 
     def check(self) -> None:
         """Raise UserError for values out of range."""
-        shares = {key: "[0,1]" for key in SHARES if key in vars(self)}
-        require_range(f"callbacks.{self.name}", self, warmup="[0,inf)", **shares)
+        fractions = {key: "[0,1]" for key in FRACTIONS if key in vars(self)}
+        require_range(f"callbacks.{self.name}", self, warmup="[0,inf)", **fractions)
         if self.warmup > 1 and self.warmup % 1:
-            what = f"callbacks.{self.name}.warmup={self.warmup:g}"
-            raise UserError(f"{what}: must be a whole number of steps, or below 1: a share of the run's steps")
+            setting = f"callbacks.{self.name}.warmup={self.warmup:g}"
+            raise UserError(f"{setting}: must be a whole number of steps, or a fraction of the run below 1")
 
-    def rising(self, steps: int) -> int:
+    def warmup_steps(self, steps: int) -> int:
         """Return the number of warmup steps in a run of `steps`."""
         return math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
 
     def factor(self, step: int, steps: int) -> float:
-        """The share of the base value at the 0-based `step`."""
-        warmup = self.rising(steps)
-        return (step + 1) / warmup if step < warmup else self.after(step, steps)
+        """Return the factor of the base value at the 0-based `step`."""
+        warmup = self.warmup_steps(steps)
+        return (step + 1) / warmup if step < warmup else self.decay_factor(step, steps)
 
-    def after(self, step: int, steps: int) -> float:
-        """The same, once it is warm."""
+    def decay_factor(self, step: int, steps: int) -> float:
+        """Return the factor at a step after the warmup."""
         raise NotImplementedError
 
     def progress(self, step: int, steps: int) -> float:
-        """Return the share of the steps after the warmup that are over; 1 if there are none."""
-        warmup = self.rising(steps)
+        """Return the completed fraction of the steps after the warmup; 1 if there are none."""
+        warmup = self.warmup_steps(steps)
         return min((step - warmup) / (steps - warmup), 1) if steps > warmup else 1
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That the run ends in its warm-up, beside what any schedule warns of."""
+        """Warn if the run ends during the warmup."""
         yield from super().warnings(preview)
         if self.scales == "lr" and self.warmup >= preview.steps:
             yield (
                 f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {pluralise(preview.steps, 'step')}, "
-                "in which the learning rate only rises, "
-                f"to {preview.steps / self.warmup:.3g} times lr; warm up for fewer"
+                "all of them warmup; the learning rate only reaches "
+                f"{preview.steps / self.warmup:.3g} times lr; lower it"
             )
 
 
 @dataclass(eq=False)
 class Constant(WarmupSchedule):
-    """Schedule, of lr or another number: always the base value."""
+    """Schedule of lr or another setting: warmup, then constant."""
 
     name: ClassVar[str] = "constant"
 
-    def after(self, step: int, steps: int) -> float:
-        """All of it."""
+    def decay_factor(self, step: int, steps: int) -> float:
+        """Return 1."""
         return 1.0
 
 
 @dataclass(eq=False)
 class Linear(WarmupSchedule):
-    """Schedule, of lr or another number: a straight line down."""
+    """Schedule of lr or another setting: warmup, then linear decay."""
 
     name: ClassVar[str] = "linear"
 
-    floor: float = 0.0  # final value, as a share of the base value
+    floor: float = 0.0  # final value, as a fraction of the base value
 
-    def after(self, step: int, steps: int) -> float:
-        """From 1 to `floor` at the end."""
+    def decay_factor(self, step: int, steps: int) -> float:
+        """Return the linear interpolation from 1 to `floor`."""
         return 1 - (1 - self.floor) * self.progress(step, steps)
 
 
 @dataclass(eq=False)
 class Cosine(WarmupSchedule):
-    """Schedule, of lr or another number: warm-up, then half a cosine down."""
+    """Schedule of lr or another setting: warmup, then cosine decay."""
 
     name: ClassVar[str] = "cosine"
 
-    warmup: int | float = 5  # steps in which the number rises linearly to its base value; below 1: a share of the run's
-    floor: float = 0.01  # final value, as a share of the base value
+    warmup: int | float = 5  # warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run
+    floor: float = 0.01  # final value, as a fraction of the base value
 
-    def after(self, step: int, steps: int) -> float:
-        """The cosine between 1 and `floor`."""
+    def decay_factor(self, step: int, steps: int) -> float:
+        """Return the half cosine from 1 to `floor`."""
         return self.floor + 0.5 * (1 - self.floor) * (1 + math.cos(math.pi * self.progress(step, steps)))
 
 
 @dataclass(eq=False)
 class WarmupStableDecay(WarmupSchedule):
-    """Schedule, of lr or another number: warm-up, a long plateau, then a straight line down (Hu et al. 2024)."""
+    """Schedule of lr or another setting: warmup, a constant phase, then linear decay (Hu et al. 2024)."""
 
     name: ClassVar[str] = "wsd"
 
-    decay: float = 0.2  # share of the run that the final descent takes
-    floor: float = 0.0  # final value, as a share of the base value
+    decay: float = 0.2  # length of the decay, as a fraction of the run
+    floor: float = 0.0  # final value, as a fraction of the base value
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That the warm-up leaves no plateau, or that there is no descent to the floor."""
+        """Warn if the warmup overlaps the decay, or `floor` has no effect."""
         yield from super().warnings(preview)
-        descent = self.decay * preview.steps
-        if self.rising(preview.steps) < preview.steps < self.rising(preview.steps) + descent:
+        length, warmup = self.decay * preview.steps, self.warmup_steps(preview.steps)
+        if warmup < preview.steps < warmup + length:
             yield (
-                f"callbacks.wsd.warmup={self.warmup:g}: reaches into the descent, the last {descent:g} of "
+                f"callbacks.wsd.warmup={self.warmup:g}: overlaps the decay, the last {length:g} of "
                 f"{preview.steps} steps; lower it, or callbacks.wsd.decay"
             )
         if is_changed(self, "floor") and not self.decay:
-            yield f"callbacks.wsd.floor={self.floor}: with callbacks.wsd.decay=0 the learning rate never falls"
+            yield f"callbacks.wsd.floor={self.floor}: has no effect with callbacks.wsd.decay=0"
 
-    def after(self, step: int, steps: int) -> float:
-        """1 on the plateau, `floor` at the last step's end."""
+    def decay_factor(self, step: int, steps: int) -> float:
+        """Return 1 in the constant phase, then the linear interpolation to `floor`."""
         length = self.decay * steps
         left = steps - step
         return 1.0 if left >= length else self.floor + (1 - self.floor) * left / length
 
 
 @cache
-def second(schedule: type[Schedule]) -> type[Schedule]:
-    """Return the schedule under a second name, so that one run can have it for two numbers."""
-    about = f"{(schedule.__doc__ or '').strip()} A second one, for another number."
-    own = {"name": f"{schedule.name}_2", "__doc__": about, "__module__": __name__}
-    return make_dataclass(f"{schedule.__name__}2", [], bases=(schedule,), namespace=own, eq=False)
+def make_second(schedule: type[Schedule]) -> type[Schedule]:
+    """Return a copy of the schedule named `<name>_2`, so that one run can schedule two settings."""
+    doc = f"{(schedule.__doc__ or '').strip()} A second instance, for another setting."
+    namespace = {"name": f"{schedule.name}_2", "__doc__": doc, "__module__": __name__}
+    return make_dataclass(f"{schedule.__name__}2", [], bases=(schedule,), namespace=namespace, eq=False)

@@ -1,4 +1,4 @@
-"""Callbacks that end a run early, judge it at its end, or warn about its loss."""
+"""Callbacks that stop a run early, check its final result, or warn about its loss."""
 
 from __future__ import annotations
 
@@ -26,68 +26,68 @@ from toyexp_callbacks.events import Listener
 
 
 @dataclass(eq=False)
-class Scored(Listener):
-    """What goes by a score of the held-out data."""
+class MetricListener(Listener):
+    """Base of callbacks that depend on a held-out metric."""
 
-    metric: str = "loss"  # loss or ppl, which should fall; or a score of the model's that should rise: accuracy
+    metric: str = "loss"  # held-out metric: loss or ppl (lower is better), or one of the model's (higher is better)
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Refuses a run without evals: there would be nothing to go by."""
+        """Raise UserError for a run without evaluations."""
         if not config["eval_every"]:
-            raise UserError(f"callbacks.{self.name} needs evals of the held-out data: eval_every must be above 0")
+            raise UserError(f"callbacks.{self.name} needs evaluations: eval_every must be above 0")
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses a metric that the model does not report."""
+        """Raise UserError for a metric that the model does not report."""
         plan.model.require_metric(f"callbacks.{self.name}.metric", self.metric)
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """The metric of an eval; UserError when the run has none of that name."""
+        """Return the metric of an evaluation. Raise UserError if the evaluation does not have it."""
         if self.metric not in metrics:
             raise UserError(f"callbacks.{self.name}.metric={printable(self.metric)}: {suggest(self.metric, metrics)}")
         return metrics[self.metric]
 
 
 @dataclass(eq=False)
-class EarlyStop(Scored):
-    """Ends the run when the held-out loss, or another score, no longer gets better."""
+class EarlyStop(MetricListener):
+    """Stop the run when the held-out loss, or another metric, no longer improves."""
 
     name: ClassVar[str] = "early_stop"
 
-    patience: int = 3  # evals without improvement
-    min_delta: float = 0.0  # what counts as improvement
+    patience: int = 3  # stop after this many evaluations without improvement
+    min_delta: float = 0.0  # minimum change that counts as improvement
 
     def __post_init__(self) -> None:
-        self._best, self._waited = math.inf, 0  # the best as a cost: a score that should rise is negative
+        self._best, self._waited = math.inf, 0  # as a cost: negated if higher is better
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
+        """Raise UserError for invalid settings."""
         require_range("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
     def best_metric(self) -> str | None:
-        """The run keeps the weights that were best: they are what is exported."""
+        """Return the metric, so that the run keeps and exports its best weights."""
         return self.metric
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That the run is over before its patience is."""
-        first = self.patience * preview.config["eval_every"]
-        if first >= preview.steps:
+        """Warn if the run is too short to be stopped early."""
+        earliest = self.patience * preview.config["eval_every"]
+        if earliest >= preview.steps:
             yield (
                 f"callbacks.early_stop.patience={self.patience}: with eval_every={preview.config['eval_every']} it can "
-                f"stop a run at step {first} at the earliest; this one has {preview.steps} steps"
+                f"stop a run at step {earliest} at the earliest; this run has {preview.steps} steps"
             )
 
     def state(self) -> dict[str, Any]:
-        """The best so far and the evals since."""
+        """Return the best value and the number of evaluations since."""
         return {"best": self._best, "waited": self._waited} if self._best < math.inf else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting."""
+        """Restore both."""
         self._best, self._waited = float(state["best"]), int(state["waited"])
 
-    @hookimpl(trylast=True)  # behind who logs
+    @hookimpl(trylast=True)  # after callbacks that log
     def on_eval(self, metrics: Mapping[str, float]) -> None:
-        """Counts the evals since the last improvement."""
-        # The best moves only when it is beaten by min_delta, so that many small gains together are an improvement.
+        """Count the evaluations since the last improvement."""
+        # Compare with the last improvement, so that several small gains can add up to min_delta.
         value = self.score(metrics)
         cost = value if lower_is_better(self.metric) else -value
         if cost < self._best - self.min_delta:
@@ -97,102 +97,106 @@ class EarlyStop(Scored):
 
     @hookimpl
     def stop_reason(self) -> str | None:
-        """Once patience has run out."""
+        """Return a reason once there were `patience` evaluations without improvement."""
         if self._waited < self.patience:
             return None
-        wanted = self._best - self.min_delta
-        better = f"below {wanted:.4f}" if lower_is_better(self.metric) else f"above {-wanted:.4f}"
-        return f"early_stop: {pluralise(self._waited, 'eval')} without a held-out {self.metric} {better}"
+        target = self._best - self.min_delta
+        text = f"below {target:.4f}" if lower_is_better(self.metric) else f"above {-target:.4f}"
+        return f"early_stop: {pluralise(self._waited, 'eval')} without a held-out {self.metric} {text}"
 
 
 @dataclass(eq=False)
-class QualityGate(Scored):
-    """Fails the run (exit 1) when its held-out loss, or another score, did not get good enough."""
+class QualityGate(MetricListener):
+    """Fail the run (exit code 1) if its final held-out loss, or another metric, is not good enough."""
 
     name: ClassVar[str] = "quality_gate"
 
-    max_ratio: float = 0.95  # largest final / initial value that passes; of a metric that should rise, initial / final
-    max_loss: float | None = None  # with metric=loss: largest final value that passes; null: any
-    least: float | None = None  # with a metric that should rise: smallest final value that passes; null: any
+    max_ratio: float = 0.95  # maximum final / initial value; if higher is better, initial / final
+    max_loss: float | None = None  # with metric=loss: maximum final value; null: any
+    least: float | None = None  # if higher is better: minimum final value; null: any
 
     def __post_init__(self) -> None:
         self._values: list[float] = []
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
+        """Raise UserError for invalid settings."""
         require_range("callbacks.quality_gate", self, max_ratio="(0,inf]")
         if self.max_loss is not None and not self.max_loss > 0:
             raise UserError(f"callbacks.quality_gate.max_loss={self.max_loss}: must be above 0, or null")
-        for key, given, fits in (
+        for key, value, applies in (
             ("max_loss", self.max_loss, self.metric == "loss"),
             ("least", self.least, not lower_is_better(self.metric)),
         ):
-            if given is not None and not fits:
-                raise UserError(f"callbacks.quality_gate.{key}={given}: does not go with metric={self.metric}")
+            if value is not None and not applies:
+                raise UserError(f"callbacks.quality_gate.{key}={value}: does not apply to metric={self.metric}")
 
     def state(self) -> dict[str, Any]:
-        """The first value and the last."""
+        """Return the first and the last value."""
         return {"values": [self._values[0], self._values[-1]]} if self._values else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Takes them back."""
+        """Restore both."""
         first, last = map(float, state["values"])
         self._values = [first, last]
 
     def join(self, step: int) -> None:
-        """Refuses to judge a run by an eval in its middle."""
+        """Raise UserError, because the first evaluation is over."""
         raise UserError(
-            f"callbacks.{self.name} judges by the first eval, and step {step} is past it: leave "
-            "it out, or begin a new run"
+            f"callbacks.{self.name} needs the first evaluation, which is before step {step}: "
+            "remove it, or start a new run"
         )
 
-    @hookimpl(trylast=True)  # behind who logs
+    @hookimpl(trylast=True)  # after callbacks that log
     def on_eval(self, metrics: Mapping[str, float]) -> None:
-        """Notes the value."""
+        """Record the value."""
         self._values.append(self.score(metrics))
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
-        """Judges a finished run; raises RunFailed when it misses the gate."""
+        """Check a finished run. Raise RunFailed if it misses a threshold."""
         if reason not in ("completed", "aborted"):
             return
         first, last = self._values[0], self._values[-1]
-        above, below = (last, first) if lower_is_better(self.metric) else (first, last)
-        judged = [(f"{self.metric}_ratio", above / below if below else math.inf, self.max_ratio)]
+        numerator, denominator = (last, first) if lower_is_better(self.metric) else (first, last)
+        ratio = numerator / denominator if denominator else math.inf
+        checks = [(f"{self.metric}_ratio", ratio, self.max_ratio)]
         if self.max_loss is not None:
-            judged.append((self.metric, last, self.max_loss))
-        metric, value, threshold = max(judged, key=lambda j: j[1] / j[2])
-        passed, limit = value <= threshold, "at most"
-        if passed and self.least is not None:
+            checks.append((self.metric, last, self.max_loss))
+        metric, value, threshold = max(checks, key=lambda check: check[1] / check[2])
+        has_passed, limit = value <= threshold, "at most"
+        if has_passed and self.least is not None:
             metric, value, threshold, limit = self.metric, last, self.least, "at least"
-            passed = value >= threshold
-        run.emit("quality_gate", passed=passed, metric=metric, value=value, threshold=threshold)
-        if not passed:
+            has_passed = value >= threshold
+        run.emit("quality_gate", passed=has_passed, metric=metric, value=value, threshold=threshold)
+        if not has_passed:
             raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}, it must be {limit} {threshold:g}")
 
 
-# -- warnings about a loss that leaps or climbs, which never stop a run ------------------------------------------------
+# -- warnings about loss spikes and divergence -------------------------------------------------------------------------
 
 
-LEAST_SPIKE = 0.01  # of the mean: a loss that hardly varies has no spikes of a ten-thousandth
-EVALS = 2  # in a row whose loss has to be high
+MIN_SPIKE = 0.01  # minimum size of a spike, as a fraction of the mean
+EVALS = 2  # number of high evaluations in a row that count as divergence
 
 
 @dataclass
 class Climb:
-    """Whether a loss has climbed for good: above its best by a share, and half the way back to where it began."""
+    """Detector of a lasting rise of a loss: above its best by a fraction, and half way back to its first value."""
 
     first: float | None = None
     best: float = 0.0
-    high: int = 0  # observations in a row above the limit
+    high: int = 0  # number of values in a row above the limit
 
     def limit(self, rise: float) -> float:
-        """What is too high. A loss near zero varies by multiples of itself, hence the way back as well."""
+        """Return the value above which a loss counts as high.
+
+        The second bound serves losses near zero, which vary a lot.
+        """
         assert self.first is not None
         return max(self.best * (1 + rise), (self.best + self.first) / 2)
 
-    def see(self, loss: float, rise: float, patience: int) -> bool:
-        """Takes the next value; True once when it was too high `patience` times in a row."""
+    def update(self, loss: float, rise: float, patience: int) -> bool:
+        """Process the next value; return True once, when `patience` values in a row were high."""
         if self.first is None:
             self.first = self.best = loss
         self.best = min(self.best, loss)
@@ -202,15 +206,15 @@ class Climb:
 
 @dataclass(eq=False)
 class Watch(Listener):
-    """Warns of loss spikes and of divergence, and never stops the run."""
+    """Warn about loss spikes and divergence; never stop the run."""
 
     name: ClassVar[str] = "watch"
 
-    factor: float = 6.0  # standard deviations above the running mean that make a loss a spike
-    warmup: int = 50  # steps before anything is a spike
-    horizon: int = 50  # steps that the running mean and deviation reach back
-    rise: float = 0.1  # diverging: above the best smoothed loss by this share, and half the way back to the first,
-    patience: int = 50  # for so many steps; or two evals
+    factor: float = 6.0  # a loss this many standard deviations above the running mean is a spike
+    warmup: int = 50  # number of first steps without spike detection
+    horizon: int = 50  # averaging window of the running mean and deviation, in steps
+    rise: float = 0.1  # divergence: the smoothed loss is above its best by this fraction and half way back to the first
+    patience: int = 50  # divergence: the loss stays high for this many steps (or two evaluations)
 
     def __post_init__(self) -> None:
         self._steps = 0
@@ -219,19 +223,19 @@ class Watch(Listener):
         self._training, self._held_out = Climb(), Climb()
 
     def check(self) -> None:
-        """Raises UserError for values that cannot work."""
+        """Raise UserError for invalid settings."""
         require_range("callbacks.watch", self, warmup="[2,inf)", horizon="[2,inf)", patience="[1,inf)",
                        factor="(0,inf)", rise="(0,inf)")  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That it cannot warn in so short a run, where it was told how long it takes."""
-        for key, of in (("warmup", "a spike"), ("patience", "a training loss that climbs")):
+        """Warn if a changed `warmup` or `patience` exceeds the run."""
+        for key, event in (("warmup", "a spike"), ("patience", "a diverging training loss")):
             if is_changed(self, key):
                 value = getattr(self, key)
-                yield from preview.interval_warnings(f"callbacks.watch.{key}", value, f"it never warns of {of}")
+                yield from preview.interval_warnings(f"callbacks.watch.{key}", value, f"it cannot warn about {event}")
 
     def state(self) -> dict[str, Any]:
-        """Everything that it goes by."""
+        """Return all detector state."""
         return {
             "steps": self._steps,
             "mean": self._mean,
@@ -243,7 +247,7 @@ class Watch(Listener):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Takes it back."""
+        """Restore the detector state."""
         self._steps, self._in_spike = int(state["steps"]), bool(state["in_spike"])
         self._mean, self._variance, self._smooth = (float(state[key]) for key in ("mean", "variance", "smooth"))
         self._training = toyexp.rebuild_dataclass(Climb, state["training"])
@@ -251,43 +255,43 @@ class Watch(Listener):
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Holds the loss against what went before.
+        """Compare the loss with its running mean and deviation.
 
-        The rule is that of ZClip (Kumar et al. 2025) for gradient norms: a z-score by exponential means of value and
-        variance, which a spike enters only as far as the limit it has crossed.
+        The rule is that of ZClip (Kumar et al. 2025) for gradient norms: a z-score from exponential moving averages of
+        mean and variance, to which a spike contributes only its limit.
         """
         loss = metrics["loss"]
-        if not math.isfinite(loss):  # which is told by the run itself
+        if not math.isfinite(loss):  # the run itself reports it
             return
-        limit = self._mean + max(self.factor * math.sqrt(self._variance), LEAST_SPIKE * abs(self._mean))
-        spike = self._steps >= self.warmup and loss > limit
-        if spike and not self._in_spike:
+        limit = self._mean + max(self.factor * math.sqrt(self._variance), MIN_SPIKE * abs(self._mean))
+        is_spike = self._steps >= self.warmup and loss > limit
+        if is_spike and not self._in_spike:
             deviation = math.sqrt(self._variance)
-            text = f"step {step}: the loss leapt to {loss:.4f}; lately it was {self._mean:.4f} +- {deviation:.4f}"
+            text = f"step {step}: the loss jumped to {loss:.4f}; its recent mean is {self._mean:.4f} +- {deviation:.4f}"
             run.emit(
                 "warning", about="loss_spike", step=step, loss=loss, mean=self._mean, deviation=deviation, text=text
             )
-        self._in_spike = spike
-        share = max(1 / (self._steps + 1), 1 / self.horizon)  # all steps count alike until there are enough
-        distance = (limit if spike else loss) - self._mean
-        self._mean += share * distance
-        self._variance = (1 - share) * (self._variance + share * distance**2)
-        self._smooth += share * (loss - self._smooth)
+        self._in_spike = is_spike
+        weight = max(1 / (self._steps + 1), 1 / self.horizon)  # a plain mean during the first `horizon` steps
+        distance = (limit if is_spike else loss) - self._mean
+        self._mean += weight * distance
+        self._variance = (1 - weight) * (self._variance + weight * distance**2)
+        self._smooth += weight * (loss - self._smooth)
         self._steps += 1
-        if self._training.see(self._smooth, self.rise, self.patience):
-            self._diverging(run, step, "training loss, smoothed,", self._smooth, self._training)
+        if self._training.update(self._smooth, self.rise, self.patience):
+            self._warn_divergence(run, step, "smoothed training loss", self._smooth, self._training)
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """The same for the held-out loss; the last one is told where the run ends worse than it began."""
+        """Check the held-out loss for divergence; at the last evaluation, one high value suffices."""
         loss, climb = metrics["loss"], self._held_out
         if not math.isfinite(loss):
             return
-        told = climb.see(loss, self.rise, EVALS)
+        is_diverging = climb.update(loss, self.rise, EVALS)
         assert climb.first is not None
-        if told or (step == run.steps and climb.high == 1 and loss > climb.first * (1 + self.rise)):
-            self._diverging(run, step, "held-out loss", loss, climb)
+        if is_diverging or (step == run.steps and climb.high == 1 and loss > climb.first * (1 + self.rise)):
+            self._warn_divergence(run, step, "held-out loss", loss, climb)
 
-    def _diverging(self, run: Run, step: int, what: str, loss: float, climb: Climb) -> None:
-        text = f"step {step}: the {what} has climbed from {climb.best:.4f} to {loss:.4f}; {run.remedy}"
+    def _warn_divergence(self, run: Run, step: int, what: str, loss: float, climb: Climb) -> None:
+        text = f"step {step}: the {what} has risen from {climb.best:.4f} to {loss:.4f}; {run.remedy}"
         run.emit("warning", about="divergence", step=step, loss=loss, best=climb.best, text=text)

@@ -18,7 +18,7 @@ from toyexp.interfaces.model import LOGGED_METRICS
 from toyexp.interfaces.run import Run
 from toyexp.training import checkpoint
 from toyexp_callbacks import events as events_module
-from toyexp_callbacks.events import Lines, go_back
+from toyexp_callbacks.events import Lines, truncate_events
 
 
 def check_rules(events):
@@ -277,18 +277,18 @@ def test_lines_beyond_what_memory_may_hold_are_counted(lines, tmp_path, monkeypa
 def test_a_file_goes_back_to_its_checkpoint(tmp_path):
     path = tmp_path / "lines"
     path.write_text('first\n{"kind": "step", "t": 1}\nthi')
-    assert go_back(path, 6, b"waiting\n") == (b"waiting\n", "its last line was torn; it is written again")
-    assert go_back(path, 6, b"") == (b"", None)
+    assert truncate_events(path, 6, b"waiting\n") == (b"waiting\n", "its last line was incomplete and is written again")
+    assert truncate_events(path, 6, b"") == (b"", None)
     assert path.read_text() == "first\n"
-    assert go_back(path, 1 << 49, b"") == (b"", f"{(1 << 49) - 6} bytes that its checkpoint knows of are lost")
+    assert truncate_events(path, 1 << 49, b"") == (b"", f"{(1 << 49) - 6} bytes written before the checkpoint are lost")
     assert path.read_text() == "first\n"
     path.write_text("first\nsec")
-    waiting, told = go_back(path, 100, b"waiting\n")
-    assert waiting == b"" and "bytes that its checkpoint knows of are lost" in told, "behind a gap nothing follows"
+    waiting, told = truncate_events(path, 100, b"waiting\n")
+    assert waiting == b"" and "bytes written before the checkpoint are lost" in told, "behind a gap nothing follows"
     assert path.read_text() == "first\n"
 
 
-@pytest.mark.parametrize(("left", "told"), [(-3, "its last line was torn; it is written again"), (5, "are lost")])
+@pytest.mark.parametrize(("left", "told"), [(-3, "its last line was incomplete and is written again"), (5, "are lost")])
 def test_a_torn_last_line_is_repaired_when_the_run_is_resumed_and_said(train, left, told, capsys):
     run = train("steps=4", "checkpoint_every=2", engine="noop")
     path = run.dir / "events.jsonl"
@@ -309,7 +309,7 @@ def test_a_torn_last_line_is_repaired_when_the_run_is_resumed_and_said(train, le
 @pytest.mark.parametrize("ended", [True, False])
 def test_lines_of_others_that_a_resumed_run_removes_are_counted(train, capsys, added, count, ended):
     run = train("steps=4", "checkpoint_every=2", engine="noop")
-    path, left = run.dir / "events.jsonl", "lines that this run did not write are removed: "
+    path, left = run.dir / "events.jsonl", "removed lines that this run did not write: "
     shutil.rmtree(run.dir / "checkpoints" / "step-4")
     own = path.read_text() if ended else path.read_text().rpartition('{"kind": "run_end"')[0]  # as of a killed run
     path.write_text(own + added)

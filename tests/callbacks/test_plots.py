@@ -18,7 +18,8 @@ from toyexp.results.comparison import Comparison
 from toyexp.results.plot import draw_sheet
 from toyexp.results.run_dirs import read_run
 from toyexp_callbacks import plots
-from toyexp_callbacks.plots import Curves, drawn, smoothed
+from toyexp_callbacks.plots import Curves, draw_curves
+from toyexp_callbacks.plots import smooth as smooth_values
 
 
 class ThreadDoneAtOnce:
@@ -54,12 +55,12 @@ def test_a_run_leaves_a_picture_of_its_curves(train):
 def test_a_smoothed_curve_is_the_mean_of_its_neighbours_and_ends_in_that_of_half_a_window():
     values = np.random.default_rng(0).normal(size=300)
     values[[7, 150]] = math.nan, math.inf
-    smooth, width = smoothed(values)
+    smooth, width = smooth_values(values)
     assert width == 21
     clean = np.where(np.isfinite(values), values, math.nan)
     expected = [np.nanmean(clean[max(i - 10, 0) : i + 11]) for i in range(300)]
     np.testing.assert_allclose(smooth, expected, rtol=0, atol=1e-12)
-    assert smoothed([math.nan])[1] == 1
+    assert smooth_values([math.nan])[1] == 1
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():
@@ -77,7 +78,7 @@ def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_ru
     of = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, losses)}
     held_out = {"loss": ([0, 50, 100], [5.0, 3.123, 3.4567]), "accuracy": ([0, 50, 100], [0.1, 0.6, 0.875])}
     curves = Curves("name $x_1$", "below", "image", of, held_out, [40], 50, (100, "stopped early"))
-    pictures = drawn(curves)
+    pictures = draw_curves(curves)
     (tmp_path / "a.svg").write_bytes(pictures[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     for text in ("held-out 3.457", "held-out 87.5 %", "best, step 50", "stopped early, step 100", "warning, step 40",
@@ -85,19 +86,19 @@ def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_ru
                  "step"):  # fmt: skip
         assert text in words, words
     assert any(word.startswith("training 3.0") for word in words), "the mean of the last steps"
-    assert drawn(curves) == pictures
+    assert draw_curves(curves) == pictures
 
 
 def test_the_name_of_a_small_panel_is_no_longer_than_the_panel_is_high(tmp_path):
     of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr", "rms of all weights of the head")}
-    (tmp_path / "a.svg").write_bytes(drawn(Curves("name", steps=of))[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("name", steps=of))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert {"gradient norm", "learning rate", "rms of all", "weights of the", "head"} <= {*words}, words
 
 
 def test_only_pictures_that_toyexp_drew_are_known_as_its_own(tmp_path):
     of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr")}
-    for suffix, picture in drawn(Curves("name", steps=of)).items():
+    for suffix, picture in draw_curves(Curves("name", steps=of)).items():
         (tmp_path / f"ours{suffix}").write_bytes(picture)
         assert is_own_plot(tmp_path / f"ours{suffix}")
     figure = Figure()
@@ -112,9 +113,9 @@ def test_only_pictures_that_toyexp_drew_are_known_as_its_own(tmp_path):
 
 def test_pictures_that_are_drawn_side_by_side_are_those_that_are_drawn_alone():
     curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([], []), "lr": ([], [])})
-    alone = drawn(curves)
+    alone = draw_curves(curves)
     with ThreadPoolExecutor(4) as threads:
-        assert all(other == alone for other in threads.map(drawn, [curves] * 4))
+        assert all(other == alone for other in threads.map(draw_curves, [curves] * 4))
     assert matplotlib.rcParams["svg.hashsalt"] is None
 
 
@@ -197,7 +198,7 @@ def test_pictures_do_not_follow_a_matplotlibrc(tmp_path):
     def pictures():
         comparison = Comparison.build([read_run(tmp_path / "run")])
         sheets = draw_sheet(comparison, "run"), bench.sheet([engine], "tokens", "Speed", [])
-        return [drawn(curves)[".svg"], *(each.pictures(".svg") for each in sheets)]
+        return [draw_curves(curves)[".svg"], *(each.pictures(".svg") for each in sheets)]
 
     plainly = pictures()
     with matplotlib.rc_context(rc):
@@ -212,7 +213,7 @@ def test_an_error_while_drawing_is_a_warning_and_the_run_counts(train, monkeypat
     monkeypatch.setattr(plots, "drawn", drawn_by)
     run = train("callbacks=[default,plots]", engine="noop")
     assert run.code == 0 and run.result["reason"] == "completed", run.err
-    assert [e["text"] for e in run.of("warning")] == ["plots: no picture, the run goes on: no such font"]
+    assert [e["text"] for e in run.of("warning")] == ["plots: failed, the run continues: no such font"]
     assert not any("curves" in path for path in run.result["artifacts"])
 
 
@@ -241,6 +242,6 @@ def test_a_matplotlib_that_cannot_be_imported_is_found_before_the_training(train
 
 
 def test_a_reason_with_dollar_signs_is_drawn_and_is_no_formula():
-    curves = Curves(title="run", ended=(2, r"worth $\nope$ no more"))
+    curves = Curves(title="run", early_end=(2, r"worth $\nope$ no more"))
     curves.steps["loss"] = [1, 2], [2.0, 1.0]
-    assert drawn(curves)[".svg"].startswith(b"<?xml")
+    assert draw_curves(curves)[".svg"].startswith(b"<?xml")

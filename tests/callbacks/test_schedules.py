@@ -82,7 +82,7 @@ def test_a_share_of_warmup_that_reaches_into_the_descent_is_told():
     """Of 10 steps the last 6 descend: a warmup of half reaches into them, one of 0.4 ends where they begin."""
     planned = RunPreview({"steps": 10}, None, None, SimpleNamespace(updates=()))
     told = [[*WarmupStableDecay(warmup=share, decay=0.6).warnings(planned)] for share in (0.5, 0.4)]
-    assert [len(lines) for lines in told] == [1, 0] and "warmup=0.5: reaches into the descent" in told[0][0]
+    assert [len(lines) for lines in told] == [1, 0] and "warmup=0.5: overlaps the decay" in told[0][0]
 
 
 def test_the_rate_a_run_uses_is_the_base_rate_times_the_factor(train):

@@ -102,9 +102,7 @@ def test_a_run_that_failed_is_not_judged(train):
 def test_a_run_that_never_looks_is_refused_before_anything_is_written(train, name):
     run = train(f"callbacks=[default,{name}]", "eval_every=0")
     assert run.code == 2
-    assert run.err == (
-        f"toyexp: error: callbacks.{name} needs evals of the held-out data: eval_every must be above 0\n"
-    )
+    assert run.err == (f"toyexp: error: callbacks.{name} needs evaluations: eval_every must be above 0\n")
     assert not run.dir.exists()
 
 
@@ -186,7 +184,7 @@ def test_a_held_out_loss_that_is_no_number_at_the_end_fails_the_run(train):
 @pytest.mark.parametrize("words", [["metric=accuracy", "max_loss=1"], ["metric=ppl", "max_loss=1"], ["least=0.9"]])
 def test_limits_that_do_not_go_with_the_metric_are_refused(train, words):
     run = train("callbacks=[default,quality_gate]", *(f"callbacks.quality_gate.{w}" for w in words))
-    assert run.code == 2 and "does not go with metric=" in run.err
+    assert run.code == 2 and "does not apply to metric=" in run.err
 
 
 def test_a_gate_that_comes_later_does_not_judge(tmp_path, monkeypatch, capsys):
@@ -196,7 +194,7 @@ def test_a_gate_that_comes_later_does_not_judge(tmp_path, monkeypatch, capsys):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     again = ["resume=run", "plugins=[toyexp.testing.null]", "steps=6"]
     assert main([*again, "callbacks=[events,quality_gate]"]) == 2
-    assert "judges by the first eval, and step 4 is past it" in capsys.readouterr().err
+    assert "needs the first evaluation, which is before step 4" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert main([*again, "callbacks=[events,early_stop]"]) == 0
     assert "changed: steps 4 -> 6, callbacks.early_stop added" in capsys.readouterr().out

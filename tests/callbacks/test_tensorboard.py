@@ -60,7 +60,7 @@ def test_a_full_disk_ends_the_writing_with_one_line_and_gives_its_room_to_the_ru
     monkeypatch.setattr(RecordWriter, "flush", flush_until_full)
     run = train("callbacks=[default,tensorboard]", engine="noop")
     assert run.code == 0 and "Traceback" not in run.err
-    told = "tensorboard gave up, the run goes on: OSError: [Errno 28] No space left on device"
+    told = "tensorboard stopped, the run continues: OSError: [Errno 28] No space left on device"
     assert [e["text"] for e in run.of("note")] == [told]
     assert list((run.dir / "tensorboard").iterdir()) == [] and "tensorboard" not in str(run.result["artifacts"])
     assert {*threading.enumerate(), *multiprocessing.active_children()} == before, "nothing may keep the process"

@@ -76,7 +76,7 @@ def test_a_run_has_all_its_numbers_in_trackio_and_goes_on_under_the_same_name(tr
     assert (first["deleted"], second["deleted"]) == (True, False)
     (note,) = notes
     assert "trackio show --project toyexp" in note and "trackio sync --project toyexp" in note
-    assert [e["text"] for e in job.of("note")] == ["trackio  look: https://huggingface.co/spaces/us/curves"]
+    assert [e["text"] for e in job.of("note")] == ["trackio  view: https://huggingface.co/spaces/us/curves"]
     assert not first["embed"] and first["hardware"] == (False, False)
     assert json.dumps(first["config"]) and first["config"]["steps"] == 12
 
@@ -89,12 +89,12 @@ def test_what_events_do_not_have_is_not_taken_back_from_trackio(train, started):
 
 
 def test_what_trackio_prints_is_nowhere_and_what_others_print_meanwhile_is_in_its_place(capsys):
-    from toyexp_callbacks.dashboard import quiet
+    from toyexp_callbacks.dashboard import mute_thread
 
     inside, said = [threading.Event() for _ in range(2)], threading.Event()
 
     def starting(begun):
-        with quiet():
+        with mute_thread():
             begun.set()
             print("* Trackio project initialized")
             said.wait(10)
@@ -112,7 +112,7 @@ def test_what_trackio_prints_is_nowhere_and_what_others_print_meanwhile_is_in_it
         print("a bar")
     print("step 2/12")
     assert bar.getvalue() == "a bar\n" and capsys.readouterr().out == "step 1/12\nstep 2/12\n"
-    with quiet():
+    with mute_thread():
         pass
     assert sys.stdout is before, "nothing is left of any of them"
 
@@ -126,7 +126,7 @@ def test_a_space_without_its_user_is_refused_before_anything_is_written(train, s
 def test_a_trackio_that_fails_never_fails_the_run_and_is_told_of(train, started):
     run = train("callbacks=[default,trackio]", "callbacks.trackio.project=broken", engine="noop")
     assert run.code == 0 and (run.dir / "model.gguf").exists()
-    assert [e["text"] for e in run.of("note")] == ["trackio gave up, the run goes on: OSError: database is locked"]
+    assert [e["text"] for e in run.of("note")] == ["trackio stopped, the run continues: OSError: database is locked"]
 
 
 def test_without_trackio_the_run_is_refused_with_what_to_install(train, monkeypatch):
@@ -148,7 +148,7 @@ def test_trackio_itself_keeps_a_resumed_run_as_one_and_prints_nothing(settings, 
         process = spawn("-m", "toyexp", *more, env=kept)
         out, _ = process.communicate(timeout=100)
         assert process.returncode == 0, out
-        assert "gave up" not in out and "* " not in out, out
+        assert "trackio stopped" not in out and "* " not in out, out
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-12", ignore_errors=True)
     with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "toyexp.db")) as database:
         rows = database.execute("select run_id, step, metrics from metrics").fetchall()

@@ -88,11 +88,11 @@ def test_a_wandb_that_raises_or_hangs_never_fails_or_stalls_a_run(misbehave):
         assert seconds < STALLED, "nor does the end, beyond FINISH_SECONDS"
     assert notes["nothing"] == []
     assert notes["init"] == [
-        "wandb gave up, the run goes on: RuntimeError: api.wandb.ai cannot be reached\\nsecond line"
+        "wandb stopped, the run continues: RuntimeError: api.wandb.ai cannot be reached\\nsecond line"
     ]
-    assert notes["log"] == ["wandb gave up, the run goes on: ValueError: disk quota exceeded"]
-    assert notes["finish badly"] == ["wandb gave up, the run goes on: ValueError: the upload failed"]
-    assert notes["interrupt"] == ["wandb gave up, the run goes on: KeyboardInterrupt: "]
+    assert notes["log"] == ["wandb stopped, the run continues: ValueError: disk quota exceeded"]
+    assert notes["finish badly"] == ["wandb stopped, the run continues: ValueError: the upload failed"]
+    assert notes["interrupt"] == ["wandb stopped, the run continues: KeyboardInterrupt: "]
     for kind in ("finish", "slow"):
         assert notes[kind] == ["wandb did not finish within 0.5 s; its record of this run is incomplete"]
 
@@ -129,7 +129,7 @@ def test_each_job_of_a_sweep_is_a_wandb_run_of_its_own_inside_its_run_directory(
         assert f"wandb sync {records[0].parent}" in note, "where an offline run lies, and what sends it"
     assert len(ids) == 2
     assert not (tmp_path / "wandb").exists()
-    assert "wandb gave up" not in out and "wandb did not finish" not in out
+    assert "wandb stopped" not in out and "wandb did not finish" not in out
 
 
 def test_a_file_of_which_too_little_is_said_is_not_sent_and_does_not_hurt_the_run():

@@ -479,7 +479,7 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("generate m.gguf -c 2048", ["the model's own context"]),
         ("epochs=2 steps=5", ["epochs=2: sets the number of steps; leave steps=5 out"]),
         ("epochs=0", ["epochs=0.0: must be above 0"]),
-        ("callbacks.cosine.warmup=2.5", ["warmup=2.5: must be a whole number of steps, or below 1"]),
+        ("callbacks.cosine.warmup=2.5", ["warmup=2.5: must be a whole number of steps, or a fraction"]),
         ("-m lr=1,2 epochs=2 sweep.search=grid sweep.prune=median", ["epochs=2: sweep.prune=median", "steps=..."]),
         ("trainer.precision=bf16", ["did you mean engine.dtype=bfloat16?"]),
         ("optim.warmup_steps=10", ["unknown key optim.warmup_steps"]),

@@ -94,8 +94,8 @@ IDLE = {
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=17 callbacks.gguf_export.merged=false "
         "callbacks.sample.temperature=0 callbacks.sample.top_p=0.5",
         ["callbacks.gguf_export.merged=false: has no effect",
-         "callbacks.wsd.warmup=17: reaches into",
-         "callbacks.sample.top_p=0.5: with callbacks.sample.temperature=0"],
+         "callbacks.wsd.warmup=17: overlaps",
+         "callbacks.sample.top_p=0.5: has no effect with"],
         "callbacks=[default,wsd,sample] ~callbacks.cosine callbacks.wsd.warmup=16 callbacks.sample.top_p=0.5",
     ),
     "a plain text": (

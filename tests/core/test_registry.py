@@ -480,7 +480,7 @@ def test_every_setting_that_ships_has_a_comment_in_the_help(shipped):
 
 def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped):
     found = {s.name: (s.default, s.type, s.comment) for s in list_settings(shipped.get("callbacks", "cosine"))}
-    told = "steps in which the number rises linearly to its base value; below 1: a share of the run's"
+    told = "warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run"
     assert found["warmup"] == (5, "int | float", told)
     assert found["floor"][:2] == (0.01, "float")
 

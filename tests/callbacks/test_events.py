@@ -235,7 +235,7 @@ def test_lines_wait_for_room_and_come_in_their_order(lines, tmp_path):
     written.add("second", 0)
     written.flush()
     assert written.trouble == "No space left on device"
-    assert written.place() == {"bytes": 6, "waiting": "second\n"}, "whole lines, though four bytes more are in the file"
+    assert written.position() == {"bytes": 6, "waiting": "second\n"}, "whole lines, though four bytes more are in the file"
     assert (tmp_path / "lines").read_text() == "first\nseco"
     written.add("third", 0)
     room[0] = 10**9
@@ -249,7 +249,7 @@ def test_what_a_checkpoint_says_of_the_file_is_brought_to_the_disk_apart_from_it
     synced = []
     monkeypatch.setattr(events_module.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     written.add("first", 0)
-    assert written.place() == {"bytes": 6, "waiting": ""} and not synced
+    assert written.position() == {"bytes": 6, "waiting": ""} and not synced
     written.sync()
     assert synced == [6]
 
@@ -265,7 +265,7 @@ def test_lines_that_never_find_room_leave_whole_ones(lines, tmp_path):
 
 def test_lines_beyond_what_memory_may_hold_are_counted(lines, tmp_path, monkeypatch):
     written, room = lines
-    monkeypatch.setattr(events_module, "WAITING_BYTES", 20)
+    monkeypatch.setattr(events_module, "MAX_WAITING", 20)
     room[0] = 0
     for _ in range(10):
         written.add("x" * 9, 0)
@@ -324,7 +324,7 @@ def test_a_record_that_is_gone_when_the_run_goes_on_is_told(train):
     (run.dir / "events.jsonl").unlink()
     assert main([f"resume={run.dir}", "plugins=[toyexp.testing.null]", "steps=6"]) == 0
     assert [e["step"] for e in run.of("step")] == [5, 6]
-    assert any("gone" in e["text"] and "up to 4" in e["text"] for e in run.of("note"))
+    assert any("is missing" in e["text"] and "up to step 4" in e["text"] for e in run.of("note"))
 
 
 LOGGER = """

@@ -128,9 +128,9 @@ def test_a_picture_that_cannot_be_written_is_told_once_and_fails_no_run(train, t
         theirs.write_bytes(b"theirs")
         return {".png": b"png", ".svg": b"svg"}
 
-    monkeypatch.setattr(plots, "FIRST", 0.0)
-    monkeypatch.setattr(plots, "SHARE", math.inf)
-    monkeypatch.setattr(plots, "drawn", drawn_by)
+    monkeypatch.setattr(plots, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(plots, "TIME_SHARE", math.inf)
+    monkeypatch.setattr(plots, "draw_curves", drawn_by)
     monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=ThreadDoneAtOnce))
     run = train("callbacks=[default,plots]", "steps=12", "eval_every=3", engine="noop")
     assert run.code == 0 and run.result["reason"] == "completed" and run.result["steps"] == 12, run.err
@@ -166,9 +166,9 @@ def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_s
         seen.append((list(curves.steps["loss"][0]), (tmp_path / "run" / "plots" / "curves.png").is_file()))
         return {".png": b"png", ".svg": b"svg"}
 
-    monkeypatch.setattr(plots, "FIRST", 0.0)
-    monkeypatch.setattr(plots, "SHARE", math.inf)
-    monkeypatch.setattr(plots, "drawn", drawn_by)
+    monkeypatch.setattr(plots, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(plots, "TIME_SHARE", math.inf)
+    monkeypatch.setattr(plots, "draw_curves", drawn_by)
     monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=ThreadDoneAtOnce))
     assert train("callbacks=[default,plots]", "steps=12", "eval_every=4", engine="noop").code == 0
     assert [(steps[-1], there) for steps, there in seen] == [(4, False), (8, True), (12, True), (12, True)]
@@ -210,7 +210,7 @@ def test_an_error_while_drawing_is_a_warning_and_the_run_counts(train, monkeypat
     def drawn_by(curves):
         raise ValueError("no such font")
 
-    monkeypatch.setattr(plots, "drawn", drawn_by)
+    monkeypatch.setattr(plots, "draw_curves", drawn_by)
     run = train("callbacks=[default,plots]", engine="noop")
     assert run.code == 0 and run.result["reason"] == "completed", run.err
     assert [e["text"] for e in run.of("warning")] == ["plots: failed, the run continues: no such font"]

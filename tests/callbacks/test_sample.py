@@ -73,7 +73,7 @@ def test_data_without_a_tokenizer_is_refused_before_anything_is_written(train, t
     (np.arange(4000, dtype="<i4") % 50).tofile(tmp_path / "ids.bin")
     run = train("data=tokens", f"data.path={tmp_path / 'ids.bin'}", "data.tokenizer=''", "callbacks=[default,sample]")
     assert run.code == 2 and "callbacks.sample needs a tokenizer" in run.err and "~callbacks.sample" in run.err
-    assert "give data.tokenizer=" in run.err and not run.dir.exists()
+    assert "set data.tokenizer=" in run.err and not run.dir.exists()
 
 
 def test_images_are_not_told_to_take_a_tokenizer(capsys):

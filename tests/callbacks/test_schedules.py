@@ -74,7 +74,7 @@ def test_a_warmup_below_one_is_a_share_of_the_run(kind):
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_warmup_of_one_is_a_step_and_no_share(kind):
     for warmup in (1, 1.0):
-        assert [kind(warmup=warmup).factor(k, 20) for k in (0, 1)] == [1.0, kind(warmup=1).after(1, 20)]
+        assert [kind(warmup=warmup).factor(k, 20) for k in (0, 1)] == [1.0, kind(warmup=1).decay_factor(1, 20)]
     assert kind(warmup=0.99).factor(1, 20) == 0.1
 
 

@@ -120,7 +120,7 @@ def test_what_trackio_prints_is_nowhere_and_what_others_print_meanwhile_is_in_it
 def test_a_space_without_its_user_is_refused_before_anything_is_written(train, started):
     run = train("callbacks=[default,trackio]", "callbacks.trackio.space=curves", engine="noop")
     assert run.code == 2 and not run.dir.exists()
-    assert "callbacks.trackio.space=curves: must be USER/NAME" in run.err
+    assert "callbacks.trackio.space=curves: must be a Hugging Face Space" in run.err
 
 
 def test_a_trackio_that_fails_never_fails_the_run_and_is_told_of(train, started):

@@ -119,7 +119,7 @@ BROKEN = {
     ),
     "misspells a hook of a callback and forgets to mark it": (
         callback("other", "def on_steps(self, step):\n    pass"),
-        ["Mine.on_steps is no hook", "did you mean on_step?"],
+        ["Mine.on_steps is not a hook", "did you mean on_step?"],
     ),
     "has a callback hook with an unknown argument": (
         callback("other", "@hookimpl\ndef on_step(self, step, metric):\n    pass"),
@@ -164,7 +164,7 @@ BROKEN = {
         callback("other").replace("register_callbacks", "register_engines"),
         ["Mine is not a subclass of toyexp.Engine"],
     ),
-    "registers an object": (callback("other").replace("register(Mine)", "register(Mine())"), ["no subclass of"]),
+    "registers an object": (callback("other").replace("register(Mine)", "register(Mine())"), ["not a subclass of"]),
     "names a setting like a method": (
         callback("other", "state: str = ''"),
         ["Mine.state cannot be a setting: toyexp.Callback has an attribute of that name"],

@@ -235,7 +235,9 @@ def test_lines_wait_for_room_and_come_in_their_order(lines, tmp_path):
     written.add("second", 0)
     written.flush()
     assert written.trouble == "No space left on device"
-    assert written.position() == {"bytes": 6, "waiting": "second\n"}, "whole lines, though four bytes more are in the file"
+    assert written.position() == {"bytes": 6, "waiting": "second\n"}, (
+        "whole lines, though four bytes more are in the file"
+    )
     assert (tmp_path / "lines").read_text() == "first\nseco"
     written.add("third", 0)
     room[0] = 10**9

@@ -135,7 +135,7 @@ def test_a_picture_that_cannot_be_written_is_told_once_and_fails_no_run(train, t
     run = train("callbacks=[default,plots]", "steps=12", "eval_every=3", engine="noop")
     assert run.code == 0 and run.result["reason"] == "completed" and run.result["steps"] == 12, run.err
     (warning,) = run.of("warning")
-    assert "the run goes on" in warning["text"] and "not written by this run" in warning["text"]
+    assert "the run continues" in warning["text"] and "not written by" in warning["text"]
     assert theirs.read_bytes() == b"theirs"
 
 

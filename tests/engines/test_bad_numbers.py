@@ -27,7 +27,7 @@ RARE = "Z"  # a character in few batches
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _enter_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     sentence = "It was a bright cold day in April, and the clocks were striking. "

@@ -20,7 +20,7 @@ CALLBACKS = "constant,events,gguf_export"
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, tmp_path_factory, monkeypatch):
+def _enter_tmp_path(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text(TEXT)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

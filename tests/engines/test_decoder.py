@@ -28,7 +28,7 @@ IDS = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).astype(np.int32)
 CUTS = {"whole": [CONTEXT], "tokens": [1] * CONTEXT, "pieces": [5, 1, 4, 2], "prompt": [7, *[1] * (CONTEXT - 7)]}
 
 
-def built(the_plan, engine=None, **settings):
+def build_session(the_plan, engine=None, **settings):
     session = (engine or TorchCPU(threads=1, **settings)).realize(the_plan)
     session.build()
     return session
@@ -52,19 +52,19 @@ def assert_decodes(session, ids=IDS, atol=1e-5):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kept_keys_and_values_give_the_logits_of_the_whole(name, dtype):
-    with built(plan(name), dtype=dtype) as session:
+    with build_session(plan(name), dtype=dtype) as session:
         assert isinstance(session.decoder(), CachedDecoder)
         assert_decodes(session)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_other_engines_compute_the_whole_again(name):
-    with built(plan(name, rows=1), GGMLCPU(threads=1)) as session:
+    with build_session(plan(name, rows=1), GGMLCPU(threads=1)) as session:
         assert_decodes(session)
 
 
 def test_bfloat16_rounds_as_the_whole_does():
-    with built(plan("llama"), dtype="bfloat16") as session:
+    with build_session(plan("llama"), dtype="bfloat16") as session:
         whole = np.abs(session.logits({"tokens": IDS[None]})).max()
         assert_decodes(session, atol=2e-2 * whole)
 
@@ -74,7 +74,7 @@ def test_a_prompt_is_read_in_chunks():
     small = dataclasses.replace(MODELS["llama"], vocab=VOCAB, context=long)
     the_plan = plan("llama", rows=1)
     inputs = {n: dataclasses.replace(s, shape=(long,)) for n, s in the_plan.inputs.items()}
-    with built(dataclasses.replace(the_plan, model=small, inputs=inputs)) as session:
+    with build_session(dataclasses.replace(the_plan, model=small, inputs=inputs)) as session:
         ids = np.resize(IDS, long)
         whole = session.logits({"tokens": ids[None]})[0]
         found, at = feed_pieces(session.decoder(), ids, [CHUNK + 3, CHUNK - 1, 8])
@@ -87,7 +87,7 @@ def test_a_quantised_base_with_adapters_and_dropout(name, tmp_path):
     recipe = Lora(base=str(tmp_path / "base.gguf"), targets=["*"], dropout=0.3)
     the_plan = plan(name, rows=1, recipe=recipe)
     dropped = {a.mask: np.zeros((1, *the_plan.inputs[a.mask].shape), np.float32) for a in the_plan.dropout_adapters}
-    with built(the_plan, packed=True) as session:
+    with build_session(the_plan, packed=True) as session:
         session.step({**batches(1).batch(0), **dropped}, AdamW.for_lora().hp_for_step(0))
         assert_decodes(session)
 
@@ -100,7 +100,7 @@ def test_a_lens(tmp_path):
 
 
 def test_a_new_decoder_sees_the_new_weights_and_an_old_one_says_so():
-    with built(plan("llama")) as session:
+    with build_session(plan("llama")) as session:
         untrained, before = session.snapshot(), session.decoder()
         first = before.feed(IDS[:4])
         session.step(batches().batch(0), AdamW.for_lora().hp_for_step(0))
@@ -132,9 +132,9 @@ class Dynamic(Llama):
 
     def forward(self, ops, p, batch):
         length = batch["tokens"].shape[1]
-        return dataclasses.replace(self, rope_base=1000.0 * length).finished(ops, p, batch)
+        return dataclasses.replace(self, rope_base=1000.0 * length).run_rest(ops, p, batch)
 
-    def finished(self, ops, p, batch):
+    def run_rest(self, ops, p, batch):
         return super().forward(ops, p, batch)
 
 
@@ -171,7 +171,7 @@ def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(k
     the_plan = matching_data(kind)
     values = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
     expected = reference_logits(the_plan, values, {"tokens": IDS[None]})[0]
-    with built(the_plan, engine) as session:
+    with build_session(the_plan, engine) as session:
         decoder = session.decoder()
         assert isinstance(decoder, Recompute)
         found = [decoder.feed([i]) for i in IDS]
@@ -207,7 +207,7 @@ def test_what_cannot_be_fed_is_refused_and_leaves_the_decoder_as_it_was(engine):
     the_plan = plan("gpt2")
     below = dataclasses.replace(the_plan.inputs["tokens"], below=VOCAB)
     the_plan = dataclasses.replace(the_plan, inputs={**the_plan.inputs, "tokens": below})
-    with built(the_plan, engine) as session:
+    with build_session(the_plan, engine) as session:
         decoder, other = session.decoder(), session.decoder()
         decoder.feed(IDS[:3])
         for wrong, words in (
@@ -232,7 +232,10 @@ def test_only_a_model_that_continues_a_sequence_has_one():
     dataset = image_dataset()
     model = ViT(d_model=8, n_layers=1, n_heads=2, d_ff=8).fit(dataset)
     setup = Setup(model.batches(dataset, 2, 0).inputs, rows=2)
-    with built(VitTiny().plan(model, setup), NullEngine()) as session, pytest.raises(SessionError, match="model=vit"):
+    with (
+        build_session(VitTiny().plan(model, setup), NullEngine()) as session,
+        pytest.raises(SessionError, match="model=vit"),
+    ):
         session.decoder()
 
 

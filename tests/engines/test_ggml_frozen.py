@@ -28,7 +28,7 @@ ENGINES = {
 }
 
 
-def packed(values, kind):
+def pack_matrix(values, kind):
     """Return a matrix in a type; for K-quants, which gguf-py cannot write, random blocks around zero."""
     made = GGMLQuantizationType[kind]
     if not kind.endswith("_K"):
@@ -46,7 +46,7 @@ def base(path, kind):
     for t in MODEL.tensors():
         values = np.ones(t.shape, np.float32)
         if len(t.shape) == 2:
-            values, made = packed(draw.normal(0, t.shape[1] ** -0.5, t.shape).astype(np.float32), kind)
+            values, made = pack_matrix(draw.normal(0, t.shape[1] ** -0.5, t.shape).astype(np.float32), kind)
             writer.add_tensor(t.name, values, raw_dtype=made)
         else:
             writer.add_tensor(t.name, values)
@@ -68,7 +68,7 @@ def plan(path, frozen):
     return Setup(batches().inputs, rows=3, seed=2).plan(MODEL, tensors, [LoraAdapter(t, 0.5) for t in targets])
 
 
-def dequantised(path, name):
+def dequantise_tensor(path, name):
     with GGUFFile(path) as file:
         return ArrayValues(file.read(name))
 
@@ -86,7 +86,7 @@ def run(engine, the_plan):
 def test_the_adapters_gradients_are_those_of_the_dequantised_weights(kind, tmp_path):
     path = base(tmp_path / "base.gguf", kind)
     before = hashlib.sha256(path.read_bytes()).hexdigest()
-    loss, gradients, after = run(TorchCPU(threads=1, dtype="float64"), plan(path, dequantised))
+    loss, gradients, after = run(TorchCPU(threads=1, dtype="float64"), plan(path, dequantise_tensor))
     for name, (engine, of_loss, of_gradient) in ENGINES.items():
         if name == "blas" and engine.profile is not CPU_BLAS:
             continue  # this ggml-python is built without BLAS
@@ -110,7 +110,7 @@ def test_the_base_takes_no_memory_of_its_own_and_cannot_be_overwritten(tmp_path)
             session.upload("token_embd.weight", np.zeros((40, 256), np.float32))
         session.build()
         np.testing.assert_array_equal(
-            session.download("blk.0.attn_k.weight"), dequantised(path, "blk.0.attn_k.weight").array
+            session.download("blk.0.attn_k.weight"), dequantise_tensor(path, "blk.0.attn_k.weight").array
         )
 
 
@@ -137,7 +137,7 @@ def test_of_a_table_with_rows_to_spare_the_first_are_the_tables(engine, tmp_path
         session.build()
         wanted = session.logits(batch)[..., :few]
     with engine.realize(the_plan) as session:
-        expected = dequantised(path, "token_embd.weight").array[:few]
+        expected = dequantise_tensor(path, "token_embd.weight").array[:few]
         np.testing.assert_array_equal(session.download("token_embd.weight"), expected)
         session.build()
         np.testing.assert_allclose(session.logits(batch), wanted, rtol=1e-5, atol=1e-5)

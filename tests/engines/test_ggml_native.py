@@ -140,14 +140,17 @@ def builds(tmp_path, monkeypatch):
     native._library.cache_clear()
 
 
-def kept(tmp_path):
+def cached_file(tmp_path):
     (file,) = tmp_path.glob("cache/kernels-*/*.so")
     return file
 
 
 def test_what_was_built_once_is_loaded_until_compiler_or_source_change(builds, tmp_path, monkeypatch):
     assert (builds(), builds()) == (1, 1)
-    assert (kept(tmp_path).stat().st_mode & 0o777, kept(tmp_path).parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert (cached_file(tmp_path).stat().st_mode & 0o777, cached_file(tmp_path).parent.stat().st_mode & 0o777) == (
+        0o600,
+        0o700,
+    )
     other = tmp_path / "kernels.c"
     other.write_text(f"{native.SOURCE.read_text()}\n")
     monkeypatch.setattr(native, "SOURCE", other)
@@ -160,7 +163,7 @@ def test_what_was_built_once_is_loaded_until_compiler_or_source_change(builds, t
 @pytest.mark.parametrize("open_to_others", ["cache", "cache/kernels", "file", "replaced"])
 def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open_to_others):
     builds()
-    file = kept(tmp_path)
+    file = cached_file(tmp_path)
     match open_to_others:
         case "cache":
             (tmp_path / "cache").chmod(0o775)
@@ -178,7 +181,7 @@ def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open
             file.symlink_to(stranger)
     assert builds() == 2
     if open_to_others in ("file", "replaced"):  # it is replaced by one of our own
-        assert builds() == 2 and not kept(tmp_path).is_symlink()
+        assert builds() == 2 and not cached_file(tmp_path).is_symlink()
 
 
 @pytest.mark.parametrize("name", ["*.so", "*.sha256"])
@@ -193,7 +196,7 @@ def test_what_a_disk_damaged_is_built_again_and_not_loaded(builds, tmp_path, nam
         file.write_bytes({"tail of zeros": half + bytes(len(raw) - len(half)), "cut": half, "other": b"x"}[damage])
         file.chmod(0o600)
     assert (builds(), builds()) == (2, 2)
-    assert kept(tmp_path).read_bytes() == raw or name == "*.sha256"
+    assert cached_file(tmp_path).read_bytes() == raw or name == "*.sha256"
 
 
 @pytest.mark.parametrize("spoilt", ["no directory", "relative"])

@@ -21,7 +21,7 @@ from toyexp_recipes.scratch import Scratch
 SIZES = {"d_model": 128, "n_layers": 1, "n_heads": 4, "context": 256, "vocab": VOCAB}
 
 
-def planned(model, rows=1):
+def make_plan(model, rows=1):
     data = token_dataset(VOCAB, count=2000, seed=5).batches(256, rows, 0)
     return Scratch().plan(model, Setup(data.inputs, rows=rows)), add_weights(data.batch(0))
 
@@ -34,12 +34,12 @@ class Whole(GGMLVulkan):
 
 @pytest.mark.parametrize("d_ff", [320, 96])  # 64 does not divide 96: slices, and no stack
 def test_the_numbers_of_a_model_whose_products_are_cut(d_ff):
-    check_against_float64(GGMLVulkan(threads=1, emulate=True), *planned(GPT2(**SIZES, d_ff=d_ff)))
+    check_against_float64(GGMLVulkan(threads=1, emulate=True), *make_plan(GPT2(**SIZES, d_ff=d_ff)))
 
 
 def products(engine):
     """Return (rows of the result, columns, terms, products in the stack) of each product of a step."""
-    with engine(threads=1, emulate=True).realize(planned(Llama(**SIZES, d_ff=320), rows=4)[0]) as session:
+    with engine(threads=1, emulate=True).realize(make_plan(Llama(**SIZES, d_ff=320), rows=4)[0]) as session:
         session.build()
         nodes = [node.contents for node in session._graphs["step"]._nodes()]
         found = [node for node in nodes if node.op == ggml.GGML_OP_MUL_MAT]

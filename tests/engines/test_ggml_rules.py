@@ -140,14 +140,14 @@ class Case:
         return {"targets": self.random.integers(0, classes, shape, dtype=np.int32), "weights": float32(weights)}
 
 
-def torched(array, dtype):
+def to_torch(array, dtype):
     return torch.from_numpy(array).to(dtype if array.dtype == np.float32 else torch.int64)
 
 
 def by_torch(function, batch, arrays, dtype):
     """Return logits, loss, and its gradient by each array, computed by torch."""
-    tensors = {n: torched(a, dtype).requires_grad_() for n, a in arrays.items()}
-    inputs = {n: torched(a, dtype) for n, a in batch.items()}
+    tensors = {n: to_torch(a, dtype).requires_grad_() for n, a in arrays.items()}
+    inputs = {n: to_torch(a, dtype) for n, a in batch.items()}
     logits = function(TorchOps(), Params(tensors), inputs)
     loss = TorchOps().cross_entropy(logits, inputs["targets"], inputs["weights"]) / inputs["weights"].sum()
     gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True, materialize_grads=True)
@@ -177,8 +177,8 @@ def check(case):
     A matrix maps the case's result to logits, so that gradients in all directions flow back.
     """
     with torch.no_grad():
-        wide = Params({n: torched(a, torch.float64) for n, a in case.arrays.items()})
-        y = case.function(TorchOps(), wide, {n: torched(a, torch.float64) for n, a in case.ids.items()})
+        wide = Params({n: to_torch(a, torch.float64) for n, a in case.arrays.items()})
+        y = case.function(TorchOps(), wide, {n: to_torch(a, torch.float64) for n, a in case.ids.items()})
     shape, d, classes = tuple(y.shape[:-1]), y.shape[-1], case.draw(st.integers(2, 12))
     factor = 1 / (float(y.square().mean().sqrt()) or 1.0)  # makes logits near 1 for any magnitude
     case.arrays["out"] = float32(case.random.standard_normal((classes, d)) / math.sqrt(d))

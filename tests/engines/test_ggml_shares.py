@@ -21,7 +21,7 @@ def short(monkeypatch):
     monkeypatch.setattr(session_module, "LONG", 0)
 
 
-def trained(engine, the_plan, steps=6):
+def train_steps(engine, the_plan, steps=6):
     """Return losses and norms of the steps, and the final weights."""
     rows = the_plan.rows * the_plan.accumulate
     with engine.realize(the_plan) as session:
@@ -43,10 +43,10 @@ SETTINGS = {
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_shares_give_the_losses_of_the_whole(name, settings, monkeypatch):
     the_plan = dataclasses.replace(plan(name, rows=ROWS), **settings)
-    whole, weights, count = trained(ENGINE, the_plan)
+    whole, weights, count = train_steps(ENGINE, the_plan)
     assert count == 1
     monkeypatch.setattr(session_module, "LONG", 0)
-    ours, others, count = trained(ENGINE, the_plan)
+    ours, others, count = train_steps(ENGINE, the_plan)
     assert count == 2
     np.testing.assert_allclose(ours, whole, rtol=2e-6)
     for tensor, array in weights.items():
@@ -55,8 +55,8 @@ def test_shares_give_the_losses_of_the_whole(name, settings, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_numbers_of_shares_do_not_depend_on_the_threads(name, short):
-    first, weights, _ = trained(GGMLCPU(threads=1, blas=False), plan(name, rows=ROWS))
-    second, others, count = trained(ENGINE, plan(name, rows=ROWS))
+    first, weights, _ = train_steps(GGMLCPU(threads=1, blas=False), plan(name, rows=ROWS))
+    second, others, count = train_steps(ENGINE, plan(name, rows=ROWS))
     assert count == 2
     assert first == second
     for tensor, array in weights.items():
@@ -80,11 +80,11 @@ def test_a_session_that_is_closed_waits_for_a_share_at_work(short, monkeypatch):
     """As after Ctrl-C, which interrupts only the first share's thread."""
     ended = []
 
-    def interrupted(futures):
+    def interrupt(futures):
         ended.extend(futures)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session_module, "wait", interrupted)
+    monkeypatch.setattr(session_module, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt), ENGINE.realize(plan("llama", rows=ROWS)) as session:
         session.build()
         session.step(batches(rows=ROWS).batch(0), ADAMW.hp_for_step(0))
@@ -130,4 +130,4 @@ def test_shares_have_the_threads_of_one_session_between_them(threads, each, shor
 
 
 def test_a_gpus_graph_is_never_shared(short):
-    assert trained(GGMLMetal(threads=1, emulate=True), plan("llama", rows=ROWS), steps=1)[2] == 1
+    assert train_steps(GGMLMetal(threads=1, emulate=True), plan("llama", rows=ROWS), steps=1)[2] == 1

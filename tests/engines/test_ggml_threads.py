@@ -31,27 +31,27 @@ class Machine:
             self.cores, **fixed, clock=lambda: self.now, lost=lambda: self.lost, others=lambda: self.busy
         )
 
-    def computed(self, crew, times):
+    def compute_often(self, crew, times):
         return [self.compute(crew) for _ in range(times)]
 
 
 def test_all_threads_compute_while_no_core_is_lost():
     machine = Machine(cores=4)
-    assert set(machine.computed(machine.crew(), 1000)) == {4}
+    assert set(machine.compute_often(machine.crew(), 1000)) == {4}
 
 
 @pytest.mark.parametrize(("busy", "best"), [(1, 3), (2, 2), (3, 1)])
 def test_busy_cores_are_left_to_others_within_a_few_computations(busy, best):
     machine = Machine(cores=4, busy=busy)
     crew = machine.crew()
-    first, later = machine.computed(crew, 30), machine.computed(crew, 2000)
+    first, later = machine.compute_often(crew, 30), machine.compute_often(crew, 2000)
     assert first[-1] == best
     assert later.count(best) > 0.9 * len(later)
 
 
 def test_trials_cost_little_where_fewer_threads_are_no_faster():
     machine = Machine(cores=2, look_in=10)
-    used = machine.computed(machine.crew(), 1000)
+    used = machine.compute_often(machine.crew(), 1000)
     assert 1 in used, "there were trials"
     assert machine.now < 1000 * 0.02 * (1 + 2 / PAUSE)
 
@@ -71,11 +71,11 @@ def test_trials_in_vain_become_rarer_but_never_rarer_than_at_an_eighth():
 def test_all_threads_are_back_once_the_others_have_ended():
     machine = Machine(cores=2, busy=1)
     crew = machine.crew()
-    assert machine.computed(crew, 100)[-1] == 1
+    assert machine.compute_often(crew, 100)[-1] == 1
     machine.busy, ended = 0, machine.now
     while crew.threads == 1:
         machine.compute(crew)
-    machine.computed(crew, 50)
+    machine.compute_often(crew, 50)
     assert crew.threads == 2
     assert machine.now - ended < 60
 
@@ -93,7 +93,7 @@ def test_a_gain_that_is_none_changes_nothing():
 
 def test_as_many_threads_as_were_asked_for():
     machine = Machine(cores=2, busy=2)
-    assert set(machine.computed(machine.crew(fixed=True), 100)) == {2}
+    assert set(machine.compute_often(machine.crew(fixed=True), 100)) == {2}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

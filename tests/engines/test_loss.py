@@ -42,12 +42,12 @@ def assert_as_of_all(the_plan, monkeypatch, computed, **settings):
     counts = []
     plain = torch.nn.functional.cross_entropy
 
-    def counted(logits, *arguments, **options):
+    def count_positions(logits, *arguments, **options):
         counts.append(len(logits))
         return plain(logits, *arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ops.F, "cross_entropy", counted)
+        patched.setattr(ops.F, "cross_entropy", count_positions)
         found = answers(TorchCPU(threads=1, **settings), the_plan)
     assert set(counts) == computed
     for name, gradient in wanted[0].items():

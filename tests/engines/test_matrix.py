@@ -30,7 +30,7 @@ SETTINGS = {  # settings for the cells that the matrix marks with `set`
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _enter_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)

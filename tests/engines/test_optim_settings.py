@@ -32,12 +32,12 @@ def run(tmp_path, monkeypatch, capsys):
         plans, steps = [], []
         kind, do_step = SESSIONS[engine], SESSIONS[engine].do_step
 
-        def seen(session, micros, hp):
+        def record_step(session, micros, hp):
             plans.append(session.plan)
             steps.append(micros)
             return do_step(session, micros, hp)
 
-        monkeypatch.setattr(kind, "do_step", seen)
+        monkeypatch.setattr(kind, "do_step", record_step)
         assert main([*WORDS, f"engine={engine}", f"lr={LR}", *words]) == 0, capsys.readouterr().err
         with GGUFFile(tmp_path / "run" / "model.gguf") as file:
             return plans[0], steps, {name: file.read(name) for name in file.tensors}

@@ -44,7 +44,7 @@ OPTIMISERS = {
 }
 
 
-def built(engine, the_plan):
+def build_session(engine, the_plan):
     session = {**ENGINES, **GPUS}[engine].realize(the_plan)
     session.build()
     return session
@@ -58,7 +58,7 @@ def assert_ten_steps(name, engine, rtol=1e-5):
         the_plan = apply_optimiser(plan(model), optimiser, LR)
         expected = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
         references = {n: make(n, w, 0.1 if w.ndim > 1 else 0.0) for n, w in expected.items()}
-        with built(engine, the_plan) as session:
+        with build_session(engine, the_plan) as session:
             for step in range(10):
                 batch, lr = add_weights(batches().batch(step), step), LR / (1 + step)
                 gradients = session.gradients(batch)
@@ -142,7 +142,7 @@ def test_a_number_that_is_halved_on_the_way_is_half_the_setting(name, engine):
     found = []
     for settings, factors in ((optimiser, dict.fromkeys(numbers, 0.5)), (halved, {}), (optimiser, {})):
         the_plan = apply_optimiser(plan("llama"), settings, LR)
-        with built(engine, the_plan) as session:
+        with build_session(engine, the_plan) as session:
             for step in range(3):
                 session.step(batches().batch(step), the_plan.numbers(step, LR, factors))
             found.append({t.name: session.download(t.name) for t in the_plan.trainable})
@@ -174,7 +174,7 @@ def test_the_state_takes_the_memory_that_its_slots_say(engine):
     numbers = {}
     for name in ("adamw_lora", "sgd", "sgd_momentum", "adafactor", "muon"):
         the_plan = apply_optimiser(plan("llama"), OPTIMISERS[name][0], LR)
-        with built(engine, the_plan) as session:
+        with build_session(engine, the_plan) as session:
             arrays = session.snapshot()
         assert {n: a.shape for n, a in arrays.items()} == state_shapes(the_plan)
         numbers[name] = sum(a.size for n, a in arrays.items() if "@" in n)
@@ -208,7 +208,7 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
 
     expected = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
     references = {n: float64.adamw(w, own(n, w)[1]) for n, w in expected.items()}
-    with built(engine, the_plan) as session:
+    with build_session(engine, the_plan) as session:
         for step in range(6):
             batch, scale = batches().batch(step), 1 / (1 + step)  # the schedule's scale, for all rates
             gradients = session.gradients(batch)
@@ -282,7 +282,7 @@ def test_two_rules_with_equal_numbers_are_two_rules(engine):
     the_plan = replace(llama, groups=tuple(Group(r, tuple(p)) for r, p in zip(rules, parts, strict=True)))
     expected = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
     references = {n: float64.sgd(w, 0.0, nesterov=w.ndim > 1) for n, w in expected.items()}
-    with built(engine, the_plan) as session:
+    with build_session(engine, the_plan) as session:
         for step in range(4):
             gradients = session.gradients(batches().batch(step))
             session.step(batches().batch(step), the_plan.numbers(step, 0.1))
@@ -326,7 +326,7 @@ def test_a_state_that_is_what_came_in_is_that_of_before_the_step(engine):
     the_plan = plan("llama")
     the_plan = replace(the_plan, groups=(Group(Remembers(), tuple(t.name for t in the_plan.trainable)),))
     seen = []
-    with built(engine, the_plan) as session:
+    with build_session(engine, the_plan) as session:
         for step in range(2):
             seen.append(session.download("output.weight"))
             session.step(batches().batch(step), the_plan.numbers(step, 0.1))
@@ -340,7 +340,7 @@ def test_a_rule_reads_the_weights_and_the_state_of_before_the_step(engine):
     llama = plan("llama")
     the_plan = replace(llama, groups=(Group(Delayed(), tuple(t.name for t in llama.trainable)),))
     expected = {t.name: (the_plan.initial_values(t).astype(np.float64), 0.0, 0.0) for t in the_plan.tensors}
-    with built(engine, the_plan) as session:
+    with build_session(engine, the_plan) as session:
         for step in range(5):
             gradients = session.gradients(batches().batch(step))
             session.step(batches().batch(step), the_plan.numbers(step, 0.1))
@@ -370,7 +370,7 @@ def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
     """ggml's own clamp works in place."""
     the_plan = plan("llama")
     the_plan = replace(the_plan, groups=(Group(Lopsided(), tuple(t.name for t in the_plan.trainable)),))
-    with built(engine, the_plan) as session:
+    with build_session(engine, the_plan) as session:
         gradients = session.gradients(batches().batch(0))
         session.step(batches().batch(0), the_plan.numbers(0, 0.1))
         for name, g in gradients.items():
@@ -384,7 +384,7 @@ def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_a_snapshot_is_taken_back_however_its_arrays_lie_in_memory(engine):
     the_plan = apply_optimiser(plan("llama"), AdamWOptimiser(mode="lora"), LR)
-    with built(engine, the_plan) as session:
+    with build_session(engine, the_plan) as session:
         session.step(batches().batch(0), the_plan.numbers(0, LR))
         wanted = {name: array.copy() for name, array in session.snapshot().items()}
         session.step(batches().batch(1), the_plan.numbers(1, LR))
@@ -397,7 +397,7 @@ def test_a_snapshot_is_taken_back_however_its_arrays_lie_in_memory(engine):
 def test_a_session_refuses_numbers_that_are_not_its_groups():
     the_plan = apply_optimiser(plan("llama"), SGD(), LR)
     batch = batches().batch(0)
-    with built("cpu", the_plan) as session:
+    with build_session("cpu", the_plan) as session:
         with pytest.raises(SessionError, match="optimiser is not AdamW"):
             session.step(batch, AdamW.for_lora().hp_for_step(0))
         with pytest.raises(SessionError, match="numbers for 1 groups, expected 2"):
@@ -414,7 +414,7 @@ WORDS = [
 ]  # fmt: skip
 
 
-def weights_of(directory):
+def read_weights(directory):
     with GGUFFile(directory / "model.gguf") as file:
         return {name: file.read(name) for name in file.tensors}
 
@@ -437,7 +437,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(tmp_path, monkeypatch, ca
     assert main([*usual, "steps=6", "hydra.run.dir=whole"]) == 0, capsys.readouterr().err
     assert main([*usual, "steps=3", "hydra.run.dir=parts"]) == 0
     assert main(["resume=parts", "steps=6"]) == 0, capsys.readouterr().err
-    whole, parts = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
+    whole, parts = read_weights(tmp_path / "whole"), read_weights(tmp_path / "parts")
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
@@ -451,7 +451,7 @@ def test_optimisers_in_one_sweep_on_two_engines_agree(tmp_path, monkeypatch, cap
     found = {}
     for events in (tmp_path / "s").glob("*/events.jsonl"):
         start = json.loads(events.read_text().splitlines()[0])
-        found[start["optim"]["name"], start["backend"]["kind"]] = weights_of(events.parent)
+        found[start["optim"]["name"], start["backend"]["kind"]] = read_weights(events.parent)
     assert found.keys() == set(itertools.product(("adamw", "muon"), ("cpu", "ggml")))
     for optim in ("adamw", "muon"):
         for name, values in found[optim, "cpu"].items():
@@ -476,7 +476,7 @@ def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, c
     runs = {"falls": falls, "stays": stays, "none": ["callbacks=[gguf_export]"]}
     for name, own in runs.items():
         assert main([*words, *own, f"hydra.run.dir={name}"]) == 0, capsys.readouterr().err
-    norms = {name: np.linalg.norm(weights_of(tmp_path / name)["output.weight"]) for name in runs}
+    norms = {name: np.linalg.norm(read_weights(tmp_path / name)["output.weight"]) for name in runs}
     kept = {"falls": np.prod([1 - 0.05 * f for f in (1, 0.75, 0.5, 0.25)]), "stays": 0.95**4}
     for name, share in kept.items():
         assert norms[name] / norms["none"] == pytest.approx(share, rel=2e-3)

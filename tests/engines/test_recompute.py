@@ -21,7 +21,7 @@ from toyexp_torch.engines import TorchCPU
 ENGINES = {"torch": TorchCPU, "ggml": GGMLCPU}
 
 
-def built(engine, the_plan):
+def build_session(engine, the_plan):
     session = engine.realize(the_plan)
     session.build()
     return session
@@ -32,7 +32,7 @@ def deep(engine, layers=4, **settings):
     data = token_dataset(VOCAB, count=4000, seed=5).batches(512, 1, 0)
     model = Llama(d_model=64, n_layers=layers, n_heads=4, n_kv_heads=4, d_ff=176, context=512, vocab=VOCAB)
     the_plan = Scratch().plan(model, Setup(data.inputs, rows=1))
-    return built(ENGINES[engine](threads=1, **settings), the_plan), data.batch(0)
+    return build_session(ENGINES[engine](threads=1, **settings), the_plan), data.batch(0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -53,8 +53,8 @@ def test_every_gradient_is_the_same_to_the_bit(name, engine, tmp_path):
     else:
         the_plan, batch = plan(name), batches().batch(0)
     with (
-        built(ENGINES[engine](threads=1), the_plan) as usual,
-        built(ENGINES[engine](threads=1, recompute=True), the_plan) as again,
+        build_session(ENGINES[engine](threads=1), the_plan) as usual,
+        build_session(ENGINES[engine](threads=1, recompute=True), the_plan) as again,
     ):
         for session in (usual, again):  # makes the second matrix of an adapter non-zero
             session.step(batch, AdamW.for_lora().hp_for_step(0))
@@ -68,7 +68,9 @@ def test_every_gradient_is_the_same_to_the_bit(name, engine, tmp_path):
 def test_steps_are_the_same_to_the_bit(dtype):
     losses = []
     for recompute in (False, True):
-        with built(TorchCPU(threads=1, dtype=dtype, recompute=recompute), plan("gpt2", grad_clip=0.1)) as session:
+        with build_session(
+            TorchCPU(threads=1, dtype=dtype, recompute=recompute), plan("gpt2", grad_clip=0.1)
+        ) as session:
             hps = (AdamW.for_lora().hp_for_step(s) for s in range(5))
             losses.append([session.step(batches().batch(s), hp) for s, hp in enumerate(hps)])
     assert losses[0] == losses[1]
@@ -77,9 +79,9 @@ def test_steps_are_the_same_to_the_bit(dtype):
 def test_it_compiles_to_one_graph_with_the_eager_gradients(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     batch = batches().batch(0)
-    with built(TorchCPU(threads=1), plan("llama")) as session:
+    with build_session(TorchCPU(threads=1), plan("llama")) as session:
         wanted = session.gradients(batch)
-    with built(TorchCPU(threads=1, compile=True, recompute=True), plan("llama")) as session:
+    with build_session(TorchCPU(threads=1, compile=True, recompute=True), plan("llama")) as session:
         for name, gradient in session.gradients(batch).items():
             np.testing.assert_allclose(gradient, wanted[name], atol=1e-6 * np.abs(wanted[name]).max(), err_msg=name)
 
@@ -129,7 +131,7 @@ def test_a_block_that_changes_is_told_and_gives_no_gradient():
     the_plan = op_plan("block")
     the_plan = type(the_plan)(**{**vars(the_plan), "model": Changing("block")})
     with (
-        built(TorchCPU(threads=1, recompute=True), the_plan) as session,
+        build_session(TorchCPU(threads=1, recompute=True), the_plan) as session,
         pytest.raises(RuntimeError, match="when it is computed again"),
     ):
         session.gradients(op_batch())
@@ -155,8 +157,11 @@ def test_what_leaves_a_block_by_a_side_door_is_refused_by_a_graph_and_right_in_t
     the_plan, batch = op_plan("block"), op_batch()
     the_plan = type(the_plan)(**{**vars(the_plan), "model": Leaking("block")})
     with pytest.raises(GraphError, match="outside the block"):
-        built(GGMLCPU(threads=1, recompute=True), the_plan)
-    with built(TorchCPU(threads=1), the_plan) as usual, built(TorchCPU(threads=1, recompute=True), the_plan) as again:
+        build_session(GGMLCPU(threads=1, recompute=True), the_plan)
+    with (
+        build_session(TorchCPU(threads=1), the_plan) as usual,
+        build_session(TorchCPU(threads=1, recompute=True), the_plan) as again,
+    ):
         wanted = usual.gradients(batch)
         for name, gradient in again.gradients(batch).items():
             np.testing.assert_array_equal(gradient, wanted[name])

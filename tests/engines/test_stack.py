@@ -69,12 +69,12 @@ def assert_as_alone(jobs):
 def nudge(job, towards):
     """Return the same job with each trainable number changed by one unit in the last place of float32."""
 
-    def of(tensor):
+    def change(tensor):
         values = tensor.values.draw(tensor.shape, job.plan.seed, tensor.name)
         moved = np.nextafter(values.astype(np.float32), np.float32(towards))
         return dataclasses.replace(tensor, values=ArrayValues(moved)) if tensor.trainable else tensor
 
-    tensors = tuple(map(of, job.plan.tensors))
+    tensors = tuple(map(change, job.plan.tensors))
     return dataclasses.replace(job, plan=dataclasses.replace(job.plan, tensors=tensors))
 
 
@@ -239,14 +239,14 @@ def test_bad_numbers_are_skipped_by_the_run_that_has_them_and_says_so(optimiser)
     before = [session.snapshot() for session in sessions]
     assert [np.isfinite(metrics).all() for metrics in take_all(stack, jobs, 0)] == [True, False, False]
 
-    def kept(i):
+    def unchanged(i):
         same = (np.array_equal(before[i][n], sessions[i].download(n), equal_nan=True) for n in names)
         return list(same)
 
     names = [t.name for t in jobs[0].plan.trainable]
-    assert not any(kept(0))
-    assert all(kept(1))
-    assert not all(kept(2))
+    assert not any(unchanged(0))
+    assert all(unchanged(1))
+    assert not all(unchanged(2))
 
 
 # -- runs that begin and end independently -----------------------------------------------------------------------------
@@ -348,11 +348,11 @@ def test_loops_on_a_stack_hear_what_they_hear_alone(tmp_path, monkeypatch):
     stack, sessions = build_stack(jobs, EXACT)
     taken, step = [], StackedStep.__call__
 
-    def counted(self, micros, numbers, idle=None):
+    def count_steps(self, micros, numbers, idle=None):
         taken.append(len(numbers[0]))
         return step(self, micros, numbers, idle)
 
-    monkeypatch.setattr(StackedStep, "__call__", counted)
+    monkeypatch.setattr(StackedStep, "__call__", count_steps)
     runs = [make_training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
     ends = drive([it.requests() for _, it in runs], stack)
     assert isinstance(ends[1], RunFailed)

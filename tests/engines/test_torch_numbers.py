@@ -23,7 +23,7 @@ from toyexp_torch.ops import TorchOps
 MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 
 
-def built(the_plan, **settings):
+def build_session(the_plan, **settings):
     session = TorchCPU(**settings).realize(the_plan)
     session.build()
     return session
@@ -44,7 +44,7 @@ def reference_backward(the_plan, weights, batch):
 def test_loss_logits_and_every_gradient_of_a_model(name):
     the_plan, batch = plan(name), add_weights(batches().batch(0))
     logits, value, grads = reference_backward(the_plan, reference_weights(the_plan), batch)
-    with built(the_plan) as session:
+    with build_session(the_plan) as session:
         np.testing.assert_allclose(session.logits(batch), logits.detach().numpy(), atol=2e-6)
         assert session.evaluate([batch]) == pytest.approx(value.item(), rel=1e-6)
         for tensor, ours in session.gradients(batch).items():
@@ -59,7 +59,7 @@ def test_ten_adamw_steps_of_a_model(name, mode):
     the_plan = plan(name)
     weights = reference_weights(the_plan)
     moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in weights.items()}
-    with built(the_plan) as session:
+    with build_session(the_plan) as session:
         for step in range(10):
             batch = add_weights(batches().batch(step), step)
             _, value, grads = reference_backward(the_plan, weights, batch)
@@ -94,7 +94,7 @@ def test_mode_lora_is_torch_optim_adamw(name):
         eps=1e-8,
     )
     settings = dataclasses.replace(AdamW.for_lora(), lr=1e-3, weight_decay=0.1)
-    with built(the_plan, dtype="float64") as session:
+    with build_session(the_plan, dtype="float64") as session:
         for step in range(10):
             batch = batches().batch(step)
             _, _, grads = reference_backward(the_plan, weights, batch)
@@ -112,7 +112,7 @@ def test_mode_from_scratch_in_float64(name):
     the_plan = plan(name)
     weights = reference_weights(the_plan)
     moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in weights.items()}
-    with built(the_plan, dtype="float64") as session:
+    with build_session(the_plan, dtype="float64") as session:
         for step in range(10):
             batch = batches().batch(step)
             _, _, grads = reference_backward(the_plan, weights, batch)
@@ -137,7 +137,7 @@ def test_rope_may_start_at_a_later_position():
 
 def curve(the_plan, steps, total_rows=8, **settings):
     data = batches(rows=total_rows)
-    with built(the_plan, **settings) as session:
+    with build_session(the_plan, **settings) as session:
         hps = (AdamW.for_from_scratch().hp_for_step(s) for s in range(steps))
         return [session.step(data.batch(s), hp).loss for s, hp in enumerate(hps)]
 
@@ -186,7 +186,7 @@ def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimis
     the_plan, found = apply_optimiser(plan("llama"), optimiser, 0.01), []
     for size in (update.CHUNK, 1000, 7919):
         monkeypatch.setattr(update, "CHUNK", size)
-        with built(the_plan) as session:
+        with build_session(the_plan) as session:
             for step in range(3):
                 session.step(batches().batch(step), the_plan.numbers(step, 0.01))
             found.append(session.snapshot())
@@ -197,7 +197,7 @@ def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimis
 
 def test_a_snapshot_of_another_session_is_not_overwritten_and_one_of_its_own_is():
     """Both sessions have the same plan, so names and shapes are equal, but not the vectors."""
-    with built(plan("llama")) as one, built(plan("llama", seed=1)) as other:
+    with build_session(plan("llama")) as one, build_session(plan("llama", seed=1)) as other:
         first, wanted = one.snapshot(), other.snapshot()
         before = {name: array.copy() for name, array in first.items()}
         found = other.snapshot(into=first)
@@ -221,7 +221,7 @@ def test_clipping_limits_the_norm_that_reaches_adamw():
     norm = torch.sqrt(sum((g**2).sum() for g in grads.values()))
     # With both betas 0, eps 1 and one step, the update is lr * g / (|g| + 1): the clipped gradient shows.
     hp = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0])
-    with built(the_plan, dtype="float64") as session:
+    with build_session(the_plan, dtype="float64") as session:
         assert session.step(batch, hp).grad_norm == pytest.approx(norm.item(), rel=1e-6)
         g = grads["output.weight"] * (1e-3 / (norm + 1e-6))
         expected = weights["output.weight"] - g / (g.abs() + 1)

@@ -116,7 +116,7 @@ def matrix(seed):
     return Packed(torch.from_numpy(q4_k(values)), "Q4_K", torch.float32)
 
 
-def passed(product, matrices, x, dtype):
+def multiply_thrice(product, matrices, x, dtype):
     """Return the result of three products, and its gradient by x."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -135,8 +135,8 @@ def test_products_and_gradients_are_those_of_the_numbers(how, dtype):
     def packed(x, w):
         return recompute_in_backward(w.product, x) if how == "recomputed" else w.product(x)
 
-    found = passed(packed, matrices, x, dtype)
-    expected = passed(torch.nn.functional.linear, [w.dense() for w in matrices], x, dtype)
+    found = multiply_thrice(packed, matrices, x, dtype)
+    expected = multiply_thrice(torch.nn.functional.linear, [w.dense() for w in matrices], x, dtype)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
@@ -164,7 +164,7 @@ def test_a_compiled_step_is_whole_and_keeps_bytes_and_no_numbers(dtype):
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
     products = torch.compile(three, backend=backend, fullgraph=True, dynamic=False)
-    expected = passed(lambda x, w: w.product(x), matrices, x, dtype)
+    expected = multiply_thrice(lambda x, w: w.product(x), matrices, x, dtype)
     x = x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = products(x)

@@ -26,7 +26,7 @@ BLOCKS = ("layernorm_gelu", "rmsnorm_silu")
 DATA = image_dataset(count=120, size=12, channels=3, classes=5)
 
 
-def planned(block, rows=6, accumulate=1):
+def make_plan(block, rows=6, accumulate=1):
     model = ViT(d_model=32, n_layers=2, n_heads=4, d_ff=48, patch=4, block=block).fit(DATA)
     inputs = model.batches(DATA, rows, 0).inputs
     # Initial values that reach the curved parts of nonlinearities, and a class token and biases that are not 0.
@@ -39,7 +39,7 @@ def planned(block, rows=6, accumulate=1):
     return plan, values
 
 
-def realized(engine, plan, values):
+def build_session(engine, plan, values):
     session = ENGINES[engine].realize(plan)
     for name, array in values.items():
         session.upload(name, array)
@@ -59,13 +59,13 @@ def images_and_batch(plan, k=0, rows=6):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loss_logits_and_every_gradient(engine, block):
-    plan, values = planned(block)
+    plan, values = make_plan(block)
     images, batch = images_and_batch(plan)
     weights = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
     logits = vit(weights, plan.model, images)
     value = reference_loss(logits, batch)
     grads = dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
-    with realized(engine, plan, values) as session:
+    with build_session(engine, plan, values) as session:
         ours = session.logits({"patches": batch["patches"]})
         assert ours.shape == (6, 5)
         np.testing.assert_allclose(ours, logits.detach().numpy(), atol=1e-5 * float(logits.detach().abs().max()))
@@ -78,11 +78,11 @@ def test_loss_logits_and_every_gradient(engine, block):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ten_steps_are_the_formulas(engine):
-    plan, values = planned("layernorm_gelu")
+    plan, values = make_plan("layernorm_gelu")
     settings = dataclasses.replace(AdamW.for_from_scratch(), lr=1e-3, weight_decay=0.1)
     weights = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
     moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in weights.items()}
-    with realized(engine, plan, values) as session:
+    with build_session(engine, plan, values) as session:
         for step in range(10):
             images, batch = images_and_batch(plan, step)
             value = reference_loss(vit(weights, plan.model, images), batch)
@@ -108,8 +108,8 @@ def test_ten_steps_are_the_formulas(engine):
 def test_micro_batches_give_the_same_curve_and_the_same_accuracy(engine):
     curves, scores = [], []
     for rows, accumulate in ((6, 1), (2, 3)):
-        plan, values = planned("layernorm_gelu", rows, accumulate)
-        with realized(engine, plan, values) as session:
+        plan, values = make_plan("layernorm_gelu", rows, accumulate)
+        with build_session(engine, plan, values) as session:
             data = plan.model.batches(DATA, 6, 0)
             hps = [AdamW.for_from_scratch().hp_for_step(s) for s in range(20)]
             curves.append([session.step(data.batch(s), hp).loss for s, hp in enumerate(hps)])
@@ -120,22 +120,22 @@ def test_micro_batches_give_the_same_curve_and_the_same_accuracy(engine):
 
 
 def test_accuracy_counts_the_images_that_weigh_something():
-    plan, values = planned("layernorm_gelu")
+    plan, values = make_plan("layernorm_gelu")
     batches = plan.model.batches(DATA, 16, 0).held_out()  # more rows than the plan's, including padding
     assert sum(len(b["targets"]) for b in batches) > len(DATA.held_out[1]) == sum(b["weights"].sum() for b in batches)
     images = torch.from_numpy((DATA.held_out[0] / 255 - DATA.mean) / DATA.std)
     weights = {n: torch.from_numpy(v).double() for n, v in values.items()}
     right = vit(weights, plan.model, images).argmax(-1).numpy() == DATA.held_out[1]
-    with realized("torch", plan, values) as session:
+    with build_session("torch", plan, values) as session:
         assert plan.model.scores(session.logits, batches) == {"accuracy": pytest.approx(right.mean())}
     assert 0 < right.mean() < 1, "the test can tell"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_class_the_model_does_not_have_is_refused_before_it_reaches_the_device(engine):
-    plan, values = planned("layernorm_gelu")
+    plan, values = make_plan("layernorm_gelu")
     _, batch = images_and_batch(plan)
-    with realized(engine, plan, values) as session:
+    with build_session(engine, plan, values) as session:
         for wrong in (5, -1):
             bad = {**batch, "targets": np.where(np.arange(6) == 3, wrong, batch["targets"]).astype(np.int32)}
             for call in (lambda bad=bad: session.step(bad, AdamW.for_lora().hp_for_step(0)),

@@ -124,7 +124,7 @@ def test_what_a_picture_cannot_show_is_told_before_anything_is_computed(tmp_path
     monkeypatch.setattr("toyexp.cli.parity.compare", None)
     (tmp_path / "theirs.png").write_bytes(b"theirs")
     for words, told in (
-        (["--plot", "a.txt"], "--plot a.txt: draws .png, .svg, .pdf"),
+        (["--plot", "a.txt"], "--plot a.txt: must end in .png, .svg, .pdf"),
         (["--plot", "theirs.png"], "theirs.png: exists"),
         (["--plot", "a.png", "experiment=parity_all"], "this one sweeps over recipe, model; leave it out"),
     ):

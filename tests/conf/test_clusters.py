@@ -79,7 +79,7 @@ class Told(Cluster):
             raise RuntimeError("a long story\nno such partition")
         return [(f" as {number}", (number, self.words[number].pop(0))) for number in works]
 
-    def poll_ended(self, handles):
+    def poll(self, handles):
         self.peak = max(self.peak, len(handles))
         return [handle for handle in handles if handle[1] != "waits" or self.stopped]
 
@@ -168,7 +168,7 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
     def run(order, stop, show, poll):
         for _ in range(2):
             poll()
-            asked.append(stop.requested)
+            asked.append(stop.is_requested)
             work._next_look = min(work._next_look, 0.0) if held_at_first else work._next_look
             if held_at_first and len(asked) == 1:
                 os.close(held)

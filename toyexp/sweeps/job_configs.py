@@ -40,15 +40,7 @@ from toyexp.training.rundir import read_settings
 
 CHOICES = 8  # combinations of presets that are composed for the check; each takes 0.1 s
 VALUES = 1000  # jobs that are checked before the first one starts
-COMPARED = {
-    "model",
-    "data",
-    "recipe",
-    "optim",
-    "seed",
-    "lr",
-    "batch_size",
-}  # must agree with the run that a job resumes
+COMPARED = {"model", "data", "recipe", "optim", "seed", "lr", "batch_size"}  # must agree when a job resumes a run
 SMALL = 20_000_000  # parameters; models up to this size train faster in a stack on a GPU (at 6M three times as fast)
 
 
@@ -59,9 +51,7 @@ class JobConfigs:
     request: Request  # holds the settings that all jobs share
     values: Mapping[str, Any]  # parsed values of the varying overrides, if known
     _bases: dict[tuple[str, ...], Composition | UserError] = field(default_factory=dict)  # by the chosen presets
-    _read_hydra: dict[tuple[str, ...], bool] = field(
-        default_factory=dict
-    )  # by presets: whether it uses Hydra's settings
+    _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # by presets: has ${hydra:...}
     _lists: dict[str, bool] = field(default_factory=dict)  # by checked key: whether it holds a list
 
     @cached_property
@@ -121,9 +111,8 @@ class JobConfigs:
             keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
             parts = {key.split(".")[0] for key in keys} | COMPARED
             ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
-            for key, (run_value, job_value) in (
-                differences(saved, resolve_config(self._load_base_model(ours).cfg)) if ours else ()
-            ):
+            config = resolve_config(self._load_base_model(ours).cfg) if ours else {}
+            for key, (run_value, job_value) in differences(saved, config) if ours else ():
                 name = key.removesuffix(".name")
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
                 if is_typed and str(run_value) != str(job_value):

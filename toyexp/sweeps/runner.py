@@ -62,7 +62,7 @@ class Runner:
         self._refused: dict[str, int] = {}  # error message -> first job with it
         if folder:
             self._watch.folder = folder
-            source.resume(self._find_unfinished(folder))
+            source.resume(self._unfinished_jobs(folder))
 
     def run(self) -> int:
         """Run the jobs; return the exit code of the sweep."""
@@ -98,7 +98,7 @@ class Runner:
 
     # -- before the first job ------------------------------------------------------------------------------------------
 
-    def _find_unfinished(self, folder: SweepDir) -> list[Job]:
+    def _unfinished_jobs(self, folder: SweepDir) -> list[Job]:
         """Return the jobs to run. Read how jobs ended that were still running when the sweep was killed."""
         for job in self.source.jobs:
             if job.status != Status.RUNNING and job.code != NOT_STARTED:
@@ -118,10 +118,8 @@ class Runner:
         if "--json" not in self.request.flags:
             self._report_missing(folder)
         retry = self.request.settings.retry
-        unfinished_jobs = [
-            j for j in self.source.jobs if j.status in UNFINISHED or (retry and self.source.may_retry(j))
-        ]
-        return [job for job in unfinished_jobs if job.status != Status.RUNNING]
+        jobs = [j for j in self.source.jobs if j.status in UNFINISHED or (retry and self.source.may_retry(j))]
+        return [job for job in jobs if job.status != Status.RUNNING]
 
     def _report_missing(self, folder: SweepDir) -> None:
         placed = [(job, folder.run_dir(job)) for job in self.source.jobs if job.directory]
@@ -163,10 +161,8 @@ class Runner:
 
     def _advise(self) -> None:
         """Suggest sweep.launcher=stacked if jobs would train faster together."""
-        runs_locally, settings = (
-            self.launcher.uses_fork_server or not self.request.settings.isolate,
-            self.request.settings,
-        )
+        settings = self.request.settings
+        runs_locally = self.launcher.uses_fork_server or not settings.isolate
         jobs = self.source.remaining_jobs()
         runs_separately = runs_locally and not self.launcher.trains_stacks and not settings.search and len(jobs) > 1
         if runs_separately and (line := advice(jobs, self.configs)):
@@ -178,7 +174,7 @@ class Runner:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def _assign_jobs(self) -> Iterator[Job]:
-        while not self._stop.requested and (job := self.source.next()):
+        while not self._stop.is_requested and (job := self.source.next()):
             if self._assign_directory(job):
                 yield job
 
@@ -187,10 +183,8 @@ class Runner:
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)
             if difference := self.configs.other_run(job, run):
-                advice_text = "put the job's own run back, or move this one away, then resume the sweep"
-                self._end(
-                    job, JobExit(NOT_STARTED, f"{short_path(run)}: holds another run: {difference}; {advice_text}")
-                )
+                what = "put the job's own run back, or move this one away, then resume the sweep"
+                self._end(job, JobExit(NOT_STARTED, f"{short_path(run)}: holds another run: {difference}; {what}"))
             return not difference
         try:
             root, directory = self.configs.directory(job, self.folder.path if self.folder else None)

@@ -43,15 +43,15 @@ def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:
     def opaque(_: Ops, *args: Any, **named: Any) -> Any:
         names: set[str] = set()
 
-        def opened(value: Any) -> Any:
+        def unwrap(value: Any) -> Any:
             if isinstance(value, list | tuple):
-                return [opened(v) for v in value]
+                return [unwrap(v) for v in value]
             if not isinstance(value, Opaque):
                 return value
             names.update(value._names)
             return value._array
 
-        out = op(REFERENCE, *map(opened, args), **{k: opened(v) for k, v in named.items()})
+        out = op(REFERENCE, *map(unwrap, args), **{k: unwrap(v) for k, v in named.items()})
         closed = [Opaque(array, frozenset(names)) for array in (out if isinstance(out, tuple) else (out,))]
         return tuple(closed) if isinstance(out, tuple) else closed[0]
 

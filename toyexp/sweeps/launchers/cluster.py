@@ -39,7 +39,7 @@ class NodeJob:
         if self._has_sweep():  # if not, the sweep has ended, or locks do not work on this node
             self._next_look = 0.0
         self._wait_for_lock()
-        if self.stop.requested:
+        if self.stop.is_requested:
             return JobExit(128 + signal.SIGTERM, "interrupted")
         return run_process(self.order, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
@@ -48,7 +48,7 @@ class NodeJob:
         is_gone = False
         if time.monotonic() > self._next_look:
             self._next_look, is_gone = time.monotonic() + SWEEP_CHECK_SECONDS, not self._has_sweep()
-        if (is_gone or (self._stop_file and self._stop_file.exists())) and not self.stop.requested:
+        if (is_gone or (self._stop_file and self._stop_file.exists())) and not self.stop.is_requested:
             self.stop.end()
 
     def _has_sweep(self) -> bool:
@@ -63,7 +63,7 @@ class NodeJob:
     def _wait_for_lock(self) -> None:
         """Wait until the run is unlocked: after its node or worker was lost, its process may still be saving."""
         until = time.monotonic() + LOCK_TIMEOUT
-        while time.monotonic() < until and not self.stop.requested:
+        while time.monotonic() < until and not self.stop.is_requested:
             try:
                 os.close(lock(self.order.directory))
             except DirectoryLocked:
@@ -95,7 +95,7 @@ class Cluster(Launcher):
         """Submit jobs; return a name to print and a handle of each. Raise the cluster's error if that fails."""
 
     @abstractmethod
-    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def poll(self, handles: Sequence[Any]) -> Sequence[Any]:
         """Return the handles of jobs that have ended; wait briefly if there are none."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Cluster(Launcher):
         stops_sent = 0
         while True:
             free = min(max(self.limit() - len(running), 0 if running else 1), MAX_BATCH)
-            if watch.stop.requested:
+            if watch.stop.is_requested:
                 yield from ((job, JobExit(128 + signal.SIGTERM, "interrupted")) for job in lost)
                 lost = []
             batch, lost = lost[:free], lost[free:]
@@ -131,14 +131,14 @@ class Cluster(Launcher):
             while stops_sent < watch.stop.ends:
                 self.stop(list(running), stops_sent)
                 stops_sent += 1
-            for handle in self.poll_ended(list(running)):
+            for handle in self.poll(list(running)):
                 job, result = running.pop(handle), self.result(handle)
                 if not isinstance(result, LostJob):
                     yield job, result
                     if job.status in SUCCEEDED:  # its own output went to another machine
                         watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
                     continue
-                if watch.stop.requested:
+                if watch.stop.is_requested:
                     lost.append(job)
                     continue
                 tries[job.number] = tries.get(job.number, 0) + 1

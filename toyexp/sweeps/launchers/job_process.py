@@ -42,7 +42,7 @@ class Stop:
         self._processes: set[Process] = set()
 
     @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the sweep should stop."""
         return self.ends > 0
 
@@ -71,7 +71,7 @@ class Stop:
     def forward_signals(self, process: Process) -> Iterator[None]:
         """Forward signals to `process`, also one that came before."""
         self._processes.add(process)
-        if self.requested:
+        if self.is_requested:
             process.send_signal(self.number or signal.SIGTERM)
         try:
             yield

@@ -108,7 +108,7 @@ class Launcher(ABC):
         """Start the fork server, which imports what jobs with these arguments need."""
         if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
-            self._forks = ForkServer(environment, words, lambda: stop.requested, self.trains_stacks)
+            self._forks = ForkServer(environment, words, lambda: stop.is_requested, self.trains_stacks)
 
     def wait(self) -> None:
         """Wait until the fork server has imported what jobs need."""

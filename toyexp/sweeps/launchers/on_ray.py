@@ -127,7 +127,7 @@ class OnRay(Cluster):
     def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]
 
-    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def poll(self, handles: Sequence[Any]) -> Sequence[Any]:
         import ray
 
         finished: Sequence[Any] = ray.wait(list(handles), num_returns=1, timeout=POLL)[0] if handles else []

@@ -51,7 +51,7 @@ class OnSubmitit(Cluster):
             jobs = [self._executor.submit(work) for work in works]
         return [(f" as {job.job_id}", job) for job in jobs]
 
-    def poll_ended(self, handles: Sequence[Any]) -> Sequence[Any]:
+    def poll(self, handles: Sequence[Any]) -> Sequence[Any]:
         finished = [handle for handle in handles if handle.done()]
         time.sleep(0 if finished else POLL)
         return finished

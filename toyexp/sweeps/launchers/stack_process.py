@@ -70,7 +70,7 @@ class Member:
         """Steps that are left to train."""
         return self.prepared.config.settings.steps - (self.resumed.checkpoint.step if self.resumed else 0)
 
-    def why_apart(self, other: Member) -> str:
+    def stack_conflict(self, other: Member) -> str:
         """Return why this job and another cannot train in one program, or ""."""
         ours, theirs = self.prepared, other.prepared
         if ours.config.engine != theirs.config.engine:
@@ -112,7 +112,7 @@ class StackProcess:
     limit: int  # jobs in a stack; 0: automatic
     shared_by: int  # number of stacks that share the device's memory
     _sizes: list[tuple[Member, int]] = field(default_factory=list)  # sizes, by a member of each program
-    _told: set[str] = field(default_factory=set)  # lines that were printed
+    _printed_lines: set[str] = field(default_factory=set)  # lines that were printed
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
         """Train all jobs, or stop at a signal; return the exit code."""
@@ -155,14 +155,13 @@ class StackProcess:
     def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
         """Return the first job of the pool and the jobs that train with it."""
         first = pool[0]
-        same_program = [member for member in pool if member is first or not first.why_apart(member)]
+        same_program = [member for member in pool if member is first or not first.stack_conflict(member)]
         if len(same_program) == 1:
             if len(pool) > 1:
-                self._say_once(
-                    f"job {first.number} trains alone, the next job is a different program: {first.why_apart(pool[1])}"
-                )
+                why = first.stack_conflict(pool[1])
+                self._say_once(f"job {first.number} trains alone, the next job is a different program: {why}")
             return same_program
-        size = next((size for known, size in self._sizes if not first.why_apart(known)), 0)
+        size = next((size for member, size in self._sizes if not first.stack_conflict(member)), 0)
         if not size:
             size, reason = self._size(same_program)
             self._say_once(reason)
@@ -181,18 +180,17 @@ class StackProcess:
             return 1, f"jobs train one after another: timing their steps failed ({error})"
 
     def _say_once(self, line: str) -> None:
-        if line not in self._told:
+        if line not in self._printed_lines:
             print_line(f"stack   {line}")
-        self._told.add(line)
+        self._printed_lines.add(line)
 
     # -- one stack --
 
     def _train(self, stack: Sequence[Member]) -> None:
         self.tell(begins=[member.number for member in stack])
         if len(stack) > 1:
-            print_line(
-                f"stack   {pluralise(len(stack), 'job')} train together: {', '.join(str(m.number) for m in stack)}"
-            )
+            numbers = ", ".join(str(member.number) for member in stack)
+            print_line(f"stack   {pluralise(len(stack), 'job')} train together: {numbers}")
         lives = [ContextLoop(self._run_member(member), member.context) for member in stack]
         requests = {}
         with forward_interrupts(lives):
@@ -212,9 +210,8 @@ class StackProcess:
                 stack_or_error = requests[lives[0]].answer()
             else:
                 with convert_memory_errors():
-                    stack_or_error = requests[lives[0]].engine.realize_stack(
-                        [request.plan for request in requests.values()]
-                    )
+                    plans = [request.plan for request in requests.values()]
+                    stack_or_error = requests[lives[0]].engine.realize_stack(plans)
         except Exception as error:
             stack_or_error = error
         if len(lives) > 1 and isinstance(stack_or_error, RunFailed):

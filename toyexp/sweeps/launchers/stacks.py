@@ -24,7 +24,7 @@ from toyexp.sweeps.launchers.processes import Processes, run_in_threads
 from toyexp.sweeps.watch import Watch
 
 # Parts whose settings rarely change the program, unlike their names.
-NUMERIC_PARTS = "optim", "recipe", "callbacks", "data"
+NUMERIC_PARTS = ("optim", "recipe", "callbacks", "data")
 FULL_STACK = 32  # jobs in a stack that keep a GPU as busy as their process keeps a core, for small models
 MAX_STACKS_PER_GPU = 4  # default limit of stacks that share a GPU
 MIN_STACK = 4  # jobs of one program for which stacking is suggested
@@ -37,7 +37,7 @@ class _ProcessJobs:
     """Jobs that a process was given, and its progress with them."""
 
     jobs: dict[int, Job]  # jobs that have not ended, by number
-    begun: set[int] = field(default_factory=set)
+    started: set[int] = field(default_factory=set)
     prepares: int | None = None  # number of the job that it is preparing
 
 
@@ -82,21 +82,21 @@ class Stacks(Processes):
             with self.gpus.reserve(self.share.gpus) as gpus:
                 self._train_part(part, gpus, watch, hand_on)
 
-        parts = itertools.takewhile(lambda _: not watch.stop.requested, deal_jobs(jobs, self.limit()))
+        parts = itertools.takewhile(lambda _: not watch.stop.is_requested, deal_jobs(jobs, self.limit()))
         return run_in_threads(parts, work, self.limit())
 
     def _train_part(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
         """Train jobs in a process. If it dies, run the jobs that it had not started in a new one."""
         process_jobs = _ProcessJobs({job.number: job for job in jobs})
-        while process_jobs.jobs and not watch.stop.requested:
+        while process_jobs.jobs and not watch.stop.is_requested:
             ended = self._run_process(process_jobs, gpus, watch, hand_on)
-            if watch.stop.requested and not process_jobs.begun:
+            if watch.stop.is_requested and not process_jobs.started:
                 return
             prepared_numbers = {number for number in process_jobs.jobs if number == process_jobs.prepares}
-            for number in sorted(process_jobs.begun or prepared_numbers or process_jobs.jobs):
+            for number in sorted(process_jobs.started or prepared_numbers or process_jobs.jobs):
                 job_exit = ended if ended.code else JobExit(1, "its process ended without reporting it")
                 hand_on((process_jobs.jobs.pop(number), job_exit))
-            process_jobs.begun, process_jobs.prepares = set(), None
+            process_jobs.started, process_jobs.prepares = set(), None
 
     def _run_process(self, process_jobs: _ProcessJobs, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> JobExit:
         orders = [(job, watch.launch_spec(job)) for job in process_jobs.jobs.values()]
@@ -138,10 +138,10 @@ class Stacks(Processes):
             case {"prepares": number}:
                 process_jobs.prepares = number
             case {"begins": numbers}:
-                process_jobs.begun |= set(numbers)
+                process_jobs.started |= set(numbers)
                 watch.begin([process_jobs.jobs[number] for number in numbers])
             case {"ended": number, "code": code, "error": error}:
-                process_jobs.begun.discard(number)
+                process_jobs.started.discard(number)
                 hand_on((process_jobs.jobs.pop(number), JobExit(code, error)))
 
 

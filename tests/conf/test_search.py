@@ -398,7 +398,7 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         (["eval_every=2,0", "sweep.search=grid"], ["sweep.metric=loss: needs held-out evaluations"]),
         (
             ["eval_every=2,4", "sweep.search=grid", "sweep.prune=asha"],
-            ["eval_every=2,4: ", "compared at the same steps"],
+            ["eval_every=2,4: ", "compares runs at the same steps"],
         ),
         (["steps=1,2", "sweep.search=grid", "sweep.prune=asha"], ["before the last step: eval_every=2, steps=2"]),
         (["lr=glob(*)", "sweep.search=tpe", "sweep.trials=3"], ["globs are not supported"]),

@@ -49,9 +49,7 @@ class Filter:
         if sign in ORDER_OPERATORS and name == "when":
             _parse_time(word, value)
         elif sign in ORDER_OPERATORS and name in COLUMNS and name not in NUMERIC_COLUMNS:
-            raise UserError(
-                f"{word}: {key} is text and cannot be compared with {sign}; use '{key}=...' or != (* matches any text)"
-            )
+            raise UserError(f"{word}: {key} is text; compare it with '{key}=...' or != (* matches any text)")
         elif sign in ORDER_OPERATORS and ((number := _to_float(value)) is None or math.isnan(number)):
             raise UserError(f"{word}: {sign} needs a number, such as '{key}{sign}3'")
         return cls(word, name, sign, value)
@@ -65,9 +63,8 @@ class Filter:
             return any(_is_equal(value, one, printed) for one in self.value.split(",")) is (self.sign == "=")
         if self.key == "when":
             with contextlib.suppress(ValueError):
-                return bool(
-                    ORDER_OPERATORS[self.sign](datetime.fromisoformat(value), _parse_time(self.text, self.value))
-                )
+                moment = _parse_time(self.text, self.value)
+                return bool(ORDER_OPERATORS[self.sign](datetime.fromisoformat(value), moment))
         number, bound = _to_float(value), _to_float(self.value)
         return number is not None and bound is not None and ORDER_OPERATORS[self.sign](number, bound)
 

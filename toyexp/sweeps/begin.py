@@ -109,9 +109,8 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
         sweep_overrides = [o for o in overrides if _is_sweep_setting(o)]
         settings = _settings(of_jobs, [*parse(memory["sweep"]), *sweep_overrides])
         if fixed_keys := [o.key_or_group for o in sweep_overrides if o.key_or_group in SEARCH_IDENTITY]:
-            reason = (
-                "a resumed search can only change sweep.trials" if settings.search else "this sweep is not a search"
-            )
+            reason = "this sweep is not a search"
+            reason = "a resumed search can only change sweep.trials" if settings.search else reason
             raise UserError(f"{fixed_keys[0]}: {reason}")
         configs = JobConfigs(of_jobs, {})
         jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
@@ -131,9 +130,8 @@ def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]])
         return JobSource(folder.jobs)
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
-        raise UserError(
-            f"{folder.path / SWEEP_FILE}: is damaged: its jobs have the trials {printable(str(trials), 60)}"
-        )
+        text = printable(str(trials), 60)
+        raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs have the trials {text}")
     keys = parse_space(settings.search, parse(folder.spec["space"]), types)
     return Search(settings, keys, folder.jobs, shared_args(folder.spec))
 

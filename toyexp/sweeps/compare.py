@@ -47,28 +47,17 @@ class ComparisonAnswer(Answer):
         ranking = comparison.ranking
         scores = [name for name in ("loss", *comparison.scores) if f"held-out {name}" != ranking.column]
         other_heads = [f"held-out {name}" for name in scores] + ([TRAIN] if ranking.column != TRAIN else [])
-        heads = [
-            *map(escape_cell, comparison.keys or ["name"]),
-            "runs",
-            self._steps_head,
-            ranking.column,
-            *other_heads,
-            "speed",
-            "",
-        ]
+        numbers = ["runs", self._steps_head, ranking.column, *other_heads, "speed", ""]
+        heads = [*map(escape_cell, comparison.keys or ["name"]), *numbers]
         rows = [[escape_cell(cell) for cell in self._row(point, scores)] for point in ranking.points]
         if not fits_terminal([heads, *rows]):
             heads = [*map(escape_cell, short_keys(comparison.keys) or ["name"]), *heads[len(comparison.keys) or 1 :]]
         table, dropped_heads = drop_columns([heads, *rows], ["speed", *reversed(other_heads), self._steps_head])
         lines = align_table(table, {"runs", self._steps_head, *other_heads, "speed"})
-        points = (
-            "" if len(ranking.points) == len(comparison.entries) else f" in {pluralise(len(ranking.points), 'point')}"
-        )
-        below = (
-            [f"columns left out to fit the terminal: {', '.join(dropped_heads)}; --csv has all"]
-            if dropped_heads
-            else []
-        )
+        points = f" in {pluralise(len(ranking.points), 'point')}"
+        points = "" if len(ranking.points) == len(comparison.entries) else points
+        omitted = f"columns left out to fit the terminal: {', '.join(dropped_heads)}; --csv has all"
+        below = [omitted] if dropped_heads else []
         below.append(f"{pluralise(len(comparison.entries), 'run')}{points}")
         if ranking.has_seeds:
             below[-1] += "; mean ± standard deviation (over n-1) of the completed runs"
@@ -132,18 +121,14 @@ def compare_runs(
     comparison = Comparison.build(runs, metric or sweep_metric([Path(place) for place in places]), pool)
     for place in map(Path, places):
         with contextlib.suppress(UserError):  # no sweep, or a damaged one
-            deleted_runs = [
-                d for j in read_sweep(place)[0] if j.result and not (place / (d := str(j.directory))).is_dir()
-            ]
+            jobs = read_sweep(place)[0]
+            deleted_runs = [d for j in jobs if j.result and not (place / (d := str(j.directory))).is_dir()]
             note = f"not counted: {pluralise(len(deleted_runs), 'run')} of {short_path(place)} no longer there: "
             notes += [note + ", ".join(deleted_runs[:3])] if deleted_runs else []
     comparison.selection_notes = notes
     if metric and metric not in (metrics := {"loss", "ppl", *comparison.scores}):
         evaluated = comparison.scores or any(run.loss is not None for run in runs)
-        there_is = (
-            suggest(metric, metrics)
-            if evaluated
-            else "no run was evaluated; leave out --metric to compare the training loss"
-        )
+        untested = "no run was evaluated; leave out --metric to compare the training loss"
+        there_is = suggest(metric, metrics) if evaluated else untested
         raise UserError(f"--metric {metric}: no run here has this metric; {there_is}")
     return ComparisonAnswer(comparison)

@@ -59,9 +59,8 @@ UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)
 SUCCEEDED = (Status.COMPLETED, Status.PRUNED)  # jobs that ran as intended
 # Errors of a disk or of limits on open files. They say nothing about a job's settings.
 MACHINE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-STOP_SIGNALS = [
-    number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if (number := getattr(signal, name, None))
-]
+STOP_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+STOP_SIGNALS = [number for name in STOP_NAMES if (number := getattr(signal, name, None))]
 # Statuses by the exit code of a job's process. Any other code, or any other signal, means that it was killed.
 STATUS_BY_CODE = {
     0: Status.COMPLETED,
@@ -347,9 +346,8 @@ def _lock(path: Path) -> int:
         path.mkdir(parents=True, exist_ok=True)
         return lock(path)
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); choose another directory: hydra.sweep.dir=..."
-        ) from None
+        problem = f"cannot be written ({error.strerror}); choose another directory: hydra.sweep.dir=..."
+        raise UserError(f"{path}: {problem}") from None
 
 
 def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
@@ -492,9 +490,8 @@ def _key(word: str) -> str:
 
 
 def _summary(table: Sequence[Sequence[str]], ranking: Ranking[Job]) -> str:
-    over_seeds = (
-        f"{SEEDS_CAPTION}\n\n{_markdown(ranking.table())}\n" if ranking.has_seeds or ranking.changed_sources else ""
-    )
+    has_points = ranking.has_seeds or ranking.changed_sources
+    over_seeds = f"{SEEDS_CAPTION}\n\n{_markdown(ranking.table())}\n" if has_points else ""
     return "".join(f"Note: {note}.\n\n" for note in ranking.notes()) + over_seeds + _markdown(table)
 
 

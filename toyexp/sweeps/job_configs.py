@@ -92,9 +92,8 @@ class JobConfigs:
         composed, names = self.config(job), split_choices(job.overrides)[0]
         if names not in self._read_hydra:
             nodes = drop_hydra_keys(composed.cfg), composed.cfg.hydra.sweep
-            self._read_hydra[names] = bool(
-                HYDRA_REFERENCE.search(str([OmegaConf.to_container(node) for node in nodes]))
-            )
+            text = str([OmegaConf.to_container(node) for node in nodes])
+            self._read_hydra[names] = bool(HYDRA_REFERENCE.search(text))
         if self._read_hydra[names] or HYDRA_REFERENCE.search(job.label):
             return self.request.compose(*job.overrides, f"hydra.job.num={job.number}"), True
         HydraConfig.instance().set_config(composed.cfg)

@@ -53,9 +53,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
     def lines(brief: int) -> list[str]:
         heads = ["job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {name}" for name in names), "run"]
-        rows = [
-            [str(job.number), label(job, brief), *number_cells(job, names, "-"), end(job, brief)] for job in ordered
-        ]
+        rows = [[str(j.number), label(j, brief), *number_cells(j, names, "-"), end(j, brief)] for j in ordered]
         table = [row[:3] + row[4:] if brief > 1 else row for row in (heads, *rows)]
         return align_columns(table, right={0, *range(2, len(table[0]) - 1)})
 

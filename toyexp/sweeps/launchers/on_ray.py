@@ -99,19 +99,16 @@ class OnRay(Cluster):
             f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""
         )
         if not limit:
-            node_texts = (
-                "; ".join(sorted({f"{format_value(n.cores)} cores, {format_value(n.gpus)} GPUs" for n in self._nodes}))
-                or "none"
-            )
+            sizes = sorted({f"{format_value(n.cores)} cores, {format_value(n.gpus)} GPUs" for n in self._nodes})
+            node_texts = "; ".join(sizes) or "none"
             setting = f"sweep.ray.address={address}" if address else "sweep.launcher=ray"
             raise UserError(
                 f"{setting}: no node can run a job of {each} (nodes: {node_texts}); "
                 "for a cluster with autoscaling, set the parallel jobs: sweep.jobs=8"
             )
         self.share = resources._replace(jobs=limit)
-        cluster_name = (
-            f"{address}, {pluralise(len(self._nodes), 'node')}" if address else "a new cluster on this machine"
-        )
+        count = pluralise(len(self._nodes), "node")
+        cluster_name = f"{address}, {count}" if address else "a new cluster on this machine"
         print_line(f"ray     {cluster_name}: {pluralise(limit, 'job')} at once, {each} each")
         self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_run_on_node)
 

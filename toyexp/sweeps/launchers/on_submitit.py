@@ -37,9 +37,8 @@ class OnSubmitit(Cluster):
 
     def begin(self, folder: Path) -> None:
         """Use a new directory for submitit's files: it unpickles results, so no file of another origin may be there."""
-        directory = Path(
-            tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=f"{time.strftime('%Y-%m-%d_%H%M%S')}-")
-        )
+        prefix = f"{time.strftime('%Y-%m-%d_%H%M%S')}-"
+        directory = Path(tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=prefix))
         self._executor = make_executor(directory, self.settings.submitit, self.share.gpus)
         self._stop_file = directory / "stop"
 

@@ -357,10 +357,8 @@ def _time_step(prepared_runs: Sequence[Prepared]) -> float:
         for session in stack.sessions:
             session.build()
         batches = [prepared.batches.batch(0) for prepared in prepared_runs]
-        numbers = [
-            plan.numbers(0, prepared.config.settings.lr, {})
-            for plan, prepared in zip(plans, prepared_runs, strict=True)
-        ]
+        rates = [prepared.config.settings.lr for prepared in prepared_runs]
+        numbers = [plan.numbers(0, lr, {}) for plan, lr in zip(plans, rates, strict=True)]
         durations: list[float] = []
         began = time.perf_counter()
         while len(durations) < WARM_UP + STEPS or math.fsum(durations[WARM_UP:]) < SLICE:

@@ -104,21 +104,15 @@ class Search(JobSource):
             if not cfg.eval_every:
                 raise UserError(f"{setting}: needs held-out evaluations: eval_every must be above 0")
             if settings.prune and cfg.epochs is not None:
-                raise UserError(
-                    f"epochs={cfg.epochs:g}: {setting} compares runs at equal steps; give steps=... instead"
-                )
+                raise UserError(f"epochs={cfg.epochs:g}: {setting} compares runs at equal steps; set steps=...")
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
             configs.model(probe).require_metric("sweep.metric", settings.metric)
         steps, every = max(lengths)
         varying_key = next((key for key in self._keys if key.key == "eval_every"), None)
         if settings.prune and varying_key:
-            raise UserError(
-                f"{varying_key.line}: with {setting} runs are compared at the same steps: give it one value"
-            )
+            raise UserError(f"{varying_key.line}: {setting} compares runs at the same steps; give it one value")
         if settings.prune and every >= steps:
-            raise UserError(
-                f"{setting}: there is no evaluation before the last step: eval_every={every}, steps={steps}"
-            )
+            raise UserError(f"{setting}: no evaluation before the last step: eval_every={every}, steps={steps}")
         self._first_asked = first_pruning_step(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
             raise UserError(f"sweep.repeats={settings.repeats}: sets the seeds of each trial; leave out seed=...")
@@ -184,10 +178,8 @@ class Search(JobSource):
         if job.status == Status.COMPLETED and self._score(job) is None:
             loss_names = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
             metric_names = ", ".join([*loss_names, *(job.result.get("eval_scores") or {})]) or "no held-out metric"
-            job.status, job.error = (
-                Status.FAILED,
-                f"sweep.metric={self._settings.metric}: the run ended with {metric_names}",
-            )
+            job.status = Status.FAILED
+            job.error = f"sweep.metric={self._settings.metric}: the run ended with {metric_names}"
         jobs = self._group_by_trial()[job.trial]
         before, self._data = len(self._data), self._data | {job_sources(job).get("data", "")} - {""}
         if len(self._data) > 1 >= before:

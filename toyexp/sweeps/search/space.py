@@ -71,9 +71,8 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
     """
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
-        raise UserError(
-            f"sweep.search={search}: no key has several values, such as 'lr=tag(log, interval(1e-4, 1e-1))'"
-        )
+        example = "'lr=tag(log, interval(1e-4, 1e-1))'"
+        raise UserError(f"sweep.search={search}: no key has several values, such as {example}")
     if loads := [key.line for key in keys if key.key.lstrip("+") == "plugins"]:
         raise UserError(f"{loads[0]}: plugins cannot vary; load all of them: plugins=[a,b]")
     intervals = [key for key in keys if key.is_interval]

@@ -167,10 +167,8 @@ class Judge:
             sampler = optuna.samplers.RandomSampler()  # required by Optuna, never used
             self._study = optuna.load_study(study_name=STUDY_NAME, storage=_storage(journal), sampler=sampler)
             frozen_trial = self._study.get_trials(deepcopy=False)[number]
-            self._trial, self._told = (
-                optuna.trial.Trial(self._study, frozen_trial._trial_id),
-                set(frozen_trial.intermediate_values),
-            )
+            self._trial = optuna.trial.Trial(self._study, frozen_trial._trial_id)
+            self._reported_steps = set(frozen_trial.intermediate_values)
         self._number, self._first = number, first
         self._median = optuna.pruners.MedianPruner(n_warmup_steps=first) if prune == "median" else None
 
@@ -180,7 +178,7 @@ class Judge:
         A resumed run asks again about steps it had asked about before. It gets the same answer, since only its own
         scores up to that step count.
         """
-        if step not in self._told:
+        if step not in self._reported_steps:
             self._trial.report(score, step)
         trials = self._study.get_trials(deepcopy=False)
         if self._median is None:

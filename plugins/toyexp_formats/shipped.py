@@ -1,4 +1,4 @@
-"""GGUF, safetensors and the layout of transformers as formats; what does the work is toyexp.formats."""
+"""GGUF, safetensors and the transformers layout as format plugins, implemented by toyexp.formats."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ class GGUF(Format):
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
 
     def check(self) -> None:
-        """Raises UserError for a type that cannot be written, or not here."""
+        """Raise UserError for a type that cannot be written, or not on this machine."""
         formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:
-        """Raises UserError for a model that no GGUF holds, or llama.cpp does not write."""
+        """Raise UserError for a model that GGUF or, for its types, llama.cpp does not support."""
         formats.check_keys(model)
         if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
             what = f"{self.type} is written by llama.cpp, which has no {gguf_architecture(model)}"
             raise UserError(f"{what}; {suggest('', FILE_TYPES)}")
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Writes the file."""
+        """Write the file."""
         model, tensors, tokenizer = export.model, export.tensors, export.tokenizer
         return formats.write_model(path, model, tensors, tokenizer, self.type, export.general, export.data)
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Writes adapters for llama.cpp's --lora."""
+        """Write an adapter for llama.cpp's --lora."""
         return formats.write_adapter(path, plan, export.tensors, export.general, export.chat_template)
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Every key stays as it is, and so does every tensor whose type does."""
+        """Write the file with all its keys, and unchanged data for tensors that keep their type."""
         return formats.rewrite_gguf(file, path, self.type, requantize) if isinstance(file, formats.GGUFFile) else None
 
     def notes(self, export: ModelExport) -> list[str]:
-        """Say that toyexp alone reads a model without a form."""
+        """Return a note if only toyexp can read the model."""
         name = export.model.name
         return [] if "gguf" in export.model.forms else [f"toyexp alone reads it: model={name} has no form of GGUF"]
 
     def read(self, path: Path, models: Models) -> ModelExport:
-        """The file's model and tokenizer; the file stays open as long as its tensors are held."""
+        """Return the file's model and tokenizer. The file stays open while its tensors are in use."""
         return formats.read_exported(formats.GGUFFile(path), models)
 
 
 @dataclass
 class Safetensors(Format):
-    """A file of float32 numbers, with the keys of the GGUF in its metadata."""
+    """A file of float32 tensors, with the GGUF keys in its metadata."""
 
     name: ClassVar[str] = "safetensors"
     suffix: ClassVar[str] = ".safetensors"
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Writes the file; the keys are its metadata `gguf`, in JSON."""
+        """Write the file, with the keys as JSON in its metadata entry `gguf`."""
         model = export.model
         keys = {"general.architecture": gguf_architecture(model)}
         keys |= formats.model_metadata(model, export.general, export.data)
@@ -77,13 +77,13 @@ class Safetensors(Format):
         return formats.write_safetensors(path, numbers, "F32", metadata)
 
     def read(self, path: Path, models: Models) -> ModelExport:
-        """The file's model; it has no tokenizer."""
+        """Return the file's model, without a tokenizer."""
         return formats.read_exported(formats.SafetensorsFile(path), models)
 
 
 @dataclass
 class HuggingFace(Format):
-    """A directory for transformers, with the tokenizer of a language model; of adapters one for PEFT."""
+    """A directory for transformers, with the tokenizer of a language model; for adapters, a directory for PEFT."""
 
     name: ClassVar[str] = "hf"
     suffix: ClassVar[str] = "-hf"
@@ -98,22 +98,22 @@ class HuggingFace(Format):
     dtype: str = "float32"  # float32 | bfloat16 | float16
 
     def check(self) -> None:
-        """Raises UserError for a dtype that is none of these."""
+        """Raise UserError for an unknown dtype."""
         if self.dtype not in HF_TYPES:
             raise UserError(f"dtype={self.dtype}: {suggest(self.dtype, HF_TYPES)}")
 
     def check_model(self, model: Model) -> None:
-        """Raises UserError for a model that transformers does not have."""
+        """Raise UserError for a model that transformers does not support."""
         hf_layout(model, {})
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Writes the directory."""
+        """Write the directory."""
         return formats.write_folder(path, export, self.dtype)
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Writes a directory for PEFT."""
+        """Write a directory for PEFT."""
         return formats.write_adapter_folder(path, plan, export)
 
     def notes(self, export: ModelExport) -> list[str]:
-        """What transformers and llama.cpp's converter make of it."""
+        """Return notes about how transformers and llama.cpp's converter read the directory."""
         return formats.hf_notes(export.model, export.data, export.tokenizer)

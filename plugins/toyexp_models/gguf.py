@@ -1,4 +1,4 @@
-"""The models for text in GGUF: the keys that llama.cpp reads of each, and the way back."""
+"""Mapping between text models and GGUF metadata: the keys that llama.cpp reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 L = TypeVar("L", bound=LanguageModel)
 FREQS = "rope_freqs.weight"
-# Fields of every model, and the keys of a GGUF.
+# Fields of every model, and their GGUF keys.
 SIZES = {
     "context": "context_length", "d_model": "embedding_length", "n_layers": "block_count",
     "d_ff": "feed_forward_length", "n_heads": "attention.head_count",
@@ -23,21 +23,21 @@ SIZES = {
 
 
 class LanguageGGUF(GGUFForm[L]):
-    """What all architectures share."""
+    """The keys that all architectures share."""
 
     def metadata(self, model: L) -> dict[str, Any]:
-        """The sizes."""
+        """Return the keys of the sizes."""
         return {key: getattr(model, name) for name, key in SIZES.items()} | {"vocab_size": model.vocab}
 
     def read(self, cls: type[L], file: ModelFile) -> L:
-        """The file's model; UserError with the name of a key that this architecture does not have."""
+        """Return the model in a file. Raise UserError for a key that this architecture does not support."""
         keys = Keys(file)
         model = cls(**self.sizes(keys))
         keys.finish()
         return model
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """The fields of the model in a file."""
+        """Return the values of the model's fields."""
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
@@ -46,22 +46,22 @@ class LanguageGGUF(GGUFForm[L]):
 
 
 class GPT2GGUF(LanguageGGUF[LanguageModel]):
-    """GPT-2's."""
+    """The keys of GPT-2."""
 
     def metadata(self, model: LanguageModel) -> dict[str, Any]:
-        """The sizes, and the eps of its norms."""
+        """Return the keys of the sizes and of the norms' eps."""
         return {**super().metadata(model), "attention.layer_norm_epsilon": model.norm_eps}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """What llama.cpp reads."""
+        """Return the values of the model's fields."""
         return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
 
 
 class RotaryGGUF(LanguageGGUF[RotaryModel]):
-    """That of llama's relatives."""
+    """The keys of llama's relatives."""
 
     def metadata(self, model: RotaryModel) -> dict[str, Any]:
-        """The sizes, and what is said of heads and rope."""
+        """Return the keys of sizes, heads and rope."""
         keys = {
             **super().metadata(model),
             "attention.head_count_kv": model.n_kv_heads,
@@ -76,7 +76,7 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
         return keys
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """What llama.cpp reads, with its defaults; of rope's scalings the linear one."""
+        """Return the values of the model's fields, with llama.cpp's defaults; rope scaling must be linear."""
         common = super().sizes(keys)
         usual = common["d_model"] // common["n_heads"]
         size, value = (keys.whole(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
@@ -94,19 +94,19 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
 
 
 class LlamaGGUF(RotaryGGUF):
-    """Llama's, with Llama 3's frequency factors as a tensor."""
+    """The keys of llama, and a tensor with Llama 3's frequency divisors."""
 
     def constants(self, model: RotaryModel) -> Mapping[str, np.ndarray]:
-        """The factors."""
+        """Return the frequency divisors."""
         import numpy as np
 
         factors = model.factors()
         return {FREQS: np.array(factors, np.float32)} if factors else {}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """What llama.cpp reads, with its defaults."""
+        """Return the values of the model's fields, with llama.cpp's defaults."""
         common = super().sizes(keys)
-        keys.expect("tensor_data_layout", "Meta AI original pth")  # older converters; says nothing about GGUF
+        keys.expect("tensor_data_layout", "Meta AI original pth")  # written by older converters; irrelevant in GGUF
         file, pairs = keys.file, (common["head_dim"] or common["d_model"] // common["n_heads"]) // 2
         info = file.tensors.get(FREQS)
         if info is not None and info.shape != (pairs,):
@@ -119,7 +119,7 @@ class LlamaGGUF(RotaryGGUF):
 
 
 def _linear_scaling(keys: Keys) -> float:
-    """By what positions are divided: as in llama.cpp a factor without a type is linear, and 0 or type none is 1."""
+    """Return the divisor of positions. As in llama.cpp, a factor without a type is linear, and 0 or type none is 1."""
     kind = keys.expect("rope.scaling.type", "linear", "none")
     old = keys.number("rope.scale_linear", 0.0)
     factor = keys.number("rope.scaling.factor", old)

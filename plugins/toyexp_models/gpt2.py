@@ -20,15 +20,15 @@ class GPT2(LanguageModel):
     forms: ClassVar[Mapping[str, Any]] = {"gguf": GPT2GGUF(), "hf": gpt2_layout}
     optim_mode: ClassVar[str | None] = LORA
 
-    d_ff: int = 256  # width inside the feed-forward layer
+    d_ff: int = 256  # hidden size of the feed-forward layer
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         super().check()
         require_shared_heads(self)
 
     def tensors(self) -> list[TensorSpec]:
-        """Matrices N(0, 0.02), norms 1, biases 0."""
+        """Return specs: matrices N(0, 0.02), norms 1, biases 0."""
         d, ff, small = self.d_model, self.d_ff, Normal(0.02)
         specs = [
             TensorSpec("token_embd.weight", (self.vocab, d), small),
@@ -47,7 +47,7 @@ class GPT2(LanguageModel):
         return specs
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [B, T, vocab] of tokens [B, T]."""
+        """Return the logits [B, T, vocab] of tokens [B, T]."""
         length = batch["tokens"].shape[-1]
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         x = ops.add(x, ops.first_rows(p["position_embd.weight"], length))
@@ -57,7 +57,7 @@ class GPT2(LanguageModel):
         return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
-        """What attention and the feed-forward layer make of x [B, T, d]."""
+        """Return the output of one block for x [B, T, d]."""
 
         def linear(x: Tensor, name: str) -> Tensor:
             return ops.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])

@@ -1,4 +1,4 @@
-"""What all language models share: sizes, checks, and the vocabulary that comes from the data."""
+"""Base class of language models: sizes, checks, and the vocabulary size from the data."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class LanguageModel(Model):
     reads: ClassVar[Kind] = TOKENS
 
     d_model: int = 64  # width of the residual stream
-    n_layers: int = 2  # blocks
-    n_heads: int = 4  # attention heads
-    d_ff: int = 192  # width inside the feed-forward layer
-    context: int = 64  # tokens a sequence holds
-    vocab: int = 0  # rows of the embedding; 0: as many as the tokenizer has
-    tied: bool = True  # the output layer is the embedding table
+    n_layers: int = 2  # number of blocks
+    n_heads: int = 4  # number of attention heads
+    d_ff: int = 192  # hidden size of the feed-forward layer
+    context: int = 64  # sequence length in tokens
+    vocab: int = 0  # vocabulary size; 0: the tokenizer's
+    tied: bool = True  # tie the output layer to the embedding table
     norm_eps: float = 1e-5  # added to the variance inside the norms
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "context")
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MAX_INT}]")
 
     def fit(self, dataset: Dataset) -> Model:
-        """Takes the vocabulary from the data when none was given."""
+        """Return the model with the data's vocabulary size if `vocab` is 0."""
         if self.vocab and self.vocab < dataset.vocab:
             last = dataset.vocab - 1
             raise UserError(f"model.vocab={self.vocab} is smaller than the data's token ids (0..{last}); leave it out")
@@ -42,18 +42,18 @@ class LanguageModel(Model):
 
 
 def linear_specs(name: str, outputs: int, inputs: int, init: Normal, biased: bool = True) -> list[TensorSpec]:
-    """The weight of a linear and its bias."""
+    """Return specs of a linear's weight and bias."""
     weight = TensorSpec(f"{name}.weight", (outputs, inputs), init)
     return [weight, TensorSpec(f"{name}.bias", (outputs,), Constant(0))] if biased else [weight]
 
 
 def norm_specs(name: str, size: int, biased: bool = True) -> list[TensorSpec]:
-    """The weight of a norm and its bias."""
+    """Return specs of a norm's weight and bias."""
     weight = TensorSpec(f"{name}.weight", (size,), Constant(1))
     return [weight, TensorSpec(f"{name}.bias", (size,), Constant(0))] if biased else [weight]
 
 
 def require_shared_heads(model: Any) -> None:
-    """Raise UserError unless the heads divide d_model among themselves."""
+    """Raise UserError unless n_heads divides d_model."""
     if model.d_model % model.n_heads:
         raise UserError(f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}")

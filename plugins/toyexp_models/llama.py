@@ -25,28 +25,28 @@ class Llama(RotaryModel):
     forms: ClassVar[Mapping[str, Any]] = {"gguf": LlamaGGUF(), "hf": llama_layout}
     halves: ClassVar[bool] = False
 
-    o_bias: bool = False  # a bias on the attention's output projection
-    ffn_bias: bool = False  # biases in the feed-forward layer
-    rope_factors: list[float] = field(default_factory=list)  # Llama 3's: a pair of features turns so much slower
+    o_bias: bool = False  # bias of the attention's output projection
+    ffn_bias: bool = False  # biases of the feed-forward layer
+    rope_factors: list[float] = field(default_factory=list)  # per-frequency RoPE divisors (Llama 3)
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         super().check()
         if len(self.rope_factors) not in (0, self.head_size // 2):
             held, pairs = len(self.rope_factors), self.head_size // 2
             raise UserError(f"model.rope_factors holds {held} numbers; heads of {self.head_size} features take {pairs}")
         for factor in self.rope_factors:
             require_positive("model.rope_factors", factor)
-        self._check_turns(self.rope_factors)
+        self._check_angles(self.rope_factors)
 
     def biases(self) -> dict[str, int]:
-        """The linears of a block that have a bias, and its size."""
+        """Return the size of each bias of a block, by linear."""
         feed_forward = {"ffn_gate": self.d_ff, "ffn_up": self.d_ff, "ffn_down": self.d_model}
         output = {"attn_output": self.d_model}
         return super().biases() | (output if self.o_bias else {}) | (feed_forward if self.ffn_bias else {})
 
     def factors(self) -> Sequence[float]:
-        """Llama 3's."""
+        """Return Llama 3's frequency divisors."""
         return self.rope_factors
 
 
@@ -62,7 +62,7 @@ class Qwen2(RotaryModel):
     rope_base: float = 1e6  # base of the rotary frequencies
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         super().check()
         if self.head_size * self.n_heads != self.d_model:
             what = "in llama.cpp's qwen2 heads have d_model / n_heads features"
@@ -83,24 +83,24 @@ class Qwen3(RotaryModel):
 
 @dataclass
 class Gemma(RotaryModel):
-    """Gemma 1: as llama, with scaled embeddings, GeGLU, and its embedding as output layer."""
+    """Gemma 1: as llama, with scaled embeddings, GeGLU, and a tied output layer."""
 
     name: ClassVar[str] = "gemma"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": gemma_layout}
 
-    tied: bool = True  # the output layer is the embedding table, and has to be
+    tied: bool = True  # tie the output layer to the embedding table; must be true
     norm_eps: float = 1e-6  # added to the variance inside the norms
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         super().check()
         if not self.tied:
-            raise UserError("model.tied=false: gemma has no output layer but its embedding")
+            raise UserError("model.tied=false: gemma requires model.tied=true")
 
     def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
-        """Rows of the table times sqrt(d)."""
+        """Return the rows of the table times sqrt(d)."""
         return ops.scale(ops.embed(table, tokens), math.sqrt(self.d_model))
 
     def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up (Shazeer 2020)."""
+        """Return gelu(gate) * up (Shazeer 2020)."""
         return ops.mul(ops.gelu(gate), up)

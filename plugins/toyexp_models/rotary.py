@@ -1,4 +1,4 @@
-"""What llama and its relatives share: RMSNorm, rope, grouped-query attention, a gated feed-forward layer."""
+"""Base class of llama and its relatives: RMSNorm, rope, grouped-query attention, a gated feed-forward layer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from toyexp_models.language import LanguageModel, require_shared_heads
 
 @dataclass
 class RotaryModel(LanguageModel):
-    """The transformer of llama, qwen2, qwen3 and gemma; each says what it does otherwise."""
+    """Transformer of llama, qwen2, qwen3 and gemma; subclasses override the differences."""
 
-    halves: ClassVar[bool] = True  # rope turns (x[i], x[i + D/2]), which llama alone does not
-    head_norms: ClassVar[bool] = False  # each head of q and k is normed before it is turned
+    halves: ClassVar[bool] = True  # rope rotates pairs (x[i], x[i + D/2]); False in llama
+    head_norms: ClassVar[bool] = False  # RMSNorm on each head of q and k before rope
 
-    n_kv_heads: int = 2  # key/value heads, each shared by n_heads / n_kv_heads query heads
-    head_dim: int = 0  # features of a head; 0: d_model / n_heads
-    tied: bool = False  # the output layer is the embedding table
-    qkv_bias: bool = False  # biases on the query, key and value projections
-    rope_base: float = 10000.0  # base of the rotary frequencies
-    rope_scale: float = 1.0  # positions are divided by it (linear rope scaling)
+    n_kv_heads: int = 2  # number of key/value heads, each shared by n_heads / n_kv_heads query heads
+    head_dim: int = 0  # features per head; 0: d_model / n_heads
+    tied: bool = False  # tie the output layer to the embedding table
+    qkv_bias: bool = False  # biases of the query, key and value projections
+    rope_base: float = 10000.0  # base of the RoPE frequencies (rope_theta)
+    rope_scale: float = 1.0  # divisor of positions (linear RoPE scaling)
 
     @property
     def head_size(self) -> int:
-        """Features of one attention head."""
+        """Features per attention head."""
         return self.head_dim or self.d_model // self.n_heads
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         super().check()
         self.require_positive("n_kv_heads", "rope_base", "rope_scale")
         require_range("model", self, head_dim=f"[0,{MAX_INT}]")
@@ -44,19 +44,19 @@ class RotaryModel(LanguageModel):
             raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")
         if self.head_size % 2:
             raise UserError(f"{given}: rope rotates pairs, so the size of a head must be even")
-        self._check_turns()
+        self._check_angles()
 
-    def _check_turns(self, factors: Sequence[float] = ()) -> None:
-        """Raises UserError where the last position turns a pair by more radians than float32 can tell apart at all."""
+    def _check_angles(self, factors: Sequence[float] = ()) -> None:
+        """Raise UserError if rope's largest angle, in radians, exceeds what float32 can resolve."""
         slope = -2 / self.head_size * math.log10(self.rope_base)  # of the pairs' speeds, from 1 for the first
         fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
         if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MAX_INT):
             given = f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}"
-            raise UserError(f"{given}: position {self.context} would turn by more than {MAX_INT} radians")
+            raise UserError(f"{given}: position {self.context} would rotate by more than {MAX_INT} radians")
 
     def tensors(self) -> list[TensorSpec]:
-        """Embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0 (as in the original program)."""
+        """Return specs: embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0, as originally."""
         d, ff, q, kv = self.d_model, self.d_ff, self.n_heads * self.head_size, self.n_kv_heads * self.head_size
 
         def linear(name: str, outputs: int, inputs: int) -> TensorSpec:
@@ -80,28 +80,28 @@ class RotaryModel(LanguageModel):
         return specs
 
     def biases(self) -> dict[str, int]:
-        """The linears of a block that have a bias, and its size."""
+        """Return the size of each bias of a block, by linear."""
         kv = self.n_kv_heads * self.head_size
         return {"attn_q": self.n_heads * self.head_size, "attn_k": kv, "attn_v": kv} if self.qkv_bias else {}
 
     def factors(self) -> Sequence[float]:
-        """By how much slower each pair of features turns than rope_base says; empty: none does."""
+        """Return the frequency divisor of each pair of features; empty: all 1."""
         return ()
 
     def rotary(self) -> Rotary:
-        """How q and k are turned."""
+        """Return the rotary embedding of q and k."""
         return Rotary(self.rope_base, self.rope_scale, tuple(self.factors()), self.halves)
 
     def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
-        """What the first block reads [B, T, d]."""
+        """Return the input of the first block, [B, T, d]."""
         return ops.embed(table, tokens)
 
     def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """The middle of the feed-forward layer [B, T, d_ff]."""
+        """Return the hidden layer of the feed-forward layer, [B, T, d_ff]."""
         return ops.swiglu(gate, up)
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [B, T, vocab] of tokens [B, T]."""
+        """Return the logits [B, T, vocab] of tokens [B, T]."""
         x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         for i in range(self.n_layers):
             x = ops.block(self.block, x, p.block(i))
@@ -109,7 +109,7 @@ class RotaryModel(LanguageModel):
         return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
-        """What attention and the feed-forward layer make of x [B, T, d]."""
+        """Return the output of one block for x [B, T, d]."""
 
         def norm(x: Tensor, name: str) -> Tensor:
             return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)

@@ -1,4 +1,4 @@
-"""AdamW's settings: its two modes."""
+"""AdamW as an optimiser plugin, in its two modes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AdamWOptimiser(Optimiser):
 
     mode: str = "auto"  # from_scratch (constant betas) | lora (bias correction, as in PyTorch) | auto (the recipe's)
     beta1: float = 0.9  # decay of the first moment; 0 only in mode lora
-    beta2: float | None = None  # and of the second; null: 0.95 in mode from_scratch, 0.999 in mode lora
-    eps: float = 1e-8  # added to the root of the second moment
+    beta2: float | None = None  # decay of the second moment; null: 0.95 in mode from_scratch, 0.999 in mode lora
+    eps: float = 1e-8  # added to the square root of the second moment
 
     def check(self) -> None:
         super().check()
@@ -28,7 +28,7 @@ class AdamWOptimiser(Optimiser):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
     def with_mode(self, mode: str) -> AdamWOptimiser:
-        """In `mode` unless one was chosen, with the mode's beta2; UserError for a beta that the mode cannot take."""
+        """Return the settings with `mode`, unless one was chosen, and its default beta2. Raise UserError if invalid."""
         mode = mode if self.mode == "auto" else self.mode
         merged = dataclasses.replace(self, mode=mode, beta2=DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2)
         merged.adamw.check()
@@ -36,7 +36,7 @@ class AdamWOptimiser(Optimiser):
 
     @property
     def adamw(self) -> AdamW:
-        """The rule that these settings describe; its mode is unset until `with_mode` sets it."""
+        """The rule with these settings; its mode is unset until `with_mode` sets it."""
         mode = None if self.mode == "auto" else self.mode
         beta2 = self.beta2 if self.beta2 is not None else DEFAULT_BETA2[mode or FROM_SCRATCH]
         return AdamW(beta1=self.beta1, beta2=beta2, eps=self.eps, weight_decay=self.weight_decay, mode=mode)
@@ -58,6 +58,6 @@ class AdamWOptimiser(Optimiser):
         return f"AdamW mode {self.mode}"
 
     def describe(self, lr: float) -> dict[str, Any]:
-        """The rule's own fields, and what all optimisers are set by."""
+        """Return the rule's fields, and the settings common to all optimisers."""
         shared = {k: getattr(self, k) for k in ("grad_clip", "accumulate", "groups")}
         return {"name": self.name, **dataclasses.asdict(dataclasses.replace(self.adamw, lr=lr)), **shared}

@@ -1,4 +1,4 @@
-"""Muon, by which matrices move along their orthogonalised momentum, and Adafactor, which keeps sums of theirs."""
+"""Muon, which orthogonalises the momentum of matrices, and Adafactor, which factorises their second moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toyexp import DEFAULT_BETA2, LORA, AdamW, Arithmetic, Optimiser, Rule
 from toyexp.base import require_choice, require_range
 
 SCALES = ("match_adamw", "original")
-# Of the polynomial a x + b x^3 + c x^5, whose slope at 0 is as steep as it can be (Jordan 2024).
+# Coefficients of a x + b x^3 + c x^5, chosen for the steepest slope at 0 (Jordan 2024).
 A, B, C = 3.4445, -4.7750, 2.0315
 TINY = 1e-7
 
@@ -21,15 +21,15 @@ class Muon(Optimiser):
     """Muon on the blocks' matrices (Jordan 2024), AdamW on the rest."""
 
     name: ClassVar[str] = "muon"
-    title: ClassVar[str] = "Muon, and AdamW mode lora for what is no matrix of a block"
+    title: ClassVar[str] = "Muon for matrices of blocks, AdamW mode lora for the rest"
 
-    momentum: float = 0.95  # share of the memory that is kept
-    nesterov: bool = True  # look ahead by the momentum
-    iterations: int = 5  # of Newton-Schulz; each brings the singular values nearer to 1
-    scale: str = "match_adamw"  # of a step: match_adamw (at the lr that suits AdamW; Liu et al. 2025) | original
-    adamw_lr: float | None = None  # base learning rate of the rest; null: lr
-    adamw_beta1: float = 0.9  # of the rest: decay of the first moment
-    adamw_beta2: float = DEFAULT_BETA2[LORA]  # and of the second; with bias correction
+    momentum: float = 0.95  # decay of the momentum
+    nesterov: bool = True  # use Nesterov momentum
+    iterations: int = 5  # number of Newton-Schulz iterations
+    scale: str = "match_adamw"  # scale of a step: match_adamw (same lr as AdamW; Liu et al. 2025) | original
+    adamw_lr: float | None = None  # base learning rate of tensors trained by AdamW; null: lr
+    adamw_beta1: float = 0.9  # AdamW's decay of the first moment
+    adamw_beta2: float = DEFAULT_BETA2[LORA]  # AdamW's decay of the second moment, with bias correction
 
     def check(self) -> None:
         super().check()
@@ -38,49 +38,52 @@ class Muon(Optimiser):
         require_range("optim", self, iterations="[1,20]", adamw_lr="[0,inf)")
 
     def rules(self) -> Sequence[Rule]:
-        """Itself, then AdamW with bias correction."""
+        """Return Muon, then AdamW with bias correction."""
         return self, AdamW(beta1=self.adamw_beta1, beta2=self.adamw_beta2, mode=LORA)
 
     def base_lr(self, rule: Rule) -> float | None:
-        """That of AdamW's part."""
+        """Return `adamw_lr` for the AdamW rule."""
         return None if rule is self else self.adamw_lr
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Matrices inside blocks: embeddings and the output are no maps between features."""
+        """Return True for matrices inside blocks, but not for embeddings and the output layer."""
         return len(shape) == 2 and name.startswith("blk.")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """The running mean of gradients."""
+        """Return the shape of the momentum."""
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """The rate, what decay leaves of a weight, and the momentum."""
+        """Return the learning rate, the factor of weight decay, and the momentum."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """m = momentum m + (1 - momentum) g; w = w (1 - lr wd) - lr scale orthogonal(m, or one step ahead of it)."""
+        """Apply m = momentum m + (1 - momentum) g; w = w (1 - lr wd) - lr scale orthogonal(m).
+
+        With Nesterov momentum, m is blended with g once more before it is orthogonalised.
+        """
         m = ops.blend(g, state["m"], n["momentum"])
         direction = ops.blend(g, m, n["momentum"]) if self.nesterov else m
         rows, columns = w.shape
-        # An orthogonal matrix has a root mean square of 1/sqrt(max(rows, columns)), AdamW's steps one of 0.2 or so.
+        # An orthogonal matrix has RMS 1/sqrt(max(rows, columns)); AdamW's steps have an RMS of about 0.2.
         size = math.sqrt(max(1, rows / columns)) if self.scale == "original" else 0.2 * math.sqrt(max(rows, columns))
         step = ops.scale(ops.scale(orthogonal(ops, direction, self.iterations), size), n["lr"])
         return ops.sub(ops.scale(w, n["kept"]), step), {"m": m}
 
 
 def orthogonal(ops: Arithmetic, x: Any, iterations: int) -> Any:
-    """The orthogonal matrix next to x, nearly: its singular values come to lie around 1, from 0.7 to 1.2.
+    """Return an approximation of the orthogonal matrix nearest to x; its singular values are from 0.7 to 1.2.
 
-    x / |x|, then `iterations` times a x + (b x x^T + c (x x^T)^2) x (Jordan 2024), on the side that is shorter.
+    x / |x|, then `iterations` times a x + (b x x^T + c (x x^T)^2) x (Jordan 2024), on the shorter side.
     """
-    turned = x.shape[0] > x.shape[1]
-    x = ops.transpose(x) if turned else x
+    is_tall = x.shape[0] > x.shape[1]
+    x = ops.transpose(x) if is_tall else x
     x = ops.div(x, ops.shift(ops.sqrt(ops.sum(ops.square(x))), TINY))
     for _ in range(iterations):
-        square = ops.matmul(x, x)  # x x^T, symmetric: times another it needs no transpose
+        square = ops.matmul(x, x)  # x x^T is symmetric, so its square needs no transpose
         polynomial = ops.add(ops.scale(square, B), ops.scale(ops.matmul(square, square), C))
         x = ops.add(ops.scale(x, A), ops.matmul(polynomial, ops.transpose(x)))
-    return ops.transpose(x) if turned else x
+    return ops.transpose(x) if is_tall else x
 
 
 # -- Adafactor ---------------------------------------------------------------------------------------------------------
@@ -88,33 +91,33 @@ def orthogonal(ops: Arithmetic, x: Any, iterations: int) -> Any:
 
 @dataclass
 class Adafactor(Optimiser):
-    """Adafactor (Shazeer and Stern 2018): AdamW's steps with next to no memory; lr is relative to a tensor's size."""
+    """Adafactor (Shazeer and Stern 2018): similar to AdamW with little memory; lr is relative to the tensor's RMS."""
 
     name: ClassVar[str] = "adafactor"
     title: ClassVar[str] = "Adafactor"
 
-    beta2_decay: float = -0.8  # at step t the share of the memory that is kept is 1 - t^beta2_decay
+    beta2_decay: float = -0.8  # at step t, beta2 = 1 - t^beta2_decay
     eps1: float = 1e-30  # added to the squared gradient
-    eps2: float = 1e-3  # least size of a tensor that lr is relative to
-    clip: float = 1.0  # largest root mean square of an update
+    eps2: float = 1e-3  # minimum RMS of a tensor that lr is relative to
+    clip: float = 1.0  # maximum RMS of an update
 
     def check(self) -> None:
         super().check()
         require_range("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """The mean squares of a matrix's rows and of its columns; of anything else, of each number."""
+        """Return the shapes of the second moment: of rows and columns for a matrix, else of each element."""
         return {"row": (shape[0], 1), "column": (1, shape[1])} if len(shape) == 2 else {"v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """The relative rate, what decay leaves of a weight, and the share of the memory that is kept."""
+        """Return the relative learning rate, the factor of weight decay, and beta2."""
         t = step + 1
         return {"lr": min(lr, 1 / math.sqrt(t)), "kept": 1 - lr * weight_decay, "beta2": 1 - t**self.beta2_decay}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """Algorithms 4 and 5: u = g / sqrt(v), held to `clip`; w = w (1 - lr wd) - lr max(eps2, rms(w)) u.
+        """Apply algorithms 4 and 5: u = g / sqrt(v), with RMS up to `clip`; w = w (1 - lr wd) - lr max(eps2, rms(w)) u.
 
-        A matrix's v is row column / mean(row).
+        For a matrix, v = row column / mean(row).
         """
         squares = ops.shift(ops.square(g), self.eps1)
         if "v" in state:
@@ -122,16 +125,16 @@ class Adafactor(Optimiser):
             state, u = {"v": v}, ops.div(g, ops.sqrt(v))
         else:
             row = ops.blend(ops.mean_last(squares), state["row"], n["beta2"])
-            across = ops.mean_last(ops.transpose(squares))
-            column = ops.blend(ops.transpose(across), state["column"], n["beta2"])
+            column_means = ops.mean_last(ops.transpose(squares))
+            column = ops.blend(ops.transpose(column_means), state["column"], n["beta2"])
             share = ops.div(row, ops.mean(row))
-            # One root after the other: the product of two mean squares may be below what float32 holds.
+            # Separate square roots, because the product of two mean squares may underflow in float32.
             state, u = {"row": row, "column": column}, ops.div(ops.div(g, ops.sqrt(share)), ops.sqrt(column))
-        held = ops.at_least(ops.scale(self._rms(ops, u), 1 / self.clip), 1.0)
-        rate = ops.div(ops.scale(ops.at_least(self._rms(ops, w), self.eps2), n["lr"]), held)
+        divisor = ops.at_least(ops.scale(self._rms(ops, u), 1 / self.clip), 1.0)
+        rate = ops.div(ops.scale(ops.at_least(self._rms(ops, w), self.eps2), n["lr"]), divisor)
         return ops.sub(ops.scale(w, n["kept"]), ops.mul(u, rate)), state
 
     @staticmethod
     def _rms(ops: Arithmetic, x: Any) -> Any:
-        """The root of the mean square, [1]."""
+        """Return the root mean square, [1]."""
         return ops.sqrt(ops.mean(ops.square(x)))

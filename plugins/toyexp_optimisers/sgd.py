@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, and Lion: steps of one size, along the sign."""
+"""Stochastic gradient descent, and Lion, whose steps have the sign of the momentum."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from toyexp.base import require_range
 
 @dataclass
 class SGD(Optimiser):
-    """SGD, with momentum (Polyak 1964) or Nesterov's; weight decay is decoupled."""
+    """SGD with momentum (Polyak 1964) or Nesterov momentum, and decoupled weight decay."""
 
     name: ClassVar[str] = "sgd"
     elementwise: ClassVar[bool] = True
 
-    momentum: float = 0.9  # share of the last direction that is kept; 0: none, and no memory for it
-    nesterov: bool = False  # look ahead by the momentum (Sutskever et al. 2013, as in PyTorch)
+    momentum: float = 0.9  # momentum; 0: none, without memory for it
+    nesterov: bool = False  # use Nesterov momentum (Sutskever et al. 2013, as in PyTorch)
 
     def check(self) -> None:
         super().check()
@@ -32,15 +32,15 @@ class SGD(Optimiser):
         return f"SGD, {kind} {self.momentum:g}" if self.momentum else "SGD"
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """The direction of the last step."""
+        """Return the shape of the momentum."""
         return {"m": shape} if self.momentum else {}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """The rate, what decay leaves of a weight, and the momentum."""
+        """Return the learning rate, the factor of weight decay, and the momentum."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """m = momentum m + g; w = w (1 - lr wd) - lr m, or with Nesterov - lr (g + momentum m)."""
+        """Apply m = momentum m + g; w = w (1 - lr wd) - lr m, or with Nesterov - lr (g + momentum m)."""
         if self.momentum:
             m = ops.add(ops.scale(state["m"], n["momentum"]), g)
             g, state = ops.add(g, ops.scale(m, n["momentum"])) if self.nesterov else m, {"m": m}
@@ -49,29 +49,29 @@ class SGD(Optimiser):
 
 @dataclass
 class Lion(Optimiser):
-    """Lion (Chen et al. 2023): the sign of a momentum; wants an lr 3 to 10 times below AdamW's."""
+    """Lion (Chen et al. 2023): steps along the sign of the momentum; needs an lr 3 to 10 times below AdamW's."""
 
     name: ClassVar[str] = "lion"
     title: ClassVar[str] = "Lion"
     elementwise: ClassVar[bool] = True
 
-    beta1: float = 0.9  # share of the memory in a step's direction
-    beta2: float = 0.99  # share of the memory that is kept
+    beta1: float = 0.9  # weight of the momentum in a step's direction
+    beta2: float = 0.99  # decay of the momentum
 
     def check(self) -> None:
         super().check()
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """The running mean of gradients."""
+        """Return the shape of the momentum."""
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """The rate, what decay leaves of a weight, and the two betas."""
+        """Return the learning rate, the factor of weight decay, and the two betas."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "beta1": self.beta1, "beta2": self.beta2}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """w = w (1 - lr wd) - lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g."""
+        """Apply w = w (1 - lr wd) - lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g."""
         direction = ops.sign(ops.blend(g, state["m"], n["beta1"]))
         m = ops.blend(g, state["m"], n["beta2"])
         return ops.sub(ops.scale(w, n["kept"]), ops.scale(direction, n["lr"])), {"m": m}

@@ -1,4 +1,4 @@
-"""Training on: every weight starts from a GGUF file; and what all recipes share that start from a whole model."""
+"""Recipes that start from a whole model in a GGUF file, and the recipe that trains all its weights."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, 
 
 @dataclass
 class FromBase(Recipe):
-    """A recipe whose model, with all its values and its tokenizer, comes from a GGUF file, which is only read."""
+    """Base of recipes whose model, initial values and tokenizer come from a GGUF file, which is only read."""
 
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
     optim_mode: ClassVar[str] = LORA
     starts_from: ClassVar[str] = "base"
 
-    base: str | None = None  # what to start from: a GGUF or another format that is read, a run, or a checkpoint
+    base: str | None = None  # model to start from: a model file, a run's directory, or a checkpoint
 
     def check(self) -> None:
-        """Raises UserError when no base is given."""
+        """Raise UserError if no base is set."""
         if not self.base:
-            raise UserError(f"recipe={self.name} starts from a model in a GGUF file: add recipe.base=model.gguf")
+            raise UserError(f"recipe={self.name} needs a model file to start from: add recipe.base=model.gguf")
 
     def base_file(self) -> Path | None:
-        """The base."""
+        """Return the base's GGUF file."""
         return toyexp.find_model_file(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
-        """The base, whose tokens alone mean something to it."""
+        """Return the base, because its embedding matches only its own token ids."""
         return self.base_file()
 
     def origin(self) -> tuple[str, str] | None:
-        """The base."""
+        """Return the base."""
         return "base", str(self.base_file())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That the data's ids are not those of the base."""
+        """Warn if the data's token ids differ from those of the base."""
         path = self.base_file()
-        return other_tokens("base", path, preview) if path else ()
+        return token_mismatch_warnings("base", path, preview) if path else ()
 
     def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
         return PlanTensor(spec.name, spec.shape, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
 
 
-def other_tokens(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
-    """A warning where an id of the data stands for another token than in the file whose embedding it chooses from."""
+def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
+    """Yield a warning if the data's token ids stand for other tokens than in the file with the embedding."""
     tokenizer = preview.dataset.tokenizer
     if tokenizer is None:
         return
@@ -56,32 +56,35 @@ def other_tokens(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
     tokens = file.metadata["tokenizer.ggml.tokens"] if toyexp.formats.has_text(file) else []
     if tokens and tokens[: tokenizer.vocab] != list(tokenizer.pieces):
         yield (
-            f"data.tokenizer={preview.config['data'].get('tokenizer')}: its ids stand for other tokens than in the "
-            f"{role}, whose embedding is of no use for them; leave data.tokenizer out for the {role}'s own"
+            f"data.tokenizer={preview.config['data'].get('tokenizer')}: its token ids differ from those of the {role}, "
+            f"so the {role}'s embedding does not fit them; remove data.tokenizer to use the {role}'s tokenizer"
         )
 
 
-EMBEDDINGS = ("token_embd.weight", "position_embd.weight", "v.position_embd.weight")  # the last a ViT's
+EMBEDDINGS = ("token_embd.weight", "position_embd.weight", "v.position_embd.weight")  # the last one in a ViT
 
 
 @dataclass
 class Full(FromBase):
-    """All weights of a GGUF model, trained further."""
+    """Fine-tune all weights of a GGUF model."""
 
     name: ClassVar[str] = "full"
     hint: ClassVar[str] = "lr=1e-4"
 
-    train_embeddings: bool = True  # false keeps the token and position embeddings as they are
-    new_head: bool = False  # of a classifier: a new output layer, for the classes of the data in place of the base's
+    train_embeddings: bool = True  # false: freeze token and position embeddings
+    new_head: bool = False  # classifiers: replace the output layer by a new one for the data's classes
 
     def prepare_base(self, model: Model) -> Model:
-        """With a new head the classes are the data's; UserError for a model that has none."""
+        """Take the number of classes from the data if `new_head` is set.
+
+        Raise UserError for a model without classes.
+        """
         if self.new_head and "classes" not in model.settings():
-            raise UserError(f"recipe.new_head=true: is for classifiers, and a {model.name} has no classes")
+            raise UserError(f"recipe.new_head=true: applies to classifiers only; model={model.name} has no classes")
         return replace(model, **({"classes": 0} if self.new_head else {}))
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Every tensor of the model from the base, but for those of a new head."""
+        """Return all tensors with the base's values, except those of a new head."""
         frozen, head = () if self.train_embeddings else EMBEDDINGS, self._head(model)
         return setup.plan(model, [
             PlanTensor(t.name, t.shape, t.init) if t.name in head else self._from_base(t, t.name not in frozen)
@@ -89,7 +92,7 @@ class Full(FromBase):
         ])  # fmt: skip
 
     def _head(self, model: Model) -> set[str]:
-        """The tensors of a new head: those that one more class makes larger."""
+        """Return the names of a new head's tensors: those whose shape depends on the number of classes."""
         if not self.new_head:
             return set()
         larger = replace(model, classes=model.settings()["classes"] + 1)  # type: ignore[call-arg]

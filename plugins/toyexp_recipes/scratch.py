@@ -1,4 +1,4 @@
-"""Training from random values."""
+"""Recipes that train from random values."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DONOR = Path(__file__).parent / "assets" / "donor.gguf"
 
 @dataclass
 class Scratch(Recipe):
-    """All weights from random values."""
+    """Train all weights from random values."""
 
     name: ClassVar[str] = "scratch"
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
 
-    init: str = "default"  # initial values: default (drawn by name) | toy (as the original draws llama and gpt2)
+    init: str = "default"  # initial values: default (random by tensor name) | toy (as in the original program)
 
     def check(self) -> None:
-        """Raises UserError for an unknown initialiser."""
+        """Raise UserError for an unknown initialiser."""
         require_choice("recipe", self, init=INITS)
 
     def vocabulary(self) -> Path | None:
-        """The small donor's tokenizer, so that losses compare with recipe=warm."""
+        """Return the small donor, for its tokenizer, so that losses are comparable with recipe=warm."""
         return DONOR
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Every tensor of the model, trainable, from its own initialiser."""
+        """Return all tensors, trainable, with the model's own initialisers."""
         if self.init == "toy":
             from toyexp_recipes import original
 
@@ -42,7 +42,7 @@ class Scratch(Recipe):
         return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
 
     def warm(self, session: Session) -> None:
-        """Uploads the original's initial values, if they were asked for."""
+        """Upload the original program's initial values if `init` is toy."""
         if self.init == "toy":
             from toyexp_recipes import original
 
@@ -51,22 +51,22 @@ class Scratch(Recipe):
 
 @dataclass
 class VitTiny(Recipe):
-    """An image classifier, all weights from random values."""
+    """Train an image classifier from random values."""
 
     name: ClassVar[str] = "vit_tiny"
     reads: ClassVar[tuple[Kind, ...]] = (IMAGES,)
 
-    init_scale: float = 1.0  # multiplies the initial values of the blocks' matrices
+    init_scale: float = 1.0  # factor of the initial values of the blocks' matrices
 
     def check(self) -> None:
-        """Raises UserError for a scale that is no number above 0."""
+        """Raise UserError unless the scale is above 0."""
         require_positive("recipe.init_scale", self.init_scale)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Every tensor of the model, trainable, from its own initialiser."""
-        return setup.plan(model, [self._planned(t) for t in model.tensors()])
+        """Return all tensors, trainable, with the model's own initialisers."""
+        return setup.plan(model, [self._plan_tensor(t) for t in model.tensors()])
 
-    def _planned(self, spec: TensorSpec) -> PlanTensor:
+    def _plan_tensor(self, spec: TensorSpec) -> PlanTensor:
         values = spec.init
         if ".blk." in spec.name and isinstance(values, Normal):
             values = replace(values, std=values.std * self.init_scale)

@@ -217,7 +217,7 @@ EMPTY = [
         "steps", "name", "checkpoint_best", "optim.mode", "hydra.run.dir", "sweep.resume", "data.tokenizer",
     )),
     ("recipe=warm recipe.donor=", "recipe.donor=: is empty", "leave it out"),
-    ("recipe=warm recipe.donor=''", "recipe.donor='': names no file"),
+    ("recipe=warm recipe.donor=''", "recipe.donor='': is empty"),
     ("recipe=lora recipe.base=", "recipe.base=: is empty"),
     ("recipe=lora recipe.base=''", "add recipe.base=model.gguf"),
     ("data=text data.path=", "data.path=: is empty"),

@@ -110,7 +110,7 @@ IDLE = {
         "data=jsonl data.path=lines.jsonl",
     ),
     "another's tokens, from a donor": (
-        "recipe=warm", ["data.tokenizer=byte: its ids stand for other tokens"], "recipe=warm data.tokenizer=auto",
+        "recipe=warm", ["data.tokenizer=byte: its token ids differ"], "recipe=warm data.tokenizer=auto",
     ),
     "another's tokens, in a base": (
         f"recipe=full {BASE} data.tokenizer=byte", ["data.tokenizer=byte"], f"recipe=full {BASE}",

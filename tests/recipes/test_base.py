@@ -153,8 +153,8 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("recipe=lora", "recipe=lora starts from a model in a GGUF file: add recipe.base=model.gguf"),
-        ("recipe=full", "recipe=full starts from a model in a GGUF file: add recipe.base=model.gguf"),
+        ("recipe=lora", "recipe=lora needs a model file to start from: add recipe.base=model.gguf"),
+        ("recipe=full", "recipe=full needs a model file to start from: add recipe.base=model.gguf"),
         ("recipe=lora recipe.base=nowhere.gguf", "nowhere.gguf: not found"),
         ("recipe=lora recipe.base=book.txt", "book.txt: is not a GGUF file"),
         ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
@@ -338,7 +338,7 @@ def test_what_our_model_cannot_represent_is_named(model, header, said):
     ("model", "said"),
     [
         (replace(QWEN2, head_dim=32), "in llama.cpp's qwen2 heads have d_model / n_heads features"),
-        (replace(GEMMA, tied=False), "gemma has no output layer but its embedding"),
+        (replace(GEMMA, tied=False), "gemma requires model.tied=true"),
         (
             replace(LLAMA, rope_factors=[1.0] * 3),
             "model.rope_factors holds 3 numbers; heads of 16 features take 8",

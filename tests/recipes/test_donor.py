@@ -38,7 +38,7 @@ def test_a_run_names_the_file_it_starts_from(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.gguf").write_bytes(ASSET.read_bytes())
     told = {
-        "recipe=warm": f"donor   toyexp's own small one, {ASSET}",
+        "recipe=warm": f"donor   toyexp's own small donor, {ASSET}",
         "recipe=warm recipe.donor=mine.gguf": "donor   mine.gguf",
         "recipe=full recipe.base=mine.gguf": "base    mine.gguf",
         "recipe=scratch": None,

@@ -222,7 +222,7 @@ def test_a_models_own_name_of_a_linear_wins_over_what_that_is_short_for():
     [
         ("llama", {"targets": ["attn_w"]}, "did you mean attn_"),
         ("llama", {"targets": ["attn_norm"]}, "recipe.targets="),
-        ("llama", {"targets": ["output"]}, "[output]: is no linear of a block; there is: attn_k, "),
+        ("llama", {"targets": ["output"]}, "[output]: is not a linear of a block; there is: attn_k, "),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
         ("gpt2", {"targets": ["q"]}, "did you mean attn_qkv"),
         ("llama", {"targets": ["model.layers.9.self_attn.q_proj"]}, "self_attn.q_proj]: there is: attn_k, "),
@@ -306,7 +306,7 @@ def test_dropout_acts_on_training_and_not_on_looking(tmp_path, engine):
 
 def test_an_engine_that_forgets_the_batch_is_told(tmp_path):
     _, plan = planned(tmp_path, "llama", dropout=0.4)
-    with pytest.raises(UserError, match=r"plan\.params needs the batch"):
+    with pytest.raises(UserError, match=r"pass the batch to plan"):
         plan.params({t.name: None for t in plan.tensors})
 
 

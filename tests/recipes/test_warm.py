@@ -143,10 +143,10 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
     assert "text.gguf: is not a GGUF file" in error(donor=str(tmp_path / "text.gguf"))
     assert "width mismatch: expected 32 (model.d_model), the donor has 48" in error(donor=str(path), lens="none")
     small, _ = make_donor(tmp_path / "small.gguf", rows=7)
-    assert "too few rows: expected at least 40, it has 7" in error(donor=str(small))
+    assert "too few rows: expected at least 40, got 7" in error(donor=str(small))
     assert "did you mean pca?" in error(donor=str(path), lens="pcaa")
     narrow, _ = make_donor(tmp_path / "narrow.gguf", width=16)
-    assert "is more than the donor's 16 directions" in error(donor=str(narrow), lens="pca")
+    assert "exceeds the donor's width 16" in error(donor=str(narrow), lens="pca")
 
     from gguf import GGUFWriter
 

@@ -137,10 +137,10 @@ def test_a_new_head_is_of_the_datas_classes_and_all_else_of_the_base(capsys):
     ("recipe=full recipe.base=run data=images data.path=cats data.image_size=8 data.color=false data.val_fraction=0.5",
      "the data has the class cat, and the model knows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; to train a new output layer for "
      "them: recipe=full recipe.new_head=true"),
-    ("recipe=full recipe.base=text.gguf recipe.new_head=true", "recipe.new_head=true: is for classifiers, and a llama"),
+    ("recipe=full recipe.base=text.gguf recipe.new_head=true", "recipe.new_head=true: applies to classifiers only"),
     ("recipe=full recipe.base=run data=images data.path=some data.image_size=16 data.color=false",
      "model.image_size=8: the data has 16; type data.image_size=8 for data=images"),
-    ("recipe=lora recipe.base=run data=digits recipe.dropout=0.1", "recipe.dropout=0.1: is for models of text"),
+    ("recipe=lora recipe.base=run data=digits recipe.dropout=0.1", "recipe.dropout=0.1: applies to text models only"),
     ("recipe=lora recipe.base=run data=digits recipe.targets=[gate]", "recipe.targets=[gate]"),
     ("recipe=full recipe.base=run model.d_model=64 data=digits", "model.d_model=64: recipe=full takes the model from"),
     ("recipe=full recipe.base=run", "model=vit reads images; data=stdlib gives tokens"),

@@ -1,11 +1,11 @@
-"""The data that ships with toyexp."""
+"""Data sets that ship with toyexp."""
 
 from toyexp import Register, hookimpl
 
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """stdlib, text, jsonl, tokens, random, digits and images."""
+    """Register stdlib, text, jsonl, tokens, random, digits and images."""
     from toyexp_data.images import Digits, Images
     from toyexp_data.jsonl import Jsonl
     from toyexp_data.text import Stdlib, Text

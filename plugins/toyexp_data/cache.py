@@ -1,4 +1,4 @@
-"""A cache of token ids, in files that are mapped, and of what is known of a text; it never fails a run."""
+"""Cache of token ids (in mapped files) and of facts about texts. A cache failure never fails a run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from toyexp.base import cache_dir, open_file, read_file
 if TYPE_CHECKING:
     import numpy as np
 
-HEADER = 512  # bytes in front of the ids
-BLOCK = 1 << 20  # bytes of ids that one checksum is of
-CHECK_BLOCKS = 64  # blocks that are checked when a file is opened: all of a small file, of a large one evenly spread
-MAX_AGE = 24 * 3600  # seconds after which nobody goes on with a temporary file
+HEADER = 512  # bytes before the ids
+BLOCK = 1 << 20  # bytes of ids per checksum
+CHECK_BLOCKS = 64  # blocks verified when a file is opened, evenly spread
+MAX_AGE = 24 * 3600  # seconds after which a temporary file is deleted
 
 
 def _cache_path(kind: str, key: str, suffix: str) -> Path | None:
@@ -33,7 +33,7 @@ def _cache_path(kind: str, key: str, suffix: str) -> Path | None:
 
 
 class _WriteFailed(Exception):
-    """What is kept cannot be written, which is another thing than a text that cannot be read."""
+    """The cache cannot be written; not an error of the text being read."""
 
 
 @contextlib.contextmanager
@@ -46,11 +46,11 @@ def _disk_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _write_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is there under its name once all of it is written, and else not at all."""
+    """Yield a file that gets its name once it is complete, or is removed."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with _disk_errors():
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(".*.tmp"):  # of a process that was killed
+        for left in path.parent.glob(".*.tmp"):  # left by a killed process
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > MAX_AGE:
                     left.unlink()
@@ -61,17 +61,17 @@ def _write_file(path: Path) -> Iterator[IO[bytes]]:
             file.close()
             temporary.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # what a full disk did not take
+        with contextlib.suppress(OSError):  # a full disk fails to flush
             file.close()
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-# -- what is known ----------------------------------------------------------------------------------------------------
+# -- facts ------------------------------------------------------------------------------------------------------------
 
 
 def recall(kind: str, key: str) -> dict[str, Any] | None:
-    """What was remembered under the key, if it is there and whole."""
+    """Return the facts stored under a key, or None if they are missing or damaged."""
     path = _cache_path(kind, key, "json")
     with contextlib.suppress(OSError, ValueError, UserError):
         digest, _, text = read_file(path).decode().partition("\n") if path else ("", "", "")
@@ -82,7 +82,7 @@ def recall(kind: str, key: str) -> dict[str, Any] | None:
 
 
 def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
-    """Keeps plain data under the key."""
+    """Store facts (plain data) under a key."""
     path = _cache_path(kind, key, "json")
     text = json.dumps(facts)
     if path:
@@ -95,14 +95,14 @@ def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PackedIds:
-    """Parts of a text as arrays of ids that cannot be written to, and the SHA-256 of all of them as int32."""
+    """Parts of a text as read-only arrays of ids, and the SHA-256 of all ids as int32."""
 
     parts: list[np.ndarray]
     sha256: str
 
 
 def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray]]]) -> PackedIds:
-    """Return mapped parts kept under the key, or what `make` gives, kept in a file or, without room, in memory."""
+    """Return the cached ids of a key, mapped; or the ids that `make` yields, cached in a file or else in memory."""
     path = _cache_path("tokens", key, "ids")
     if path:
         damaged = (OSError, ValueError, LookupError, TypeError, UserError, _WriteFailed)
@@ -148,7 +148,7 @@ def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) ->
 
 
 def _parts(view: memoryview) -> PackedIds:
-    """The ids in a file of the cache; ValueError, LookupError or TypeError for one that is damaged."""
+    """Return the ids of a cache file; raise ValueError, LookupError or TypeError if it is damaged."""
     import numpy as np
 
     head = bytes(view[:HEADER]).rstrip()

@@ -1,4 +1,4 @@
-"""Prompts and conversations as text, cut into what is learned and what is only read."""
+"""Prompts and conversations as text, split into parts that are learned and parts that are only read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from toyexp import Tokenizer
 
-# What `plain` does, for those who run the exported model.
+# The chat template of `plain_rows`, exported with the model.
 PLAIN_TEMPLATE = (
     r"{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
     r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -22,46 +22,46 @@ PLAIN_TEMPLATE = (
 
 
 class BadExample(UserError):
-    """A line that is no example to learn from, and why."""
+    """A line that is not a usable training example, with the reason."""
 
 
 class Message(NamedTuple):
-    """One turn of a conversation; `further` is what else it holds for the template, such as the calls of tools."""
+    """One turn of a conversation; `further` has its other keys for the template, such as tool calls."""
 
     role: str
-    content: str | None  # None: it says nothing, but for what `further` holds
+    content: str | None  # None: the message only has what `further` holds
     further: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def said(self) -> str:
-        """The content, or nothing."""
+        """The content, or ""."""
         return self.content or ""
 
     def fields(self) -> dict[str, Any]:
-        """The message as a template is given it."""
+        """Return the message as a template receives it."""
         content = {} if self.content is None else {"content": self.content}
         return {"role": self.role, **content, **self.further}
 
 
 class Part(NamedTuple):
-    """A piece of an example's text that is learned, or only read."""
+    """A piece of an example's text that is learned or only read."""
 
     text: str
     learned: bool
-    end: bool = False  # an end-of-text token follows, learned as the text is
-    special: bool = False  # control tokens are spelled out in the text
+    end: bool = False  # an end-of-text token follows, learned if the text is
+    special: bool = False  # the text has control tokens spelled out
 
 
 class Rows(NamedTuple):
-    """A line's example as rows of parts, and what a chat template did to it."""
+    """Rows of parts made from one example, and what the chat template changed."""
 
     rows: list[list[Part]]
-    not_as_asked: int = 0  # answers that the template begins otherwise than when it asks for one
-    thoughts_dropped: int = 0  # answers without what was thought before them
+    not_as_asked: int = 0  # answers that do not begin with the template's generation prompt
+    thoughts_dropped: int = 0  # answers whose reasoning the template drops
 
 
 class Example(NamedTuple):
-    """A tokenized example: int32 ids, which are learned (never the first), and boundaries that `split` a token."""
+    """Tokenized example: int32 ids, which are learned (never the first), and how many boundaries `split` a token."""
 
     ids: np.ndarray
     learned: np.ndarray
@@ -69,15 +69,15 @@ class Example(NamedTuple):
 
 
 def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
-    """A conversation in the plain format: a line with the role, then what was said, end-of-text after an answer."""
+    """Return a conversation in the plain format: role line, content, and end-of-text after an answer."""
     if tools:
-        raise BadExample("has tools, for which the plain format has no place")
+        raise BadExample("has tools, which the plain format does not support")
     parts, given = [], ""
     for number, message in enumerate(messages, 1):
         role, content = message.role, message.content
         if message.further or content is None:
             keys = ", ".join(printable(key, 20) for key in message.fields())
-            raise BadExample(f"message {number} holds {keys}; the plain format has role and content alone")
+            raise BadExample(f"message {number} holds {keys}; the plain format only supports role and content")
         given += f"{role}:\n"
         if role == "assistant":
             parts += [Part(given, False), Part(content, True, end=True)]
@@ -88,7 +88,7 @@ def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
 
 
 def iter_strings(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON, the keys of its objects among them."""
+    """Yield every string in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -100,7 +100,7 @@ def iter_strings(value: Any) -> Iterator[str]:
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
-    """Return the ids of parts, each tokenized alone as in a chat; BadExample if nothing of it is learned."""
+    """Return the ids of parts, each tokenized on its own as at inference; raise BadExample if none is learned."""
     import numpy as np
 
     ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
@@ -117,8 +117,8 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
         learned += [part.learned or everything] * (len(ids) - len(learned))
         before = found
     if not any(learned):
-        raise BadExample("holds nothing to learn once it is tokenized")
-    if learned[0]:  # something has to stand before the first token that is learned
+        raise BadExample("has no token to learn")
+    if learned[0]:  # the first learned token needs a token before it
         ids, learned = [tokenizer.eos, *ids], [False, *learned]
     last = len(learned) - learned[::-1].index(True)
     return Example(np.array(ids[:last], np.int32), np.array(learned[:last]), split)

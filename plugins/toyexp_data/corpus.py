@@ -1,4 +1,4 @@
-"""Text files on the disk: those that a path means, and what is taken of them, read from end to end and never whole."""
+"""Find text files, and read them in chunks without holding a whole file in memory."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from toyexp import UserError
 from toyexp.base import HEAD_SIZE, not_text_error, open_file, require_file, show_status, system_message, wrong_kind
 from toyexp_data.cache import recall, remember
 
-CHUNK = 1 << 20  # bytes that are read at once
+CHUNK = 1 << 20  # bytes per read
 NO_LIMIT = 1 << 62
-STATUS_EVERY = 500  # folders after which a person is told how far the search is
-ALL = "*"  # among the suffixes: files of every name
-SETTLE_TIME = 2.0  # seconds after which a change of a file shows in its times: file systems count in ticks of up to 2 s
+STATUS_EVERY = 500  # directories between updates of the search's status
+ALL = "*"  # suffix that matches all files
+SETTLE_TIME = 2.0  # seconds: the resolution of modification times is up to 2 s
 
 
 def chunks(path: Path) -> Iterator[str]:
-    """The text of a file, a chunk at a time; UserError naming the file and the byte that is not UTF-8, or NUL."""
+    """Yield a file's text in chunks; raise UserError with the file and byte for a NUL or invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_file(path) as file:
-        # What is written to it meanwhile is not read, and nothing of a file of /proc, some of which have no end.
+        # Later writes are ignored, and files in /proc are rejected, because some never end.
         size, done, start = os.fstat(file.fileno()).st_size, 0, b""
         if not size and path.resolve().is_relative_to("/proc"):
-            raise UserError(f"{path}: the system makes it up as it is read (/proc); it is no text file on a disk")
+            raise UserError(f"{path}: is a system file in /proc, not a text file on a disk")
         while done < size:
             try:
                 raw = file.read(min(CHUNK, size - done))
@@ -55,7 +55,7 @@ def chunks(path: Path) -> Iterator[str]:
 
 
 def slice_text(texts: Iterator[str], start: int, stop: int) -> Iterator[str]:
-    """The characters from `start` to `stop` of a text that comes in chunks, in chunks."""
+    """Yield the characters `start` to `stop` of a chunked text."""
     for text in texts:
         if start < len(text) and stop > 0:
             yield text[max(start, 0) : stop]
@@ -66,23 +66,23 @@ def slice_text(texts: Iterator[str], start: int, stop: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the text that is taken, without reading it again."""
+    """Cached facts about the text that is used."""
 
-    digest: str  # SHA-256 of the documents, one after another with NUL between
+    digest: str  # SHA-256 of the documents, joined by NUL
     documents: int
-    taken: int  # bytes
-    size: int  # bytes of all files that can be used
-    skipped: list[str]  # files that cannot be used, and why
+    taken: int  # bytes that are used
+    size: int  # bytes of all usable files
+    skipped: list[str]  # unusable files, each with the reason
 
     def omissions(self) -> list[str]:
-        """How much of how much is taken, and which key changes that."""
+        """Return how much of the text is used, and which files were skipped."""
         part = [f"{megabytes(self.taken, self.size)}: data.max_mb"] if self.taken < self.size else []
         count = len(self.skipped)
         return part + ([f"{count} skipped (data.on_error), such as {self.skipped[0]}"] if count else [])
 
 
 def megabytes(part: float, whole: float) -> str:
-    """Both in MB, with as many digits as tell them apart: 4.0 of 10.6 MB."""
+    """Format two sizes in MB with as many digits as tell them apart: 4.0 of 10.6 MB."""
     for digits in range(1, 7):
         shown = [f"{size / 1e6:.{digits}f}" for size in (part, whole)]
         if shown[0] != shown[1] and float(shown[0]):
@@ -91,7 +91,7 @@ def megabytes(part: float, whole: float) -> str:
 
 
 class Corpus:
-    """The text of files, up to `limit` characters; the last `fraction` of each is held out; `skip` unusable ones."""
+    """Text of files, up to `limit` characters; the last `fraction` of each is held out; `skip` unusable files."""
 
     def __init__(self, files: Sequence[Path], limit: int | None, fraction: float, skip: bool = False):
         self._files, self._limit, self._fraction, self._skip = files, limit, fraction, skip
@@ -100,7 +100,7 @@ class Corpus:
 
     @cached_property
     def facts(self) -> Facts:
-        """As they were found when these very files were read before, or as they are found by reading them."""
+        """Facts about the text, cached or from reading it."""
         known = recall("text", self._key)
         return Facts(**known) if known else self._survey[0]
 
@@ -132,38 +132,38 @@ class Corpus:
         return facts, documents
 
     def texts(self) -> Iterator[Iterator[str]]:
-        """What is taken of each document, in chunks."""
+        """Yield the used text of each document, in chunks."""
         return (slice_text(chunks(path), 0, count) for path, count in self._survey[1])
 
     def train(self) -> Iterator[Iterator[str]]:
-        """The first part of each document, in chunks."""
+        """Yield the training part of each document, in chunks."""
         return (slice_text(chunks(path), 0, self._cut(count)) for path, count in self._survey[1])
 
     def held_out(self) -> Iterator[Iterator[str]]:
-        """The last part of each document, in chunks."""
+        """Yield the held-out part of each document, in chunks."""
         return (slice_text(chunks(path), self._cut(count), count) for path, count in self._survey[1])
 
     def first_with(self, character: str) -> Path | None:
-        """The first file whose text, as far as it is taken, holds the character."""
+        """Return the first file whose used text contains the character."""
         texts = zip(self._survey[1], self.texts(), strict=True)
         return next((path for (path, _), text in texts if any(character in chunk for chunk in text)), None)
 
     def train_size(self) -> int:
-        """The characters of all first parts."""
+        """Return the number of characters in all training parts."""
         return sum(self._cut(count) for _, count in self._survey[1])
 
     def _cut(self, count: int) -> int:
         return count - int(count * self._fraction)
 
     def check_unchanged(self) -> None:
-        """Raises UserError when a file is another one than when this began: what was read is then of neither."""
+        """Raise UserError if a file changed since this object was made."""
         for path, found in self._stats.items():
-            if found.size and _stat(path) != found:  # those of /proc are empty, and always new
-                raise UserError(f"{path}: changed while it was read; start again when nobody writes it any more")
+            if found.size and _stat(path) != found:  # files in /proc are empty and always new
+                raise UserError(f"{path}: changed while it was read; start again when it is complete")
 
 
 def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
-    """How many characters and bytes of a file, at most `room` characters, went into the digest."""
+    """Add at most `room` characters of a file to a digest; return the characters and bytes added."""
     length = size = 0
     for text in slice_text(chunks(path), 0, room):
         raw = text.encode()
@@ -173,24 +173,24 @@ def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tu
 
 
 class Stat(NamedTuple):
-    """What changes when a file does."""
+    """Properties that change whenever a file changes."""
 
     size: int
-    is_changed: float  # seconds: the later of its times
+    is_changed: float  # seconds: the later of mtime and ctime
     marks: tuple[int, ...]
 
 
 def _stat(path: Path) -> Stat:
     try:
         of = path.stat()
-    except OSError:  # whoever reads it says so
+    except OSError:  # reading it will report the error
         return Stat(0, 0.0, ())
     marks = of.st_dev, of.st_ino, of.st_mtime_ns, of.st_ctime_ns
     return Stat(of.st_size, max(of.st_mtime, of.st_ctime), marks)
 
 
 def characters(texts: Iterator[Iterator[str]]) -> list[str]:
-    """All characters of the texts in code-point order."""
+    """Return all characters of the texts, in code-point order."""
     import numpy as np
 
     seen = np.zeros(0x110000, bool)
@@ -200,7 +200,7 @@ def characters(texts: Iterator[Iterator[str]]) -> list[str]:
 
 
 def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
-    """Pieces of a text of `size` characters, evenly spread over it, that have about `limit` together."""
+    """Yield pieces spread evenly over a text of `size` characters, about `limit` characters in all."""
     seen = taken = 0
     for piece in pieces:
         seen += len(piece)
@@ -211,25 +211,25 @@ def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]
 
 @dataclass
 class FoundFiles:
-    """Files in a fixed order, how many others there were, and what could not be looked at, with the reason."""
+    """Files in a fixed order, the number of other files, and what could not be read, with the reason."""
 
     files: list[Path] = field(default_factory=list)
-    others: int = 0  # files whose name has another ending
+    others: int = 0  # files with another suffix
     strange: list[str] = field(default_factory=list)
 
     def omissions(self) -> list[str]:
-        """What of all that lies there is not among the files, and which key changes that."""
+        """Return how many files were not chosen, with the setting that chooses them, and the unreadable ones."""
         count = len(self.files)
         told = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
         return [*told, *self.skipped()]
 
     def skipped(self) -> list[str]:
-        """What could not be looked at."""
+        """Return a note about what could not be read."""
         return [f"{len(self.strange)} skipped, such as {self.strange[0]}"] if self.strange else []
 
 
 def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
-    """The files of `path`, of folders those with one of the suffixes; UserError where there are none."""
+    """Return the files that `path` means; of a directory, those with one of the suffixes. Raise UserError for none."""
     found = FoundFiles()
     matches = match_paths(path)
     for match in matches:
@@ -240,14 +240,14 @@ def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
     if not found.files:
         more = "".join(f" ({skipped})" for skipped in found.skipped())
         raise UserError(
-            f"data.path={path}: no file in there ends in {', '.join(suffixes) or 'nothing'}{more}; "
-            "for others: data.suffixes='.rst .c', for all: data.suffixes='*'"
+            f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{more};"
+            "choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"
         )
     return found
 
 
 def match_paths(path: str) -> list[Path]:
-    """The path, or what it matches as a pattern; UserError where there is neither a file nor a folder."""
+    """Return the path, or the paths that match it as a pattern; raise UserError if there are none."""
     kinds = stat.S_IFREG, stat.S_IFDIR
     if os.path.lexists(path) or not glob.has_magic(path):
         return [require_file(path, f"data.path={path}", *kinds)]
@@ -267,7 +267,7 @@ def _add_folder(found: FoundFiles, folder: Path, suffixes: Collection[str]) -> N
         if number % STATUS_EVERY == 0:
             show_status(f"looking for text below {folder}: {len(inside)} files in {number} folders")
         links = [os.path.join(place, f) for f in folders if os.path.islink(os.path.join(place, f))]  # noqa: PTH114, PTH118
-        found.strange += [f"{link}: is a link to a folder" for link in links]
+        found.strange += [f"{link}: is a link to a directory" for link in links]
         chosen = [n for n in names if ALL in suffixes or os.path.splitext(n)[1] in suffixes]  # noqa: PTH122
         found.others += len(names) - len(chosen)
         for name in chosen:
@@ -283,6 +283,6 @@ def _add_folder(found: FoundFiles, folder: Path, suffixes: Collection[str]) -> N
 def _reason(path: Path) -> str | None:
     try:
         reason = wrong_kind(path.stat().st_mode)
-        return reason and reason.partition(",")[0]  # without what to do about it
+        return reason and reason.partition(",")[0]  # without the remedy
     except OSError as error:
         return system_message(error)

@@ -1,4 +1,4 @@
-"""Tokenized examples as batches of rows, where batch k is a function of (seed, k) alone."""
+"""Tokenized examples as batches of rows; batch k depends only on (seed, k)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toyexp_data.chat import Example
 
 
 class ExampleDataset(Dataset):
-    """Examples in two parts, one to train on and one held out; only the tokens marked as learned weigh anything."""
+    """Examples in a training part and a held-out part; only tokens marked as learned count in the loss."""
 
     def __init__(
         self,
@@ -46,43 +46,43 @@ class ExampleDataset(Dataset):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Counts and a digest."""
+        """Return counts and a digest."""
         return self._facts
 
     def prompt(self) -> list[int]:
-        """What a model reads of the first held-out example before it is to write."""
+        """Return the prompt of the first held-out example, as ids."""
         read = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
         return cast("list[int]", self.held_out.ids[:read].tolist())
 
     def omissions(self) -> list[str]:
-        """Lines that cannot be used."""
+        """Return a note about skipped lines."""
         skipped, count = self._facts.get("skipped", 0), len(self.train.lengths) + len(self.held_out.lengths)
         first = next(iter(self._facts.get("skipped_lines", ())), "")
         return [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
 
     def remarks(self) -> list[str]:
-        """What whoever opened the data has to say, and what a chat template did to the conversations."""
+        """Return remarks from reading the data, and what a chat template changed in the conversations."""
         told = {
-            "chats_in_rows": "{} conversations make {rows_of_these} rows, as their template changes earlier turns",
-            "answers_not_as_asked": "{} answers do not begin as their template asks for them",
-            "thoughts_dropped": "{} answers without what was thought before, which their template leaves out",
-            "chat_date": "their template's day is {} (data.date)",
+            "chats_in_rows": "{} conversations become {rows_of_these} rows, as their template changes earlier turns",
+            "answers_not_as_asked": "{} answers do not begin with the template's generation prompt",
+            "thoughts_dropped": "{} answers are without their reasoning, which their template drops",
+            "chat_date": "their template uses the date {} (data.date)",
         }
         done = [words.format(self._facts[key], **self._facts) for key, words in told.items() if self._facts.get(key)]
         return [*self._remarks, *done]
 
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
-        """Rows of one example each, or packed; UserError where no example's learned tokens begin in the context."""
-        whole = context + 1  # a row's tokens and the target of the last
+        """Return rows of one example each, or packed; raise UserError if no example fits the context."""
+        whole = context + 1  # a row's tokens, and the last one's target
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if len(part.first) and not part.usable(whole).any():
-                what = f"in none of the {len(part.lengths)} {name} examples does what is learned begin within it"
+                what = f"none of the {len(part.lengths)} {name} examples has a learned token within it"
                 raise UserError(f"model.context={context}: {what}; the shortest needs {part.first.min()}")
         return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
 
 
 class Examples:
-    """Examples end to end: all ids, which are learned, and each example's length and first learned token."""
+    """Concatenated examples: ids, which are learned, and each example's length and first learned token."""
 
     def __init__(self, examples: Sequence[Example], eos: int):
         self.eos = eos
@@ -93,16 +93,16 @@ class Examples:
         self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
 
     def usable(self, whole: int) -> np.ndarray:
-        """Which examples have a learned token among their first `whole`, [N]."""
+        """Return which examples have a learned token among their first `whole` tokens, [N]."""
         return self.first < whole
 
     def rows(self, whole: int, pack: bool, order: np.ndarray) -> list[list[int]]:
-        """Return the examples of each row of `whole` tokens: one, or with `pack` several by best fit, longest first."""
+        """Return the examples in each row of `whole` tokens: one, or with `pack` several (best fit, longest first)."""
         order, lengths = order[self.usable(whole)[order]], np.minimum(self.lengths, whole)
         if not pack:
             return [[example] for example in order.tolist()]
         rows: list[list[int]] = []
-        by_room: list[list[int]] = [[] for _ in range(whole)]  # rows that have so much room left
+        by_room: list[list[int]] = [[] for _ in range(whole)]  # rows by their free tokens
         for example in order[np.argsort(-lengths[order], kind="stable")].tolist():
             length = int(lengths[example])
             room = next((r for r in range(length, whole) if by_room[r]), whole)
@@ -114,7 +114,7 @@ class Examples:
         return rows
 
     def fill(self, rows: Sequence[Sequence[int]], context: int) -> dict[str, np.ndarray]:
-        """Tokens, targets and weights, each [rows, context]: end-of-text fills a row up and weighs nothing."""
+        """Return tokens, targets and weights, each [rows, context], padded with end-of-text of weight 0."""
         ids = np.full((len(rows), context + 1), self.eos, np.int32)
         learned = np.zeros(ids.shape, np.float32)
         for row, members in enumerate(rows):
@@ -130,7 +130,7 @@ class Examples:
 
 
 class ExampleBatches(Batches):
-    """Every epoch visits each row once, in an order drawn from (seed, epoch); the seed alone packs the rows."""
+    """Batches in which every epoch has each row once, in an order by (seed, epoch); the seed packs the rows."""
 
     def __init__(
         self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: bool, eval_batches: int
@@ -149,7 +149,7 @@ class ExampleBatches(Batches):
         self.facts = {"truncated": cut, "too_long": too_long}
         told = {
             f"{cut} of {count} examples cut to the context (model.context)": cut,
-            f"{too_long} of {count} examples left out, prompts longer than the context (model.context)": too_long,
+            f"{too_long} of {count} examples left out: their prompts exceed the context (model.context)": too_long,
         }
         self.omissions = [text for text, number in told.items() if number]
 
@@ -157,20 +157,20 @@ class ExampleBatches(Batches):
         return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")
 
     def batch(self, k: int) -> Batch:
-        """Training batch `k`: tokens, targets and weights, each [rows, context]."""
+        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
         places = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
         chosen = [self._rows[self._order(epoch)[place]] for epoch, place in places]
         return self._train.fill(chosen, self._context)
 
     def held_out(self) -> Sequence[Batch]:
-        """At most `eval_batches` batches spread evenly over the held-out rows; the last rows may weigh nothing."""
+        """Return at most `eval_batches` batches, evenly spread; padding rows of the last have weight 0."""
         count = len(self._held_out_rows)
         wanted = min(count, self._eval_batches * self._count)
         chosen = np.arange(wanted) * count // wanted
         batches = []
         for first in range(0, wanted, self._count):
             part = chosen[first : first + self._count]
-            filled = np.resize(part, self._count)  # repeated rows fill the shape and weigh nothing
+            filled = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
             batch = self._held_out.fill([self._held_out_rows[i] for i in filled], self._context)
             batch["weights"][len(part) :] = 0
             batches.append(batch)

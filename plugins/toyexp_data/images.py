@@ -1,4 +1,4 @@
-"""Images of your own: a folder per class, or one folder and a list of labels. And handwritten digits."""
+"""Image data: a directory per class, or a directory with a CSV of labels; and handwritten digits."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, is_changed,
 from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR, SplitData
 
-HELD_OUT = ("val", "valid", "validation", "test")  # folders beside one named train
+HELD_OUT = ("val", "valid", "validation", "test")  # names of the directory next to one named train
 
 
 @dataclass
 class Images(SplitData):
-    """Images of your own, a folder per class."""
+    """Your own images, one directory per class."""
 
     name: ClassVar[str] = "images"
     gives: ClassVar[Kind] = IMAGES
 
-    path: str = ""  # a folder with one folder of images per class
-    labels: str = ""  # instead of folders per class: a CSV file whose lines are "file,class", classes counted from 0
-    classes: int = 0  # with labels: how many classes there are; 0: one more than the largest
-    image_size: int = 32  # pixels along a side of what the model sees
-    color: bool = True  # three channels; false: grey
-    resize: bool = True  # cut out the centred square and scale it; false: an image of another size is an error
-    on_error: str = "refuse"  # what an image that cannot be used does: refuse (ends the run) | skip (is counted)
-    normalise: str = "train"  # by mean and deviation of: train (the training images) | fixed (0.5 and 0.5)
-    augment: str = "none"  # none | flip (left to right) | shift (by up to an eighth) | flip_shift
-    val_fraction: float = 0.1  # of every class, held out from training; the same images whatever the seed
+    path: str = ""  # directory with one directory of images per class
+    labels: str = ""  # CSV file with lines "file,class" (classes from 0), instead of directories per class
+    classes: int = 0  # with labels: number of classes; 0: the largest class + 1
+    image_size: int = 32  # height and width of the model's input in pixels
+    color: bool = True  # true: RGB; false: greyscale
+    resize: bool = True  # crop to the centred square and scale; false: images of another size are errors
+    on_error: str = "refuse"  # for an unusable image: refuse (stop the run) | skip (and count it)
+    normalise: str = "train"  # pixel mean and std from: train (the training images) | fixed (0.5 and 0.5)
+    augment: str = "none"  # none | flip (horizontally) | shift (by up to 1/8 of the size) | flip_shift
+    val_fraction: float = 0.1  # share of each class held out for validation, the same for every seed; (0, 1]
     eval_images: int = 0  # held-out images that one eval takes; 0: all
-    max_mb: float = 4000.0  # megabytes of pixels to hold in memory at most
+    max_mb: float = 4000.0  # maximum megabytes of pixels in memory
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """A folder with images in it, or in the folders in it."""
+        """Return 2 for a directory with images, up to three levels deep."""
         below = (f for depth in ("*", "*/*", "*/*/*") for f in path.glob(depth)) if path.is_dir() else ()
         return 2 if any(f.suffix.lower() in toyexp.IMAGE_SUFFIXES for f in below) else 0
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """As the model was trained to see them."""
+        """Suggest the image size and colour that the model was trained with."""
         size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
         return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work and what is not there, Unavailable without Pillow."""
+        """Raise UserError for invalid settings and missing paths, Unavailable without Pillow."""
         toyexp.require_pillow()
         if not self.path:
-            raise UserError("data=images needs a folder with one folder per class: data.path=...")
+            raise UserError("data=images needs a directory with one directory per class: data.path=...")
         require_directory(self.path, f"data.path={self.path}")
         if self.labels:
             require_file(self.labels, f"data.labels={self.labels}")
         if self.classes and not self.labels:
-            raise UserError(f"data.classes={self.classes}: goes with data.labels; the folders say it otherwise")
+            raise UserError(f"data.classes={self.classes}: only applies with data.labels=FILE.csv")
         require_range("data", self, image_size="[1,inf)", classes="[0,inf)")
         super().check()
         require_choice("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS, augment=toyexp.AUGMENTATIONS)
         require_range("data", self, max_mb="(0,inf)")
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
-        """Reads and scales every image; with on_error=skip what cannot be used is left out and counted."""
+        """Read and scale every image; with on_error=skip leave out and count unusable ones."""
         listed, names = self._read_labels() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
@@ -108,7 +108,7 @@ class Images(SplitData):
         )  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield that the folders say what is held out, and what SplitData has to say."""
+        """Yield warnings about settings without effect."""
         yield from super().warnings(preview)
         if is_changed(self, "val_fraction") and (held := self._split()[1]):
             yield f"data.val_fraction={self.val_fraction}: has no effect; {held} is held out"
@@ -129,11 +129,11 @@ class Images(SplitData):
         train, held = self._split()
         folders = _subdirectories(train)
         if not folders:
-            raise UserError(f"data.path={self.path}: holds no folders; data=images wants one of images per class")
+            raise UserError(f"data.path={self.path}: contains no directories; data=images needs one per class")
         names = [f.name for f in folders]
         for folder in _subdirectories(held) if held else []:
             if folder.name not in names:
-                raise UserError(f"{folder}: is held out, and {train} has no class of that name")
+                raise UserError(f"{folder}: is held out, but {train} has no class of that name")
             folders.append(folder)
         listed: list[tuple[Path, int | str]] = [
             (file, names.index(folder.name)) for folder in folders for file in sorted(toyexp.iter_images(folder))
@@ -155,7 +155,7 @@ class Images(SplitData):
         return train, held
 
     def _read_labels(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
-        """The files that `labels` lists, each with its class or with what is wrong with it, and the classes' names."""
+        """Return the files in `labels`, each with its class or the reason why it is unusable, and the class names."""
         try:
             lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
         except csv.Error as error:
@@ -177,13 +177,13 @@ class Images(SplitData):
         return listed, [str(number) for number in range(count)]
 
     def _check_once(self, listed: Sequence[tuple[Path, int | None, list[str]]]) -> None:
-        """Raises UserError for an image in two lines, which could be trained on and held out, and as two classes."""
+        """Raise UserError for an image listed twice, which could be both in the training and the held-out part."""
         known: dict[str, int | None] = {}
         for file, number, line in listed:
             place = os.path.abspath(file)  # noqa: PTH100 - ./a.png is a.png, and links are what they are called
             if place in known:
                 classes = "" if known[place] == number else f", as class {known[place]} and {number}"
-                raise UserError(f"data.labels={self.labels}: {printable(line[0])} stands there twice{classes}")
+                raise UserError(f"data.labels={self.labels}: {printable(line[0])} is listed twice{classes}")
             known[place] = number
 
 
@@ -210,23 +210,23 @@ DIGITS = Path("datasets", "data", "digits.csv.gz")  # 1797 lines (Alpaydin and K
 
 @dataclass
 class Digits(SplitData):
-    """Handwritten digits, 8 x 8 pixels, from scikit-learn."""
+    """Handwritten digits of scikit-learn, 8 x 8 pixels."""
 
     name: ClassVar[str] = "digits"
     gives: ClassVar[Kind] = IMAGES
 
-    val_fraction: float = 0.2  # of every digit, held out from training; the same images whatever the seed
-    augment: str = "none"  # none | flip | shift (by a pixel) | flip_shift
+    val_fraction: float = 0.2  # share of each digit held out for validation, the same for every seed; (0, 1]
+    augment: str = "none"  # none | flip (horizontally) | shift (by one pixel) | flip_shift
     eval_images: int = 0  # held-out images that one eval takes; 0: all
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work, Unavailable without scikit-learn."""
+        """Raise UserError for invalid settings, Unavailable without scikit-learn."""
         super().check()
         require_choice("data", self, augment=toyexp.AUGMENTATIONS)
         self._file()
 
     def _file(self) -> Path:
-        # Its load_digits reads this file; importing scikit-learn for that would take longer than the first steps.
+        # The file behind load_digits; importing scikit-learn would take longer than the first steps.
         spec = importlib.util.find_spec("sklearn")
         if spec is None:
             raise Unavailable("scikit-learn is not installed: pip install 'toyexp[data]'")
@@ -236,7 +236,7 @@ class Digits(SplitData):
         return path
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
-        """All digits, stretched from 0..16 to 8-bit pixels."""
+        """Return all digits, scaled from 0..16 to 8-bit pixels."""
         import numpy as np
 
         with gzip.open(self._file(), "rt") as lines:

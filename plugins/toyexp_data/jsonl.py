@@ -1,4 +1,4 @@
-"""Examples in JSON lines: prompts with their completions, conversations, or text."""
+"""Training examples in JSON lines: prompts with completions, conversations, or text."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ S = TypeVar("S")
 
 @dataclass
 class Jsonl(TokenizedData):
-    """Prompts with completions, conversations or text, one JSON object a line; prompts are read, not learned."""
+    """Prompts with completions, conversations or text, one JSON object per line; only completions are learned."""
 
     name: ClassVar[str] = "jsonl"
     fills: ClassVar[tuple[str, ...]] = ("date",)
 
-    path: str = ""  # of lines {"prompt", "completion"}, {"messages": [...]} or {"text"}: a file, or 'chats/*.jsonl'
-    train_on: str = "completion"  # completion (what the assistant says, in a conversation) | all
-    template: str = "auto"  # of conversations: auto (the tokenizer's GGUF's own, or plain) | plain
-    date: str = ""  # the day that a template which writes one is told, 2026-11-21; empty: the day of the run
-    pack: bool = False  # several examples in a row, held out too, where they see one another; false: one, filled up
-    on_error: str = "refuse"  # what a line that cannot be used does: refuse (ends the run) | skip (is counted)
-    val_fraction: float = 0.05  # of the examples, spread evenly over the file, held out from training
+    path: str = ""  # file or pattern ('chats/*.jsonl'); lines {"prompt", "completion"}, {"messages": [...]} or {"text"}
+    train_on: str = "completion"  # compute the loss on: completion (in a conversation, the assistant's turns) | all
+    template: str = "auto"  # chat template: auto (from the tokenizer's GGUF, else plain) | plain
+    date: str = ""  # date for chat templates that write it, as 2026-11-21; empty: today
+    pack: bool = False  # several examples per row, which attend to each other, also held out; false: one, padded
+    on_error: str = "refuse"  # for an unusable line: refuse (stop the run) | skip (and count it)
+    val_fraction: float = 0.05  # share of the examples held out for validation, evenly spread over the file; (0, 1]
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """A file by its name."""
+        """Return 2 for the suffixes of JSON lines."""
         return 2 if path.suffix in (".jsonl", ".ndjson") else 0
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work and a file that is not there."""
+        """Raise UserError for invalid settings and missing files."""
         super().check()
         if not self.path:
             raise UserError("data=jsonl needs a file of JSON lines: data.path=...")
@@ -78,20 +78,20 @@ class Jsonl(TokenizedData):
         try:
             self._now()
         except ValueError:
-            raise UserError(f"data.date={self.date}: must be a day such as 2026-11-21, or 2026-11-21T17:30") from None
+            raise UserError(f"data.date={self.date}: must be a date such as 2026-11-21 or 2026-11-21T17:30") from None
 
     def _now(self) -> datetime:
-        """What a template is told that the time is: a day begins at midnight, so that the day alone tells all."""
+        """Return the time that templates get; of a date, its midnight."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That there is no conversation that a template would write."""
+        """Yield a warning if the template has no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "template") and not preview.dataset.describe()["chats"]:
-            yield f"data.template={self.template}: is of conversations; {self.path} holds none"
+            yield f"data.template={self.template}: has no effect; {self.path} has no conversations"
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:
-        """Reads, splits and tokenizes the examples; with on_error=skip a line that cannot be used is counted."""
+        """Read, split and tokenize the examples; with on_error=skip leave out and count unusable lines."""
         from toyexp_data.examples import ExampleDataset
 
         skipped: list[str] = []
@@ -102,13 +102,13 @@ class Jsonl(TokenizedData):
         examples = self._usable(values, lambda value: example_rows(value, write), skipped)
         if len(examples) < 1 + (self.val_fraction < 1):
             first = f" ({skipped[0]})" if skipped else ""
-            needed = "one to train on and one to hold out are needed"
+            needed = "at least one to train on and one to hold out are needed"
             raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
         held_out = spread_held_out(len(examples), self.val_fraction)
         tokenizer = self._tokenizer([made for _, made in examples], held_out, vocabulary)
         if chats:
             tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
-        # The rows of one conversation are all on one side.
+        # All rows of a conversation are in the same part.
         train, held = (self._tokenize(compress(examples, side), tokenizer, skipped) for side in (~held_out, held_out))
         if not (train or self.val_fraction == 1) or not held:
             use = "to hold out" if train else "to train on"
@@ -147,7 +147,7 @@ class Jsonl(TokenizedData):
         return [row for _, rows in self._usable(examples, ids_of, skipped) for row in rows]
 
     def _template_facts(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
-        """What the record of the run says of the template's work; the day it has written becomes the setting's."""
+        """Return what a run's record says about the template, and set `date` to the date it used."""
         several = [made.rows for made in examples if len(made.rows) > 1]
         if template.is_dated:
             self.date = self.date or now.date().isoformat()
@@ -166,21 +166,23 @@ class Jsonl(TokenizedData):
         for path in self._files():
             raw = read_file(path).removeprefix(codecs.BOM_UTF8)
             if hint := _other_format(path, raw):
-                raise UserError(f"{path}: is no file of JSON lines; {hint}")
-            # By newline alone: within JSON text, U+2028 and its kind end no line.
+                raise UserError(f"{path}: is not a JSON lines file; {hint}")
+            # Split at newlines only: U+2028 and the like may occur within JSON text.
             yield from ((f"{path}:{n}", line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip())
 
     def _usable(
         self, placed: Iterable[tuple[str, S]], make: Callable[[S], T], skipped: list[str]
     ) -> list[tuple[str, T]]:
-        """Return what `make` makes of each line; one that it cannot use ends the run, or goes to `skipped`."""
+        """Apply `make` to each line; an unusable line stops the run, or is added to `skipped`."""
         made = []
         for place, thing in placed:
             try:
                 made.append((place, make(thing)))
             except UserError as reason:
                 if self.on_error == "refuse":
-                    hint = " (data.on_error=skip leaves such lines out)" if made else ""  # else it may be another file
+                    hint = (
+                        " (data.on_error=skip leaves such lines out)" if made else ""
+                    )  # otherwise it may be the wrong file
                     raise UserError(f"{place}: {reason}{hint}") from None
                 skipped.append(f"{Path(place).name}: {reason}")
         return made
@@ -205,7 +207,7 @@ def _other_format(path: Path, raw: bytes) -> str:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object of a line, checked: its prompt and completion, its messages or its text."""
+    """Parse and validate a line: prompt and completion, messages, or text. Raise BadExample."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -228,7 +230,7 @@ def _messages(value: Any) -> list[Message]:
         raise BadExample(f"messages is {_kind(value)}; expected a list of role and content")
     messages = [_message(entry, number) for number, entry in enumerate(value, 1)]
     if all(message.role != "assistant" for message in messages):
-        raise BadExample("the assistant says nothing in it, so there is nothing to learn")
+        raise BadExample("has no assistant message, so there is nothing to learn")
     return messages
 
 
@@ -240,7 +242,7 @@ def _message(entry: Any, number: int) -> Message:
     if role not in ROLES:
         raise BadExample(f"message {number} has the role {printable(str(role))}; {suggest(str(role), ROLES)}")
     if role == "system" and number > 1:
-        raise BadExample(f"message {number} is the system's; only the first can be")
+        raise BadExample(f"message {number} has the role system, which only the first may have")
     further = {key: item for key, item in entry.items() if key not in ("role", "content") and item is not None}
     if content not in (None, "") or (role != "tool" and not (role == "assistant" and further)):
         if "content" not in entry:
@@ -285,7 +287,7 @@ def _kind(value: Any) -> str:
 
 
 def example_rows(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
-    """A checked object as rows of parts; `write` is for conversations and the tools in them."""
+    """Return a validated object as rows of parts; `write` renders conversations with their tools."""
     if "messages" in value:
         return write(value["messages"], value["tools"])
     if "text" in value:
@@ -294,7 +296,7 @@ def example_rows(value: Mapping[str, Any], write: Callable[[Sequence[Message], A
 
 
 def spread_held_out(count: int, fraction: float) -> np.ndarray:
-    """Return which of `count` examples are held out: `fraction`, evenly spread, at least one, and all only for 1."""
+    """Return which of `count` examples are held out: `fraction`, evenly spread, at least one; all only for 1."""
     import numpy as np
 
     held_out = min(max(round(count * fraction), 1), count - (fraction < 1))

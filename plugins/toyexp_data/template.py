@@ -1,7 +1,7 @@
-"""Conversations as a GGUF's own chat template writes them, cut into what is learned and what is only read.
+"""Conversations rendered by a GGUF's own chat template, split into learned and read parts.
 
-An answer is learned behind the very text that asks for it. A template that changes earlier turns once others follow,
-as by dropping thoughts, makes several rows of a conversation.
+Each answer follows exactly the text with which the template asks for it at inference. If a template changes earlier
+turns once others follow (for example, drops reasoning), a conversation becomes several rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from toyexp import Tokenizer, UserError, printable
 from toyexp.tokenizers import REASONING, BadChat, Rendered, Template, control_pattern
 from toyexp_data.chat import BadExample, Message, Part, Rows, iter_strings
 
-_ADVICE = "data.template=plain does without it"
+_ADVICE = "data.template=plain avoids the template"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 _OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
-# How templates ask for an answer without thinking: they write a thought that is empty.
+# How templates ask for an answer without reasoning: with empty reasoning.
 _NO_THOUGHT = re.compile(
     r"<think>\s*</think>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>|"
     r"<\|START_THINKING\|>\s*<\|END_THINKING\|>"
@@ -27,21 +27,21 @@ _NO_THOUGHT = re.compile(
 
 
 class Turn(NamedTuple):
-    """An answer: what is read before it, what is written, and which ranges of that are learned."""
+    """An answer: the text read before it, the text written, and the ranges of it that are learned."""
 
     read: str
     answer: str
     learned: list[tuple[int, int]]
-    as_asked: bool  # whether the template begins the answer as it does when it asks for one
-    ended: bool  # by a control token, or by the marks of {% generation %}
+    as_asked: bool  # whether the answer begins with the template's generation prompt
+    ended: bool  # by a control token or the end of {% generation %}
 
     @property
     def text(self) -> str:
-        """All of it up to the last range."""
+        """Text up to the end of the last learned range."""
         return self.read + self.answer[: self.learned[-1][1]]
 
     def parts(self, have: int, end: bool) -> list[Part]:
-        """What comes after the first `have` characters of `read`; with `end`, an end-of-text token closes it."""
+        """Return the parts after the first `have` characters of `read`; with `end`, end-of-text follows."""
         pieces, at = [(self.read[have:], False)], 0
         for begin, stop in self.learned:
             pieces += [(self.answer[at:begin], False), (self.answer[begin:stop], True)]
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class ChatTemplate:
-    """A GGUF's own chat template; it is told the day `now`, and `is_dated` if it asked. UserError if unusable."""
+    """A GGUF's own chat template; raise UserError if it is unusable. The template gets the date `now`."""
 
     def __init__(self, template: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
         try:
@@ -65,11 +65,11 @@ class ChatTemplate:
 
     @property
     def is_dated(self) -> bool:
-        """Whether the template has asked what day it is."""
+        """Whether the template used the date."""
         return self._template.is_dated
 
     def rows(self, messages: Sequence[Message], tools: Any = None, everything: bool = False) -> Rows:
-        """Return a conversation as rows, as one with `everything` learned; BadExample if the template refuses it."""
+        """Return a conversation as rows, or as one row with `everything`; raise BadExample if it is rejected."""
         self._check(messages, tools)
         talk = _Conversation(self._template, messages, tools)
         whole = talk.beginning(len(messages), False).text
@@ -92,10 +92,10 @@ class ChatTemplate:
         for what, value in [*said, ("tools", tools)]:
             for text in iter_strings(value):
                 if spelled := self._control.search(text):
-                    raise BadExample(f"{what} holds the control token {printable(spelled[0])}")
+                    raise BadExample(f"{what} contains the control token {printable(spelled[0])}")
 
     def _turn(self, talk: _Conversation, number: int) -> Turn | None:
-        """Message `number`, which is an answer; None where the template marks nothing of it."""
+        """Return the turn of answer `number`; None if the template marks nothing in it as generated."""
         asked, after = talk.beginning(number, True).text, talk.beginning(number + 1, False)
         read, answer, as_asked = asked, after.text[len(asked) :], True
         if not after.text.startswith(asked):
@@ -118,7 +118,7 @@ class ChatTemplate:
         return ends[0] if ends else controls[-1].end() if controls else 0
 
     def _align(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
-        """Return what is read and written where the text that asks does not begin the text with the answer."""
+        """Return what is read and written for an answer that does not begin with the generation prompt."""
         message, asked, after = (
             talk.messages[number],
             talk.beginning(number, True).text,
@@ -128,11 +128,11 @@ class ChatTemplate:
         turn_asked, turn_after = talk.turn_end(number, True), talk.turn_end(number, False)
         cut = turn_after + _common_prefix(asked[turn_asked:], after[turn_after:begin])
         cut = next((m.start() for m in self._control.finditer(after) if m.start() < cut < m.end()), cut)
-        header = _OPEN_TAG.sub("", after[turn_after:cut])  # what both write before the answer, in whole tokens
+        header = _OPEN_TAG.sub("", after[turn_after:cut])  # common text before the answer, in whole tags
         read, answer = asked[: turn_asked + len(header)], after[turn_after + len(header) :]
         opening, content = asked[len(read) :].strip(), message.said.lstrip()
         if not opening or (_NO_THOUGHT.fullmatch(opening) and not _thinking(message)):
-            # What came before differs, or the template begins the answer itself, perhaps with the same words.
+            # Earlier turns differ, or the template itself begins the answer, perhaps with the same text.
             lead = answer[: max(begin - turn_after - len(header), 0)]
             begun = next(n for n in range(len(lead), -1, -1) if asked[len(read) :].endswith(lead[:n]))
             return asked, answer[begun:], True
@@ -144,7 +144,7 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """A conversation under a template; each of its beginnings is rendered once, and all in one request."""
+    """A conversation under a template; all its beginnings are rendered in one request."""
 
     def __init__(self, template: Template, messages: Sequence[Message], tools: Any):
         self.messages = messages
@@ -156,11 +156,11 @@ class _Conversation:
         self._done = dict(zip(wanted, found, strict=True))
 
     def beginning(self, count: int, ask: bool) -> Rendered:
-        """Return the first messages; with `ask`, up to where the assistant's next answer begins."""
+        """Return the first `count` messages; with `ask`, followed by the generation prompt."""
         return _require_rendered(self._done[count, ask])
 
     def find_content(self, number: int, count: int, ask: bool) -> tuple[int, int] | None:
-        """Find in the text of the first messages what message `number` says, by putting another text in its place."""
+        """Return the range of message `number` in the rendered text, found by rendering it with other content."""
         message, text = self.messages[number], self.beginning(count, ask).text
         other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.said)
         is_changed = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
@@ -173,14 +173,14 @@ class _Conversation:
         return begin, len(text) - after
 
     def turn_end(self, number: int, ask: bool) -> int:
-        """Return where the message before answer `number` ends in a text; BadExample if it is nowhere."""
+        """Return where the message before answer `number` ends; raise BadExample if it is not found."""
         found = self.find_content(number - 1, number + (not ask), ask) if number else (0, 0)
         if found is None:
-            raise BadExample(f"the chat template does not write a turn the same once others follow; {_ADVICE}")
+            raise BadExample(f"the chat template changes a turn once others follow; {_ADVICE}")
         return found[1]
 
     def require_complete(self, number: int, answer: str) -> None:
-        """Raises BadExample unless the answer holds what the message says, but for what was thought before it."""
+        """Raise BadExample unless the answer has the message's content and tool calls; reasoning may be missing."""
         said = self.messages[number].said
         calls = self.messages[number].further.get("tool_calls") or ()
         wanted = [
@@ -188,7 +188,7 @@ class _Conversation:
             *_call_names(calls),
         ]
         if not answer or not all(text in answer for text in wanted):
-            raise BadExample(f"the chat template leaves out what the assistant says; {_ADVICE}")
+            raise BadExample(f"the chat template drops content of the assistant; {_ADVICE}")
 
 
 def _require_rendered(found: Rendered | BadChat) -> Rendered:
@@ -198,7 +198,7 @@ def _require_rendered(found: Rendered | BadChat) -> Rendered:
 
 
 def _thinking(message: Message) -> str:
-    """What the message says was thought before the answer, wherever it says so."""
+    """Return the message's reasoning, from any of its places."""
     thought = next((str(message.further[key]) for key in REASONING if message.further.get(key)), "")
     return (thought or message.said.rpartition("</think>")[0].rpartition("<think>")[2]).strip()
 
@@ -218,7 +218,7 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
-    """Join answers into few rows; end-of-text closes a row without an end of its own, the last only if `open_end`."""
+    """Join answers into few rows; end-of-text closes a row that has no end, the last one only if `open_end`."""
     rows: list[list[Part]] = []
     before = ""
     for number, turn in enumerate(turns):

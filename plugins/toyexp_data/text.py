@@ -1,4 +1,4 @@
-"""Text, tokenized: the standard library's own source, and anybody's files."""
+"""Text data: the standard library's source, and text files."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 KINDS = ("auto", "byte", "char", "bpe")
-SMALL = 2000  # tokens of a vocabulary that may lack characters, and a text with many of them:
+SMALL = 2000  # a vocabulary this small may lack characters; ANY_TEXT has many
 ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
-LONG = 20_000_000  # bytes of text from which on tokenizing is announced
+LONG = 20_000_000  # bytes of text above which tokenizing is announced
 NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
 
 
 @dataclass
 class TokenizedData(SplitData):
-    """What everything that begins as text shares: a tokenizer, and a part that is held out."""
+    """Base of data that starts as text: tokenizer and held-out settings."""
 
     gives: ClassVar[Kind] = TOKENS
 
-    tokenizer: str = "auto"  # auto (the donor's or base's) | byte | char | bpe (trained on this text) | a GGUF file
-    bpe_vocab: int = 1024  # tokens that tokenizer=bpe learns
-    val_fraction: float = 0.05  # the last part of every document, held out from training
-    eval_batches: int = 16  # held-out batches that one eval takes
+    tokenizer: str = "auto"  # auto (base's or donor's, else byte) | byte | char | bpe (trained on the text) | GGUF file
+    bpe_vocab: int = 1024  # vocabulary size of tokenizer=bpe
+    val_fraction: float = 0.05  # share of each document held out for validation, from its end; (0, 1]
+    eval_batches: int = 16  # held-out batches per evaluation
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work and a tokenizer that is not there."""
+        """Raise UserError for invalid settings and a missing tokenizer file."""
         if self.tokenizer not in KINDS and not self.tokenizer.endswith(".gguf"):
             raise UserError(f"data.tokenizer={self.tokenizer}: {suggest(self.tokenizer, (*KINDS, 'a .gguf file'))}")
         if self.tokenizer.endswith(".gguf"):
@@ -52,26 +52,26 @@ class TokenizedData(SplitData):
         super().check()
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That no bpe is trained, and what is held out."""
+        """Yield warnings about settings without effect."""
         if is_changed(self, "bpe_vocab") and self.tokenizer != "bpe":
-            yield f"data.bpe_vocab={self.bpe_vocab}: is of data.tokenizer=bpe, and data.tokenizer={self.tokenizer}"
+            yield f"data.bpe_vocab={self.bpe_vocab}: has no effect with data.tokenizer={self.tokenizer}"
         yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
-        """The GGUF whose tokenizer is used, if it is one's."""
+        """Return the GGUF whose tokenizer is used, or None."""
         if self.tokenizer.endswith(".gguf"):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None
 
     def read_tokenizer(self, vocabulary: Path | None) -> toyexp.Tokenizer:
-        """The tokenizer that is not made from the text."""
+        """Return the tokenizer, unless it is made from the text."""
         source = self.source(vocabulary)
         if source is None:
             return toyexp.tokenizers.Bytes()
         return toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(str(source)))
 
     def bpe_notes(self, tokenizer: toyexp.Tokenizer) -> list[str]:
-        """That bpe learned fewer tokens than it was to."""
+        """Return a note if bpe learned fewer tokens than requested."""
         if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
             return []
         return [f"{tokenizer.vocab} of data.bpe_vocab={self.bpe_vocab} tokens learned: the text has no more pairs"]
@@ -79,31 +79,31 @@ class TokenizedData(SplitData):
 
 @dataclass
 class TextData(TokenizedData):
-    """What all plain text shares: it is read and tokenized piece by piece, and kept as ids that are mapped."""
+    """Base of plain text data: read and tokenized in pieces, and cached as mapped ids."""
 
     max_mb: float = 0.0  # million characters of text to learn from at most, from the start; 0: all
-    bpe_mb: float = 100.0  # million characters, evenly spread, that tokenizer=bpe learns from at most; 0: all
-    on_error: str = "refuse"  # what a file that is no UTF-8 text does: refuse (ends the run) | skip (is counted)
+    bpe_mb: float = 100.0  # maximum million characters, evenly spread, to train tokenizer=bpe on; 0: all
+    on_error: str = "refuse"  # for a file that is not UTF-8 text: refuse (stop the run) | skip (and count it)
 
     @abstractmethod
     def files(self) -> FoundFiles:
-        """The documents, in a fixed order."""
+        """Return the documents in a fixed order."""
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work and a tokenizer that is not there."""
+        """Raise UserError for invalid settings and a missing tokenizer file."""
         super().check()
         require_range("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
         require_choice("data", self, on_error=ON_ERROR)
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
-        """Reads, splits and tokenizes the text; tokens are cached by the digest of text and tokenizer."""
+        """Read, split and tokenize the text; ids are cached by the digests of text and tokenizer."""
         found = self.files()
         corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
         text = corpus.facts
         if not text.taken:
             files = f"{found.files[0]}{f' and {len(found.files) - 1} more' if len(found.files) > 1 else ''}"
             skipped = f" ({text.skipped[0]})" if text.skipped else ""
-            raise UserError(f"data={self.name}: there is no text to learn from in {files}{skipped}")
+            raise UserError(f"data={self.name}: found no text in {files}{skipped}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
         facts = {"documents": text.documents, "text_sha256": text.digest, **tokenizer_facts(tokenizer)}
         key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}"
@@ -112,22 +112,22 @@ class TextData(TokenizedData):
         except UnknownCharacter as error:
             raise self._unknown(error.character, corpus, vocabulary) from None
         train, held_out = ids.parts
-        train = train if self.val_fraction < 1 else train[:0]  # what tokenizers begin and end a document with
+        train = train if self.val_fraction < 1 else train[:0]  # drop the begin and end tokens of empty training parts
         return toyexp.TokenDataset(
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
             [*text.omissions(), *limits, *found.omissions()], self.bpe_notes(tokenizer),
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
-        corpus.check_unchanged()  # a tokenizer made from this text has them all
-        file = corpus.first_with(character) or "its text"  # where a tokenizer writes it otherwise, as a blank
+        corpus.check_unchanged()  # a tokenizer made from this text has all its characters
+        file = corpus.first_with(character) or "its text"  # None if the tokenizer replaces it, as it does a space
         return UserError(
             f"data={self.name}: {file} holds the character {character!r}, which is not in the tokenizer of "
-            f"{self.source(vocabulary)}; give text of the characters that it knows: data=text data.path=..."
+            f"{self.source(vocabulary)}; use other text: data=text data.path=..."
         )
 
     def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[toyexp.Tokenizer, list[str]]:
-        """The tokenizer, and what of the text it was not made from; one that is made from a text is made once."""
+        """Return the tokenizer, made from the text at most once, and notes about text that it was not trained on."""
         if self.tokenizer not in ("char", "bpe"):
             return self.read_tokenizer(vocabulary), []
         settings = (self.bpe_vocab, self.bpe_mb) if self.tokenizer == "bpe" else ()
@@ -153,13 +153,13 @@ class TextData(TokenizedData):
 
 
 def tokenizer_facts(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
-    """Which tokenizer it is, as a run's record says it."""
+    """Return kind and digest of a tokenizer for a run's record."""
     return {"tokenizer": tokenizer.kind, "tokenizer_digest": tokenizer.fingerprint()}
 
 
 def _encode_corpus(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
     if corpus.facts.taken > LONG:
-        print_error(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text, once: the next run finds the ids")
+        print_error(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text; later runs reuse the cached ids")
     yield toyexp.tokenizers.encode_documents(tokenizer, corpus.train())
     yield toyexp.tokenizers.encode_documents(tokenizer, corpus.held_out())
     corpus.check_unchanged()
@@ -167,7 +167,7 @@ def _encode_corpus(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iter
 
 @dataclass
 class Stdlib(TextData):
-    """The source of this Python's standard library: real text on every machine."""
+    """Source code of this Python's standard library: real text on every machine."""
 
     name: ClassVar[str] = "stdlib"
 
@@ -175,7 +175,7 @@ class Stdlib(TextData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """For a model whose tokenizer takes any text."""
+        """Suggest the data for models whose tokenizer accepts any text."""
         try:
             if tokenizer and tokenizer.vocab <= SMALL:
                 tokenizer.encode(ANY_TEXT)
@@ -184,10 +184,10 @@ class Stdlib(TextData):
         return "" if tokenizer else None
 
     def files(self) -> FoundFiles:
-        """Every .py file of the library but its tests, in path order."""
+        """Return every .py file of the library except its tests, in path order."""
         root = sysconfig.get_path("stdlib")
         found = []
-        for folder, folders, names in os.walk(root):  # pruned: site-packages may hold a hundred times as many files
+        for folder, folders, names in os.walk(root):  # pruned: site-packages may have a hundred times as many
             folders[:] = [f for f in folders if f not in NOT_CODE]
             found += [os.path.join(folder, n) for n in names if n.endswith(".py")]  # noqa: PTH118 - Path is slow here
         return FoundFiles([Path(f) for f in sorted(found, key=lambda f: f.replace(os.sep, "/"))])
@@ -195,39 +195,39 @@ class Stdlib(TextData):
 
 @dataclass
 class Text(TextData):
-    """Text files of your own: one file, a folder of them, or a pattern."""
+    """Your own text files: a file, a directory or a pattern."""
 
     name: ClassVar[str] = "text"
 
-    path: str = ""  # a text file, a folder, or a pattern such as 'books/*.txt'
-    suffixes: str = ".txt .md .py"  # which files of a folder; '*': all
+    path: str = ""  # text file, directory, or pattern such as 'books/*.txt'
+    suffixes: str = ".txt .md .py"  # suffixes of the files to read in a directory; '*': all
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """For a model with a tokenizer."""
+        """Suggest a path for models with a tokenizer."""
         return "data.path=TEXT.txt" if tokenizer else None
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """A file of text, a folder that has some, and any other file."""
+        """Return 2 for text suffixes and directories with such files, 1 for other files."""
         suffixes = cls.suffixes.split()
         if path.is_dir():
             return 2 if any(f.suffix in suffixes for f in path.rglob("*")) else 0
         return 2 if path.suffix in suffixes else 1
 
     def check(self) -> None:
-        """Raises UserError when there is no such file or folder."""
+        """Raise UserError for invalid settings and a missing path."""
         super().check()
         if not self.path:
-            raise UserError("data=text needs a file or folder: data.path=...")
+            raise UserError("data=text needs a file or directory: data.path=...")
         match_paths(self.path)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """That a file is read whatever its name ends in."""
+        """Yield a warning if the suffixes have no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "suffixes") and Path(self.path).is_file():
-            yield f"data.suffixes={self.suffixes}: chooses files of a folder; data.path={self.path} is a file"
+            yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"
 
     def files(self) -> FoundFiles:
-        """The file, or the folder's files in path order."""
+        """Return the file, or the directory's files in path order."""
         return find_files(self.path, self.suffixes.split())

@@ -1,4 +1,4 @@
-"""Token ids: packed little-endian uint16 or int32, TOYC, numpy's .npy, and random ones."""
+"""Token ids from files (packed uint16 or int32, TOYC, numpy's .npy), and random ids."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
-UINT16_RATIO = 1000  # a vocabulary that is so many times smaller when the file is read as uint16 is one of uint16
+UINT16_RATIO = 1000  # if reading as uint16 makes the largest id this many times smaller, it is uint16
 RANDOM, HELD_OUT = 1_000_000, 50_000  # ids of data=random
-MAX_IDS = 1 << 24  # each is a row of the embedding
+MAX_IDS = 1 << 24  # each id needs a row of the embedding
 
 
 @dataclass
 class Tokens(SplitData):
-    """A file of packed token ids: uint16 or int32, little-endian, or numpy's .npy."""
+    """File of packed token ids: little-endian uint16 or int32, or numpy's .npy."""
 
     name: ClassVar[str] = "tokens"
     gives: ClassVar[Kind] = TOKENS
 
     path: str = ""  # the token file
     dtype: str = "auto"  # int32 | uint16 | auto (int32; a TOYC file is always int32, an .npy says its own)
-    tokenizer: str = ""  # a GGUF whose tokenizer made the ids, for samples and the export; empty: ids only
-    val_fraction: float = 0.05  # the last part of the file, held out from training
-    eval_batches: int = 16  # held-out batches that one eval takes
+    tokenizer: str = ""  # GGUF file whose tokenizer made the ids, for samples and the export; empty: ids only
+    val_fraction: float = 0.05  # share of the file held out for validation, from its end; (0, 1]
+    eval_batches: int = 16  # held-out batches per evaluation
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """A file by its name."""
+        """Return how well a path's suffix matches."""
         return 2 if path.suffix in (".bin", ".npy") else 0
 
     @classmethod
@@ -48,7 +48,7 @@ class Tokens(SplitData):
         return None if tokenizer else "data.path=IDS.bin"
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work and files that are not there."""
+        """Raise UserError for invalid settings and missing files."""
         if not self.path:
             raise UserError("data=tokens needs a token file: data.path=...")
         for key, path in (("path", self.path), ("tokenizer", self.tokenizer)):
@@ -58,7 +58,7 @@ class Tokens(SplitData):
         super().check()
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
-        """Reads the whole file; it is not mapped, so that nobody can cut it short under a run."""
+        """Read the whole file into memory, so that later changes of the file cannot affect the run."""
         ids, vocab = read_tokens(Path(self.path), self.dtype)
         tokenizer = toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(self.tokenizer)) if self.tokenizer else None
         if tokenizer is not None:
@@ -72,7 +72,7 @@ class Tokens(SplitData):
 
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
-    """The int32 ids of a token file and its vocabulary; UserError for what is no such file."""
+    """Return the int32 ids of a token file and its vocabulary size; raise UserError for an invalid file."""
     ids, declared, typed = _numpy(path, dtype) if path.suffix in (".npy", ".npz") else _packed(path, dtype)
     hint = "" if typed else "; uint16 ids take data.dtype=uint16"
     if ids.min() < 0:
@@ -80,18 +80,18 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     top = int(ids.max()) + 1
     if top > MAX_IDS:
         place = f"position {int(ids.argmax())}"
-        raise UserError(f"{path}: {place} holds the id {top - 1}; at most {MAX_IDS} make sense{hint}")
-    halves = ids.astype("<i4").view("<u2")  # a pair of uint16 ids, read as one of int32, is 65536 times the second
+        raise UserError(f"{path}: {place} holds the id {top - 1}; the limit is {MAX_IDS}{hint}")
+    halves = ids.astype("<i4").view("<u2")  # two uint16 ids read as one int32 give 65536 times the second
     if not typed and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
         what = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
-        raise UserError(f"{path}: {what}; type data.dtype=uint16, or data.dtype=int32")
+        raise UserError(f"{path}: {what}; set data.dtype=uint16 or data.dtype=int32")
     if declared and top > declared:
         raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
     return ids.astype("int32", copy=False), declared or top
 
 
 def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
-    """Return the ids, how many ids the header says there are (0: nothing), and whether it names their type."""
+    """Return the ids, the vocabulary size in the header (0: none), and whether the header names the dtype."""
     import numpy as np
 
     raw = read_file(path)
@@ -103,7 +103,7 @@ def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
         if version != 1:
             raise UserError(f"{path}: TOYC version {version}; version 1 is supported")
         if dtype == "uint16":
-            raise UserError(f"{path}: is a TOYC file, whose ids are int32; leave data.dtype=uint16 out")
+            raise UserError(f"{path}: is a TOYC file, whose ids are int32; remove data.dtype=uint16")
         body, dtype = raw[16:], "int32"
     kind = np.dtype(DTYPES[dtype])
     if not body:
@@ -112,7 +112,7 @@ def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
         guess = "it is cut off, or holds none" if typed or len(body) % 2 else "uint16 ids take data.dtype=uint16"
         raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MAX_IDS:
-        raise UserError(f"{path}: its header says {declared} ids; at most {MAX_IDS} make sense")
+        raise UserError(f"{path}: its header says {declared} ids; the limit is {MAX_IDS}")
     return np.frombuffer(body, kind).astype(np.int32), declared, typed
 
 
@@ -121,32 +121,36 @@ def _numpy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
 
     with open_file(path) as file:
         begins = file.read(len(NUMPY))
-    if begins != NUMPY and not begins.startswith(b"PK"):  # an archive of numpy's, which is told as that
-        raise UserError(f"{path}: is no .npy file; packed ids are named {path.stem}.bin")
+    if begins != NUMPY and not begins.startswith(b"PK"):  # an .npz archive has its own error below
+        raise UserError(f"{path}: is not an .npy file; rename packed ids to {path.stem}.bin")
     if dtype != "auto":
-        raise UserError(f"{path}: is an .npy file, which says its own type; leave data.dtype={dtype} out")
+        raise UserError(f"{path}: is an .npy file, which has its own dtype; remove data.dtype={dtype}")
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, a header cannot claim more than is there
-    except (OSError, ValueError, EOFError) as error:  # numpy's words for whatever is wrong with a file
+        ids = np.load(
+            path, mmap_mode="r", allow_pickle=False
+        )  # mapped: a false header cannot claim more than the file has
+    except (OSError, ValueError, EOFError) as error:  # numpy's error for an invalid file
         raise UserError(f"{path}: cannot be read as numpy's .npy ({printable(str(error), 120)})") from None
     if not isinstance(ids, np.ndarray):
-        raise UserError(f"{path}: is an archive of arrays; token ids are one array")
+        raise UserError(f"{path}: is an archive of arrays; token ids must be one array")
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-        raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}; token ids are one list of integers")
+        raise UserError(
+            f"{path}: holds {ids.dtype} {list(ids.shape)}; token ids must be a one-dimensional integer array"
+        )
     return np.array(ids), 0, True
 
 
 @dataclass
 class Random(Data):
-    """Random token ids, for measuring speed: there is nothing in them to learn."""
+    """Random token ids, to measure speed; there is nothing to learn."""
 
     name: ClassVar[str] = "random"
     gives: ClassVar[Kind] = TOKENS
 
-    vocab: int = 1024  # ids run from 0 to vocab - 1
+    vocab: int = 1024  # vocabulary size; ids are from 0 to vocab - 1
 
     def check(self) -> None:
-        """Raise UserError unless `vocab` is from 1 to MOST."""
+        """Raise UserError unless `vocab` is from 1 to 2^31 - 1."""
         require_range("data", self, vocab=f"[1,{MAX_INT}]")
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:

@@ -982,9 +982,9 @@ def test_a_sweep_given_as_a_run_is_told_how_it_goes_on(refused, tmp_path):
 def test_what_holds_no_text_and_no_ids_is_named(refused, tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
-    refused(["data=text", "data.path=empty.txt"], "no text to learn from in empty.txt")
-    refused(["data=text", "data.path=folder"], "data.path=folder: no file in there ends in .txt, .md, .py")
-    refused(["data=tokens", "data.path=book.txt"], "book.txt: position", "at most 16777216 make sense", "data.dtype")
+    refused(["data=text", "data.path=empty.txt"], "found no text in empty.txt")
+    refused(["data=text", "data.path=folder"], "data.path=folder: contains no file with the suffix .txt .md .py")
+    refused(["data=tokens", "data.path=book.txt"], "book.txt: position", "the limit is 16777216", "data.dtype")
 
 
 def test_a_settings_change_of_engine_is_told_by_name_alone(run_of_two_steps, capsys):

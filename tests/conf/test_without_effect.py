@@ -100,7 +100,7 @@ IDLE = {
     ),
     "a plain text": (
         "checkpoint_every=0 checkpoint_keep=5 data.bpe_vocab=300 data.eval_batches=4 data.suffixes=.txt",
-        ["checkpoint_keep=5: has no effect with checkpoint_every=0", "data.bpe_vocab=300: is of data.tokenizer=bpe",
+        ["checkpoint_keep=5: has no effect with checkpoint_every=0", "data.bpe_vocab=300: has no effect with data.tokenizer=",
          "data.eval_batches=4: the held-out part has 3", "data.suffixes=.txt"],
         "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
     ),
@@ -170,7 +170,7 @@ def test_more_held_out_images_than_there_are(registry):
     pytest.importorskip("sklearn")
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
     prepared = prepare(Request([], registry, MODULES).build_config(*words))
-    assert prepared.warnings == ["data.eval_images=360: 359 are held out, which are all taken"]
+    assert prepared.warnings == ["data.eval_images=360: only 359 are held out; all are used"]
     planned = RunPreview(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
 

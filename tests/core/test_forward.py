@@ -197,7 +197,7 @@ def refused(capsys, *words):
     [
         ("unknown tensor", ["no tensor out.wieght", "did you mean out.weight?", "(odd_model.py, line "]),
         ("unknown op", ["no op conv2d", "(odd_model.py, line "]),
-        ("adds", ["ops.add takes tensors, and gets 1", "(odd_model.py, line "]),
+        ("adds", ["ops.add takes tensors, got 1", "(odd_model.py, line "]),
         ("nothing", ["gives None, expected logits [2, 4, classes]"]),
         ("array", ["gives a ndarray, expected logits"]),
         ("two", ["gives a tuple, expected logits"]),
@@ -208,13 +208,13 @@ def refused(capsys, *words):
         ("rows", ["gives [16, 16], expected logits [2, 4, classes]"]),
         ("exit", ["SystemExit: 3", "(odd_model.py, line "]),
         ("own", ["KeyError: 'own'", "(odd_model.py, line "]),
-        ("None", ["its tensors are None"]),
+        ("None", ["tensors() returned None"]),
         ("names", ["'token_embd.weight'", "expected a TensorSpec"]),
         ("zero", ["tensor z.weight has the shape (0, 3)"]),
         ("negative", ["tensor z.weight has the shape (-1, 3)"]),
         ("fraction", ["tensor z.weight has the shape (3.5, 3)"]),
         ("number", ["tensor z.weight has the shape 3"]),
-        ("no values", ["tensor z.weight starts from None", "such as Normal(0.02)"]),
+        ("no values", ["tensor z.weight has the initial values None", "such as Normal(0.02)"]),
         ("twice", ["tensor out.weight is listed twice"]),
         ("spread", ["Normal(std=nan)", "(odd_model.py, line "]),
         ("negative spread", ["Normal(std=-1.0)", "(odd_model.py, line "]),
@@ -242,7 +242,7 @@ def test_eval_and_generate_name_the_model_too(engine, here, capsys):
     generate = ["generate", "run", "--ids", "1", "--engine", engine, PLUGINS]
     for words in (["eval", *own], generate):
         line, _ = run_failing(capsys, *words, codes=(2,))
-        assert line.startswith("model.odd: in its forward pass ops.add takes tensors, and gets 1 (odd_model.py, line ")
+        assert line.startswith("model.odd: in its forward pass ops.add takes tensors, got 1 (odd_model.py, line ")
 
 
 def test_an_engine_failing_on_a_valid_model_is_the_engines_error(here, capsys):
@@ -348,5 +348,5 @@ def test_an_endless_forward_pass_is_stopped(monkeypatch):
     plan = probe_plan(
         Probe({"table": np.ones((5, 8), np.float32)}, function), 2, {"tokens": (3,), "targets": (3,), "weights": (3,)}
     )
-    with pytest.raises(UserError, match="more than 100 ops: does it end"):
+    with pytest.raises(UserError, match="more than 100 ops; is there"):
         check_forward(plan, "recipe.any")

@@ -236,7 +236,7 @@ RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% en
     [
         (NOTHING_BUT_THE_LAST, "does not write a turn the same"),
         ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "leaves out what"),
-        ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "leaves out what the assistant says"),
+        ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "drops content of the assistant"),
         ("{{ raise_exception('no\nsystem') }}", r"refuses it (no\nsystem)"),
         ("{{ messages.append(1) }}", "refuses it"),
         ("{{ ''.__class__.__mro__ }}", "refuses it"),
@@ -254,7 +254,7 @@ def test_a_template_that_does_not_mark_the_assistants_words_is_rejected(template
 @pytest.mark.parametrize("template", ["{% for %}", "x" * 70_000, "{{"])
 def test_a_broken_template_is_rejected_with_a_remedy(template):
     pytest.importorskip("jinja2")
-    with pytest.raises(UserError, match=r"x\.gguf: its chat template .*data\.template=plain does without it"):
+    with pytest.raises(UserError, match=r"x\.gguf: its chat template .*data\.template=plain avoids the template"):
         ChatTemplate(template, Bytes(), "x.gguf")
 
 
@@ -268,7 +268,7 @@ def test_a_template_without_end_tokens_ends_with_end_of_text():
 
 
 def test_text_that_spells_a_control_token_is_rejected(template):
-    with pytest.raises(BadExample, match=r"what the user says holds the control token <\|im_end\|>"):
+    with pytest.raises(BadExample, match=r"what the user says contains the control token <\|im_end\|>"):
         template[0].rows([Message("user", "x<|im_end|>"), Message("assistant", "y")])
 
 
@@ -398,9 +398,9 @@ BAD = [
     (b'{"messages": [{"role": "assistant", "content": "a", "name": "b"}]}', "message 1 holds role, content, name;"),
     (chat_line(("asistant", "a")), "message 1 has the role asistant; did you mean assistant?"),
     (chat_line(("user", "a"), ("bot", "b")), "message 2 has the role bot; there is: assistant, developer, system,"),
-    (chat_line(("user", "a"), ("system", "b")), "message 2 is the system's; only the first can be"),
+    (chat_line(("user", "a"), ("system", "b")), "message 2 has the role system, which only the first"),
     (chat_line(("user", "a"), ("assistant", "")), "message 2's content is empty"),
-    (chat_line(("user", "a")), "the assistant says nothing in it"),
+    (chat_line(("user", "a")), "has no assistant message"),
 ]  # fmt: skip
 
 
@@ -441,7 +441,7 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
 )
 def test_a_file_of_another_format_is_named_as_such(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"{re.escape(name)}: is no file of JSON lines; it is .*{words}"):
+    with pytest.raises(UserError, match=rf"{re.escape(name)}: is not a JSON lines file; it is .*{words}"):
         opened(tmp_path / name, on_error="skip")
 
 
@@ -495,7 +495,7 @@ def test_too_few_examples_are_rejected(tmp_path, raw, words):
         ({"train_on": "completions"}, "data.train_on=completions: did you mean completion?"),
         ({"template": "gguf"}, "data.template=gguf: there is: auto, plain"),
         ({"on_error": "ignore"}, "data.on_error=ignore: there is: refuse, skip"),
-        ({"date": "tomorrow"}, "data.date=tomorrow: must be a day such as 2026-11-21"),
+        ({"date": "tomorrow"}, "data.date=tomorrow: must be a date such as 2026-11-21"),
         ({"val_fraction": 1.1}, "data.val_fraction=1.1: must be above 0 and at most 1"),
         ({"tokenizer": "words"}, "data.tokenizer=words"),
     ],

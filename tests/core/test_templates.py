@@ -213,7 +213,7 @@ def test_a_conversation_in_which_nothing_is_marked_is_refused():
 
 def test_an_answer_of_which_nothing_is_left_is_refused():
     silent = [Message("user", "q"), Message("assistant", None, {"name": "x"})]
-    with pytest.raises(BadExample, match="leaves out what the assistant says"):
+    with pytest.raises(BadExample, match="drops content of the assistant"):
         written("{% for m in messages %}{{ m.content }}{% endfor %}", silent)
     with pytest.raises(BadExample, match="marks none of it"):
         written(
@@ -221,7 +221,7 @@ def test_an_answer_of_which_nothing_is_left_is_refused():
         )
     tokenizer = vocabulary()
     tokenizer.swallow_after = frozenset([257])
-    with pytest.raises(BadExample, match="nothing to learn once it is tokenized"):
+    with pytest.raises(BadExample, match="no token to learn"):
         tokenize([Part("<|im_start|>", False, special=True), Part(" \n", True)], tokenizer, False)
 
 
@@ -245,7 +245,7 @@ def test_messages_and_tools_reach_the_template_as_they_are():
         '{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"ü": "<"}}}]}'
         '{"role": "tool", "content": ""}[\n {\n  "name": "add"\n }\n]'
     )
-    with pytest.raises(BadExample, match="leaves out what the assistant says"):
+    with pytest.raises(BadExample, match="drops content of the assistant"):
         written("{% for m in messages %}{{ m.role }}{% endfor %}", messages)
 
 
@@ -265,9 +265,9 @@ def test_a_thought_is_seen_under_each_name_that_the_message_does_not_use_itself(
 
 def test_a_control_token_is_found_wherever_a_message_holds_it():
     call = Message("assistant", None, {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]})
-    with pytest.raises(BadExample, match=r"what the assistant says holds the control token <\|im_end\|>"):
+    with pytest.raises(BadExample, match=r"what the assistant says contains the control token <\|im_end\|>"):
         written(CHATML, [Message("user", "q"), call])
-    with pytest.raises(BadExample, match=r"tools holds the control token <\|im_start\|>"):
+    with pytest.raises(BadExample, match=r"tools contains the control token <\|im_start\|>"):
         written(CHATML, talk("q", "a"), tools=[{"<|im_start|>": 1}])
 
 
@@ -343,6 +343,6 @@ def test_the_day_that_a_template_writes_becomes_the_setting_and_no_other_does(tm
     assert f"{data.date} 00:00" in dataset.tokenizer.decode(dataset.train.ids)
     data, dataset = opened(tmp_path, dated, [talk("q", "a")] * 2, date="2024-07-26T17:30")
     assert "2024-07-26 17:30" in dataset.tokenizer.decode(dataset.train.ids)
-    assert "their template's day is 2024-07-26T17:30 (data.date)" in dataset.remarks()
+    assert "their template uses the date 2024-07-26T17:30 (data.date)" in dataset.remarks()
     data, dataset = opened(tmp_path, CHATML, [talk("q", "a")] * 2)
     assert data.date == "" and dataset.describe()["chat_date"] is None and dataset.remarks() == []

@@ -65,7 +65,7 @@ def test_a_run_learns_from_json_lines_and_exports_the_format_of_its_chats(lines,
     assert main([*words, "data.on_error=skip"]) == 0
     out = capsys.readouterr().out
     assert "1 of 44 examples skipped (data.on_error), such as x.jsonl:43: has the keys none" in out
-    assert "1 of 43 examples left out, prompts longer than the context (model.context)" in out
+    assert "1 of 43 examples left out: their prompts exceed the context (model.context)" in out
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     facts = events[0]["data"]
     assert (facts["name"], facts["examples"], facts["chats"], facts["too_long"]) == ("jsonl", 43, 2, 1)
@@ -95,7 +95,7 @@ def test_a_run_keeps_the_day_that_it_began_on(lines, tmp_path, capsys, monkeypat
     sizes = ["model.d_model=16", "model.d_ff=16", "model.context=32"]
     words = ["engine=ggml", "engine.threads=1", *data, *sizes, "checkpoint_every=1", "name=day"]
     assert main([*words, "steps=2", f"hydra.run.dir={tmp_path / 'runs' / 'a'}"]) == 0
-    assert "their template's day is 2024-07-26 (data.date)" in capsys.readouterr().out
+    assert "their template uses the date 2024-07-26 (data.date)" in capsys.readouterr().out
     assert "date: '2024-07-26'" in (tmp_path / "runs" / "a" / "config.yaml").read_text()
     Day.today_is = datetime.date(2025, 1, 1)
     assert main([*words, "steps=3", "resume=auto", f"hydra.run.dir={tmp_path / 'runs' / 'b'}"]) == 0

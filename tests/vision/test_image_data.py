@@ -208,7 +208,7 @@ def test_folders_named_train_and_val_are_the_parts_and_not_the_classes(tmp_path,
     assert data.remarks() == ["2 classes: blue, red", f"held out: {tmp_path / held}"]
     assert Images.recognises(tmp_path) == 2
     (tmp_path / held / "green").mkdir()
-    with pytest.raises(UserError, match=r"green: is held out, and .*train has no class of that name"):
+    with pytest.raises(UserError, match=r"green: is held out, but .*train has no class of that name"):
         opened(tmp_path)
 
 
@@ -254,7 +254,7 @@ def test_a_share_to_hold_out_has_no_effect_where_a_folder_is_held_out(tmp_path):
 def test_what_is_scaled_is_said(tmp_path):
     small = folder(tmp_path / "a", red=10, blue=10)
     assert opened(small).remarks() == ["2 classes: blue, red"]
-    told = "images of 8 x 8 pixels are cut to their centred square and scaled to 4 x 4"
+    told = "images of 8 x 8 pixels are cropped to their centred square and scaled to 4 x 4"
     assert told in opened(small, image_size=4).remarks()
     folder(tmp_path / "b", size=(20, 10), red=1)
     (tmp_path / "b" / "red" / "0.png").rename(small / "red" / "large.png")
@@ -430,7 +430,7 @@ def test_wrong_settings(tmp_path, settings, words):
 def test_folders_that_are_no_classes_to_learn(tmp_path):
     (tmp_path / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "a.png")
-    with pytest.raises(UserError, match="holds no folders"):
+    with pytest.raises(UserError, match="contains no directories"):
         opened(tmp_path / "flat")
     with pytest.raises(UserError, match="fewer than two classes"):
         opened(folder(tmp_path / "one", red=4))
@@ -458,10 +458,10 @@ def test_an_image_is_listed_once(tmp_path, again, number, words, on_error):
     listed = labels_file(tmp_path, ("red/0.png", 0), ("red/1.png", 1), (again, number))
     with pytest.raises(UserError) as error:
         opened(tmp_path / "all", labels=listed, on_error=on_error)
-    assert str(error.value).endswith(f"labels.csv: {again} stands there twice{words}")
+    assert str(error.value).endswith(f"labels.csv: {again} is listed twice{words}")
 
 
 def test_a_listed_file_that_is_not_there_is_named(tmp_path):
     folder(tmp_path / "all", red=2)
-    with pytest.raises(UserError, match=r"red/9\.png: is not there"):
+    with pytest.raises(UserError, match=r"red/9\.png: does not exist"):
         opened(tmp_path / "all", labels=labels_file(tmp_path, ("red/0.png", 0), ("red/9.png", 1)))

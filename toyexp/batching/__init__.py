@@ -1,1 +1,1 @@
-"""Batches by number."""
+"""Batches of tokens and images, addressed by number."""

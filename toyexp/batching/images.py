@@ -1,4 +1,4 @@
-"""Images and their classes as batches of numpy arrays, where batch k is a function of (seed, k) alone."""
+"""Images and class labels as batches of numpy arrays; batch k depends only on (seed, k)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec
 
 AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
 NORMALISATIONS = ("train", "fixed")
-MAX_NAMED = 12  # classes that a run names
+MAX_NAMED = 12  # classes listed by name in a run's output
 
 
 class ImageDataset(Dataset):
-    """8-bit images [N, height, width, channels] with a class each; of every class a fixed part is held out."""
+    """8-bit images [N, height, width, channels] with a class each; a fixed share of each class is held out."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class ImageDataset(Dataset):
         remarks: Sequence[str] = (),
         held_out: np.ndarray | None = None,
     ):
-        """Hold out the images that `held_out` [N] says, or else `val_fraction` of every class."""
+        """Hold out the images where `held_out` [N] is true, or else `val_fraction` of every class."""
         held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
         if not held_out.any():
             what = f"data.val_fraction={val_fraction} holds out none of {len(labels)} images"
-            raise UserError(f"{what}: give more images of a class, or a larger fraction")
+            raise UserError(f"{what}: use more images per class or a larger fraction")
         self.classes, self.vocab = tuple(classes), len(classes)
         self.image_shape: tuple[int, ...] = images.shape[1:]
         self.train = images[~held_out], labels[~held_out].astype(np.int32)
         self.held_out = images[held_out], labels[held_out].astype(np.int32)
         channels = self.image_shape[-1]
-        trained = self.train[0] if len(self.train[0]) else images  # all may be held out, for an eval
+        trained = self.train[0] if len(self.train[0]) else images  # an evaluation may hold out all
         halves = np.full(channels, 0.5)
         self.mean, self.std = mean_and_std(trained) if normalise == "train" else (halves, halves)
         self._augment, self._eval_images, self._left_out, self._remarks = augment, eval_images, left_out, remarks
@@ -63,41 +63,41 @@ class ImageDataset(Dataset):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Image counts, their shape, and a digest of pixels and classes."""
+        """Return image counts, image shape, and digests of pixels and classes."""
         return self._facts
 
     def omissions(self) -> Sequence[str]:
-        """What whoever opened the data has left out."""
+        """Return what was left out when the data was read."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return the classes, and what whoever opened the data has to say."""
+        """Return the classes, and remarks from reading the data."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
         return [f"{self.vocab} classes: {', '.join([*names, *more])}", *self._remarks]
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """The classes' names, and how pixels from 0 to 1 become the model's input: (pixel - mean) / std."""
+        """Return class names, and mean and std, with which pixels from 0 to 1 become (pixel - mean) / std."""
         mean, std = ([float(x) for x in values] for values in (self.mean, self.std))
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
     def match_preprocessing(self, written: Mapping[str, Any]) -> None:
-        """Take pixel mean, deviation and class numbers from the model's file; UserError for an unknown class."""
+        """Take pixel mean, std and class numbers from the model's file; raise UserError for an unknown class."""
         for name in ("image_mean", "image_std"):
             ours = self.gguf_metadata()[name]
             theirs = _numbers(name, written.get(name, ours))
-            if theirs.shape == np.shape(ours) and not np.allclose(theirs, ours, rtol=1e-6):  # the file has float32
+            if theirs.shape == np.shape(ours) and not np.allclose(theirs, ours, rtol=1e-6):  # the file stores float32
                 setattr(self, name.removeprefix("image_"), theirs)
         known = written.get("classes", list(self.classes))
         if not isinstance(known, list):
             raise UserError(f"its classes are {printable(str(known))}, expected a list of names")
         unknown = [name for name in self.classes if name not in known]
         if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
-            return  # a list of labels, which counts the classes as the model does
+            return  # numbered classes, with the model's numbers
         if unknown:
             names = printable(", ".join(known))
             raise UserError(
-                f"the data has the class {printable(unknown[0])}, and the model knows {names}; "
+                f"the data has the class {printable(unknown[0])}, but the model knows {names};"
                 "to train a new output layer for them: recipe=full recipe.new_head=true"
             )
         numbers = np.array([known.index(name) for name in self.classes], np.int32)
@@ -105,12 +105,12 @@ class ImageDataset(Dataset):
         self.classes, self.vocab = tuple(known), len(known)
 
     def batches(self, context: int, rows: int, seed: int) -> ImageBatches:
-        """Batches of `rows` images; they have no positions, so `context` means nothing."""
+        """Return batches of `rows` images; `context` has no effect."""
         return ImageBatches(self, rows, seed, self._augment, self._eval_images)
 
 
 class Unlabelled(ImageDataset):
-    """8-bit images [N, height, width, channels] without labels, as a model with these `classes` sees them."""
+    """8-bit images [N, height, width, channels] without labels, preprocessed as for a model with `classes`."""
 
     def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
         self.classes, self.vocab = tuple(classes), len(classes)
@@ -122,7 +122,7 @@ class Unlabelled(ImageDataset):
 
 
 class ImageBatches(Batches):
-    """Every epoch visits each image once, in an order drawn from (seed, epoch), and so is how each is augmented."""
+    """Batches in which every epoch has each image once; order and augmentation depend on (seed, epoch)."""
 
     def __init__(self, dataset: ImageDataset, rows: int, seed: int, augment: str, eval_images: int):
         self._train, self._held_out = dataset.train, dataset.held_out
@@ -140,13 +140,13 @@ class ImageBatches(Batches):
         }
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's order, and for each of its places 64 random bits for the augmentation."""
+        """Return the epoch's order, and 64 random bits per image for its augmentation."""
         count = len(self._train[1])
         words = stream(self._seed, "data-order", epoch).random_raw(count)
         return np.argsort(words, kind="stable"), stream(self._seed, "augment", epoch).random_raw(count)
 
     def batch(self, k: int) -> Batch:
-        """Training batch `k`: images [rows, height, width, channels], targets [rows] and weights [rows]."""
+        """Return training batch `k`: images [rows, height, width, channels], targets [rows], weights [rows]."""
         images, labels = self._train
         chosen, words = [], []
         for number in range(k * self._rows, (k + 1) * self._rows):
@@ -162,14 +162,14 @@ class ImageBatches(Batches):
         return self._batch(picked, labels[chosen])
 
     def held_out(self) -> Sequence[Batch]:
-        """At most `eval_images` images spread evenly over the held-out part; the last rows may weigh nothing."""
+        """Return at most `eval_images` images, evenly spread; padding rows of the last batch have weight 0."""
         images, labels = self._held_out
         wanted = min(len(labels), self._eval_images)
         chosen = np.arange(wanted) * len(labels) // wanted
         batches = []
         for first in range(0, wanted, self._rows):
             part = chosen[first : first + self._rows]
-            filled = np.resize(part, self._rows)  # repeated rows fill the shape and weigh nothing
+            filled = np.resize(part, self._rows)  # repeated rows fill the shape, with weight 0
             batch = self._batch(images[filled], labels[filled])
             batch["weights"][len(part) :] = 0
             batches.append(batch)
@@ -181,18 +181,18 @@ class ImageBatches(Batches):
 
 
 def _numbers(name: str, value: object) -> np.ndarray:
-    """The pixels' mean or deviation as a model's file has it; UserError for what pixels cannot be seen by."""
+    """Return the mean or std of pixels from a model's file; raise UserError for invalid numbers."""
     try:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         array = np.full(1, np.nan)
     if not np.isfinite(array).all() or (name == "image_std" and not (array > 0).all()):
-        raise UserError(f"its {name} is {printable(str(value))}, which pixels cannot be seen by")
+        raise UserError(f"its {name} is {printable(str(value))}, expected finite numbers (above 0 for image_std)")
     return array
 
 
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Return which images are held out: `fraction` of every class, the same for every seed; below 1 never its last."""
+    """Return which images are held out: `fraction` of every class for any seed; below 1 never a whole class."""
     order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
     mask = np.zeros(len(labels), bool)
     for label in np.unique(labels):
@@ -202,20 +202,23 @@ def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel of 8-bit images, as pixels from 0 to 1, by counting."""
+    """Return mean and standard deviation of each channel of 8-bit images, as pixels from 0 to 1.
+
+    They are exact, computed from counts of each pixel value.
+    """
     values = np.arange(256) / 255
     means, deviations = [], []
     for channel in range(images.shape[-1]):
         share = sum(np.bincount(image[..., channel].ravel(), minlength=256) for image in images) / images[..., 0].size
         mean = float((share * values).sum())
         means.append(mean)
-        # A channel that never changes has nothing to divide by.
+        # A constant channel has a deviation of 0, which cannot divide.
         deviations.append(float(np.sqrt((share * (values - mean) ** 2).sum())) or 1.0)
     return np.array(means), np.array(deviations)
 
 
 def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
-    """An image [height, width, channels] mirrored or not, and moved by up to an eighth of its size, as `bits` say."""
+    """Mirror an image [height, width, channels], and shift it by up to an eighth of its size, as `bits` say."""
     if flip and bits & 1:
         image = image[:, ::-1]
     if shift:

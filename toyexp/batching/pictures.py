@@ -1,4 +1,4 @@
-"""An image file as 8-bit pixels, read with Pillow."""
+"""Read image files as 8-bit pixels, with Pillow."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-# Not everything Pillow can open: some of its decoders start other programs (EPS runs Ghostscript).
+# Not all formats of Pillow, because some decoders start other programs (EPS runs Ghostscript).
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
 
 class BadImage(Exception):
-    """A file that is no image to look at, and why."""
+    """A file that cannot be used as an image, with the reason."""
 
 
 def require_pillow() -> None:
-    """Raises Unavailable where Pillow is missing or broken."""
+    """Raise Unavailable if Pillow is missing or broken."""
     with require_package("PIL", "pip install 'toyexp[data]'", "Pillow"):
-        from PIL import Image, ImageOps  # noqa: F401 - what read_image will use
+        from PIL import Image, ImageOps  # noqa: F401 - read_image uses them
 
 
 def read_image(
     path: Path, size: int, color: bool, resize: bool, sizes: set[tuple[int, int]] | None = None
 ) -> np.ndarray:
-    """Return an image file as 8-bit pixels [size, size, 3 or 1]; add its size to `sizes`. BadImage if it is none."""
+    """Return an image file as 8-bit pixels [size, size, 3 or 1], and add its size to `sizes`. Raise BadImage."""
     import numpy as np
     from PIL import Image, ImageOps
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's limit, made a refusal
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # make Pillow's limit an error
             with Image.open(path, formats=FORMATS) as opened:
                 opened.load()
                 image = ImageOps.exif_transpose(opened)
@@ -53,15 +53,15 @@ def read_image(
     except BadImage:
         raise
     except FileNotFoundError:
-        raise BadImage(printable(explain_missing(path), 200) if dangling_link(path) else "is not there") from None
+        raise BadImage(printable(explain_missing(path), 200) if dangling_link(path) else "does not exist") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS} pixels, as files made to exhaust memory do") from None
+        raise BadImage(f"has more than {Image.MAX_IMAGE_PIXELS} pixels, which may exhaust memory") from None
     except Exception as error:  # a broken file makes decoders raise anything
         raise BadImage(f"cannot be read as an image ({printable(str(error)) or type(error).__name__})") from None
 
 
 def _flat(image: Image, mode: str) -> Image:
-    """The image in 8 bits a channel, over black where it is transparent."""
+    """Convert an image to 8 bits per channel; transparent parts become black."""
     from PIL import Image
 
     if image.mode.startswith(("I", "F")):
@@ -73,21 +73,21 @@ def _flat(image: Image, mode: str) -> Image:
 
 
 def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
-    """Say that images of these sizes were cut and scaled, if any was."""
+    """Return a note if images of these sizes were cropped and scaled."""
     if sizes <= {(size, size)}:
         return []
     ends = dict.fromkeys((min(sizes), max(sizes)))
     told = "sizes such as " * (len(sizes) > 2) + " and ".join(f"{width} x {height}" for width, height in ends)
-    return [f"images of {told} pixels are cut to their centred square and scaled to {size} x {size}"]
+    return [f"images of {told} pixels are cropped to their centred square and scaled to {size} x {size}"]
 
 
 def iter_files(folder: Path) -> Iterator[Path]:
-    """Yield all files that are not hidden, as what a system keeps for itself in a folder of images is."""
+    """Yield all files below a directory that are not hidden, which excludes operating system files."""
     inside = (f for f in folder.rglob("*") if not f.is_dir())
     return (f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def iter_images(folder: Path) -> Iterator[Path]:
-    """The files in a folder, and in those in it, that are images by their names; links that lead nowhere too."""
+    """Yield files below a directory with an image suffix, including broken links."""
     named = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
     return (f for f in named if f.is_file() or dangling_link(f))

@@ -1,4 +1,4 @@
-"""Token ids as batches of windows, and dropout masks beside them: batch k is a function of (seed, k) alone."""
+"""Token ids as batches of windows, and dropout masks; batch k depends only on (seed, k)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from toyexp.interfaces.kind import TOKENS
 from toyexp.interfaces.plan import Plan
 from toyexp.tokenizers.tokenizer import Tokenizer
 
-PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens in which a prompt is looked for, and its characters at most
+PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens searched for a prompt; its maximum number of characters
 
 
 class TokenDataset(Dataset):
-    """Token ids in two parts, one to train on and one held out."""
+    """Token ids in a training part and a held-out part."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TokenDataset(Dataset):
         left_out: Sequence[str] = (),
         remarks: Sequence[str] = (),
     ):
-        """Take parts that may be mapped, of any integer type; `digest` is the SHA-256 of both as int32, if known."""
+        """Take two arrays of any integer type, possibly mapped; `digest` is the SHA-256 of both as int32, if known."""
         for part, ids in (("training", train), ("held-out", held_out)):
             if ids.dtype.kind not in "iu":
                 raise UserError(f"the ids of the data's {part} part are {ids.dtype}; they must be integers")
@@ -50,80 +50,80 @@ class TokenDataset(Dataset):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Token counts and a digest over both parts."""
+        """Return token counts and a digest of both parts."""
         return self._facts
 
     def prompt(self) -> list[int]:
-        """The first words of a line of the held-out text, of one without an indent if there is one."""
+        """Return the first words of a held-out line, preferably one without an indent, as ids."""
         assert self.tokenizer is not None
         lines = self.tokenizer.decode(self.held_out[:PROMPT_TOKENS]).splitlines()
-        whole = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # the first may be cut, as the last is
+        whole = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # first and last line may be cut off
         line = next((line for line in whole if not line[0].isspace()), "".join(whole[:1]))
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
     def omissions(self) -> Sequence[str]:
-        """What whoever opened the data has left out."""
+        """Return what was left out when the data was read."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """What whoever opened the data has to say."""
+        """Return remarks from reading the data."""
         return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
-        """Windows of `context` tokens and their next tokens."""
+        """Return windows of `context` tokens with their next tokens as targets."""
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
-            if len(ids) <= context and (len(ids) or part == "held-out"):  # all may be held out, for an eval
+            if len(ids) <= context and (len(ids) or part == "held-out"):  # an evaluation may hold out all
                 size = f"{len(ids)} tokens; a window needs {context + 1}"
                 raise UserError(f"model.context={context} is longer than the {part} part of the data ({size})")
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
 
 class TokenBatches(Batches):
-    """Each epoch visits each window of `context` tokens once, from an offset and in an order drawn by (seed, epoch)."""
+    """Batches in which each epoch has each window of `context` tokens once; (seed, epoch) gives offset and order."""
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
         self._train, self._held_out = train, held_out
         self._context, self._rows, self._seed = context, rows, seed
         self._eval_batches = eval_batches
         self._span = np.arange(context + 1)
-        # One window fewer than fit, so that the rest is room for the offset; a tiny corpus keeps one.
+        # One window fewer than fits, to leave room for the offset; a tiny corpus keeps one.
         self._windows = self.rows_per_epoch = max((len(train) - 1) // context - 1, 1)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
         self.inputs = TOKENS.inputs(context)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Start positions of the epoch's windows, shuffled."""
+        """Return the shuffled start positions of the epoch's windows."""
         words = stream(self._seed, "data-order", epoch).random_raw(self._windows + 1)
         spare = len(self._train) - 1 - self._windows * self._context
         offset = int(words[-1] % np.uint64(spare + 1))
         return np.argsort(words[:-1], kind="stable") * self._context + offset
 
     def batch(self, k: int) -> Batch:
-        """Training batch `k`: tokens, targets and weights, each [rows, context]."""
+        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
         return self._take_rows(k, 1)
 
     def block(self, first: int, count: int) -> Batch:
-        """The rows of `count` batches from batch `first` on."""
+        """Return the rows of `count` batches from batch `first` on."""
         return self._take_rows(first, count)
 
     def _take_rows(self, first: int, count: int) -> Batch:
         row, end = first * self._rows, (first + count) * self._rows
         starts: list[np.ndarray] = []
-        while row < end:  # a batch may cross into the next epoch, more than once on a tiny corpus
+        while row < end:  # a batch may span epochs, several on a tiny corpus
             epoch, place = divmod(row, self._windows)
             starts.append(self._order(epoch)[place : place + end - row])
             row += len(starts[-1])
         return _windows(self._train, np.concatenate(starts), self._span)
 
     def held_out(self) -> Sequence[Batch]:
-        """At most `eval_batches` batches spread evenly over the held-out part; the last rows may weigh nothing."""
+        """Return at most `eval_batches` batches, evenly spread; padding rows of the last have weight 0."""
         count = (len(self._held_out) - 1) // self._context
         wanted = min(count, self._eval_batches * self._rows)
         starts = np.arange(wanted) * count // wanted * self._context
         batches = []
         for first in range(0, wanted, self._rows):
             part = starts[first : first + self._rows]
-            spare = self._rows - len(part)  # repeated rows fill the shape and weigh nothing
+            spare = self._rows - len(part)  # repeated rows fill the shape, with weight 0
             batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
             batch["weights"][len(part) :] = 0
             batches.append(batch)
@@ -131,7 +131,7 @@ class TokenBatches(Batches):
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
-    """SHA-256 of arrays one after another, of which memory holds `step` ids at a time."""
+    """Return the SHA-256 of arrays as one, with `step` ids in memory at a time."""
     digest = hashlib.sha256()
     for ids in parts:
         for first in range(0, len(ids), step):
@@ -140,7 +140,7 @@ def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
 
 
 def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str, np.ndarray]:
-    window = ids[starts[:, None] + span]  # [rows, context + 1]: each token's target is the one after it
+    window = ids[starts[:, None] + span]  # [rows, context + 1]; a target is the next token
     return {
         "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
         "targets": np.ascontiguousarray(window[:, 1:], np.int32),
@@ -149,11 +149,10 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with the masks of a plan's adapters: what x is to be multiplied by, less one.
+    """Batches with dropout masks for a plan's adapters: x is multiplied by 1 + mask.
 
-    Inverted dropout (Srivastava et al. 2014): a number is hidden, x + x * -1, or scaled up so that the mean stays.
-    Drawn on the host as a function of (seed, adapter, k), so every engine hides the same. Held-out batches have no
-    masks, which means zeros: nothing is hidden.
+    Inverted dropout (Srivastava et al. 2014): the mask is -1, or scales the kept numbers up. Masks are drawn on the
+    host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have no masks.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
@@ -161,7 +160,7 @@ class Dropout(Batches):
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
 
     def batch(self, k: int) -> Batch:
-        """Training batch `k` and its masks, each [rows, *spec.shape]."""
+        """Return training batch `k` with its masks, each [rows, *spec.shape]."""
         batch = self._batches.batch(k)
         rows = len(batch["targets"])
         masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.dropout_adapters}
@@ -169,11 +168,11 @@ class Dropout(Batches):
 
     def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:
         shape = (rows, *self.inputs[name].shape)
-        count, hidden = math.prod(shape), round(share * 65536)  # 16 random bits decide about a number
+        count, hidden = math.prod(shape), round(share * 65536)  # 16 random bits per number
         bits = stream(self._seed, name, k).random_raw(-(-count // 4)).astype("<u8").view("<u2")[:count]
         scaled_up = hidden / (65536 - hidden)
         return np.where(bits < hidden, np.float32(-1), np.float32(scaled_up)).reshape(shape)
 
     def held_out(self) -> Sequence[Batch]:
-        """The held-out batches as they are."""
+        """Return the held-out batches, without masks."""
         return self._batches.held_out()

@@ -1,1 +1,1 @@
-"""Everything once more in float64: the ruler."""
+"""Reference implementation in float64, with which every engine is compared."""

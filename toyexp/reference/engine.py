@@ -1,4 +1,4 @@
-"""Ops and the arithmetic of optimisers in float64 numpy, written for clarity: what every engine is compared with."""
+"""Ops and optimiser arithmetic in float64 numpy, written for clarity: the reference for every engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = np.ndarray
 
 
 class ReferenceOps(Ops):
-    """Every op on float64 arrays, straight from its definition in toyexp.interfaces.ops."""
+    """Every op on float64 arrays, as defined in toyexp.interfaces.ops."""
 
     def rows(self, table: Array, ids: Array) -> Array:
         return table[ids]
@@ -74,7 +74,7 @@ class ReferenceOps(Ops):
         return x[:, i]
 
     def rope(self, x: Array, rotary: Rotary) -> Array:
-        """As a product of complex numbers, which a rotation of pairs is."""
+        """Rotate pairs of features, as a product of complex numbers."""
         size = x.shape[-1]
         angle = np.arange(x.shape[1])[:, None, None] * rotary.base ** (-np.arange(0, size, 2) / size) / rotary.scale
         if rotary.factors:
@@ -86,7 +86,7 @@ class ReferenceOps(Ops):
         return np.stack((pairs.real, pairs.imag), axis=-1).reshape(x.shape)
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool = True) -> Array:
-        """Head by head."""
+        """Compute attention head by head."""
         length, heads, size = q.shape[1:]
         out = np.empty_like(q)
         for h in range(heads):
@@ -115,13 +115,13 @@ class ReferenceOps(Ops):
 
 
 def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> Array:
-    """The plan's logits for a batch, in float64."""
+    """Return the plan's logits for a batch, in float64."""
     wide = {name: value.astype(np.float64) for name, value in values.items()}
     return plan.model.forward(ReferenceOps(), plan.params(wide, batch), batch)
 
 
 def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch) -> float:
-    """The plan's mean loss over the batch's weighted targets, in float64."""
+    """Return the plan's mean loss over the batch's weighted targets, in float64."""
     weights = batch["weights"].astype(np.float64)
     logits = reference_logits(plan, values, batch)
     return float(ReferenceOps().cross_entropy(logits, batch["targets"], weights / weights.sum()))
@@ -130,9 +130,9 @@ def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch) -> flo
 def reference_slope(
     plan: Plan, values: Mapping[str, Array], batch: Batch, name: str, direction: Array, h: float = 1e-4
 ) -> float:
-    """How fast the loss changes when tensor `name` moves along `direction`, by central differences in float64.
+    """Return the loss's derivative when tensor `name` moves along `direction`, in float64.
 
-    Fourth order: (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h, whose error falls with h^4.
+    Central differences of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h, with an error of order h^4.
     """
 
     def loss(distance: float) -> float:
@@ -143,7 +143,7 @@ def reference_slope(
 
 
 def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[Array, Array, Array]:
-    """One step of the formula in toyexp.interfaces.optimiser, in float64; returns the new w, m and v."""
+    """Apply one AdamW step as defined in toyexp.interfaces.optimiser, in float64; return the new w, m and v."""
     lr, beta1, beta2, eps, decay, slot5, slot6 = (float(x) for x in hp)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
@@ -151,7 +151,7 @@ def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[
 
 
 class NumpyArithmetic(Arithmetic):
-    """The arithmetic of optimisers on arrays of any precision; a number is a Python float."""
+    """Optimiser arithmetic on numpy arrays of any precision; scalars are Python floats."""
 
     def sqrt(self, x: Array) -> Array:
         return np.sqrt(x)
@@ -172,40 +172,40 @@ class NumpyArithmetic(Arithmetic):
 def update_tensor(
     group: Group, numbers: Array, w: Array, g: Array, state: Mapping[str, Array]
 ) -> tuple[Array, Mapping[str, Array]]:
-    """One tensor of `group` and its state after a step, by the rule's own formula."""
+    """Return a tensor of `group` and its optimiser state after one step, by the rule's own formula."""
     n = dict(zip(group.rule.names(), map(float, numbers), strict=True))
     return group.rule.update(NumpyArithmetic(), w, g, state, n)
 
 
-# -- how far an engine may be off --------------------------------------------------------------------------------------
+# -- tolerances --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest differences that count as agreement."""
+    """Largest differences that count as agreement."""
 
-    values: float  # of one op, relative to the largest of them; of a loss, relative to itself
-    slopes: float  # of one op: the gradient of one tensor, in norm and relative to it
-    loss: float  # of one step of a model's training
-    gradient: float  # of a model: of one tensor, in norm and relative to it
-    weights: float  # of one tensor after the last step of a training, relative to how far it moved
+    values: float  # of an op's result, relative to its largest value; of a loss, relative to itself
+    slopes: float  # of the gradient of one tensor through one op, relative, in norm
+    loss: float  # of a model's loss after one training step, relative
+    gradient: float  # of the gradient of one tensor through a model, relative, in norm
+    weights: float  # of one tensor after training, relative to how far it moved
 
 
-# From the finest on. AdamW makes steps of one size from small gradients and large ones, so weights come to differ by
-# more than their gradients do. Of the ten bits of float16 and TF32 the op case "block", three gates behind one another,
-# makes gradients that are off by 1.2e-2: on a device, and in float64 that rounds what its products read. And the keys'
-# third of GPT-2's attn_qkv.bias has a gradient that is nothing but rounding: with float16 the bias ends 9e-2 off.
+# Finest first. AdamW takes equal steps for small and large gradients, so weights differ more than gradients do. With
+# the ten mantissa bits of float16 and TF32 the gradients of the op case "block" (three gates in a row) are off by
+# 1.2e-2, on a device and in float64 with rounded operands. The key part of GPT-2's attn_qkv.bias has a gradient of
+# pure rounding error, which puts the bias 9e-2 off in float16.
 TOLERANCES = {
-    "float64": Tolerances(1e-6, 1e-6, 1e-6, 1e-6, 1e-5),  # what is compared is handed over in float32
+    "float64": Tolerances(1e-6, 1e-6, 1e-6, 1e-6, 1e-5),  # the compared arrays are float32
     "float32": Tolerances(1e-4, 1e-4, 1e-3, 1e-4, 5e-3),
     "tf32": Tolerances(5e-3, 2e-2, 1e-3, 5e-3, 2e-1),
     "float16": Tolerances(1e-2, 2e-2, 1e-3, 5e-3, 2e-1),
-    "bfloat16": Tolerances(5e-2, 5e-2, 2e-3, 5e-2, 5e-1),  # the nano llama: 6e-4 in loss, 2e-2 in gradients
+    "bfloat16": Tolerances(5e-2, 5e-2, 2e-3, 5e-2, 5e-1),  # measured on llama nano: 6e-4 in loss, 2e-2 in gradients
 }
 
 
 def precision(engine: Engine) -> str:
-    """What the engine's products round to; UserError for what no tolerances are known of."""
+    """Return the dtype that the engine's matrix products round to; raise UserError for one without tolerances."""
     found = engine.rounds_to()
     if found not in TOLERANCES:
         raise UserError(f"engine={engine.name}: rounds_to() is {found!r}; {suggest(found, TOLERANCES)}")
@@ -213,5 +213,5 @@ def precision(engine: Engine) -> str:
 
 
 def coarser_precision(one: str, other: str) -> str:
-    """The precision by which two engines are held against each other."""
+    """Return the coarser of two precisions, by which two engines are compared."""
     return max(one, other, key=list(TOLERANCES).index)

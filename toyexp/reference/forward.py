@@ -1,6 +1,6 @@
-"""A model's forward pass over shapes alone: what no engine could compute is told before one is opened, as the model's.
+"""Run a model's forward pass over shapes alone, to report errors before an engine is opened.
 
-What an engine cannot do with a forward pass that stands this is the engine's own.
+An error of the forward pass that passes this check is the engine's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from toyexp.interfaces.ops import AdaptedWeight, Ops, Params, Rotary
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.values import Values
 
-LOOK_UP = Params.__getitem__.__code__  # of a tensor by its name
-LARGEST_HEAD = 1 << 16  # numbers of a head whose frequencies are worked out
-MOST_OPS = 1_000_000  # primitives of one forward pass; a block has some 30, and a model at most 10,000 blocks
+LOOK_UP = Params.__getitem__.__code__  # the lookup of a tensor by name
+LARGEST_HEAD = 1 << 16  # largest head size whose RoPE frequencies are computed
+MOST_OPS = 1_000_000  # ops per forward pass; a block has about 30, a model at most 10,000 blocks
 
 
 def check_forward(plan: Plan, recipe: str) -> None:
-    """Raises UserError for a forward pass that no engine computes: the model's fault, or of the tensors of `recipe`."""
+    """Raise UserError for a forward pass that no engine can run; it names the model or the `recipe`."""
     model = {t.name: t.shape for t in plan.model.tensors()}
     _forward(plan, f"model.{plan.model.name}", Params({name: Shaped(shape) for name, shape in model.items()}))
     planned = {t.name: Shaped(t.shape) for t in plan.tensors}
@@ -38,32 +38,32 @@ def check_forward(plan: Plan, recipe: str) -> None:
 
 
 def count_blocks(plan: Plan) -> int:
-    """How many blocks a model computes through `ops.block`, one inside another not counted; the plan is checked."""
+    """Return how many outermost `ops.block` calls the forward pass of a checked plan makes."""
     ops = OpShapes()
     plan.model.forward(ops, Params({t.name: Shaped(t.shape) for t in plan.model.tensors()}), _batch(plan))
     return ops.blocks
 
 
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
-    """Raises UserError for a model's or a plan's tensors that no engine can hold: the fault of `who`."""
+    """Raise UserError naming `who` for tensors of a model or plan that no engine can hold."""
     try:
         tensors = listed()
     except UserError as error:
         raise UserError(f"{who}: {error}{error_location(error, of_plugins=True)}") from error
     if not isinstance(tensors, Iterable) or isinstance(tensors, str):
-        raise UserError(f"{who}: its tensors are {_describe(tensors)}, expected a list of TensorSpec")
+        raise UserError(f"{who}: tensors() returned {_describe(tensors)}, expected a list of TensorSpec")
     names: set[str] = set()
     for t in tensors:
         if not isinstance(t, TensorSpec | PlanTensor):
-            raise UserError(f"{who}: its tensors hold {_describe(t)}, expected a TensorSpec")
+            raise UserError(f"{who}: tensors() contains {_describe(t)}, expected a TensorSpec")
         if not isinstance(t.name, str) or not t.name.isprintable() or not t.name:
-            raise UserError(f"{who}: a tensor of it is named {_describe(t.name)}; it needs a name to be found by")
+            raise UserError(f"{who}: a tensor is named {_describe(t.name)}; expected printable text")
         if not isinstance(t.shape, tuple) or not is_shape(t.shape):
             shape = printable(repr(t.shape))
-            raise UserError(f"{who}: tensor {t.name} has the shape {shape}; it takes a tuple of whole numbers from 1")
+            raise UserError(f"{who}: tensor {t.name} has the shape {shape}; expected a tuple of whole numbers from 1")
         if not isinstance(values := t.init if isinstance(t, TensorSpec) else t.values, Values):
             raise UserError(
-                f"{who}: tensor {t.name} starts from {_describe(values)}; it needs values, such as Normal(0.02)"
+                f"{who}: tensor {t.name} has the initial values {_describe(values)}, expected such as Normal(0.02)"
             )
         if t.name in names:
             raise UserError(f"{who}: tensor {t.name} is listed twice")
@@ -76,7 +76,7 @@ def _batch(plan: Plan) -> dict[str, Shaped]:
 
 
 def _forward(plan: Plan, who: str, params: Params) -> None:
-    """Raises what is wrong as the fault of `who`, with the line of the plugin where it came up."""
+    """Run the forward pass and raise UserError naming `who` and the plugin's line for anything wrong."""
     ops = OpShapes()
     try:
         found: Any = plan.model.forward(ops, params, _batch(plan))
@@ -94,19 +94,19 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
     wanted = (plan.rows, *targets.shape)
     if not _is_tensor(found) or found.shape[:-1] != wanted:
         expected = ", ".join(map(str, (*wanted, "classes")))
-        raise UserError(f"{who}: its forward pass gives {_describe(found)}, expected logits [{expected}]")
+        raise UserError(f"{who}: its forward pass returns {_describe(found)}, expected logits [{expected}]")
     if targets.below is not None and found.shape[-1] < targets.below:
-        classes = f"{found.shape[-1]} classes, and the targets go up to {targets.below - 1}"
-        raise UserError(f"{who}: its forward pass gives logits of {classes}")
+        classes = f"{found.shape[-1]} classes, but targets go up to {targets.below - 1}"
+        raise UserError(f"{who}: its forward pass returns logits of {classes}")
 
 
 @dataclass(frozen=True, eq=False)
 class Ids(Shaped):
-    """Integers of the batch."""
+    """Shape of an integer input."""
 
 
 def count_activations(plan: Plan) -> int:
-    """How many numbers a forward pass keeps for the gradient, about: those that its ops read; the plan is checked."""
+    """Return about how many numbers a checked plan's forward pass keeps for the gradient: all that its ops read."""
     ops = OpShapes()
     tensors = {t.name: Shaped(t.shape) for t in plan.tensors}
     logits = plan.model.forward(ops, plan.params(tensors, _batch(plan)), _batch(plan))
@@ -114,7 +114,7 @@ def count_activations(plan: Plan) -> int:
 
 
 class OpShapes(Ops):
-    """The vocabulary on shapes: refuses, in the words of a UserError, whatever not every engine computes."""
+    """Op vocabulary on shapes; raise UserError for a call that not every engine supports."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -128,15 +128,15 @@ class OpShapes(Ops):
     def _take(self, op: str, *tensors: object) -> None:
         self._calls += 1
         if self._calls > MOST_OPS:
-            raise UserError(f"there are more than {MOST_OPS} ops: does it end?")
+            raise UserError(f"there are more than {MOST_OPS} ops; is there an endless loop?")
         for x in tensors:
             if not _is_tensor(x):
-                raise UserError(f"ops.{op} takes tensors, and gets {_describe(x)}")
+                raise UserError(f"ops.{op} takes tensors, got {_describe(x)}")
             self.read += math.prod(x.shape)
 
     def _require(self, fits: bool, op: str, *given: object) -> None:
         if not fits:
-            raise UserError(f"ops.{op} gets {' and '.join(map(_describe, given))}, which does not fit")
+            raise UserError(f"ops.{op} got {' and '.join(map(_describe, given))}, which do not fit")
 
     def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
         outer, self._inside = self._inside, True
@@ -169,7 +169,7 @@ class OpShapes(Ops):
     def scale(self, x: Shaped, factor: float) -> Shaped:
         self._take("scale", x)
         if not isinstance(factor, Real) or not math.isfinite(factor):
-            raise UserError(f"ops.scale takes a finite number, and gets {_describe(factor)}")
+            raise UserError(f"ops.scale takes a finite number, got {_describe(factor)}")
         return Shaped(x.shape)
 
     def sigmoid(self, x: Shaped) -> Shaped:
@@ -184,7 +184,7 @@ class OpShapes(Ops):
         self._take("rms_norm", x, w)
         self._require(bool(x.shape) and w.shape == x.shape[-1:], "rms_norm", x, w)
         if not isinstance(eps, Real) or not 0 <= eps < math.inf:
-            raise UserError(f"ops.rms_norm takes an eps from 0, and gets {_describe(eps)}")
+            raise UserError(f"ops.rms_norm takes an eps from 0, got {_describe(eps)}")
         return Shaped(x.shape)
 
     def reshape(self, x: Shaped, shape: Sequence[int]) -> Shaped:
@@ -197,7 +197,7 @@ class OpShapes(Ops):
     def part(self, x: Shaped, axis: int, start: int, stop: int) -> Shaped:
         self._take("part", x)
         if not (0 <= axis < len(x.shape) and 0 <= start < stop <= x.shape[axis]):
-            raise UserError(f"ops.part of {list(x.shape)} takes places {start} to {stop} of axis {axis}")
+            raise UserError(f"ops.part of {list(x.shape)} cannot take positions {start} to {stop} of axis {axis}")
         return Shaped((*x.shape[:axis], stop - start, *x.shape[axis + 1 :]))
 
     def concat(self, parts: Sequence[Shaped], axis: int) -> Shaped:
@@ -217,7 +217,7 @@ class OpShapes(Ops):
     def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
         self._take("rope", x)
         self._require(len(x.shape) == 4 and isinstance(rotary, Rotary), "rope", x, rotary)
-        if x.shape[3] <= LARGEST_HEAD:  # a wider one is refused for the memory that its weights take
+        if x.shape[3] <= LARGEST_HEAD:  # a wider one is rejected for its memory
             rotary.frequencies(x.shape[3])
         return Shaped(x.shape)
 
@@ -264,13 +264,13 @@ class PieceShapes(IncrementalOps, OpShapes):
 
 @dataclass(frozen=True, eq=False)
 class Weight(Shaped):
-    """A tensor of the model, which is equal to itself alone."""
+    """Shape of a model's tensor; equal only to itself."""
 
 
 def reason_to_recompute(plan: Plan) -> str | None:
-    """Say why no decoder can compute new positions of a model alone; None if one can.
+    """Return why no decoder can compute only the new positions of a model, or None.
 
-    The forward pass is run over shapes, for one position, for two and for all: each must call the same ops.
+    The forward pass is run over shapes for one position, two and all: each must call the same ops.
     """
     model = plan.model
     if not model.cached_decoding:
@@ -281,8 +281,8 @@ def reason_to_recompute(plan: Plan) -> str | None:
         ops = PieceShapes()
         try:
             model.forward(ops, weights, {model.reads.sequence: Ids((1, length))})
-        except Exception as error:  # sizes that only fit the whole sequence make a model raise anything
-            return f"of {pluralise(length, 'position')} its forward pass says: {printable(str(error))}"
+        except Exception as error:  # a model may raise anything for a shorter sequence
+            return f"with {pluralise(length, 'position')} its forward pass fails: {printable(str(error))}"
         calls.append(ops.calls)
         if calls[0] != ops.calls:
             return f"it calls other ops for {pluralise(length, 'position')} than for 1"
@@ -294,7 +294,7 @@ def _is_tensor(x: Any) -> TypeGuard[Shaped]:
 
 
 def _describe(x: object) -> str:
-    """What an op was given, in words."""
+    """Describe an op's argument."""
     if isinstance(x, Shaped):
         return f"{'integers ' if isinstance(x, Ids) else ''}{list(x.shape)}"
     if isinstance(x, AdaptedWeight):

@@ -1,4 +1,4 @@
-"""A model's forward pass as a listing: its own function, run over ops that compute nothing but shapes."""
+"""List the ops of a model's forward pass, by running it over shapes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Ops, Params, Rotary
 from toyexp.reference.forward import OpShapes
 
-Size = int | str  # a letter is a size that a run chooses: B sequences, T positions
-LARGE = 1 << 40  # stands for the first letter in a shape, and its multiples for the others: no size comes near
+Size = int | str  # a letter stands for a size that a run chooses: B sequences, T positions
+LARGE = 1 << 40  # in shapes, multiples of this number stand for the letters; no real size is as large
 BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A weight: its shape, name and type."""
+    """A weight's shape, name and type."""
 
     shape: tuple[int, ...]
     name: str = ""
@@ -34,16 +34,16 @@ class Line:
     """One op of the forward pass."""
 
     op: str
-    weights: tuple[WeightInfo, ...]  # the tensors of the file that it reads
+    weights: tuple[WeightInfo, ...]  # tensors of the file that the op reads
     result: tuple[Size, ...]
-    detail: str = ""  # what else it is told
-    operations: int = 0  # multiplications and additions, times `per`; of matrix products and attention
+    detail: str = ""  # other arguments
+    operations: int = 0  # multiplications and additions of matrix products and attention, times `per`
     per: tuple[str, ...] = ()
     results: int = 1
-    block: int | None = None  # the one it is called in, from 0
+    block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
-        """The same without the number of its block, and without the types of its weights unless `types`."""
+        """Return the line without block number, and without types unless `types`, to compare blocks."""
         return replace(
             self,
             block=None,
@@ -52,27 +52,27 @@ class Line:
 
 
 def name_in_block(name: str) -> str:
-    """A tensor's name inside its block: attn_q.weight of blk.3.attn_q.weight."""
+    """Return a tensor's name inside its block: attn_q.weight for blk.3.attn_q.weight."""
     found = BLOCK.search(name)
     return name[found.end() :] if found else name
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A forward pass in three parts."""
+    """Forward pass in three parts: before, in and after the blocks."""
 
     before: Sequence[Line]
     blocks: Mapping[int, Sequence[Line]]
     after: Sequence[Line]
-    once: frozenset[str] = frozenset()  # the letters of an example: a token's B and T, an image's B
-    unit: str = "token"  # which that is
+    once: frozenset[str] = frozenset()  # letters that one unit has once: a token's B and T, an image's B
+    unit: str = "token"  # token or image
 
     def all(self) -> list[Line]:
-        """Every op, in order."""
+        """Return every op, in order."""
         return [*self.before, *(line for block in self.blocks.values() for line in block), *self.after]
 
     def operations(self) -> dict[str, int]:
-        """Operations of one token or image by what they are multiplied with: {"": 2.1e8, "T": 69120}."""
+        """Return operations per token or image, by the remaining factor: {"": 2.1e8, "T": 69120}."""
         total: dict[str, int] = {}
         for line in self.all():
             if line.operations:
@@ -81,7 +81,7 @@ class Listing:
         return total
 
     def lines(self) -> list[str]:
-        """For a person: one block written out, the others in a line."""
+        """Return a table with the first of equal blocks in full and a line for the others."""
         shown: set[str] = set()
         rows = self._rows(self.before, shown)
         written: dict[tuple[Line, ...], int] = {}
@@ -99,7 +99,7 @@ class Listing:
         return align_columns([heads, *rows], right=(5, 6))
 
     def _runs(self) -> list[tuple[int, int]]:
-        """The first and last number of blocks after one another that are alike but for types."""
+        """Return first and last number of consecutive blocks that are equal except for types."""
         runs: list[tuple[int, int]] = []
         previous = None
         for i, block in self.blocks.items():
@@ -146,15 +146,15 @@ class Listing:
         return rows
 
     def _factor_letters(self, line: Line) -> list[str]:
-        """The letters of the line's operations that are left for one token or image."""
+        """Return the letters that remain in the operations of one token or image."""
         left = list(line.per)
-        for letter in self.once.intersection(left):  # what reads tensors alone is done once for all of them
+        for letter in self.once.intersection(left):  # an op on weights alone runs once for all of them
             left.remove(letter)
         return left
 
 
 def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
-    """Run the model's forward function over shapes; `weights` are all its tensors."""
+    """Run the model's forward function over shapes and list its ops; `weights` are all its tensors."""
     inputs = model.inputs()
     letters = dict.fromkeys(["B", *(n for shape in inputs.values() for n in shape if isinstance(n, str))])
     numbers = {letter: LARGE + i * LARGE for i, letter in enumerate(letters)}
@@ -168,7 +168,7 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 
 
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
-    """Cuts where the blocks begin and end; what stands between two of them goes to the first."""
+    """Split the lines into blocks; lines between two blocks belong to the first."""
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]
     if not inside:
@@ -181,7 +181,7 @@ def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
     return Listing(lines[: inside[0]], blocks, lines[inside[-1] + 1 :], once)
 
 
-# What an op is told besides its tensors, and the sizes whose product is the number of its operations.
+# An op's other arguments as text, and the sizes whose product is its number of operations.
 DETAILS: dict[str, Callable[..., str]] = {
     "scale": lambda x, factor: f"times {factor:g}",
     "part": lambda x, axis, start, stop: f"{start} to {stop - 1} of axis {axis}",
@@ -192,7 +192,7 @@ DETAILS: dict[str, Callable[..., str]] = {
 }
 COSTS: dict[str, Callable[..., tuple[int, ...]]] = {
     "matmul": lambda x, w, bias=None: (2, *x.shape, w.shape[0]),
-    "attention": lambda q, k, v, causal=True: (4, *q.shape, q.shape[1]),  # hidden positions are counted too
+    "attention": lambda q, k, v, causal=True: (4, *q.shape, q.shape[1]),  # masked positions count too
 }
 
 
@@ -210,13 +210,13 @@ def _heads(q: Shaped, k: Shaped, causal: bool) -> str:
 
 
 class ListedOps(OpShapes):
-    """The op vocabulary on shapes, which writes a line for each op that a model calls, whatever that is made of."""
+    """Op vocabulary on shapes that records a line for each op the model calls, not for the ops inside it."""
 
     def __init__(self, letters: Mapping[int, str]) -> None:
         super().__init__()
         self.lines: list[Line] = []
-        self._letters = letters  # for which numbers stand in the shapes
-        self._depth = 0  # of ops that are made of others
+        self._letters = letters  # the letter of each stand-in number
+        self._depth = 0  # nesting depth of ops that call other ops
 
     def __getattribute__(self, name: str) -> Any:
         op = super().__getattribute__(name)
@@ -241,15 +241,15 @@ class ListedOps(OpShapes):
         return found
 
     def _size(self, n: int) -> Size:
-        """The letter of a size, or one and what was added to it."""
+        """Return the letter of a stand-in size, with what was added to it."""
         base = n // LARGE * LARGE
         return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")
 
     def _take(self, op: str, *tensors: object) -> None:
-        """Nothing is refused here."""
+        """Accept everything: the listing checks nothing."""
 
     def _require(self, fits: bool, op: str, *given: object) -> None:
-        """Nothing is refused here."""
+        """Accept everything: the listing checks nothing."""
 
     def first_rows(self, table: Shaped, n: int) -> Shaped:
         return Shaped((n, table.shape[1]))

@@ -1,4 +1,4 @@
-"""An engine that holds tensors and computes nothing: for what is about a plan and no framework."""
+"""Engine that holds tensors and computes nothing, for tests of plans and runs without a framework."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from toyexp.interfaces.session import Session, StepMetrics
 
 @dataclass
 class NullEngine(Engine):
-    """Computes nothing; its loss falls by itself."""
+    """Engine that computes nothing; its loss falls on its own."""
 
     name: ClassVar[str] = "noop"
     priority: ClassVar[int] = -1
 
-    nan_at: int = 0  # step whose loss is NaN; 0: none
+    nan_at: int = 0  # step at which the loss is NaN; 0: never
 
     def check(self) -> str:
         return "computes nothing"
@@ -32,7 +32,7 @@ class NullEngine(Engine):
 
 
 class NullSession(Session):
-    """Keeps the plan's tensors in numpy and counts steps."""
+    """Session that keeps the plan's tensors in numpy and counts steps."""
 
     def __init__(self, plan: Plan, engine: NullEngine):
         super().__init__(plan)
@@ -41,7 +41,7 @@ class NullSession(Session):
         self._steps = 0
 
     def do_open(self) -> None:
-        """Nothing to allocate."""
+        """Do nothing: there is nothing to allocate."""
 
     def _loss(self) -> float:
         return math.nan if self._steps and self._steps == self._engine.nan_at else 1 + 1 / (1 + self._steps)
@@ -50,21 +50,21 @@ class NullSession(Session):
         self._tensors[tensor.name] = array.copy()
 
     def do_build(self) -> None:
-        """Nothing to build."""
+        """Do nothing: there is nothing to build."""
 
     def do_reset_state(self) -> None:
-        """No state but the steps."""
+        """Do nothing: the only state is the number of steps."""
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         self._steps += 1
         return StepMetrics(self._loss(), 0.0)
 
     def do_loss(self, micro: Batch) -> float:
-        """The loss of the steps taken so far, for every target."""
+        """Return the loss after the steps taken so far, times the batch's weights."""
         return self._loss() * float(micro["weights"].sum())
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
-        """Zeros: every token is equally likely."""
+        """Return zeros, so that all tokens are equally likely."""
         shape = self.plan.inputs["targets"].shape
         classes = next(t.shape[0] for t in self.plan.tensors if len(t.shape) > 1)
         return np.zeros((rows, *shape, classes), np.float32)
@@ -76,7 +76,7 @@ class NullSession(Session):
         return self._tensors[tensor.name].copy()
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """The values, and as state how many steps were taken, which is all that its loss depends on."""
+        """Return the values, and as state the number of steps, on which the loss depends."""
         states = {
             t.name: {slot: np.full(shape, self._steps, np.float32) for slot, shape in self.plan.slots(t).items()}
             for t in self.plan.trainable

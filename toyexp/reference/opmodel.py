@@ -1,4 +1,4 @@
-"""Models of one op each, so that an engine's ops and gradients can be checked one by one through its sessions."""
+"""Models of one op each, to check an engine's ops and gradients one by one through its sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_nam
 from toyexp.interfaces.values import Constant, Normal
 
 ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
-MOST_ROWS = 512  # that are tried for an engine of several devices
+MOST_ROWS = 512  # largest number tried for an engine with several devices
 
 Forward = Callable[[Ops, Params, Tensor], Tensor]
 
@@ -34,13 +34,13 @@ def _heads_case(
 
 
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
-    """Heads of 4 features."""
+    """Return a case with heads of 4 features."""
     rotary = Rotary(100.0, **settings)
     return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
 def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Three, so that one is neither first nor last; each also reads what stood before them all."""
+    """Call three blocks, so that one is neither first nor last; each also reads the input of the first."""
 
     def gated(ops: Ops, x: Tensor, p: Params, first: Tensor) -> Tensor:
         return ops.mul(first, ops.silu(ops.linear(x, p["w"])))
@@ -52,12 +52,12 @@ def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _by_fours(ops: Ops, x: Tensor, w: Tensor) -> Tensor:
-    """Each four features after one another by w [4, 4]."""
+    """Multiply each group of four consecutive features by w [4, 4]."""
     fours = ops.reshape(x, (x.shape[0], 2 * LENGTH, WIDTH // 2))
     return ops.reshape(ops.linear(fours, w), (x.shape[0], LENGTH, WIDTH))
 
 
-# name: (the tensors beside the embedding, the function of x [ROWS, LENGTH, WIDTH])
+# name: (tensors besides the embedding, function of x [ROWS, LENGTH, WIDTH])
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rows": ({}, lambda ops, p, x: x),
     "first_rows": ({"table": (LENGTH + 3, WIDTH)}, lambda ops, p, x: ops.add(x, ops.first_rows(p["table"], LENGTH))),
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rope_halves_scaled_factors": _rope_case(halves=True, scale=1.6, factors=(1.5, 0.3)),
     "block": ({f"blk.{i}.w": (WIDTH, WIDTH) for i in range(3)}, _blocks_case),
 }
-# Where a case has not one target per position of its input: the shape of its targets.
+# Shape of the targets, for cases without one target per input position.
 TARGETS: dict[str, tuple[int, ...]] = {
     "part_of_positions": (3,),
     "concat_positions": (2 * LENGTH,),
@@ -106,7 +106,7 @@ TARGETS: dict[str, tuple[int, ...]] = {
 
 @dataclass
 class OpModel(Model):
-    """One op between an embedding and the loss."""
+    """Model of one op between an embedding and the loss."""
 
     name: ClassVar[str] = "op"
     reads: ClassVar[Kind] = TOKENS
@@ -114,21 +114,21 @@ class OpModel(Model):
     case: str = "rows"  # a key of CASES
 
     def check(self) -> None:
-        """Nothing to check."""
+        """Do nothing: every case is valid."""
 
     def tensors(self) -> list[TensorSpec]:
-        """The embedding and the case's own tensors, at a scale that makes every nonlinearity bend."""
+        """Return the embedding and the case's tensors, scaled so that every nonlinearity has an effect."""
         own = CASES[self.case][0]
         specs = [TensorSpec(name, shape, Normal(0.7)) for name, shape in own.items()]
         return [TensorSpec("x", (CLASSES, WIDTH), Normal(1.0)), *specs]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """The op's result as logits."""
+        """Return the op's result as logits."""
         return CASES[self.case][1](ops, p, ops.embed(p["x"], batch["tokens"]))
 
 
 def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
-    """A plan of the case; `adapter` puts a lens behind its embedding ("lens") or a LoRA pair on w ("lora")."""
+    """Return a plan of the case; `adapter` adds a lens to its embedding ("lens") or a LoRA pair to w ("lora")."""
     model = OpModel(case)
     tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in model.tensors()}
     adapters: tuple[LoraAdapter | Lens, ...] = ()
@@ -149,7 +149,7 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
 
 
 def case_rows(engine: Engine) -> int:
-    """How many rows a plan of a case has on this engine: ROWS, or the next number that its devices can share."""
+    """Return how many rows a plan of a case has: ROWS, or the next number that the engine's devices can share."""
     for rows in range(ROWS, MOST_ROWS):
         try:
             engine.check_plan(op_plan("matmul", rows=rows))
@@ -169,7 +169,7 @@ def _inputs(case: str) -> dict[str, InputSpec]:
 
 
 def op_batch(rows: int = ROWS, seed: int = 0, case: str = "") -> Batch:
-    """Random ids, and the targets and weights of `case`; some targets weigh nothing, and ids repeat."""
+    """Return random ids with the targets and weights of `case`; some targets have weight 0, and ids repeat."""
     draw = np.random.default_rng(seed)
     shape = (rows, *TARGETS.get(case, (LENGTH,)))
     weights = draw.uniform(0.2, 2.0, shape).astype(np.float32)

@@ -26,7 +26,7 @@ class BadExample(UserError):
 
 
 class Message(NamedTuple):
-    """One turn of a conversation; `further` has its other keys for the template, such as tool calls."""
+    """One turn of a conversation; `further` has the message's other keys, such as tool calls."""
 
     role: str
     content: str | None  # None: the message only has what `further` holds
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of parts made from one example, and what the chat template changed."""
+    """Rows of parts made from one example, with counts of changes by the chat template."""
 
     rows: list[list[Part]]
     not_as_asked: int = 0  # answers that do not begin with the template's generation prompt

@@ -61,7 +61,7 @@ class ExampleDataset(Dataset):
         return [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
 
     def remarks(self) -> list[str]:
-        """Return remarks from reading the data, and what a chat template changed in the conversations."""
+        """Return remarks from reading the data and from the chat template."""
         told = {
             "chats_in_rows": "{} conversations become {rows_of_these} rows, as their template changes earlier turns",
             "answers_not_as_asked": "{} answers do not begin with the template's generation prompt",

@@ -147,7 +147,7 @@ class Jsonl(TokenizedData):
         return [row for _, rows in self._usable(examples, ids_of, skipped) for row in rows]
 
     def _template_facts(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
-        """Return what a run's record says about the template, and set `date` to the date it used."""
+        """Return facts about the template for a run's record, and set `date` to the date it used."""
         several = [made.rows for made in examples if len(made.rows) > 1]
         if template.is_dated:
             self.date = self.date or now.date().isoformat()

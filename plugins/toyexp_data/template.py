@@ -118,7 +118,7 @@ class ChatTemplate:
         return ends[0] if ends else controls[-1].end() if controls else 0
 
     def _align(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
-        """Return what is read and written for an answer that does not begin with the generation prompt."""
+        """Return read and written text of an answer that does not begin with the generation prompt."""
         message, asked, after = (
             talk.messages[number],
             talk.beginning(number, True).text,

@@ -44,7 +44,7 @@ class Tokens(SplitData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """For a model that knows ids alone."""
+        """Suggest a path for models without a tokenizer."""
         return None if tokenizer else "data.path=IDS.bin"
 
     def check(self) -> None:

@@ -100,8 +100,8 @@ IDLE = {
     ),
     "a plain text": (
         "checkpoint_every=0 checkpoint_keep=5 data.bpe_vocab=300 data.eval_batches=4 data.suffixes=.txt",
-        ["checkpoint_keep=5: has no effect with checkpoint_every=0", "data.bpe_vocab=300: has no effect with data.tokenizer=",
-         "data.eval_batches=4: the held-out part has 3", "data.suffixes=.txt"],
+        ["checkpoint_keep=5: has no effect with checkpoint_every=0", "data.bpe_vocab=300: has no effect",
+         "data.eval_batches=4: only 3 are held out", "data.suffixes=.txt"],
         "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
     ),
     "examples without conversations": (

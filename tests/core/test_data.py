@@ -934,7 +934,7 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (b"", "auto", "0 bytes"),
         (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; uint16 ids take data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; the limit is 16777216"),
-        (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 as int32, to 49 as uint16; type data.dtype=uint16"),
+        (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 as int32, to 49 as uint16; set data.dtype=uint16"),
         (struct.pack("<200H", *np.arange(200)), "auto", "type data.dtype=uint16"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
         (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; remove data.dtype=uint16"),

@@ -15,7 +15,7 @@ from toyexp.base.packages import broken_requirement, error_location
 from toyexp.base.signals import hidden_interrupt
 
 T = TypeVar("T")
-MESSAGE_LIMIT = 300  # characters of what an exception says
+MESSAGE_LIMIT = 300  # characters of an exception's message
 
 
 def has_own_message(error: BaseException) -> bool:

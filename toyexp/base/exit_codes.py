@@ -22,7 +22,7 @@ from toyexp.base.terminal import (
     show_status,
 )
 
-TORCHRUN_GRACE = 5.0  # seconds in which torchrun ends the other ranks when one has failed
+TORCHRUN_GRACE = 5.0  # seconds within which torchrun ends all ranks after a failure
 
 
 def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = str) -> int:

@@ -52,7 +52,7 @@ def restore_process_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_torch_defaults(torch: Any) -> Iterator[None]:
-    """Compute under PyTorch's default settings, whatever the caller set, and restore the caller's on exit."""
+    """Compute under PyTorch's default settings, and restore the caller's settings on exit."""
     with contextlib.ExitStack() as entered:
         plain = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda", "mps")]
         plain += [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []

@@ -67,7 +67,7 @@ class ImageDataset(Dataset):
         return self._facts
 
     def omissions(self) -> Sequence[str]:
-        """Return what was left out when the data was read."""
+        """Return notes about data that was left out."""
         return self._left_out
 
     def remarks(self) -> list[str]:

@@ -62,7 +62,7 @@ class TokenDataset(Dataset):
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
     def omissions(self) -> Sequence[str]:
-        """Return what was left out when the data was read."""
+        """Return notes about data that was left out."""
         return self._left_out
 
     def remarks(self) -> list[str]:

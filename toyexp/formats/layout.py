@@ -37,7 +37,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What llama.cpp's converter supports for one architecture."""
+    """Support of one architecture in llama.cpp's converter."""
 
     kinds: tuple[str, ...] = ("bpe", "spm")  # supported kinds of tokenizers
     prefix: bool | None = True  # its add_space_prefix for SentencePiece; None: read from the file

@@ -241,7 +241,7 @@ class ListedOps(OpShapes):
         return found
 
     def _size(self, n: int) -> Size:
-        """Return the letter of a stand-in size, with what was added to it."""
+        """Return the letter of a stand-in size; a size increased by 1 becomes `T+1`."""
         base = n // LARGE * LARGE
         return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")
 

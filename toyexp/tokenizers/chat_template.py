@@ -94,7 +94,7 @@ class Template:
 
 
 class _Renderer:
-    """The child process in which templates run; it is restarted after a template killed it, and after a fork."""
+    """Child process that renders templates; it is restarted after a crash and after a fork."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.Lock(), 0

@@ -223,7 +223,7 @@ def check_offsets(
 
 
 class _Label(NamedTuple):
-    """What an error is about, with a name from the file, which is only made printable when needed."""
+    """Subject of an error message: our words and a name from the file, escaped only when printed."""
 
     words: str
     name: str
@@ -277,7 +277,7 @@ class _Cursor:
             raise self.part.error(f"{what} is not UTF-8") from None
 
     def strings(self, count: int, what: _Label) -> list[str]:
-        """Read `count` strings: one with every check, then quickly those that lie whole in the buffer."""
+        """Read `count` strings: the first with every check, the others in the buffer quickly."""
         found: list[str] = []
         while len(found) < count:
             found.append(self.string(what, STRING_LIMIT))

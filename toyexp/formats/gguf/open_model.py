@@ -111,7 +111,7 @@ class FromGGUF(Values):
     rows: int | None = None
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """Return the tensor in float32, whatever its type in the file."""
+        """Return the tensor in float32, dequantised if needed."""
         return open_gguf(self.path).weights(self.tensor, rows=self.rows)
 
     def check_finite(self) -> None:

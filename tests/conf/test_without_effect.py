@@ -106,7 +106,7 @@ IDLE = {
     ),
     "examples without conversations": (
         "data=jsonl data.path=lines.jsonl data.template=plain data.eval_batches=3 eval_every=0",
-        ["data.eval_batches=3: with eval_every=0", "data.template=plain"],
+        ["data.eval_batches=3: has no effect with eval_every=0", "data.template=plain"],
         "data=jsonl data.path=lines.jsonl",
     ),
     "another's tokens, from a donor": (

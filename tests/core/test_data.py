@@ -449,7 +449,7 @@ def test_a_text_with_a_nul_is_rejected_with_its_offset_or_skipped(tmp_path, monk
     monkeypatch.setattr(reading, "CHUNK", 4096)
     (tmp_path / "t.txt").write_bytes(raw)
     for read in (opened, read_text):
-        with pytest.raises(UserError, match=rf"t\.txt: no text \(byte {place} is NUL\)") as error:
+        with pytest.raises(UserError, match=rf"t\.txt: not text \(byte {place} is NUL\)") as error:
             read(tmp_path / "t.txt")
         assert words in str(error.value)
     (tmp_path / "u.txt").write_text("good text")
@@ -567,7 +567,7 @@ def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
 @pytest.mark.timeout(20)
 def test_virtual_system_files_are_rejected_without_blocking(tmp_path):
     for name in ("kmsg" if os.access("/proc/kmsg", os.R_OK) else "stat", "cpuinfo", "self/mem"):
-        with pytest.raises(UserError, match=rf"/proc/{name}: the system makes it up .* no text file on a disk"):
+        with pytest.raises(UserError, match=rf"/proc/{name}: is a system file in /proc, not a text file"):
             opened(f"/proc/{name}")
     with pytest.raises(UserError, match="contains no file with the suffix"):
         opened("/proc/self/net")
@@ -596,7 +596,7 @@ def test_an_impossible_vocabulary_size_is_rejected_before_reading(tmp_path, voca
 
 
 def split(*parts):
-    """What `packed` takes: parts that come in pieces."""
+    """What `load_or_pack` takes: parts that come in pieces."""
     return lambda: [np.array_split(np.array(part, np.int32), 3) for part in parts]
 
 
@@ -755,8 +755,8 @@ def test_a_full_disk_leaves_no_partial_cache_file(tmp_path, limit):
         "import resource, signal, sys, numpy as np\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "from toyexp_data.cache import packed\n"
-        "a, b = packed('k', 9000, lambda: [[np.arange(9000)], [np.arange(5)]]).parts\n"
+        "from toyexp_data.cache import load_or_pack\n"
+        "a, b = load_or_pack('k', 9000, lambda: [[np.arange(9000)], [np.arange(5)]]).parts\n"
         "print(len(a), len(b), int(a[-1]))\n"
     )
     done = subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True, timeout=60)
@@ -910,7 +910,7 @@ def test_a_given_token_type_is_trusted(tmp_path):
     (tmp_path / "ids.bin").write_bytes(ids.tobytes())
     for name, dtype in (("ids.npy", "auto"), ("ids.bin", "int32")):
         assert read_tokens(tmp_path / name, dtype)[0].tolist() == ids.tolist()
-    with pytest.raises(UserError, match=r"type data\.dtype=uint16"):
+    with pytest.raises(UserError, match=r"set data\.dtype=uint16"):
         read_tokens(tmp_path / "ids.bin", "auto")
 
 
@@ -935,7 +935,7 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; uint16 ids take data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; the limit is 16777216"),
         (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 as int32, to 49 as uint16; set data.dtype=uint16"),
-        (struct.pack("<200H", *np.arange(200)), "auto", "type data.dtype=uint16"),
+        (struct.pack("<200H", *np.arange(200)), "auto", "set data.dtype=uint16"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
         (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; remove data.dtype=uint16"),
         (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, the file 12"),

@@ -234,8 +234,8 @@ RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% en
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (NOTHING_BUT_THE_LAST, "does not write a turn the same"),
-        ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "leaves out what"),
+        (NOTHING_BUT_THE_LAST, "changes a turn once others follow"),
+        ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "drops content"),
         ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "drops content of the assistant"),
         ("{{ raise_exception('no\nsystem') }}", r"refuses it (no\nsystem)"),
         ("{{ messages.append(1) }}", "refuses it"),
@@ -292,7 +292,7 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
     fits = [min(c + 1, context + 1 - p) for p, c in lengths]
     wanted = {n: f for n, (f, h) in enumerate(zip(fits, held, strict=True)) if f > 0 and not h}
     if not wanted or not any(f > 0 for f, h in zip(fits, held, strict=True) if h):
-        with pytest.raises(UserError, match=f"model.context={context}: in none of the"):
+        with pytest.raises(UserError, match=f"model.context={context}: none of the"):
             dataset.batches(context, rows, seed)
         return
     batches = dataset.batches(context, rows, seed)
@@ -393,7 +393,7 @@ BAD = [
     (b'{"messages": [{"content": "a"}]}', "message 1 holds content; expected role and content"),
     (b'{"messages": [{"role": "assistant", "tool_calls": ["\\ud83d"]}]}', "message 1 holds half a surrogate pair"),
     (b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}', "message 1 holds role, tool_calls; the plain"),
-    (b'{"messages": [{"role": "assistant", "content": "a"}], "tools": [{}]}', "has tools, for which the plain format"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}], "tools": [{}]}', "has tools, which the plain format"),
     (b'{"messages": [{"role": "assistant", "content": "a"}], "tools": "x"}', "tools is a text; expected a list"),
     (b'{"messages": [{"role": "assistant", "content": "a", "name": "b"}]}', "message 1 holds role, content, name;"),
     (chat_line(("asistant", "a")), "message 1 has the role asistant; did you mean assistant?"),

@@ -314,7 +314,7 @@ def test_conversations_that_make_several_rows_are_counted_and_held_out_whole(tmp
     assert (facts["chats"], facts["chats_in_rows"], facts["rows_of_these"], facts["examples"]) == (6, 3, 6, 9)
     held = dataset.tokenizer.decode(dataset.held_out.ids)
     assert held.count("t1") == held.count("t2"), "an answer is not trained on whose question is held out"
-    assert "3 conversations make 6 rows" in dataset.remarks()[0]
+    assert "3 conversations become 6 rows" in dataset.remarks()[0]
     _, everything = opened(tmp_path, THINKING, [THOUGHTS] * 2, train_on="all")
     assert everything.describe()["examples"] == 2 and everything.describe()["chats_in_rows"] == 0
 
@@ -324,7 +324,7 @@ def test_what_a_template_does_otherwise_or_leaves_out_is_said(tmp_path):
     assert dataset.describe()["answers_not_as_asked"] == 2 and "2 answers do not begin" in dataset.remarks()[1]
     _, dataset = opened(tmp_path, DROPPED + ASK % "", [THOUGHTS] * 2)
     assert dataset.describe()["thoughts_dropped"] == 4
-    assert [words for words in dataset.remarks() if "4 answers without what was thought" in words]
+    assert [words for words in dataset.remarks() if "4 answers are without their reasoning" in words]
 
 
 def test_a_refusal_is_told_with_the_line_and_the_templates_words(tmp_path):

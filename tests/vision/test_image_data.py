@@ -258,7 +258,7 @@ def test_what_is_scaled_is_said(tmp_path):
     assert told in opened(small, image_size=4).remarks()
     folder(tmp_path / "b", size=(20, 10), red=1)
     (tmp_path / "b" / "red" / "0.png").rename(small / "red" / "large.png")
-    assert any("images of 8 x 8 and 20 x 10 pixels are cut" in line for line in opened(small).remarks())
+    assert any("images of 8 x 8 and 20 x 10 pixels are cropped" in line for line in opened(small).remarks())
 
 
 def test_every_sort_of_image_comes_out_at_one_size(tmp_path):
@@ -406,10 +406,10 @@ def test_a_label_out_of_range_is_refused_by_name_or_skipped_and_counted(tmp_path
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"path": ""}, "data=images needs a folder"),
+        ({"path": ""}, "data=images needs a directory"),
         ({"path": "missing"}, "data.path=missing: not found"),
         ({"labels": "missing.csv"}, "data.labels=missing.csv: not found"),
-        ({"classes": 3}, "data.classes=3: goes with data.labels"),
+        ({"classes": 3}, "data.classes=3: only applies with data.labels"),
         ({"image_size": 0}, "data.image_size=0: must be at least 1"),
         ({"on_error": "skp"}, "data.on_error=skp: did you mean skip?"),
         ({"normalise": "mean"}, "data.normalise=mean: there is: fixed, train"),

@@ -1,1 +1,1 @@
-"""What a Python program or a notebook calls, in place of a command line: the same functions do the work."""
+"""The Python API, for programs and notebooks. It calls the same functions as the command line."""

@@ -1,1 +1,1 @@
-"""What a person types."""
+"""The command line: one module per command."""

@@ -45,14 +45,14 @@ def read_page(topic: str) -> str:
         raise UserError(f"help {topic}: unknown page; {hint}")
     page, by_path = known[topic], {path: name for name, path in known.items()}
 
-    def told(link: re.Match[str]) -> str:
+    def link_text(link: re.Match[str]) -> str:
         name = by_path.get((page.parent / link[2]).resolve())
         return f"{link[1]} (`toyexp help {name}`)" if name and name != topic else link[1]
 
     text = re.sub(r"^ *<!--.*?-->\n+", "", insert_templates(page.read_text()), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"(picture: \1)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)  # links within the page
-    return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", told, text)
+    return re.sub(r"\[([^\]]+)\]\(([\w./-]+\.(?:md|py))(?:#[\w-]*)?\)", link_text, text)
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
@@ -73,11 +73,11 @@ def search(words: str) -> list[tuple[str, int, str]]:
 def insert_templates(page: str) -> str:
     """Replace each line with only a link to a template, such as `[x.py](../../templates/x.py)`, by the file."""
 
-    def shown(match: re.Match[str]) -> str:
+    def template_block(match: re.Match[str]) -> str:
         text = (TEMPLATES / match[1]).read_text().rstrip()
         return f"```{'toml' if match[1].endswith('.toml') else 'python'}\n{text}\n```"
 
-    return _TEMPLATE.sub(shown, page)
+    return _TEMPLATE.sub(template_block, page)
 
 
 def print_page(page: str) -> None:
@@ -93,6 +93,8 @@ def print_page(page: str) -> None:
 
 # Patterns of error messages and the pages that explain them. The first match counts, then the key, then the command.
 _ERROR_PAGES = (
+    (r"^model\.context=.*\bexamples\b", "data"),
+    (r"^model\.context=.*; use model\.context=", "recipes"),
     (r"add -m to sweep|run it with -m", "sweeps"),
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
     (r"^--type[ =]", "exports"),
@@ -107,6 +109,8 @@ _KEY_PAGES = {
     "engine": "engines", "recipe": "recipes", "model": "models", "data": "data", "optim": "optimisers",
     "callbacks": "callbacks", "sweep": "sweeps", "resume": "resume", "experiment": "runs", "format": "exports",
     "lr": "runs", "steps": "runs", "batch_size": "runs", "seed": "runs", "name": "outputs",
+    "data_seed": "runs", "model_seed": "runs", "epochs": "runs", "eval_every": "runs", "nonfinite": "resume",
+    "checkpoint_every": "resume", "checkpoint_keep": "resume", "checkpoint_best": "resume",
 }  # fmt: skip
 _COMMAND_PAGES = {
     "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",

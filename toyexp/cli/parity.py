@@ -200,18 +200,18 @@ def _tolerance_ratio(limits: Tolerances, tensor: TensorDifference) -> float:
 def _exceeded_messages(loss: LossDifference, tensors: Sequence[TensorDifference], limits: Tolerances) -> Iterator[str]:
     """Yield a sentence for each exceeded tolerance, with the worst tensor."""
 
-    def by(value: float, limit: float) -> str:
+    def excess(value: float, limit: float) -> str:
         return f"{value:.1e}, {_ratio(value, limit):.3g} times the tolerance {limit:g}"
 
     if loss.largest > limits.loss:
-        yield f"loss: differs at one step by {by(loss.largest, limits.loss)}"
+        yield f"loss: differs at one step by {excess(loss.largest, limits.loss)}"
     for what in ("gradient", "weights"):
         limit = getattr(limits, what)
         off = {t.name: getattr(t, what) for t in tensors if getattr(t, what) > limit}
         if off:
             worst = max(off, key=lambda name: off[name])
             more = f"; {len(off)} of {len(tensors)} tensors exceed it" if len(off) > 1 else ""
-            yield f"{what}: {worst} differs by {by(off[worst], limit)}{more}"
+            yield f"{what}: {worst} differs by {excess(off[worst], limit)}{more}"
 
 
 def _norm(array: np.ndarray) -> float:

@@ -150,9 +150,9 @@ class Description(Answer):
         special = [f"{name} {s['id']}" + (f" {printable(s['token'], 30)}" if s["token"] is not None else "")
                    for name, s in t["special"].items()]  # fmt: skip
         rows += _wrap("", special) if special else []
-        adds = [f"{name} {'not said' if t[f'add_{name}'] is None else 'added' if t[f'add_{name}'] else 'not added'}"
-                for name in ("bos", "eos")]  # fmt: skip
-        rows.append(("", f"{', '.join(adds)}; {'a' if t['chat_template'] else 'no'} chat template"))
+        bos, eos = ({None: "unspecified"}.get(t[key], "yes" if t[key] else "no") for key in ("add_bos", "add_eos"))
+        template = "yes" if t["chat_template"] else "no"
+        rows.append(("", f"prepends bos: {bos}; appends eos: {eos}; chat template: {template}"))
         return rows
 
 

@@ -74,16 +74,14 @@ def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys)
     known = {*load().offers["command"]}
     for word, ours in other_tools("commands").items():
         told, _ = run_failing(capsys, word, codes=(2,))
-        assert f"that is: toyexp {ours}" in told and word not in known
+        assert f"use: toyexp {ours}" in told and word not in known
         first = shlex.split(ours)[0]
         assert first in known or "=" in first or first == "--version", ours
 
 
 def test_help_for_what_is_no_command_leads_to_what_it_is_here(capsys):
     for flag in ("--help", "-h"):
-        assert (
-            "that is: toyexp compare outputs --html report.html" in run_failing(capsys, "report", flag, codes=(2,))[0]
-        )
+        assert "use: toyexp compare outputs --html report.html" in run_failing(capsys, "report", flag, codes=(2,))[0]
     assert main(["--help"]) == main(["recipe=warm", "--help"]) == 0
     assert capsys.readouterr().out.count("usage: toyexp") == 2
 

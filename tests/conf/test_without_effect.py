@@ -123,8 +123,8 @@ IDLE = {
     ),
     "callbacks without the usual ones": (
         "callbacks=plots",
-        ["callbacks=[plots]: without cosine, progress, watch, events, gguf_export, which a run has by default; "
-         "keep them: callbacks=[default,plots]"],
+        ["callbacks=[plots]: without cosine, progress, watch, events, gguf_export, which are on by default; "
+         "to keep them: callbacks=[default,plots]"],
         "callbacks=[]",
     ),
     "a schedule without the usual callbacks": (

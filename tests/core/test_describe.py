@@ -487,8 +487,8 @@ def toyexp(*words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "describe: takes one file"),
-        (["a.gguf", "b.gguf"], "describe a.gguf b.gguf: takes one file"),
+        ([], "describe: needs exactly one file"),
+        (["a.gguf", "b.gguf"], "describe a.gguf b.gguf: needs exactly one file"),
         (["a.gguf", "--tensor"], "describe --tensor: unknown option; did you mean --tensors?"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["broken.gguf"], "broken.gguf: is not a GGUF file"),

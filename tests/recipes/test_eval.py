@@ -280,7 +280,7 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "takes one file"),
+        ([], "needs exactly one file"),
         (["run/model.gguf", "--data"], "--data needs a value, such as --data book.txt"),
         (["run/model.gguf", "--data", "none.txt"], "none.txt"),
         (["run/model.gguf", "--data", "https://host/b.txt"], "data.path=https://host/b.txt: is an address, and files"),
@@ -288,7 +288,7 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
         ([".", "batch_size=1"], "without model.gguf"),
         (["missing.gguf"], "missing.gguf: not found"),
         (["book.txt"], "book.txt"),
-        (["run/model.gguf", "more"], "eval run/model.gguf more: takes one file"),
+        (["run/model.gguf", "more"], "eval run/model.gguf more: needs exactly one file"),
         (["run/model.gguf", "recipe=full"], "the model comes from"),
         (["run/model.gguf", "model.context=17"], "from 1 to 16"),
         (["run/model.gguf", 'model.context="²"'], "from 1 to 16"),

@@ -29,9 +29,9 @@ GPT2 = {
     "output": "lm_head", "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
     "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
 }  # fmt: skip
-EXACT = 1e-5  # of a frequency of rope: files have them from float32 arithmetic
-ORIGINAL = 8192  # the context that Llama 3's factors go out from
-Data = Mapping[str, Any]  # what the data adds to a GGUF's keys
+EXACT = 1e-5  # relative tolerance of rope frequencies, which files store as float32
+ORIGINAL = 8192  # original context length in Llama 3's rope scaling
+Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
 
 
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
@@ -56,13 +56,13 @@ def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
 def gemma_layout(model: RotaryModel, data: Data) -> Layout:
     """GemmaForCausalLM, which adds 1 to the weights of its norms."""
     layout = _rotary(model)
-    activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # its name changed
+    activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # both the old and the new key
     norms = {
         name: replace(place, form=lambda weight: weight - 1)
         for name, place in layout.tensors.items()
         if name.endswith("_norm.weight")
     }
-    # Where no token that ends a turn is named, llama.cpp's converter names token 107, which it is in Google's.
+    # Without an end-of-turn token, llama.cpp's converter assumes token 107, as in Google's models.
     config = {**layout.config, **activation, "eot_token_id": None}
     is_usual = (model.rope_base, model.rope_scale) == (10000.0, 1.0)
     lost = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
@@ -72,14 +72,14 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     """GPT2LMHeadModel, whose linears are [in, out]."""
-    import numpy as np  # what lists models needs none of it
+    import numpy as np  # deferred, because listing models does not need it
 
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "vocab_size": model.vocab,
         "n_positions": model.context,
-        "n_ctx": model.context,  # its name of old, which llama.cpp's converter reads
+        "n_ctx": model.context,  # the old key, which llama.cpp's converter reads
         "n_embd": model.d_model,
         "n_layer": model.n_layers,
         "n_head": model.n_heads,
@@ -95,14 +95,14 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         at = f"transformer.h.{block[1]}." if block else ""
         is_linear = block and len(spec.shape) == 2
         places[spec.name] = HFTensor(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else identity)
-    lost = "" if model.d_ff == 4 * model.d_model else f"it takes d_ff=4*d_model, and here it is {model.d_ff}"
+    lost = "" if model.d_ff == 4 * model.d_model else f"it requires d_ff=4*d_model, but d_ff is {model.d_ff}"
     return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))
 
 
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
-    """The same model there: LlamaForCausalLM and so on, whose rope turns halves of a head.
+    """Return the layout of llama and its relatives in transformers, where rope rotates pairs (x[i], x[i + D/2]).
 
-    `biased` are the linears of a block that have a bias there: all those of a layer or none, unless told.
+    `biased` are the linears of a block that have a bias in transformers; None: all linears of a layer, or none.
     """
     biases = model.biases()
     if biased is None:
@@ -149,12 +149,14 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
     import numpy as np
 
     factors = np.array(rotary.factors or [1.0])
-    if np.ptp(factors) == 0:  # all pairs turn so much slower
+    if np.ptp(factors) == 0:  # equal divisors are linear scaling
         factor = rotary.scale * float(factors[0])
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if rotary.scale != 1:
         raise UserError("rope_factors together with rope_scale: transformers has the one or the other")
-    turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (2 * math.pi)  # a position
+    turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (
+        2 * math.pi
+    )  # rotations per position
     for low, high, original in [(1.0, 4.0, ORIGINAL), *_guesses(turns, factors, context)]:
         parameters = {
             "rope_type": "llama3",

@@ -1,4 +1,4 @@
-"""ViT: an image as a sequence of patches behind a class token (Dosovitskiy et al. 2020), and its form in files."""
+"""ViT: an image as a sequence of patches after a class token (Dosovitskiy et al. 2020), and its file formats."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 ARCHITECTURE = "toyexp-vit"
-# form of the blocks: the GGUF key of its norms' eps
+# GGUF key of the norms' eps, by form of the blocks
 FORMS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
-# Its fields, and the keys of a GGUF.
+# Fields and their GGUF keys.
 SIZES = {
     "image_size": "image_size", "channels": "channels", "patch": "patch_size", "classes": "class_count",
     "d_model": "embedding_length", "n_layers": "block_count", "d_ff": "feed_forward_length",
     "n_heads": "attention.head_count",
 }  # fmt: skip
-# Where tensors stand in transformers.
+# Tensor names in transformers.
 NAMES = {
     "patch_embd": "vit.embeddings.patch_embeddings.projection", "post_ln": "vit.layernorm", "head": "classifier",
     "ln1": "layernorm_before", "ln2": "layernorm_after",
@@ -52,19 +52,19 @@ NAMES = {
 
 
 class ViTGGUF(GGUFForm[Any]):
-    """The sizes; `classes`, `image_mean` and `image_std` come from the data."""
+    """The GGUF keys of the sizes; `classes`, `image_mean` and `image_std` come from the data."""
 
     def architecture(self, model: Any) -> str:
-        """One of toyexp's own, under which no other program expects a model of another form."""
+        """Return toyexp's own architecture name, so that no other program misreads the file."""
         return ARCHITECTURE
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """The keys that the documentation lists."""
+        """Return the documented keys."""
         sizes = {key: getattr(model, name) for name, key in SIZES.items()}
         return {"block": model.block, **sizes, FORMS[model.block]: model.norm_eps}
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
-        """The file's model; UserError for one that lacks something."""
+        """Return the file's model. Raise UserError if a key is missing."""
         keys = Keys(file)
         block = keys.expect("block", *FORMS)
         sizes = {name: keys.whole(key) for name, key in SIZES.items()}
@@ -72,7 +72,7 @@ class ViTGGUF(GGUFForm[Any]):
 
 
 def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
-    """ViTForImageClassification, of the classic blocks; with the data's classes and the way it takes images."""
+    """Return the layout of ViTForImageClassification, for blocks of layernorm_gelu, with the data's classes."""
     if model.block != "layernorm_gelu":
         raise UserError(f"model.block={model.block} has no Hugging Face layout; transformers' ViT is layernorm_gelu")
     config = {
@@ -112,7 +112,7 @@ def _places(model: Any) -> dict[str, HFTensor]:
 
 
 def _preprocessor(model: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Scaled until the shorter side fits, cut to the centre, normalised: what CLIP's does and ViT's does not."""
+    """Return the image processor: scale the shorter side, crop the centre, normalise; as in CLIP, unlike ViT."""
     size = model.image_size
     return {
         "image_processor_type": "CLIPImageProcessor",
@@ -127,7 +127,7 @@ def _preprocessor(model: Any, data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class ViT(Model):
-    """Vision transformer: an image's patches, a class token, learned positions."""
+    """Vision transformer: image patches, a class token, learned positions."""
 
     name: ClassVar[str] = "vit"
     reads: ClassVar[Kind] = IMAGES
@@ -135,18 +135,18 @@ class ViT(Model):
     score_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     d_model: int = 64  # width of the residual stream
-    n_layers: int = 4  # blocks
-    n_heads: int = 4  # attention heads
-    d_ff: int = 256  # width inside the feed-forward layer
-    patch: int = 2  # pixels along a side of a patch
-    block: str = "layernorm_gelu"  # layernorm_gelu (with biases, the classic) | rmsnorm_silu (no biases)
+    n_layers: int = 4  # number of blocks
+    n_heads: int = 4  # number of attention heads
+    d_ff: int = 256  # hidden size of the feed-forward layer
+    patch: int = 2  # side length of a patch in pixels
+    block: str = "layernorm_gelu"  # layernorm_gelu (with biases, as in the paper) | rmsnorm_silu (no biases)
     norm_eps: float = 1e-5  # added to the variance inside the norms
-    image_size: int = 0  # pixels along a side of an image; 0: the data's
-    channels: int = 0  # of a pixel; 0: the data's
-    classes: int = 0  # rows of the output layer; 0: as many as the data has
+    image_size: int = 0  # side length of an image in pixels; 0: the data's
+    channels: int = 0  # channels per pixel; 0: the data's
+    classes: int = 0  # number of classes; 0: the data's
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "patch")
         require_choice("model", self, block=tuple(FORMS))
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS)
@@ -156,7 +156,7 @@ class ViT(Model):
             raise UserError(f"model.patch={self.patch} does not divide images of {self.image_size} pixels")
 
     def fit(self, dataset: Dataset) -> Model:
-        """Takes from the data what was left at 0; raises UserError for what contradicts it."""
+        """Return the model with sizes of 0 taken from the data. Raise UserError for sizes that contradict the data."""
         assert isinstance(dataset, toyexp.ImageDataset)
         height, width, channels = dataset.image_shape
         if height != width:
@@ -174,15 +174,15 @@ class ViT(Model):
 
     @property
     def patches(self) -> int:
-        """How many patches an image has."""
+        """Number of patches per image."""
         return (self.image_size // self.patch) ** 2
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """The patches of an image, each with all its numbers."""
+        """Return the shape of an image's patches."""
         return {"patches": (self.patches, self.channels * self.patch**2)}
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
-        """The images, cut into patches on the host."""
+        """Return the batches with images cut into patches on the host."""
         return Patches(dataset.batches(0, rows, seed), self.patch)
 
     def tensors(self) -> list[TensorSpec]:
@@ -210,17 +210,17 @@ class ViT(Model):
         return [*specs, *norm("v.post_ln"), *linear("v.head", self.classes, d, init=small)]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Logits [B, classes] of patches [B, P, channels * patch * patch]."""
+        """Return the logits [B, classes] of patches [B, P, channels * patch * patch]."""
         v = Params(p, "v.")
         x = ops.prepend(_linear(ops, batch["patches"], v, "patch_embd"), v["class_embd"])  # [B, P+1, d]
         x = ops.add(x, v["position_embd.weight"])
         for i in range(self.n_layers):
             x = ops.block(self._block, x, v.block(i))
-        x = self._norm(ops, ops.select(x, 0), v, "post_ln")  # [B, d]: what the class token has gathered
+        x = self._norm(ops, ops.select(x, 0), v, "post_ln")  # [B, d], of the class token
         return _linear(ops, x, v, "head")
 
     def _block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
-        """What attention and the feed-forward layer make of x [B, P+1, d]."""
+        """Return the output of one block for x [B, P+1, d]."""
         h = self._norm(ops, x, p, "ln1")
         q, k, v = (ops.heads(_linear(ops, h, p, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
         x = ops.add(x, _linear(ops, ops.attention(q, k, v, causal=False), p, "attn_out"))
@@ -234,7 +234,7 @@ class ViT(Model):
         return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
-        """The share of images whose likeliest class is theirs."""
+        """Return the accuracy: the weighted fraction of images with the correct most likely class."""
         right = total = 0.0
         for batch in batches:
             chosen = logits({"patches": batch["patches"]}).argmax(-1)
@@ -263,16 +263,16 @@ class Patches(Batches):
         return {"patches": cut(batch["images"], self._patch), **rest}
 
     def batch(self, k: int) -> Batch:
-        """Training batch `k`: patches [rows, P, channels * patch * patch], targets [rows] and weights [rows]."""
+        """Return batch `k`: patches [rows, P, channels * patch * patch], targets [rows] and weights [rows]."""
         return self._cut(self._images.batch(k))
 
     def held_out(self) -> Sequence[Batch]:
-        """The held-out images, cut likewise."""
+        """Return the held-out batches, with images cut into patches."""
         return [self._cut(batch) for batch in self._images.held_out()]
 
 
 def cut(images: np.ndarray, patch: int) -> np.ndarray:
-    """Images [B, height, width, C] as patches [B, P, C * patch * patch], row by row, each laid out as [C, y, x]."""
+    """Return images [B, height, width, C] as patches [B, P, C * patch * patch], row by row, each laid out [C, y, x]."""
     import numpy as np
 
     rows, height, width, channels = images.shape

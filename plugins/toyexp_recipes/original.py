@@ -21,40 +21,40 @@ Draws = Iterator[tuple[str, np.ndarray]]
 
 
 class LCG:
-    """The generator s -> (1103515245 s + 12345) mod 2^31, from the state `seed`."""
+    """The random generator s -> (1103515245 s + 12345) mod 2^31, starting at `seed`."""
 
     def __init__(self, seed: int):
         self.state = seed & MASK
 
     @classmethod
-    def folded(cls, seed: int) -> LCG:
-        """Llama's: the seed spread over all bits, and eight draws thrown away."""
+    def for_llama(cls, seed: int) -> LCG:
+        """Return llama's generator: it mixes the bits of the seed and skips eight numbers."""
         generator = cls((seed + 104729) * 2654435761 % 2147483647)
         generator.states(8)
         return generator
 
     def states(self, n: int) -> np.ndarray:
-        """The next `n` states, uint64 [n].
+        """Return the next `n` states, uint64 [n].
 
-        k steps are one step with other constants, so every pass doubles what is there: log2(n) passes, no loop over n.
+        k steps equal one step with other constants, so each pass doubles the computed part: log2(n) passes in all.
         """
         out = np.empty(n, np.uint64)
         out[:1] = (MULTIPLIER * self.state + INCREMENT) & MASK
-        a, c, done = MULTIPLIER, INCREMENT, 1
-        while done < n:
-            more = min(done, n - done)
-            out[done : done + more] = (out[:more] * np.uint64(a) + np.uint64(c)) & np.uint64(MASK)
-            a, c, done = a * a & MASK, (a * c + c) & MASK, done + more
+        a, c, count = MULTIPLIER, INCREMENT, 1
+        while count < n:
+            more = min(count, n - count)
+            out[count : count + more] = (out[:more] * np.uint64(a) + np.uint64(c)) & np.uint64(MASK)
+            a, c, count = a * a & MASK, (a * c + c) & MASK, count + more
         if n:
             self.state = int(out[-1])
         return out
 
     def uniform(self, *shape: int) -> np.ndarray:
-        """Float64 values in [-1, 0)."""
+        """Return float64 values in [-1, 0)."""
         return ((self.states(math.prod(shape)) >> np.uint64(8)) / 2.0**23 - 1.0).reshape(shape)
 
     def normal(self, *shape: int) -> np.ndarray:
-        """Float64 values of the standard normal distribution, an even number of them."""
+        """Return float64 values of the standard normal distribution; their number must be even."""
         u = (self.states(math.prod(shape)).astype(np.float64) + 1) / 2.0**31
         radius, angle = np.sqrt(-2 * np.log(u[0::2])), 2 * math.pi * u[1::2]
         return np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1).reshape(shape)
@@ -78,7 +78,7 @@ def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 
     Heads are of even size, so no tensor ends within a pair of draws.
     """
-    draw = LCG.folded(seed).normal
+    draw = LCG.for_llama(seed).normal
     d, heads, kv = sizes["d_model"], sizes["n_heads"], sizes["n_kv_heads"]
     inner, outer = 1 / math.sqrt(d), 1 / math.sqrt(sizes["d_ff"])
     yield "token_embd.weight", 0.02 * draw(*shapes["token_embd.weight"])
@@ -106,7 +106,7 @@ ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2
 
 
 def check_model(model: Model) -> None:
-    """Raises UserError for a model that the original does not have, or not in this form."""
+    """Raise UserError for a model that the original program does not have in this form."""
     if model.name not in ORIGINALS:
         known = " and ".join(ORIGINALS)
         raise UserError(f"recipe.init=toy draws {known} as the original does; for model={model.name} leave it out")
@@ -117,7 +117,7 @@ def check_model(model: Model) -> None:
 
 
 def upload(session: Session) -> None:
-    """Puts the original's values into every tensor it draws; the others are constant, and start as planned."""
+    """Upload the original's values of all random tensors. The others are constant and keep the plan's values."""
     plan = session.plan
     shapes = {t.name: t.shape for t in plan.tensors}
     for name, values in ORIGINALS[plan.model.name](plan.seed, plan.model.settings(), shapes):

@@ -124,8 +124,8 @@ class LlamaDraws:
 
 def test_the_fold_and_the_first_pair_are_the_known_ones():
     assert (104729 * 2654435761) % 2147483647 == 349742325
-    assert LCG.folded(0).state == 926776749
-    np.testing.assert_allclose(LCG.folded(0).normal(2), [0.1711227734, 0.7065110861], rtol=1e-9)
+    assert LCG.for_llama(0).state == 926776749
+    np.testing.assert_allclose(LCG.for_llama(0).normal(2), [0.1711227734, 0.7065110861], rtol=1e-9)
 
 
 def neighbours(head):

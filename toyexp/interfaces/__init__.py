@@ -1,1 +1,1 @@
-"""What plugins are written in: abstract classes and plain data, and how plugins are found."""
+"""Abstract base classes and plain data types that plugins implement and use."""

@@ -1,1 +1,1 @@
-"""How plugins are found, what they must be, and what there is of each kind."""
+"""Discovery, checks and registration of plugins."""

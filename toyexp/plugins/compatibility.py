@@ -1,4 +1,4 @@
-"""Which recipes can train which models, from the kinds of data that they declare."""
+"""Checks which recipes can train which models, by the kinds of data that they declare."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ head = pytest.importorskip("toyexp_torch.kernels.head", exc_type=ImportError)
 STEPS = 8
 
 
-def outcome(the_plan, bad=None, **settings):
+def train(the_plan, bad=None, **settings):
     """Return metrics of all steps, a held-out loss, the final state, and why steps were not captured.
 
     Only the step `bad` contains a token whose embedding is infinite.
@@ -45,69 +45,71 @@ def outcome(the_plan, bad=None, **settings):
         return metrics, loss, session.snapshot(), session.describe()["captured"]
 
 
-def assert_same(the_plan, **how):
-    captured, one_by_one = outcome(the_plan, **how), outcome(the_plan, **how, capture=False)
-    assert (captured[3], one_by_one[3]) == (True, "engine.capture=false")
-    np.testing.assert_array_equal(captured[0], one_by_one[0])
-    np.testing.assert_equal(captured[1], one_by_one[1])
+def assert_same_as_uncaptured(the_plan, **settings):
+    captured, uncaptured = train(the_plan, **settings), train(the_plan, **settings, capture=False)
+    assert (captured[3], uncaptured[3]) == (True, "engine.capture=false")
+    np.testing.assert_array_equal(captured[0], uncaptured[0])
+    np.testing.assert_equal(captured[1], uncaptured[1])
     for name, array in captured[2].items():
-        np.testing.assert_array_equal(array, one_by_one[2][name], err_msg=name)
+        np.testing.assert_array_equal(array, uncaptured[2][name], err_msg=name)
     return captured
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_every_optimiser_gives_the_same_bits(model, name):
-    assert_same(apply_optimiser(plan(model), OPTIMISERS[name].with_mode("lora"), 1e-2))
+def test_captured_steps_of_every_optimiser_are_bit_identical(model, name):
+    assert_same_as_uncaptured(apply_optimiser(plan(model), OPTIMISERS[name].with_mode("lora"), 1e-2))
 
 
 @pytest.mark.parametrize("changes", [{"accumulate": 3}, {"grad_clip": 0.05}, {"skip_nonfinite": True}])
-def test_what_a_plan_asks_for_gives_the_same_bits(changes):
-    assert_same(apply_optimiser(plan("llama", **changes), OPTIMISERS["adamw"], 1e-2))
+def test_captured_steps_with_settings_of_a_plan_are_bit_identical(changes):
+    assert_same_as_uncaptured(apply_optimiser(plan("llama", **changes), OPTIMISERS["adamw"], 1e-2))
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # advice from the compiler
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}, {"tf32": True}])
-def test_what_the_engine_is_set_to_gives_the_same_bits(settings):
-    assert_same(apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2), **settings)
+def test_captured_steps_with_settings_of_the_engine_are_bit_identical(settings):
+    assert_same_as_uncaptured(apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2), **settings)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # raised by the compiler
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"skip_nonfinite": True}])
 @pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"compile": True}, {"dtype": "bfloat16"}])
-def test_positions_that_weigh_nothing_are_left_out_of_a_large_loss(monkeypatch, changes, settings):
-    """One graph is captured for each number of selected positions; results equal those with all positions."""
+def test_positions_without_a_weight_are_left_out_of_a_large_loss(monkeypatch, changes, settings):
+    """There is a graph for each number of positions that occurs; results agree with those of all positions."""
     the_plan = apply_optimiser(plan("llama", rows=8, **changes), OPTIMISERS["adamw"], 1e-3)
-    whole = outcome(the_plan, **settings)
-    counts, found = [], head.ProjectedLoss.forward
+    expected = train(the_plan, **settings)
+    counts, compute = [], head.ProjectedLoss.forward
 
     def forward(ctx, *arguments):
         counts.append(None if arguments[-1] is None else len(arguments[-1]))
-        return found(ctx, *arguments)
+        return compute(ctx, *arguments)
 
     monkeypatch.setattr(head.ProjectedLoss, "forward", staticmethod(forward))
     monkeypatch.setattr(loss, "LARGE", 0)
     monkeypatch.setattr(resident, "ROWS", 4)
-    some = assert_same(the_plan, **settings)
-    assert set(counts) > {None} and 96 > max(filter(None, counts)) > 60, "of 96 some four fifths weigh something"
+    selected = assert_same_as_uncaptured(the_plan, **settings)
+    assert set(counts) > {None} and 96 > max(filter(None, counts)) > 60, (
+        "about four fifths of 96 positions have a weight"
+    )
     if settings.get("dtype"):  # bfloat16 rounds the weights, on which the norms of so small a model depend
-        np.testing.assert_allclose(some[0][0], whole[0][0], rtol=2e-2)
-        np.testing.assert_allclose([m.loss for m in some[0]], [m.loss for m in whole[0]], rtol=2e-2)
+        np.testing.assert_allclose(selected[0][0], expected[0][0], rtol=2e-2)
+        np.testing.assert_allclose([m.loss for m in selected[0]], [m.loss for m in expected[0]], rtol=2e-2)
     else:
-        np.testing.assert_allclose(some[0], whole[0], rtol=1e-4)
+        np.testing.assert_allclose(selected[0], expected[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_dropout_on_adapters_gives_the_same_bits(tmp_path, packed):
+def test_captured_steps_with_dropout_on_adapters_are_bit_identical(tmp_path, packed):
     write_base(tmp_path / "base.gguf", "llama", "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
-    assert_same(apply_optimiser(plan("llama", recipe=recipe), OPTIMISERS["adamw"], 1e-2), packed=packed)
+    assert_same_as_uncaptured(apply_optimiser(plan("llama", recipe=recipe), OPTIMISERS["adamw"], 1e-2), packed=packed)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-def test_a_bad_step_leaves_everything_as_it_was(name):
+def test_a_skipped_step_changes_nothing(name):
     the_plan = apply_optimiser(plan("llama", skip_nonfinite=True), OPTIMISERS[name].with_mode("lora"), 1e-2)
-    metrics, _, arrays, _ = assert_same(the_plan, bad=5)
+    metrics, _, arrays, _ = assert_same_as_uncaptured(the_plan, bad=5)
     assert [np.isfinite(step).all() for step in metrics] == [step != 5 for step in range(STEPS)]
     arrays["token_embd.weight"] = arrays["token_embd.weight"][:-1]
     assert all(np.isfinite(array).all() for array in arrays.values())
@@ -127,29 +129,29 @@ class Waits(Llama):
 
 
 @pytest.mark.parametrize("in_a_step", [True, False])
-def test_what_waits_for_the_gpu_is_not_captured_and_computes_the_same(caplog, in_a_step):
+def test_a_model_that_waits_for_the_gpu_is_not_captured_and_has_the_same_results(caplog, in_a_step):
     the_plan = apply_optimiser(plan("llama"), OPTIMISERS["adamw"], 1e-2)
-    waits = replace(the_plan, model=Waits(**vars(the_plan.model), in_a_step=in_a_step))
-    wanted = outcome(the_plan)
+    waiting_plan = replace(the_plan, model=Waits(**vars(the_plan.model), in_a_step=in_a_step))
+    expected = train(the_plan)
     with caplog.at_level("INFO", "toyexp"):
-        found = outcome(waits)
-    np.testing.assert_array_equal(found[0], wanted[0])
-    assert found[1] == wanted[1]
-    assert (found[3] is True) == (not in_a_step), "run_start says why it is not captured"
-    what = "a step" if in_a_step else "a held-out loss"
-    assert any(line.startswith(f"{what} is launched kernel by kernel: ") for line in caplog.messages)
-    with TorchCUDA().realize(waits) as session:
+        results = train(waiting_plan)
+    np.testing.assert_array_equal(results[0], expected[0])
+    assert results[1] == expected[1]
+    assert (results[3] is True) == (not in_a_step), "describe() has no reason why steps are not captured"
+    subject = "a step" if in_a_step else "a held-out loss"
+    assert any(line.startswith(f"{subject} is launched kernel by kernel: ") for line in caplog.messages)
+    with TorchCUDA().realize(waiting_plan) as session:
         session.build()
         assert len(list(session.notes())) == in_a_step
 
 
-def test_evaluations_of_what_can_be_are_captured(caplog):
+def test_evaluations_of_a_model_that_can_be_captured_are_captured(caplog):
     with caplog.at_level("INFO", "toyexp"):
-        outcome(apply_optimiser(plan("gpt2"), OPTIMISERS["adamw"], 1e-2))
+        train(apply_optimiser(plan("gpt2"), OPTIMISERS["adamw"], 1e-2))
     assert not [line for line in caplog.messages if "kernel by kernel" in line]
 
 
-def test_a_clipped_step_is_that_of_pytorch():
+def test_a_clipped_step_agrees_with_pytorch():
     the_plan = apply_optimiser(plan("llama", grad_clip=0.05), OPTIMISERS["adamw"], 1e-2)
     with TorchCUDA().realize(the_plan) as session:
         session.build()
@@ -175,7 +177,7 @@ def test_any_number_of_an_optimiser_can_change_from_step_to_step():
         with TorchCUDA(deterministic=True, capture=capture).realize(the_plan) as session:
             session.build()
             factors = ({"beta1": 1 - step / 100} for step in range(STEPS))
-            numbers = (the_plan.numbers(step, 1e-2, own) for step, own in enumerate(factors))
+            numbers = (the_plan.numbers(step, 1e-2, step_factors) for step, step_factors in enumerate(factors))
             curves.append([session.step(data.batch(step), vector) for step, vector in enumerate(numbers)])
             assert session.describe()["captured"] is True or not capture
     assert curves[0] == curves[1]

@@ -21,7 +21,7 @@ except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
 
-def curve(engine, name, steps):
+def loss_curve(engine, name, steps):
     data = batches(rows=8)
     with engine.realize(plan(name, rows=8)) as session:
         session.build()
@@ -30,51 +30,51 @@ def curve(engine, name, steps):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "gpt2"])
-def test_50_steps_in_float32_are_the_cpus(name):
+def test_50_steps_in_float32_agree_with_the_cpus(name):
     # Both are float32, with sums in a different order; over 50 steps the differences grow.
-    np.testing.assert_allclose(curve(TorchCUDA(), name, 50), curve(TorchCPU(), name, 50), rtol=1e-4)
+    np.testing.assert_allclose(loss_curve(TorchCUDA(), name, 50), loss_curve(TorchCPU(), name, 50), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_float64_is_the_cpus_almost_to_the_bit(name):
-    ours, theirs = (curve(e(dtype="float64"), name, 50) for e in (TorchCUDA, TorchCPU))
+def test_50_steps_in_float64_agree_with_the_cpus(name):
+    ours, theirs = (loss_curve(e(dtype="float64"), name, 50) for e in (TorchCUDA, TorchCPU))
     np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "compile": True}, {"tf32": True}])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_fast_settings_follow_float32(name, settings):
+def test_losses_with_fast_settings_are_near_those_of_float32(name, settings):
     # bfloat16 keeps 8 bits of an activation, TF32 11 bits of a factor.
-    np.testing.assert_allclose(curve(TorchCUDA(**settings), name, 50), curve(TorchCPU(), name, 50), rtol=2e-2)
+    np.testing.assert_allclose(loss_curve(TorchCUDA(**settings), name, 50), loss_curve(TorchCPU(), name, 50), rtol=2e-2)
 
 
 def test_deterministic_runs_repeat_to_the_bit():
     engine = TorchCUDA(deterministic=True)
-    assert curve(engine, "llama", 20) == curve(engine, "llama", 20)
+    assert loss_curve(engine, "llama", 20) == loss_curve(engine, "llama", 20)
 
 
 @pytest.mark.parametrize(("settings", "atol"), [({}, 1e-4), ({"dtype": "float64"}, 1e-5), ({"dtype": "bfloat16"}, 0.1)])
 @pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "gpt2"])
-def test_a_decoders_logits_are_the_cpus(name, settings, atol):
+def test_a_decoders_logits_agree_with_the_cpus(name, settings, atol):
     ids = batches(rows=1).batch(0)["tokens"]
     with TorchCPU().realize(plan(name)) as cpu, TorchCUDA(**settings).realize(plan(name)) as cuda:
         cpu.build()
         cuda.build()
         expected, decoder = cpu.logits({"tokens": ids})[0], cuda.decoder()
-        found = [decoder.feed(part) for part in np.split(ids[0], [5, 6, 7, 10])]
-    np.testing.assert_allclose(found, expected[[4, 5, 6, 9, 11]], atol=atol * np.abs(expected).max())
+        logits = [decoder.feed(part) for part in np.split(ids[0], [5, 6, 7, 10])]
+    np.testing.assert_allclose(logits, expected[[4, 5, 6, 9, 11]], atol=atol * np.abs(expected).max())
 
 
-def test_a_snapshot_is_locked_in_the_hosts_memory_and_the_next_one_lies_where_it_lay():
+def test_a_snapshot_is_in_pinned_memory_which_the_next_one_reuses():
     """Pinned memory needs no staging copy; each array is a view of the vector that is copied at once."""
     data = batches(rows=8)
     with TorchCUDA().realize(plan("llama", rows=8)) as session:
         session.build()
         first = session.snapshot()
-        places = {name: array.ctypes.data for name, array in first.items()}
+        addresses = {name: array.ctypes.data for name, array in first.items()}
         session.step(data.batch(0), AdamW.for_from_scratch().hp_for_step(0))
         second, fresh = session.snapshot(first), session.snapshot()
-        assert places == {name: array.ctypes.data for name, array in second.items()}
+        assert addresses == {name: array.ctypes.data for name, array in second.items()}
         for name, array in second.items():
             assert torch.from_numpy(array).is_pinned(), name
             np.testing.assert_array_equal(array, fresh[name])
@@ -87,19 +87,21 @@ TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", 
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # of the compiler
-def test_captured_steps_and_others_stand_side_by_side_in_parity_and_in_bench(capsys):
+def test_parity_and_bench_compare_captured_and_uncaptured_steps(capsys):
     engines = "engine=cuda,cuda:capture=false"
     assert main(["parity", *TINY, "steps=5", engines]) == 0
     assert "cuda:capture=false" in capsys.readouterr().out
     assert main(["bench", *TINY, "model=gpt2", engines, "--rounds=1", "--steps=2", "--baseline", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    found = {engine["name"]: engine for engine in report["engines"]}
-    assert list(found) == ["cuda", "cuda:capture=false", "nanoGPT-style", "nanoGPT-style eager"], report["left_out"]
-    assert all(engine["device_bytes"] > 1000 and 0 < engine["share_of_peak"] < 1 for engine in found.values())
+    engines_by_name = {engine["name"]: engine for engine in report["engines"]}
+    assert list(engines_by_name) == ["cuda", "cuda:capture=false", "nanoGPT-style", "nanoGPT-style eager"], report[
+        "left_out"
+    ]
+    assert all(engine["device_bytes"] > 1000 and 0 < engine["share_of_peak"] < 1 for engine in engines_by_name.values())
     assert report["left_out"].keys() - {"ggml autodiff"} == {"PEFT", "PEFT compiled"}  # it needs ggml
 
 
-OPENED = """
+OPEN_CODE = """
 import sys, time, torch
 from toyexp_torch.engines import TorchCUDA
 assert not torch.cuda.is_initialized()
@@ -113,5 +115,5 @@ assert torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 0
 """
 
 
-def test_a_gpu_is_opened_beside_other_work():
-    subprocess.run([sys.executable, "-c", OPENED], check=True)
+def test_a_gpu_is_opened_in_a_background_thread():
+    subprocess.run([sys.executable, "-c", OPEN_CODE], check=True)

@@ -15,14 +15,14 @@ GPUS = {"metal": (GGMLMetal(), 5e-3), "ggml_cuda": (GGMLCUDA(), 2e-5), "vulkan":
 
 
 @pytest.fixture(autouse=True)
-def _alone():
+def skip_if_cublas_is_set_up():
     """Skip if PyTorch has used the GPU: cuBLAS reads its TF32 setting once, so these tests need their own process."""
     try:
         GGMLCUDA().check()
     except Unavailable:
         pass
-    except UserError as told:
-        pytest.skip(str(told))
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.device(n)) for n in GPUS])
@@ -36,7 +36,7 @@ def gpu(request):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_gradient_of_a_model_is_float64s(gpu, name):
+def test_every_gradient_agrees_with_float64(gpu, name):
     engine, tolerance = gpu
     the_plan, batch = plan(name), add_weights(batches().batch(0))
     _, value, grads = gradients(FORWARD[the_plan.model.name], the_plan, batch)
@@ -48,7 +48,7 @@ def test_every_gradient_of_a_model_is_float64s(gpu, name):
             assert np.linalg.norm(ours - theirs) <= tolerance * np.linalg.norm(theirs) + 1e-9, tensor
 
 
-def curve(engine, name, steps):
+def loss_curve(engine, name, steps):
     data = batches(rows=8)
     with engine.realize(plan(name, rows=8)) as session:
         session.build()
@@ -57,14 +57,14 @@ def curve(engine, name, steps):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_100_steps_follow_torch_on_the_cpu(gpu, name):
+def test_100_steps_agree_with_torch_on_the_cpu(gpu, name):
     engine, tolerance = gpu
-    np.testing.assert_allclose(curve(engine, name, 100), curve(TorchCPU(), name, 100), rtol=5 * tolerance)
+    np.testing.assert_allclose(loss_curve(engine, name, 100), loss_curve(TorchCPU(), name, 100), rtol=5 * tolerance)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_node_leaves_the_device(gpu, name, recompute):
+def test_every_node_runs_on_the_device(gpu, name, recompute):
     engine = type(gpu[0])(recompute=recompute)
     with engine.realize(plan(name)) as session:
         session.build()
@@ -90,15 +90,15 @@ class TestVulkan(EngineSuite):
     engine = GGMLVulkan()
 
 
-def test_a_snapshot_over_an_earlier_one_is_what_the_device_holds(gpu):
+def test_a_snapshot_that_reuses_an_earlier_one_equals_the_devices_weights(gpu):
     engine, _ = gpu
     data = batches(rows=8)
     with engine.realize(plan("llama", rows=8)) as session:
         session.build()
-        kept = session.snapshot()
+        first = session.snapshot()
         session.step(data.batch(0), AdamW.for_from_scratch().hp_for_step(0))
-        taken = session.snapshot(kept)
-        assert all(array is kept[name] for name, array in taken.items())
+        second = session.snapshot(first)
+        assert all(array is first[name] for name, array in second.items())
         for tensor in session.plan.trainable:
-            np.testing.assert_array_equal(taken[tensor.name], session.download(tensor.name))
-    assert all(np.isfinite(array).all() for array in taken.values()), "the session is closed, its arrays are not"
+            np.testing.assert_array_equal(second[tensor.name], session.download(tensor.name))
+    assert all(np.isfinite(array).all() for array in second.values()), "arrays of a snapshot must outlive their session"

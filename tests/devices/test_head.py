@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 head = pytest.importorskip("toyexp_torch.kernels.head", exc_type=ImportError)
 
 
-def by_float64(x, w, targets, weights):
+def compute_in_float64(x, w, targets, weights):
     x, w = (t.double().detach().requires_grad_() for t in (x, w))
     losses = torch.nn.functional.cross_entropy(x @ w.T, targets.long(), reduction="none")
     loss = (losses * weights.double()).sum()
@@ -28,7 +28,7 @@ def by_float64(x, w, targets, weights):
 
 @pytest.mark.parametrize("vocab", [50257, 4096, 33])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
-def test_loss_and_gradients_are_float64s(vocab, dtype, tolerance, monkeypatch):
+def test_loss_and_gradients_agree_with_float64(vocab, dtype, tolerance, monkeypatch):
     """Includes numbers of positions that chunks do not divide, odd vocabularies, and targets of weight 0."""
     monkeypatch.setattr(head, "CHUNK_BYTES", 300 * vocab * 4)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -37,21 +37,21 @@ def test_loss_and_gradients_are_float64s(vocab, dtype, tolerance, monkeypatch):
     targets = torch.randint(vocab, (1000,), device="cuda", generator=generator, dtype=torch.int32)
     weights = torch.rand(1000, device="cuda", generator=generator) / 1000
     weights[::7] = 0
-    wanted = by_float64(x, w, targets, weights)
+    references = compute_in_float64(x, w, targets, weights)
     x.requires_grad_(), w.requires_grad_()
     loss = head.ProjectedLoss.apply(x, w, targets, weights, dtype)
-    found = (loss, *torch.autograd.grad(loss, (x, w)))
-    for got, expected in zip(found, wanted, strict=True):
+    results = (loss, *torch.autograd.grad(loss, (x, w)))
+    for value, expected in zip(results, references, strict=True):
         scale = expected.abs().max()
-        assert ((got.double() - expected).abs().max() / scale) < tolerance
+        assert ((value.double() - expected).abs().max() / scale) < tolerance
     with torch.no_grad():
-        alone = head.ProjectedLoss.apply(x, w, targets, weights, dtype)
-    assert torch.equal(alone, loss)
+        loss_without_gradients = head.ProjectedLoss.apply(x, w, targets, weights, dtype)
+    assert torch.equal(loss_without_gradients, loss)
     only_x = head.ProjectedLoss.apply(x, w.detach(), targets, weights, dtype)
-    assert torch.equal(torch.autograd.grad(only_x, x)[0], found[1])
+    assert torch.equal(torch.autograd.grad(only_x, x)[0], results[1])
 
 
-def test_infinite_logits_give_no_finite_loss():
+def test_infinite_logits_give_a_nonfinite_loss():
     x = torch.ones(256, 64, device="cuda", requires_grad=True)
     w = torch.full((1000, 64), 1e38, device="cuda")
     zeros = torch.zeros(256, device="cuda")
@@ -59,7 +59,7 @@ def test_infinite_logits_give_no_finite_loss():
     assert not np.isfinite(loss.item())
 
 
-def test_a_packed_weight_has_the_loss_and_gradient_of_its_numbers():
+def test_a_packed_weight_has_the_loss_and_gradient_of_its_dequantised_values():
     """The type is Q8_0, with blocks of a float16 scale and 32 bytes."""
     from toyexp_torch.kernels.packed import Packed
 
@@ -71,13 +71,15 @@ def test_a_packed_weight_has_the_loss_and_gradient_of_its_numbers():
     targets = torch.randint(5000, (3, 100), device="cuda", generator=generator, dtype=torch.int32)
     weights = torch.rand(3, 100, device="cuda", generator=generator) / 300
     loss = head.projected_loss(x, packed, targets, weights)
-    wanted, gradient, _ = by_float64(x.flatten(0, 1), packed.dense(), targets.flatten(), weights.flatten())
-    assert abs(loss.item() / wanted.item() - 1) < 2e-6
-    found = torch.autograd.grad(loss, x)[0].flatten(0, 1).double()
-    assert ((found - gradient).abs().max() / gradient.abs().max()) < 2e-6
+    expected_loss, gradient, _ = compute_in_float64(
+        x.flatten(0, 1), packed.dense(), targets.flatten(), weights.flatten()
+    )
+    assert abs(loss.item() / expected_loss.item() - 1) < 2e-6
+    x_gradient = torch.autograd.grad(loss, x)[0].flatten(0, 1).double()
+    assert ((x_gradient - gradient).abs().max() / gradient.abs().max()) < 2e-6
 
 
-def test_of_some_positions_it_is_what_it_is_of_all_where_the_others_weigh_nothing():
+def test_the_loss_of_the_positions_with_a_weight_equals_that_of_all_positions():
     generator = torch.Generator("cuda").manual_seed(3)
     x = torch.randn(500, 64, device="cuda", generator=generator).requires_grad_()
     w = (torch.randn(1000, 64, device="cuda", generator=generator) / 4).requires_grad_()
@@ -87,7 +89,7 @@ def test_of_some_positions_it_is_what_it_is_of_all_where_the_others_weigh_nothin
     order = torch.randperm(500, device="cuda", generator=generator)
     selected = torch.cat((order[weights[order] > 0], order[weights[order] == 0]))[:200]
     loss = head.projected_loss(x, w, targets, weights, SimpleNamespace(selected=selected))
-    for found, wanted in zip(
-        (loss, *torch.autograd.grad(loss, (x, w))), by_float64(x, w, targets, weights), strict=True
+    for value, expected in zip(
+        (loss, *torch.autograd.grad(loss, (x, w))), compute_in_float64(x, w, targets, weights), strict=True
     ):
-        assert ((found.double() - wanted).abs().max() / wanted.abs().max()) < 2e-6
+        assert ((value.double() - expected).abs().max() / expected.abs().max()) < 2e-6

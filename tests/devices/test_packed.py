@@ -21,12 +21,12 @@ try:
 except Unavailable as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
-WRITTEN = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-KINDS = {n: (i, size, length) for i, (n, size, length) in GGUF_TYPES.items() if n in (*WRITTEN, "F16", "BF16")}
+QUANTISED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+KINDS = {n: (i, size, length) for i, (n, size, length) in GGUF_TYPES.items() if n in (*QUANTISED, "F16", "BF16")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_type_is_what_gguf_py_makes_of_it(kind):
+def test_every_type_equals_gguf_pys_values(kind):
     import torch
 
     from toyexp_torch.kernels import packed as unpack
@@ -45,8 +45,8 @@ def test_every_type_is_what_gguf_py_makes_of_it(kind):
             assert unpack._choose_gpu_unpacker() is not unpack._unpack_blocks, "it is unpacked op by op"
 
 
-@pytest.mark.parametrize("kind", WRITTEN)
-def test_a_kernel_makes_the_bits_of_the_ops(kind):
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_kernel_gives_the_bits_of_the_torch_ops(kind):
     import torch
 
     from toyexp_torch.kernels import packed as unpack
@@ -59,13 +59,13 @@ def test_a_kernel_makes_the_bits_of_the_ops(kind):
             raw = np.random.default_rng(count).integers(0, 256, (count, block_bytes), np.uint8)
             flat = torch.from_numpy(raw).flatten()
             expected = unpack._unpack_blocks(flat, kind, dtype)
-            found = kernel(flat.cuda(), kind, dtype).cpu()
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            values = kernel(flat.cuda(), kind, dtype).cpu()
+            torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
             zero = expected == 0
-            assert torch.equal(found[zero].signbit(), expected[zero].signbit())
+            assert torch.equal(values[zero].signbit(), expected[zero].signbit())
 
 
-def test_more_numbers_than_32_bits_count():
+def test_more_than_2_to_the_31_numbers_are_unpacked():
     import torch
 
     from toyexp_torch.kernels import packed as unpack
@@ -75,14 +75,14 @@ def test_more_numbers_than_32_bits_count():
     blocks = (1 << 31) // 32 + 5
     flat = torch.zeros(blocks * 34, dtype=torch.uint8, device="cuda")
     flat[-68:] = torch.arange(68, dtype=torch.uint8, device="cuda")
-    made = unpack.unpack(flat.view(1, -1), "Q8_0", torch.bfloat16)
+    values = unpack.unpack(flat.view(1, -1), "Q8_0", torch.bfloat16)
     expected = unpack._unpack_blocks(flat[-68:].cpu(), "Q8_0", torch.bfloat16)
-    assert made.shape == (1, 32 * blocks)
-    assert torch.equal(made[0, -64:].cpu(), expected)
-    assert not made[0, :-64].any()
+    assert values.shape == (1, 32 * blocks)
+    assert torch.equal(values[0, -64:].cpu(), expected)
+    assert not values[0, :-64].any()
 
 
-def steps(base, **settings):
+def train(base, **settings):
     """Return the metrics of ten LoRA steps on a model with rows of 256 numbers, and whether they were captured."""
     path, model = base
     recipe, data = Lora(base=str(path), rank=4, targets=["q", "gate"]), batches(rows=3)
@@ -105,35 +105,35 @@ def base(request, tmp_path):
         blocks[..., 208:] = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
         return blocks.reshape(len(values), -1)
 
-    own = {"Q4_K": q4_k, "Q6_K": q6_k}
-    of_gguf = lambda values: quants.quantize(values, kind)  # noqa: E731
-    quantise = own.get(request.param, of_gguf)
+    quantisers = {"Q4_K": q4_k, "Q6_K": q6_k}
+    quantise_with_gguf_py = lambda values: quants.quantize(values, kind)  # noqa: E731
+    quantise = quantisers.get(request.param, quantise_with_gguf_py)
     return requantise(tmp_path / "base.gguf", tmp_path / "packed.gguf", kind, quantise), model
 
 
 @pytest.mark.parametrize("large", [loss.LARGE, 0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_captured_step_on_bytes_is_that_on_numbers(base, dtype, large, monkeypatch):
+def test_a_captured_step_on_packed_weights_agrees_with_dequantised_weights(base, dtype, large, monkeypatch):
     """Runs with all logits in memory, and with chunks."""
     monkeypatch.setattr(loss, "LARGE", large)
-    (numbers, _), (packed, captured) = (steps(base, packed=packed, dtype=dtype) for packed in (False, True))
+    (numbers, _), (packed, captured) = (train(base, packed=packed, dtype=dtype) for packed in (False, True))
     assert captured is True
     # The numbers are equal, but bfloat16 products may sum them in a different order, over ten steps.
     np.testing.assert_allclose(packed, numbers, rtol=1e-5 if dtype == "float32" else 1e-2)
 
 
 @pytest.mark.parametrize("large", [loss.LARGE, 0])
-def test_captured_or_not_the_bits_are_the_same(base, large, monkeypatch):
+def test_captured_steps_on_packed_weights_are_bit_identical(base, large, monkeypatch):
     monkeypatch.setattr(loss, "LARGE", large)
-    captured, one_by_one = (steps(base, packed=True, capture=capture)[0] for capture in (True, False))
-    np.testing.assert_array_equal(captured, one_by_one)
+    captured, uncaptured = (train(base, packed=True, capture=capture)[0] for capture in (True, False))
+    np.testing.assert_array_equal(captured, uncaptured)
 
 
 # Warnings: advice from the compiler, and what it reports when it inspects the logits' input.
 @pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")
 @pytest.mark.parametrize("large", [loss.LARGE, 0])
-def test_a_compiled_step_follows_the_eager_one(base, large, monkeypatch):
+def test_compiled_losses_agree_with_eager_losses(base, large, monkeypatch):
     monkeypatch.setattr(loss, "LARGE", large)
-    (eager, _), (compiled, captured) = (steps(base, packed=True, compile=compile) for compile in (False, True))
+    (eager, _), (compiled, captured) = (train(base, packed=True, compile=compile) for compile in (False, True))
     assert captured is True
     np.testing.assert_allclose(compiled, eager, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""NaN and infinity in losses, gradients and weights: where they are noticed, reported, and what is kept."""
+"""NaN and infinite losses, gradients and weights: how a run detects, reports and survives them."""
 
 import json
 import math
@@ -34,10 +34,10 @@ def _enter_tmp_path(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text((sentence * 9 + RARE) * 15 + sentence * 20)
 
 
-def write_base(path, **changed):
+def write_model_file(path, **changes):
     """Write a random llama; `changed` maps a tensor's name to a function that changes its array."""
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in MODEL.tensors()}
-    for name, change in changed.items():
+    for name, change in changes.items():
         change(values[name])
     write_model(Path(path), MODEL, values, Bytes())
     return [f"recipe.base={path}", "lr=1e-3"]
@@ -58,7 +58,7 @@ SMALL = ["data.tokenizer=byte", "model.d_model=32", "model.n_layers=1", "model.d
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])  # Metal's norm makes every number finite
-def test_a_step_that_overflows_stops_the_run_and_says_where(engine, capsys, tmp_path):
+def test_a_step_that_overflows_stops_the_run_and_the_error_names_it(engine, capsys, tmp_path):
     words = [*SMALL, "lr=1e8", "steps=30", "eval_every=0", "checkpoint_every=1"]
     code, _, err, events = run(capsys, engine, *words)
     assert code == 1
@@ -73,11 +73,11 @@ def test_a_step_that_overflows_stops_the_run_and_says_where(engine, capsys, tmp_
     assert (int(line[1]), line[3]) == (last["step"], last["batch"]) and int(line[2]) == last["step"] - 1
     assert events[-1]["reason"] == "errored" and not (tmp_path / "run" / "model.gguf").exists()
     for step in list_checkpoints(tmp_path / "run" / "checkpoints"):
-        assert step < last["step"], "what was saved came before it"
+        assert step < last["step"], "a checkpoint was saved after the overflow"
 
 
 @pytest.mark.parametrize(("key", "usual"), [("lr", "0.003"), ("weight_decay", "0")])
-def test_what_a_group_has_higher_than_the_run_is_named_where_numbers_go_bad(key, usual, capsys, tmp_path):
+def test_the_error_names_the_setting_of_a_group_that_exceeds_the_runs(key, usual, capsys, tmp_path):
     groups = f"optim.groups={{*norm*: {{{key}: {usual}}}, *: {{{key}: 1e30}}}}"
     code, _, err, _ = run(capsys, "ggml", *SMALL, "steps=5", "eval_every=0", "checkpoint_every=0", groups)
     assert code == 1
@@ -85,7 +85,7 @@ def test_what_a_group_has_higher_than_the_run_is_named_where_numbers_go_bad(key,
 
 
 @pytest.mark.parametrize("setting", ["optim.adamw_lr", "optim.weight_decay"])
-def test_so_is_a_higher_rate_of_one_of_the_optimisers_rules(capsys, setting):
+def test_the_error_names_a_higher_rate_of_one_of_the_optimisers_rules(capsys, setting):
     words = ["steps=5", "eval_every=0", "checkpoint_every=0", "optim=muon", f"{setting}=1e30"]
     code, _, err, _ = run(capsys, "ggml", *SMALL, *words)
     assert code == 1
@@ -101,8 +101,8 @@ def skip_weight_checks(monkeypatch):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recipe", ["full", "lora"])
-def test_a_bad_weight_is_told_by_its_name(engine, recipe, capsys, skip_weight_checks):
-    base = write_base("base.gguf", **{"blk.0.ffn_up.weight": lambda w: w.__setitem__((3, 5), np.nan)})
+def test_the_error_names_a_bad_weight(engine, recipe, capsys, skip_weight_checks):
+    base = write_model_file("base.gguf", **{"blk.0.ffn_up.weight": lambda w: w.__setitem__((3, 5), np.nan)})
     code, out, err, events = run(capsys, engine, *base, f"recipe={recipe}", "steps=3")
     assert code == 1
     step = next(e for e in events if e["kind"] == "step")
@@ -113,14 +113,14 @@ def test_a_bad_weight_is_told_by_its_name(engine, recipe, capsys, skip_weight_ch
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_base_of_huge_weights_is_told_too(engine, capsys):
-    base = write_base("base.gguf", **{"output.weight": lambda w: w.__imul__(1e38)})
+def test_a_base_with_huge_weights_stops_the_run_at_step_1(engine, capsys):
+    base = write_model_file("base.gguf", **{"output.weight": lambda w: w.__imul__(1e38)})
     code, _, err, _ = run(capsys, engine, *base, "recipe=full", "steps=3")
     assert code == 1 and "step 1 (batch 0" in err
 
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), GGMLCPU(threads=1)], ids=["cpu", "ggml"])
-def test_a_step_whose_gradient_alone_overflows_is_left_out_too(engine):
+def test_a_step_whose_gradient_overflows_is_skipped_though_its_loss_is_finite(engine):
     """The loss is finite: a huge number is multiplied by a tiny one."""
     plan = replace(op_plan("matmul"), skip_nonfinite=True)
     with engine.realize(plan) as session:
@@ -135,25 +135,25 @@ def test_a_step_whose_gradient_alone_overflows_is_left_out_too(engine):
         np.testing.assert_array_equal(after[name], array, err_msg=name)
 
 
-def of_rare(w):
+def spoil_rare_row(w):
     w[ord(RARE)] = np.nan
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good(
+def test_skipped_steps_are_counted_in_every_output_and_leave_the_weights_finite(
     engine, capsys, tmp_path, skip_weight_checks
 ):
     """Only batches with one rare token are bad, because its row of the embedding is."""
-    base = write_base("base.gguf", **{"token_embd.weight": of_rare})
+    base = write_model_file("base.gguf", **{"token_embd.weight": spoil_rare_row})
     words = [*base, "recipe=full", "steps=40", "eval_every=20", "nonfinite=skip"]
     code, out, err, events = run(capsys, engine, *words)
     assert code == 1 and "checkpoint of step 40: not written (token_embd.weight is not finite" in err
-    taken = {e["step"]: e for e in events if e["kind"] == "step"}
-    bad = [step for step, e in taken.items() if e["loss"] is None]
-    assert 2 <= len(bad) <= 20 and taken[40]["loss"] < taken[1 if 1 not in bad else 2]["loss"]
+    steps = {e["step"]: e for e in events if e["kind"] == "step"}
+    bad = [step for step, e in steps.items() if e["loss"] is None]
+    assert 2 <= len(bad) <= 20 and steps[40]["loss"] < steps[1 if 1 not in bad else 2]["loss"]
     skipped = [e for e in events if e["kind"] == "skipped"]
     assert [e["step"] for e in skipped] == bad and [e["skipped"] for e in skipped] == [*range(1, len(bad) + 1)]
-    assert [e["batch"] for e in skipped] == [taken[step]["batch"] for step in bad]
+    assert [e["batch"] for e in skipped] == [steps[step]["batch"] for step in bad]
     assert events[-1]["skipped"] == len(bad)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped"] == len(bad)
     first = [step for step in bad if step - 1 not in bad]
@@ -171,14 +171,14 @@ def test_skipped_steps_are_counted_wherever_one_looks_and_leave_the_weights_good
     assert any("model.gguf: token_embd.weight" in text for text in warnings)
 
 
-def test_a_run_that_can_only_skip_is_given_up(capsys):
+def test_a_run_that_skips_20_steps_in_a_row_stops(capsys):
     code, out, err, events = run(capsys, "cpu", *SMALL, "lr=1e8", "steps=100", "eval_every=0", "nonfinite=skip")
     assert code == 1 and "20 steps in a row were skipped" in err and "nonfinite=skip" not in err.split(";")[-1]
     assert events[-1]["skipped"] == 19 and out.count("skipped: ") == 1, "the error counts the others"
 
 
 @pytest.mark.parametrize(("kind", "huge"), [("f16", 70_000.0), ("q8_0", 1e7), ("f16", -3e38), ("bf16", 3e38)])
-def test_what_a_type_cannot_hold_is_exported_in_float32(kind, huge, tmp_path):
+def test_a_tensor_that_overflows_its_type_is_exported_in_float32(kind, huge, tmp_path):
     model = tiny.MODELS["llama"].fit(tiny.token_dataset(tiny.VOCAB))
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     values["blk.0.ffn_gate.weight"][1, 2] = huge

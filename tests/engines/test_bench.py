@@ -1,4 +1,4 @@
-"""toyexp bench: it reports what it measured, and the baselines train the same model."""
+"""The command `toyexp bench`: its report, its measurements, and the baselines that it compares engines with."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.n_layers=1", 
 QUICK = ["--rounds", "1", "--steps", "1", "--no-peak"]
 
 
-def bench(capsys, *words):
+def run_bench(capsys, *words):
     assert main(["bench", *TINY, *QUICK, *words]) == 0
     return capsys.readouterr().out
 
@@ -62,7 +62,7 @@ class TestRandom(DataSuite):
 
 
 def test_the_table_has_a_line_for_every_engine(capsys):
-    lines = bench(capsys, "engine=cpu,ggml:blas=false", "--no-memory").splitlines()
+    lines = run_bench(capsys, "engine=cpu,ggml:blas=false", "--no-memory").splitlines()
     assert lines[0].startswith("machine  ") and lines[2] == "data     random, 32 token ids"
     titles = ["engine", "ms/step", "quartiles", "tokens/s", "GFLOP/s", "ratio"]
     assert lines[4].split() == titles
@@ -72,7 +72,7 @@ def test_the_table_has_a_line_for_every_engine(capsys):
     assert lines[8].startswith("cpu              torch ") and lines[8].endswith(", 1 thread")
 
 
-def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_path):
+def test_the_numbers_of_the_json_report_and_the_plot_agree(capsys, tmp_path):
     flags = ["--rounds=3", "--steps=2", "--no-peak", "--json", f"--plot={tmp_path / 'speed.svg'}"]
     assert main(["bench", *TINY, *flags]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -103,14 +103,14 @@ def test_the_json_and_the_picture_hold_numbers_that_fit_together(capsys, tmp_pat
     assert cpu["device_bytes"] is None and 0 < ggml["device_bytes"] < ggml["peak_rss_bytes"]
 
 
-def test_a_picture_that_cannot_be_written_is_told_before_anything_is_measured(capsys, monkeypatch, tmp_path):
+def test_a_plot_that_cannot_be_written_is_rejected_before_measuring(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("toyexp.cli.bench.measure", None)
-    for name, told in (("speed.gif", "draws .png, .svg, .pdf"), ("none/speed.svg", "there is no directory")):
+    for name, message in (("speed.gif", "draws .png, .svg, .pdf"), ("none/speed.svg", "there is no directory")):
         assert main(["bench", *TINY, "--plot", str(tmp_path / name)]) == 2
-        assert told in (err := capsys.readouterr().err) and err.count("\n") == 1
+        assert message in (err := capsys.readouterr().err) and err.count("\n") == 1
 
 
-def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, monkeypatch):
+def test_the_share_of_the_peak_is_measured_with_large_products_in_the_same_process(capsys, monkeypatch):
     """A small model's steps are far below the peak. The report states the peak, and compares a baseline with it too."""
     monkeypatch.setattr(stepper, "SIZES", ((64, 2), (128, 4)))
     words = [word for word in QUICK if word != "--no-peak"]
@@ -125,54 +125,54 @@ def test_the_share_of_the_peak_is_of_large_products_in_the_same_process(capsys, 
     assert re.search(r"^ +peak \S+ GFLOP/s, in its products of (64 x 64|128 x 128)$", lines[-1])
 
 
-def test_products_of_an_engine_are_as_many_as_are_counted(monkeypatch):
+def test_the_model_that_measures_the_peak_computes_as_many_products_as_it_counts(monkeypatch):
     """Each product doubles its input, so four give sixteen times the values."""
     model = stepper.Products(size=4, products=4)
     p = {"table": np.eye(8, 4, dtype=np.float32), "w": 2 * np.eye(4, dtype=np.float32), "out": np.eye(8, 4)}
-    found = model.forward(ReferenceOps(), p, {"tokens": np.array([[0, 1, 2, 3]])})
-    np.testing.assert_array_equal(found[0], 16 * np.eye(4, 8))
+    logits = model.forward(ReferenceOps(), p, {"tokens": np.array([[0, 1, 2, 3]])})
+    np.testing.assert_array_equal(logits[0], 16 * np.eye(4, 8))
 
 
-def test_products_are_spread_over_the_devices_of_an_engine(monkeypatch):
+def test_the_peak_counts_the_products_of_all_devices_of_an_engine(monkeypatch):
     """Each device gets one row and all are counted: three rows for three devices, though a step has twelve."""
     monkeypatch.setattr(stepper, "SIZES", ((32, 2),))
-    seen = []
-    monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: seen.append(plan.rows) or 0.5)
+    row_counts = []
+    monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: row_counts.append(plan.rows) or 0.5)
     monkeypatch.setattr(TorchCPU, "count", lambda self: 3)
     assert stepper.measure_peak(TorchCPU(), most_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
-    assert seen == [3]
+    assert row_counts == [3]
 
 
-def test_the_peak_is_of_the_fastest_products_and_none_follow_those_that_take_long(monkeypatch):
+def test_the_peak_is_that_of_the_fastest_size_and_sizes_after_a_slow_one_are_skipped(monkeypatch):
     monkeypatch.setattr(stepper, "SIZES", ((32, 2), (64, 2), (128, 2), (256, 2)))
     times = iter([0.001, 0.012, 1.0])  # seconds for each size: the first is the fastest, and the fourth is never tried
     monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: next(times))
     assert stepper.measure_peak(TorchCPU(), 1) == stepper.Peak(2 * 2 * 32**3 / 0.001, 32)
 
 
-def a_plan(model, rows):
+def make_plan(model, rows):
     data = token_dataset(40, count=2000, seed=5)
     inputs = data.batches(model.context, rows, 0).inputs
     return Scratch().plan(model.fit(data), Setup(inputs, rows=rows))
 
 
-def test_flops_are_those_counted_by_hand():
+def test_flops_agree_with_a_count_by_hand():
     # Forward, a product of [T, in] with [in, out] takes 2 T in out operations; with its gradients three times that.
     length, d, kv, ff, vocab, layers, rows = 6, 8, 4, 10, 40, 3, 2
     sizes = {"d_model": d, "n_layers": layers, "n_heads": 4, "d_ff": ff, "context": length}
     linears = 2 * length * (2 * d * d + 2 * kv * d + 3 * d * ff)
     attention = 2 * (2 * length * length * d)  # q k^T, and its softmax times v, over all heads
     output = 2 * length * d * vocab
-    by_hand = 3 * rows * (layers * (linears + attention) + output)
+    expected = 3 * rows * (layers * (linears + attention) + output)
     for tied in (True, False):  # looking up an embedding is not a product
-        of_one = a_plan(Llama(**sizes, n_kv_heads=2, tied=tied), rows)
-        assert step_flops(of_one) == by_hand
-        assert step_flops(replace(of_one, accumulate=3)) == 3 * by_hand
+        plan_of_one = make_plan(Llama(**sizes, n_kv_heads=2, tied=tied), rows)
+        assert step_flops(plan_of_one) == expected
+        assert step_flops(replace(plan_of_one, accumulate=3)) == 3 * expected
     linears = 2 * length * (4 * d * d + 2 * d * ff)
-    by_hand = 3 * rows * (layers * (linears + attention) + output)
-    assert step_flops(a_plan(GPT2(**sizes), rows)) == by_hand
+    expected = 3 * rows * (layers * (linears + attention) + output)
+    assert step_flops(make_plan(GPT2(**sizes), rows)) == expected
     # A frozen matrix has no gradient; the two matrices of an adapter of q, of rank 2, have.
-    base = a_plan(Llama(**sizes, n_kv_heads=2), rows)
+    base = make_plan(Llama(**sizes, n_kv_heads=2), rows)
     pair = [PlanTensor("blk.0.attn_q.weight.lora_a", (2, d), Constant(1)),
             PlanTensor("blk.0.attn_q.weight.lora_b", (d, 2), Constant(0))]  # fmt: skip
     plan = replace(
@@ -180,8 +180,8 @@ def test_flops_are_those_counted_by_hand():
         adapters=(LoraAdapter("blk.0.attn_q.weight", 1.0),),
     )  # fmt: skip
     linears = 2 * length * (2 * d * d + 2 * kv * d + 3 * d * ff)
-    frozen, own = layers * linears + output, 2 * length * (2 * 2 * d)
-    assert step_flops(plan) == rows * (2 * frozen + 3 * (layers * attention + own))
+    frozen, trained = layers * linears + output, 2 * length * (2 * 2 * d)
+    assert step_flops(plan) == rows * (2 * frozen + 3 * (layers * attention + trained))
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Counter(Stepper):
         self.closed = True
 
 
-def test_they_take_turns_and_who_begins_changes():
+def test_engines_take_turns_and_each_round_begins_with_another():
     seen = []
     ready = {name: (Counter(name, seen), steps) for name, steps in (("a", 1), ("b", 2), ("c", 1))}
     seconds = take_turns(ready, [{}] * 8, rounds=4)
@@ -215,7 +215,7 @@ def test_they_take_turns_and_who_begins_changes():
     assert {name: len(times) for name, times in seconds.items()} == {"a": 4, "b": 4, "c": 4}
 
 
-def test_seconds_are_those_of_a_step_however_many_a_turn_has(monkeypatch):
+def test_seconds_are_per_step_whatever_the_number_of_steps_in_a_turn(monkeypatch):
     now = 0.0
 
     class Timed(Counter):
@@ -228,8 +228,8 @@ def test_seconds_are_those_of_a_step_however_many_a_turn_has(monkeypatch):
     assert take_turns(ready, [{}] * 8, rounds=2) == {"a": [0.5, 0.5], "b": [2.0, 2.0]}
 
 
-@pytest.mark.parametrize(("seconds", "asked", "steps"), [(0.1, 0, 3), (2.0, 0, 1), (2.0, 7, 7)])
-def test_a_turn_is_a_slice_full_of_steps_and_at_least_one(monkeypatch, seconds, asked, steps):
+@pytest.mark.parametrize(("seconds", "requested", "steps"), [(0.1, 0, 3), (2.0, 0, 1), (2.0, 7, 7)])
+def test_a_turn_has_as_many_steps_as_fit_its_time_slice_and_at_least_one(monkeypatch, seconds, requested, steps):
     now = 0.0
 
     class Timed(Counter):
@@ -238,45 +238,45 @@ def test_a_turn_is_a_slice_full_of_steps_and_at_least_one(monkeypatch, seconds, 
             now += seconds
 
     monkeypatch.setattr("toyexp.cli.bench_stepper.time", SimpleNamespace(perf_counter=lambda: now))
-    assert warm_up(Timed, [{}] * 8, asked)[1] == steps
+    assert warm_up(Timed, [{}] * 8, requested)[1] == steps
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_an_engine_steps_as_in_a_run_one_step_ahead_where_it_can_and_never_two(monkeypatch, ahead):
-    heard = []
+@pytest.mark.parametrize("queues_ahead", [False, True])
+def test_an_engine_queues_one_step_ahead_if_it_can_and_never_two(monkeypatch, queues_ahead):
+    calls = []
 
     def launch(session, micros, numbers):
-        heard.append("launch")
-        return lambda: heard.append("taken")
+        calls.append("launch")
+        return lambda: calls.append("taken")
 
-    monkeypatch.setattr(NullSession, "depth", 1 + ahead)
+    monkeypatch.setattr(NullSession, "depth", 1 + queues_ahead)
     monkeypatch.setattr(NullSession, "do_launch", launch)
-    prepared, opened = Entry("noop", [*TINY[:-1], "plugins=[toyexp.testing.null]"], "noop").prepare()
-    it = opened()
+    prepared, open_stepper = Entry("noop", [*TINY[:-1], "plugins=[toyexp.testing.null]"], "noop").prepare()
+    stepper = open_stepper()
     for k in range(3):
-        it.step(prepared.batches.batch(k))
-    last = ["launch", *["launch", "taken"] * 2] if ahead else ["launch", "taken"] * 3
-    assert heard == last
-    it.wait()
-    assert heard == last + (["taken"] if ahead else [])
-    it.close()
+        stepper.step(prepared.batches.batch(k))
+    expected = ["launch", *["launch", "taken"] * 2] if queues_ahead else ["launch", "taken"] * 3
+    assert calls == expected
+    stepper.wait()
+    assert calls == expected + (["taken"] if queues_ahead else [])
+    stepper.close()
 
 
-def test_the_note_of_auto_names_the_engine_that_it_took():
-    _, opened = Entry("auto", TINY, "auto").prepare()
-    stepper = opened()
+def test_the_note_of_engine_auto_names_the_engine_that_it_chose():
+    _, open_stepper = Entry("auto", TINY, "auto").prepare()
+    stepper = open_stepper()
     stepper.close()
     assert re.match(r"cpu: torch [^,]+, 1 thread(;.*)?$", stepper.note), stepper.note
 
 
-def test_a_step_that_fails_while_warming_up_closes_what_was_open():
+def test_a_step_that_fails_while_warming_up_closes_its_stepper():
     broken = Counter(fails=True)
     with pytest.raises(RuntimeError):
         warm_up(lambda: broken, [{}] * 8, 1)
     assert broken.closed
 
 
-def test_the_peak_of_memory_is_seen_and_forgotten():
+def test_the_memory_peak_is_measured_and_can_be_reset():
     block = np.ones(8_000_000)  # 64 MB
     with_block, _ = memory_bytes()
     del block
@@ -287,7 +287,7 @@ def test_the_peak_of_memory_is_seen_and_forgotten():
         assert memory_bytes()[1] < peak - 50e6
 
 
-def test_a_process_that_fails_says_why():
+def test_the_error_of_a_measuring_process_is_reported():
     with pytest.raises(RunFailed, match=r"odd: in a process of its own: .*unknown key modle; .*--no-memory"):
         measure_alone(Entry("odd", ["modle=llama"], "ggml"))
 
@@ -295,7 +295,7 @@ def test_a_process_that_fails_says_why():
 # -- the baselines ----------------------------------------------------------------------------------------------------
 
 
-def baseline(file, name):
+def load_baseline(file, name):
     spec = importlib.util.spec_from_file_location(file, BASELINES / f"{file}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -313,11 +313,11 @@ def baseline(file, name):
 )
 def test_a_baseline_trains_the_same_model(file, name, rows, kv_heads, tied):
     model = Llama(d_model=32, n_layers=2, n_heads=4, n_kv_heads=kv_heads, d_ff=48, context=12, tied=tied)
-    plan, data = a_plan(model, rows), batches(rows)
+    plan, data = make_plan(model, rows), batches(rows)
     adamw = replace(AdamW.for_lora(), lr=0.01)
     with start_session(Scratch(), TorchCPU(threads=1), plan) as session:
         expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
-    bare = baseline(file, name)(plan, adamw, TorchCPU(threads=1))
+    bare = load_baseline(file, name)(plan, adamw, TorchCPU(threads=1))
     losses = [bare.step(data.batch(k)) for k in range(10)]
     bare.close()
     np.testing.assert_allclose(losses, expected, atol=2e-4)
@@ -326,10 +326,12 @@ def test_a_baseline_trains_the_same_model(file, name, rows, kv_heads, tied):
 
 @pytest.mark.parametrize("name", ["nanoGPT-style eager", pytest.param("nanoGPT-style", marks=pytest.mark.full)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_loop_in_nanogpts_manner_trains_the_same_model(name, tied):
+def test_the_nanogpt_style_loop_trains_the_same_model(name, tied):
     """Runs on the CPU, where it can be compared with an engine to the last digits."""
-    plan = a_plan(GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=48, context=12, tied=tied), 3)
-    follows(lambda adamw: baseline("nanogpt_style", name)(plan, adamw, TorchCPU(threads=1)), plan, Scratch())
+    plan = make_plan(GPT2(d_model=32, n_layers=2, n_heads=4, d_ff=48, context=12, tied=tied), 3)
+    assert_same_losses(
+        lambda adamw: load_baseline("nanogpt_style", name)(plan, adamw, TorchCPU(threads=1)), plan, Scratch()
+    )
 
 
 def test_pefts_loop_trains_the_same_adapters(tmp_path):
@@ -340,15 +342,15 @@ def test_pefts_loop_trains_the_same_adapters(tmp_path):
     recipe = Lora(base=str(path), rank=2, targets=["q", "v", "down"])
     inputs = token_dataset(40, count=2000, seed=5).batches(12, 3, 0).inputs
     plan = recipe.plan(model, Setup(inputs, rows=3, grad_clip=1.0))
-    follows(lambda adamw: baseline("peft_lora", "PEFT")(plan, adamw, TorchCPU(threads=1)), plan, recipe)
+    assert_same_losses(lambda adamw: load_baseline("peft_lora", "PEFT")(plan, adamw, TorchCPU(threads=1)), plan, recipe)
 
 
-def follows(opened, plan, recipe):
+def assert_same_losses(open_loop, plan, recipe):
     """Check that a loop has the losses of an engine, and that its updates are visible."""
     data, adamw = batches(plan.rows), replace(AdamW.for_lora(), lr=0.01)
     with start_session(recipe, TorchCPU(threads=1), plan) as session:
         expected = [session.step(data.batch(k), adamw.hp_for_step(k)).loss for k in range(10)]
-    loop = opened(adamw)
+    loop = open_loop(adamw)
     losses = [loop.step(data.batch(k)) for k in range(10)]
     assert loop.device_bytes() is None and "float32" in loop.note
     loop.close()
@@ -356,26 +358,31 @@ def follows(opened, plan, recipe):
     assert abs(expected[-1] - expected[0]) > 0.005  # the updates are seen
 
 
-def test_loops_stand_beside_the_engines_of_their_device_alone():
-    beside = {engine: [name for name, _ in stepper.baselines([], [engine])] for engine in ("cpu", "cuda", "mps")}
-    assert beside["cuda"] == ["nanoGPT-style", "nanoGPT-style eager", "PEFT", "PEFT compiled"] and not beside["mps"]
-    of_the_cpu = ["bare torch", "bare torch compiled", "ggml autodiff", "nanoGPT-style", "nanoGPT-style eager"]
-    assert beside["cpu"] == of_the_cpu
-    typed = ["model=gpt2", "engine.dtype=bfloat16", "engine.threads=2", "engine.tf32=true", "engine.capture=false"]
-    kept = dict(stepper.baselines(typed, ["cuda"]))["nanoGPT-style"]
-    assert kept.settings == ["model=gpt2", "engine.dtype=bfloat16", "engine.tf32=true"] and kept.engine == "cuda"
-    kept = dict(stepper.baselines(typed, ["ggml"]))["nanoGPT-style"]
-    assert kept.settings == ["model=gpt2", "engine.dtype=bfloat16", "engine.threads=2"] and kept.engine == "cpu"
+def test_training_loops_of_other_projects_are_only_compared_on_their_own_device():
+    names_by_device = {
+        engine: [name for name, _ in stepper.baselines([], [engine])] for engine in ("cpu", "cuda", "mps")
+    }
+    assert (
+        names_by_device["cuda"] == ["nanoGPT-style", "nanoGPT-style eager", "PEFT", "PEFT compiled"]
+        and not names_by_device["mps"]
+    )
+    cpu_names = ["bare torch", "bare torch compiled", "ggml autodiff", "nanoGPT-style", "nanoGPT-style eager"]
+    assert names_by_device["cpu"] == cpu_names
+    overrides = ["model=gpt2", "engine.dtype=bfloat16", "engine.threads=2", "engine.tf32=true", "engine.capture=false"]
+    entry = dict(stepper.baselines(overrides, ["cuda"]))["nanoGPT-style"]
+    assert entry.settings == ["model=gpt2", "engine.dtype=bfloat16", "engine.tf32=true"] and entry.engine == "cuda"
+    entry = dict(stepper.baselines(overrides, ["ggml"]))["nanoGPT-style"]
+    assert entry.settings == ["model=gpt2", "engine.dtype=bfloat16", "engine.threads=2"] and entry.engine == "cpu"
 
 
-def test_ggmls_autodiff_says_that_it_has_no_grouped_heads_in_a_batch():
+def test_the_ggml_autodiff_baseline_rejects_grouped_heads_in_a_batch():
     with pytest.raises(Unavailable, match=r"no gradient of grouped heads in a batch: model\.n_kv_heads=model\.n_heads"):
-        baseline("ggml_autodiff", "ggml autodiff")(a_plan(Llama(context=12), 2), AdamW.for_lora(), TorchCPU())
+        load_baseline("ggml_autodiff", "ggml autodiff")(make_plan(Llama(context=12), 2), AdamW.for_lora(), TorchCPU())
 
 
 @pytest.mark.full
-def test_baselines_that_cannot_do_the_model_are_left_out_with_the_reason(capsys):
-    lines = bench(capsys, "model=gpt2", "engine=ggml", "--baseline", "--no-memory").splitlines()
+def test_baselines_that_cannot_train_the_model_are_left_out_with_the_reason(capsys):
+    lines = run_bench(capsys, "model=gpt2", "engine=ggml", "--baseline", "--no-memory").splitlines()
     left_out = [line.split("  ")[0] for line in lines if "not measured: only written for a plain model=llama" in line]
     assert left_out == ["bare torch", "bare torch compiled", "ggml autodiff"]
     assert [line.split("  ")[0] for line in lines if ", 1 thread" in line][1:] == [
@@ -384,12 +391,12 @@ def test_baselines_that_cannot_do_the_model_are_left_out_with_the_reason(capsys)
     ]
 
 
-def test_a_baseline_stands_in_the_table(capsys, monkeypatch, tmp_path):
+def test_a_baseline_is_a_row_of_the_report(capsys, monkeypatch, tmp_path):
     for name in ("__init__.py", "ggml_autodiff.py"):
         (tmp_path / name).write_text((BASELINES / name).read_text())
     (tmp_path / "needs_more.py").write_text("import a_module_that_nobody_has\n")
     monkeypatch.setattr(stepper, "BASELINES", tmp_path)
-    report = json.loads(bench(capsys, "engine=ggml", "model.n_kv_heads=4", "--baseline", "--json"))
+    report = json.loads(run_bench(capsys, "engine=ggml", "model.n_kv_heads=4", "--baseline", "--json"))
     engine, autodiff = report["engines"]
     assert (engine["name"], autodiff["name"]) == ("ggml", "ggml autodiff")
     assert autodiff["tokens_per_second"] > 0 and autodiff["beyond_import_bytes"] > 0
@@ -397,7 +404,7 @@ def test_a_baseline_stands_in_the_table(capsys, monkeypatch, tmp_path):
     assert report["left_out"] == {"needs more": "No module named 'a_module_that_nobody_has'"}
 
 
-def test_without_the_source_there_are_no_baselines(capsys, monkeypatch, tmp_path):
+def test_baselines_need_a_source_checkout(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(stepper, "BASELINES", tmp_path / "none")
     assert main(["bench", *TINY, "--baseline"]) == 2
     assert "no part of an installed toyexp; run bench in a checkout" in capsys.readouterr().err
@@ -414,10 +421,10 @@ def test_help_names_every_option(capsys):
     )
 
 
-def test_options_are_read_in_both_forms():
-    given = COMMANDS["bench"]().read(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
-    assert (given.rounds, given.steps, given.no_memory, given.json) == (2, 3, True, False)
-    assert given.rest == ["lr=1"]
+def test_options_are_parsed_with_an_equals_sign_and_with_a_space():
+    options = COMMANDS["bench"]().read(["--rounds=2", "lr=1", "--steps", "3", "--no-memory"])
+    assert (options.rounds, options.steps, options.no_memory, options.json) == (2, 3, True, False)
+    assert options.rest == ["lr=1"]
 
 
 @pytest.mark.parametrize(
@@ -440,14 +447,14 @@ def test_options_are_read_in_both_forms():
         (["model.d_modle=32"], "did you mean model.d_model?"),
     ],
 )
-def test_bad_words_are_told_in_one_line(capsys, words, expected):
+def test_bad_arguments_are_rejected_in_one_line(capsys, words, expected):
     assert main(["bench", *words]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("toyexp: error: ") and expected in told.err
-    assert len(told.err.splitlines()) == 1 and told.out == ""
+    output = capsys.readouterr()
+    assert output.err.startswith("toyexp: error: ") and expected in output.err
+    assert len(output.err.splitlines()) == 1 and output.out == ""
 
 
-def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(capsys, monkeypatch):
+def test_memory_of_several_processes_is_their_sum_and_the_table_says_which_columns_are_sums(capsys, monkeypatch):
     """Memory beyond imports is known only for the first process; a process's current memory may shrink."""
     child = subprocess.Popen(
         [sys.executable, "-c", "held = b'1' * 300_000_000; print(flush=True); input()"], stdin=-1, stdout=-1
@@ -458,8 +465,10 @@ def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(ca
     figures = []
     for facts in ({}, {"devices": 2, "ranks": ranks}):
         monkeypatch.setattr(NullSession, "describe", lambda self, facts=facts: facts)
-        own = iter([(900_000_000, 950_000_000), (980_000_000, 1_000_000_000)])  # after the imports, after the steps
-        monkeypatch.setattr(stepper, "memory_bytes", lambda own=own: next(own))
+        readings = iter(
+            [(900_000_000, 950_000_000), (980_000_000, 1_000_000_000)]
+        )  # after the imports, after the steps
+        monkeypatch.setattr(stepper, "memory_bytes", lambda readings=readings: next(readings))
         stepper.main([json.dumps(asdict(entry)), "0"])
         figures.append(json.loads(capsys.readouterr().out))
     child.communicate(b"\n")
@@ -478,12 +487,12 @@ def test_memory_of_several_processes_is_their_sum_and_the_table_says_of_which(ca
     assert sum("processes" in line for line in lines) == 1
 
 
-def test_processes_on_another_host_have_no_memory_here():
-    here = platform.node()
-    assert worker_pids([f"pid {os.getpid()} on {here}", f"pid 7 on {here}", "pid 8 on elsewhere"]) == [7]
+def test_memory_is_measured_for_worker_processes_of_this_host_only():
+    host = platform.node()
+    assert worker_pids([f"pid {os.getpid()} on {host}", f"pid 7 on {host}", "pid 8 on elsewhere"]) == [7]
 
 
-ONCE = """
+ONCE_PLUGIN = """
 import os
 from dataclasses import dataclass
 from typing import ClassVar
@@ -492,12 +501,12 @@ from toyexp.testing import null
 
 @dataclass
 class Once(null.NullEngine):
-    '''Is told once.'''
+    '''An engine with a setting that holds for the whole process.'''
     name: ClassVar[str] = "once"
     half: bool = False
     def check(self):
-        if os.environ.setdefault("TOLD", str(self.half)) != str(self.half):
-            raise UserError(f"half={self.half}: told otherwise before")
+        if os.environ.setdefault("ONCE_HALF", str(self.half)) != str(self.half):
+            raise UserError(f"half={self.half}: already set to another value")
         return "here"
 
 @hookimpl
@@ -506,12 +515,12 @@ def register_engines(register):
 """
 
 
-def test_what_a_library_is_told_once_in_a_process_is_refused_before_anything_is_measured(capsys, monkeypatch, tmp_path):
-    (tmp_path / "of_once.py").write_text(ONCE)
+def test_engines_with_conflicting_process_wide_settings_are_rejected_before_measuring(capsys, monkeypatch, tmp_path):
+    (tmp_path / "once_plugin.py").write_text(ONCE_PLUGIN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TOLD", "")
-    monkeypatch.delenv("TOLD")
-    ours = [word for word in TINY if not word.startswith("engine.")]
-    assert main(["bench", *ours, "plugins=[of_once]", "engine=once,once:half=true"]) == 2
+    monkeypatch.setenv("ONCE_HALF", "")
+    monkeypatch.delenv("ONCE_HALF")
+    overrides = [word for word in TINY if not word.startswith("engine.")]
+    assert main(["bench", *overrides, "plugins=[once_plugin]", "engine=once,once:half=true"]) == 2
     out, err = capsys.readouterr()
-    assert err == "toyexp: error: half=True: told otherwise before\n" and "rounds" not in out
+    assert err == "toyexp: error: half=True: already set to another value\n" and "rounds" not in out

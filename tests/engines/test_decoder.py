@@ -41,48 +41,48 @@ def feed_pieces(decoder, ids, sizes):
 
 
 def assert_decodes(session, ids=IDS, atol=1e-5):
-    whole = session.logits({"tokens": ids[None]})[0]
+    expected = session.logits({"tokens": ids[None]})[0]
     for name, sizes in CUTS.items():
         decoder = session.decoder()
-        found, at = feed_pieces(decoder, ids, sizes)
-        np.testing.assert_allclose(found, whole[at], atol=atol, rtol=0, err_msg=name)
-        assert found.dtype == np.float32 and decoder.position == decoder.context == len(ids)
+        logits, positions = feed_pieces(decoder, ids, sizes)
+        np.testing.assert_allclose(logits, expected[positions], atol=atol, rtol=0, err_msg=name)
+        assert logits.dtype == np.float32 and decoder.position == decoder.context == len(ids)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kept_keys_and_values_give_the_logits_of_the_whole(name, dtype):
+def test_cached_keys_and_values_give_the_logits_of_the_full_forward_pass(name, dtype):
     with build_session(plan(name), dtype=dtype) as session:
         assert isinstance(session.decoder(), CachedDecoder)
         assert_decodes(session)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_other_engines_compute_the_whole_again(name):
+def test_engines_without_a_cache_recompute_the_sequence(name):
     with build_session(plan(name, rows=1), GGMLCPU(threads=1)) as session:
         assert_decodes(session)
 
 
-def test_bfloat16_rounds_as_the_whole_does():
+def test_a_bfloat16_decoder_agrees_with_the_full_forward_pass_within_rounding():
     with build_session(plan("llama"), dtype="bfloat16") as session:
-        whole = np.abs(session.logits({"tokens": IDS[None]})).max()
-        assert_decodes(session, atol=2e-2 * whole)
+        scale = np.abs(session.logits({"tokens": IDS[None]})).max()
+        assert_decodes(session, atol=2e-2 * scale)
 
 
 def test_a_prompt_is_read_in_chunks():
-    long = 2 * CHUNK + 10
-    small = dataclasses.replace(MODELS["llama"], vocab=VOCAB, context=long)
+    length = 2 * CHUNK + 10
+    small = dataclasses.replace(MODELS["llama"], vocab=VOCAB, context=length)
     the_plan = plan("llama", rows=1)
-    inputs = {n: dataclasses.replace(s, shape=(long,)) for n, s in the_plan.inputs.items()}
+    inputs = {n: dataclasses.replace(s, shape=(length,)) for n, s in the_plan.inputs.items()}
     with build_session(dataclasses.replace(the_plan, model=small, inputs=inputs)) as session:
-        ids = np.resize(IDS, long)
-        whole = session.logits({"tokens": ids[None]})[0]
-        found, at = feed_pieces(session.decoder(), ids, [CHUNK + 3, CHUNK - 1, 8])
-        np.testing.assert_allclose(found, whole[at], atol=1e-5)
+        ids = np.resize(IDS, length)
+        expected = session.logits({"tokens": ids[None]})[0]
+        logits, positions = feed_pieces(session.decoder(), ids, [CHUNK + 3, CHUNK - 1, 8])
+        np.testing.assert_allclose(logits, expected[positions], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_quantised_base_with_adapters_and_dropout(name, tmp_path):
+def test_a_decoder_of_a_quantised_base_ignores_dropout_of_its_adapters(name, tmp_path):
     write_base(tmp_path / "base.gguf", name, "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), targets=["*"], dropout=0.3)
     the_plan = plan(name, rows=1, recipe=recipe)
@@ -92,14 +92,14 @@ def test_a_quantised_base_with_adapters_and_dropout(name, tmp_path):
         assert_decodes(session)
 
 
-def test_a_lens(tmp_path):
+def test_a_decoder_of_a_warm_started_model_agrees_with_the_full_forward_pass(tmp_path):
     write_base(tmp_path / "donor.gguf", "llama", d_model=48)
     recipe = Warm(donor=str(tmp_path / "donor.gguf"))
     with start_session(recipe, TorchCPU(threads=1), plan("llama", recipe=recipe)) as session:
         assert_decodes(session)
 
 
-def test_a_new_decoder_sees_the_new_weights_and_an_old_one_says_so():
+def test_a_decoder_raises_after_its_session_changed_the_weights():
     with build_session(plan("llama")) as session:
         untrained, before = session.snapshot(), session.decoder()
         first = before.feed(IDS[:4])
@@ -154,30 +154,30 @@ class Split(Llama):
         return x if x.shape[1] % 2 else ops.reshape(ops.reshape(x, (1, -1, 1)), x.shape)
 
 
-class Saying(Llama):
+class Declaring(Llama):
     """Model that declares that no decoder can cache its positions."""
 
     cached_decoding = False
 
 
-def matching_data(kind, rows=1):
+def uncacheable_plan(kind, rows=1):
     model = kind(**{f.name: getattr(MODELS["llama"], f.name) for f in dataclasses.fields(Llama)})
     return dataclasses.replace(plan("llama", rows=rows), model=model.fit(token_dataset(VOCAB)))
 
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1, dtype="float64"), TorchCPU(threads=1), GGMLCPU(threads=1)])
-@pytest.mark.parametrize("kind", [Scan, Scaled, Dynamic, Saying])
-def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(kind, engine):
-    the_plan = matching_data(kind)
+@pytest.mark.parametrize("kind", [Scan, Scaled, Dynamic, Declaring])
+def test_a_model_whose_ops_depend_on_the_number_of_positions_is_recomputed(kind, engine):
+    the_plan = uncacheable_plan(kind)
     values = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
     expected = reference_logits(the_plan, values, {"tokens": IDS[None]})[0]
     with build_session(the_plan, engine) as session:
         decoder = session.decoder()
         assert isinstance(decoder, Recompute)
-        found = [decoder.feed([i]) for i in IDS]
-    np.testing.assert_allclose(found[-1], expected[-1], atol=1e-5)
+        logits = [decoder.feed([i]) for i in IDS]
+    np.testing.assert_allclose(logits[-1], expected[-1], atol=1e-5)
     if kind is Scan:  # causal, so that a position's logits do not depend on the length of the row
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -187,23 +187,23 @@ def test_a_model_whose_ops_depend_on_the_number_of_positions_is_computed_whole(k
         (Scaled, "other ops for 2"),
         (Dynamic, "other ops for 2"),
         (Split, "2 positions"),
-        (Saying, None),
+        (Declaring, None),
         (Llama, None),
     ],
 )
-def test_the_kit_finds_a_model_that_no_decoder_can_keep_positions_of(kind, words):
+def test_the_conformance_kit_finds_a_model_that_cannot_be_cached(kind, words):
     suite = ModelSuite()
-    suite.model = matching_data(kind).model
+    suite.model = uncacheable_plan(kind).model
     if words is None:
         suite.test_it_says_whether_a_decoder_can_keep_positions()
     else:
         with pytest.raises(AssertionError, match=rf"{words}.*cached_decoding: ClassVar\[bool\] = False"):
             suite.test_it_says_whether_a_decoder_can_keep_positions()
-    assert bool(reason_to_recompute(matching_data(kind))) is (kind is not Llama)
+    assert bool(reason_to_recompute(uncacheable_plan(kind))) is (kind is not Llama)
 
 
 @pytest.mark.parametrize("engine", [TorchCPU(threads=1), NullEngine()], ids=["cached", "recompute"])
-def test_what_cannot_be_fed_is_refused_and_leaves_the_decoder_as_it_was(engine):
+def test_wrong_ids_are_rejected_and_leave_the_decoder_unchanged(engine):
     the_plan = plan("gpt2")
     below = dataclasses.replace(the_plan.inputs["tokens"], below=VOCAB)
     the_plan = dataclasses.replace(the_plan, inputs={**the_plan.inputs, "tokens": below})
@@ -226,7 +226,7 @@ def test_what_cannot_be_fed_is_refused_and_leaves_the_decoder_as_it_was(engine):
         decoder.feed(IDS[:1])
 
 
-def test_only_a_model_that_continues_a_sequence_has_one():
+def test_only_a_language_model_whose_session_is_built_has_a_decoder():
     with NullEngine().realize(plan("llama")) as session, pytest.raises(SessionError, match="call build"):
         session.decoder()
     dataset = image_dataset()

@@ -43,7 +43,7 @@ def good_plan(function=lambda ops, p, batch: ops.embed(p["x"], batch["tokens"]),
     return probe_plan(Probe(arrays, function), ROWS, dict.fromkeys(batch(), (LENGTH,)))
 
 
-def use(engine, plan, data=None, hp=HP):
+def use_session(engine, plan, data=None, hp=HP):
     """Call everything that a session offers."""
     with engine.realize(plan) as session:
         session.build()
@@ -59,7 +59,7 @@ class Cases(list):
 
     def plan(self, name, plan, allowed=ToyexpError):
         """Add a case that builds `plan` inside, because building it may raise."""
-        self.append((name, lambda engine: use(engine, plan()), allowed))
+        self.append((name, lambda engine: use_session(engine, plan()), allowed))
 
     def model(self, name, function, allowed=ToyexpError, **shapes):
         """Add `function(ops, p, x, batch)` with x [ROWS, LENGTH, WIDTH], with trainable and with frozen tensors."""
@@ -67,14 +67,14 @@ class Cases(list):
         def forward(ops, p, batch):
             return function(ops, p, ops.embed(p["x"], batch["tokens"]), batch)
 
-        def frozen():
+        def frozen_plan():
             plan = good_plan(forward, **shapes)
             tensors = tuple(dataclasses.replace(t, trainable=t.name == "x") for t in plan.tensors)
             return dataclasses.replace(plan, tensors=tensors)
 
         self.plan(name, lambda: good_plan(forward, **shapes), allowed)
         if shapes:
-            self.plan(f"{name}, frozen", frozen, allowed)
+            self.plan(f"{name}, frozen", frozen_plan, allowed)
 
     def batch(self, name, call, allowed=ToyexpError, **changes):
         """Add `call(session, batch)` with some arrays of the batch replaced, or removed by None."""
@@ -94,7 +94,7 @@ def attend(q, k, v, causal=True):
     return {"function": function, "q": q, "k": k, "v": v}
 
 
-def models(cases, draw):
+def add_models(cases, draw):
     """Add forward passes that do not fit their tensors; `draw` returns sizes."""
 
     def n(low=1, high=9):
@@ -228,8 +228,8 @@ def models(cases, draw):
     cases.plan("256 TB of scores", lambda: dataclasses.replace(wide(), inputs=shapes, rows=1))
 
 
-def class_tokens(cases):
-    """Add frozen class tokens of wrong sizes, some of which ggml would repeat."""
+def add_class_tokens(cases):
+    """Add frozen class tokens whose size differs from the features; ggml would repeat some of them."""
     data = {"tokens": batch()["tokens"], "targets": np.zeros(ROWS, np.int32), "weights": np.ones(ROWS, np.float32)}
 
     def classify(ops, p, batch):
@@ -241,7 +241,7 @@ def class_tokens(cases):
             arrays = {"x": np.ones((VOCAB, WIDTH), np.float32), "w": np.ones(size, np.float32)}
             plan = probe_plan(Probe(arrays, classify), ROWS, {n: a.shape[1:] for n, a in data.items()})
             tensors = tuple(dataclasses.replace(t, trainable=t.name == "x") for t in plan.tensors)
-            use(engine, dataclasses.replace(plan, tensors=tensors), data)
+            use_session(engine, dataclasses.replace(plan, tensors=tensors), data)
 
         cases.append((f"a class token of {size}", act, ToyexpError))
 
@@ -272,14 +272,16 @@ def add_quantised(cases, folder):
 
             def plan(call=call, path=path):
                 forward = lambda o, p, b: call(o, o.embed(p["x"], b["tokens"]), p["w"])  # noqa: E731
-                made = good_plan(forward, x=(VOCAB, 32), w=weights.shape)
+                plan_of_shape = good_plan(forward, x=(VOCAB, 32), w=weights.shape)
                 frozen = PlanTensor("w", weights.shape, FromGGUF(str(path), "w"), trainable=False)
-                return dataclasses.replace(made, tensors=(*(t for t in made.tensors if t.name != "w"), frozen))
+                return dataclasses.replace(
+                    plan_of_shape, tensors=(*(t for t in plan_of_shape.tensors if t.name != "w"), frozen)
+                )
 
             cases.plan(f"{name} of {kind}", plan)
 
 
-def plans(cases):
+def add_plans(cases):
     """Add plans that no session can hold."""
     good = good_plan()
     change = lambda **changes: lambda: dataclasses.replace(good, **changes)  # noqa: E731
@@ -335,23 +337,23 @@ def plans(cases):
     )  # fmt: skip
 
 
-def batches(cases):
+def add_batches(cases):
     """Add a good plan with invalid batches."""
     calls = {
         "step": lambda session, data: session.step(data, HP),
         "evaluate": lambda session, data: session.evaluate([data]),
         "gradients": lambda session, data: session.gradients(data),
     }
-    looks = {**calls, "logits": lambda session, data: session.logits({"tokens": data["tokens"]})}
+    all_calls = {**calls, "logits": lambda session, data: session.logits({"tokens": data["tokens"]})}
     for bad in (-1, VOCAB, 2**31 - 1, -(2**31), -100):
         tokens, targets = batch()["tokens"], batch()["targets"]
         tokens[1, 2], targets[0, 1] = bad, bad if bad != VOCAB else WIDTH
-        for name, call in looks.items():
+        for name, call in all_calls.items():
             cases.batch(f"{name}: token {bad}", call, tokens=tokens)
         for name, call in calls.items():
             cases.batch(f"{name}: target {bad}", call, targets=targets)
     good = batch()
-    for name, call in looks.items():
+    for name, call in all_calls.items():
         cases.batch(f"{name}: long tokens", call, tokens=batch(length=LENGTH + 1)["tokens"])
         cases.batch(f"{name}: flat tokens", call, tokens=good["tokens"].reshape(-1))
         cases.batch(f"{name}: deep tokens", call, tokens=good["tokens"][..., None])
@@ -381,22 +383,22 @@ def batches(cases):
 
 def all_cases(folder):
     cases = Cases()
-    models(cases, np.random.default_rng(0))
-    class_tokens(cases)
+    add_models(cases, np.random.default_rng(0))
+    add_class_tokens(cases)
     add_quantised(cases, folder)
-    plans(cases)
-    batches(cases)
+    add_plans(cases)
+    add_batches(cases)
     return cases
 
 
 def main(engine):
     """Try every case."""
     with tempfile.TemporaryDirectory() as folder:
-        try_all(all_cases(folder), ENGINES[engine])
+        try_cases(all_cases(folder), ENGINES[engine])
     print("all tried", flush=True)
 
 
-def try_all(cases, engine):
+def try_cases(cases, engine):
     """Try all cases; print a line before and after each."""
     for number, (name, act, allowed) in enumerate(cases):
         print(number, name, flush=True)
@@ -415,12 +417,12 @@ def try_all(cases, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_bad_plan_raises_and_none_ends_the_process(engine):
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, __file__, engine],
         capture_output=True, text=True, env={**os.environ, "GGML_NO_BACKTRACE": "1"}, timeout=120,
     )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, f"ended in case {lines[-1]}\n{done.stderr[-2000:]}"
+    lines = child.stdout.splitlines()
+    assert child.returncode == 0, f"ended in case {lines[-1]}\n{child.stderr[-2000:]}"
     assert lines[-1] == "all tried"
     wrong = [f"{case}: {verdict.strip()}" for case, verdict in zip(lines[:-1:2], lines[1::2], strict=True)
              if not verdict.startswith("    ok")]  # fmt: skip

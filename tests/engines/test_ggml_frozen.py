@@ -41,13 +41,13 @@ def pack_matrix(values, kind):
     return raw.reshape(values.shape[0], -1), made
 
 
-def base(path, kind):
+def write_base_file(path, kind):
     writer, draw = GGUFWriter(str(path), "llama"), np.random.default_rng(0)
     for t in MODEL.tensors():
         values = np.ones(t.shape, np.float32)
         if len(t.shape) == 2:
-            values, made = pack_matrix(draw.normal(0, t.shape[1] ** -0.5, t.shape).astype(np.float32), kind)
-            writer.add_tensor(t.name, values, raw_dtype=made)
+            values, type_id = pack_matrix(draw.normal(0, t.shape[1] ** -0.5, t.shape).astype(np.float32), kind)
+            writer.add_tensor(t.name, values, raw_dtype=type_id)
         else:
             writer.add_tensor(t.name, values)
     writer.write_header_to_file()
@@ -57,10 +57,10 @@ def base(path, kind):
     return path
 
 
-def plan(path, frozen):
+def make_plan(path, values_from):
     specs = {t.name: t for t in MODEL.tensors()}
     targets = [n for n in specs if n.endswith(("attn_q.weight", "ffn_down.weight"))]
-    tensors = [PlanTensor(t.name, t.shape, frozen(str(path), t.name), trainable=False) for t in specs.values()]
+    tensors = [PlanTensor(t.name, t.shape, values_from(str(path), t.name), trainable=False) for t in specs.values()]
     for target in targets:
         out, inputs = specs[target].shape
         a, b = lora_names(target)
@@ -73,7 +73,7 @@ def dequantise_tensor(path, name):
         return ArrayValues(file.read(name))
 
 
-def run(engine, the_plan):
+def take_step(engine, the_plan):
     batch = add_weights(batches().batch(0))
     with engine.realize(the_plan) as session:
         session.build()
@@ -84,25 +84,25 @@ def run(engine, the_plan):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_adapters_gradients_are_those_of_the_dequantised_weights(kind, tmp_path):
-    path = base(tmp_path / "base.gguf", kind)
+    path = write_base_file(tmp_path / "base.gguf", kind)
     before = hashlib.sha256(path.read_bytes()).hexdigest()
-    loss, gradients, after = run(TorchCPU(threads=1, dtype="float64"), plan(path, dequantise_tensor))
-    for name, (engine, of_loss, of_gradient) in ENGINES.items():
+    loss, gradients, loss_after = take_step(TorchCPU(threads=1, dtype="float64"), make_plan(path, dequantise_tensor))
+    for name, (engine, loss_rtol, gradient_rtol) in ENGINES.items():
         if name == "blas" and engine.profile is not CPU_BLAS:
             continue  # this ggml-python is built without BLAS
         if kind == "F32":
-            of_loss, of_gradient = 1e-6, 1e-5
-        ours = run(engine, plan(path, FromGGUF))
-        assert ours[0] == pytest.approx(loss, rel=of_loss), name
-        assert ours[2] == pytest.approx(after, rel=of_loss), name
+            loss_rtol, gradient_rtol = 1e-6, 1e-5
+        ours = take_step(engine, make_plan(path, FromGGUF))
+        assert ours[0] == pytest.approx(loss, rel=loss_rtol), name
+        assert ours[2] == pytest.approx(loss_after, rel=loss_rtol), name
         for tensor, theirs in gradients.items():
-            assert np.linalg.norm(ours[1][tensor] - theirs) <= of_gradient * np.linalg.norm(theirs), (name, tensor)
+            assert np.linalg.norm(ours[1][tensor] - theirs) <= gradient_rtol * np.linalg.norm(theirs), (name, tensor)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == before
 
 
-def test_the_base_takes_no_memory_of_its_own_and_cannot_be_overwritten(tmp_path):
-    path = base(tmp_path / "base.gguf", "Q8_0")
-    the_plan = plan(path, FromGGUF)
+def test_the_base_stays_mapped_from_its_file_and_cannot_be_overwritten(tmp_path):
+    path = write_base_file(tmp_path / "base.gguf", "Q8_0")
+    the_plan = make_plan(path, FromGGUF)
     with GGMLCPU(threads=1).realize(the_plan) as session:
         frozen = {t.name for t in the_plan.tensors if not t.trainable}
         assert set(session._frozen) == frozen
@@ -115,45 +115,47 @@ def test_the_base_takes_no_memory_of_its_own_and_cannot_be_overwritten(tmp_path)
 
 
 def test_a_large_vocabulary_is_unpacked_in_parts(tmp_path, monkeypatch):
-    path = base(tmp_path / "base.gguf", "Q8_0")
-    whole = run(GGMLCPU(threads=1), plan(path, FromGGUF))
+    path = write_base_file(tmp_path / "base.gguf", "Q8_0")
+    unpacked_at_once = take_step(GGMLCPU(threads=1), make_plan(path, FromGGUF))
     monkeypatch.setattr("toyexp_ggml.products.UNPACKED_ROWS", 16)  # 40 tokens: two full parts and a shorter one
-    parts = run(GGMLCPU(threads=1), plan(path, FromGGUF))
+    unpacked_in_parts = take_step(GGMLCPU(threads=1), make_plan(path, FromGGUF))
     assert UNPACKED_ROWS > 40
-    for tensor, gradient in whole[1].items():
-        np.testing.assert_allclose(parts[1][tensor], gradient, rtol=1e-4, atol=1e-6)
+    for tensor, gradient in unpacked_at_once[1].items():
+        np.testing.assert_allclose(unpacked_in_parts[1][tensor], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "engine", [GGMLCPU(threads=1), TorchCPU(threads=1), TorchCPU(threads=1, packed=True)], ids=["ggml", "cpu", "packed"]
 )
-def test_of_a_table_with_rows_to_spare_the_first_are_the_tables(engine, tmp_path):
-    path, few = base(tmp_path / "base.gguf", "Q8_0"), 32
-    whole = plan(path, FromGGUF)
-    table = replace(whole.tensors[0], shape=(few, 256), values=FromGGUF(str(path), "token_embd.weight", few))
-    the_plan = replace(whole, model=replace(MODEL, vocab=few), tensors=(table, *whole.tensors[1:]))
-    batch = {name: array % few if name != "weights" else array for name, array in batches().batch(0).items()}
-    with engine.realize(whole) as session:
+def test_an_embedding_shorter_than_the_files_uses_the_files_first_rows(engine, tmp_path):
+    path, row_count = write_base_file(tmp_path / "base.gguf", "Q8_0"), 32
+    full_plan = make_plan(path, FromGGUF)
+    table = replace(
+        full_plan.tensors[0], shape=(row_count, 256), values=FromGGUF(str(path), "token_embd.weight", row_count)
+    )
+    the_plan = replace(full_plan, model=replace(MODEL, vocab=row_count), tensors=(table, *full_plan.tensors[1:]))
+    batch = {name: array % row_count if name != "weights" else array for name, array in batches().batch(0).items()}
+    with engine.realize(full_plan) as session:
         session.build()
-        wanted = session.logits(batch)[..., :few]
+        expected_logits = session.logits(batch)[..., :row_count]
     with engine.realize(the_plan) as session:
-        expected = dequantise_tensor(path, "token_embd.weight").array[:few]
+        expected = dequantise_tensor(path, "token_embd.weight").array[:row_count]
         np.testing.assert_array_equal(session.download("token_embd.weight"), expected)
         session.build()
-        np.testing.assert_allclose(session.logits(batch), wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(session.logits(batch), expected_logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_base_that_lost_a_tensor_is_told(tmp_path):
-    path = base(tmp_path / "base.gguf", "Q8_0")
-    the_plan = plan(path, FromGGUF)
+def test_the_error_names_a_tensor_missing_from_the_base(tmp_path):
+    path = write_base_file(tmp_path / "base.gguf", "Q8_0")
+    the_plan = make_plan(path, FromGGUF)
     tensors = (replace(the_plan.tensors[0], values=FromGGUF(str(path), "nothing.weight")), *the_plan.tensors[1:])
     with pytest.raises(Exception, match=r"has no tensor nothing\.weight"):
         GGMLCPU(threads=1).realize(replace(the_plan, tensors=tensors))
 
 
 @pytest.mark.parametrize("engine", [GGMLCPU(threads=1), TorchCPU(threads=1)], ids=lambda e: e.name)
-def test_a_base_of_another_shape_is_told_and_not_taken_as_it_lies(engine, tmp_path):
-    the_plan = plan(base(tmp_path / "base.gguf", "Q8_0"), FromGGUF)
+def test_a_base_whose_tensor_has_another_shape_is_rejected(engine, tmp_path):
+    the_plan = make_plan(write_base_file(tmp_path / "base.gguf", "Q8_0"), FromGGUF)
     first = replace(the_plan.tensors[0], shape=(41, 256))
     with pytest.raises(UserError, match=r"token_embd\.weight: expected shape \[41, 256\], got \[40, 256\]"):
         engine.realize(replace(the_plan, tensors=(first, *the_plan.tensors[1:])))

@@ -58,7 +58,7 @@ def mean_square(x):
     return (x**2).mean(-1, keepdims=True) + 1e-5
 
 
-def place(node):
+def address(node):
     return node.ptr.contents.data
 
 
@@ -74,22 +74,22 @@ def compute(backend, op, computed, kept):
     memory, graph = Memory(backend, 3), Graph(backend, 64)
     try:
         leaves = {n: memory.tensor((ROWS, WIDTH)) for n in "ab"}
-        places = memory.tensor((ROWS,), np.int32)
+        ids_node = memory.tensor((ROWS,), np.int32)
         memory.allocate()
         for n, node in leaves.items():
             put(node, arrays[n])
-        put(places, ids)
+        put(ids_node, ids)
         sources = {n: graph.scale(leaf, 1.0) if n in computed else leaf for n, leaf in leaves.items()}
         for node in sources.values():
             graph.want(node)
-        result = build(graph, sources["a"], sources["b"], places)
+        result = build(graph, sources["a"], sources["b"], ids_node)
         graph.want(result, keep=True)
         for n in kept:
             graph.want(graph.scale(sources[n], 1.0), keep=True)
         graph.finish()
         graph.compute()
-        over = [n for n in computed if place(sources[n]) == place(result)]
-        return get(result), define(*(arrays[n].astype(np.float64) for n in "ab"), ids), over
+        overwritten = [n for n in computed if address(sources[n]) == address(result)]
+        return get(result), define(*(arrays[n].astype(np.float64) for n in "ab"), ids), overwritten
     finally:
         graph.close()
         memory.close()
@@ -97,27 +97,27 @@ def compute(backend, op, computed, kept):
 
 @pytest.mark.parametrize("kept", ["", "a", "b"])
 @pytest.mark.parametrize("op", [op for op in OPS if op != "SOFT_MAX_BACK"])
-def test_a_fused_gradient_survives_in_place(backend, op, kept):
-    ours, expected, over = compute(backend, op, computed="ab", kept=kept)
+def test_a_fused_gradient_is_right_in_place(backend, op, kept):
+    ours, expected, overwritten = compute(backend, op, computed="ab", kept=kept)
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
     if op in IN_PLACE:
-        assert over == ["b" if kept == "a" else "a"]  # otherwise the test would prove nothing
+        assert overwritten == ["b" if kept == "a" else "a"]  # otherwise the test would prove nothing
 
 
-def test_soft_max_back_destroys_its_result_in_place(backend):
+def test_soft_max_back_is_wrong_in_place(backend):
     """Therefore a graph with it must keep the softmax alive. If this test fails, ggml has fixed the fault."""
-    ours, expected, over = compute(backend, "SOFT_MAX_BACK", computed="", kept="")
+    ours, expected, overwritten = compute(backend, "SOFT_MAX_BACK", computed="", kept="")
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
-    assert over == []
-    ours, expected, over = compute(backend, "SOFT_MAX_BACK", computed="ab", kept="a")
-    assert over == ["b"]
+    assert overwritten == []
+    ours, expected, overwritten = compute(backend, "SOFT_MAX_BACK", computed="ab", kept="a")
+    assert overwritten == ["b"]
     assert np.linalg.norm(ours - expected) > 0.1 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("engine", [GGMLCPU(threads=1), GGMLMetal(threads=1, emulate=True)], ids=["ggml", "metal"])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_graph_lets_soft_max_back_overwrite_what_it_reads(name, engine, accumulate):
+def test_no_graph_lets_soft_max_back_overwrite_its_source(name, engine, accumulate):
     with engine.realize(plan(name, accumulate=accumulate, grad_clip=1.0)) as session:
         session.build()
         batch = batches(rows=3 * accumulate).batch(0)

@@ -22,17 +22,17 @@ SHAPES = [(1, 1, 1), (1, 16, 16), (2, 32, 48), (1, 17, 33), (3, 5, 64), (2, 64, 
 def no_compiler(monkeypatch):
     """Return a function that removes the compiler."""
 
-    def take_away():
+    def remove_compiler():
         monkeypatch.setenv("CC", "false")
         native._library.cache_clear()
 
-    yield take_away
+    yield remove_compiler
     native._library.cache_clear()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_transpose_is_numpys_however_many_threads_share_it(shape, threads):
+def test_a_transpose_equals_numpys_for_any_number_of_threads(shape, threads):
     if native.unavailable_reason():
         pytest.skip(native.unavailable_reason())
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(
@@ -40,14 +40,14 @@ def test_a_transpose_is_numpys_however_many_threads_share_it(shape, threads):
     )
     draw = np.random.default_rng(0)
     for sources in (1, 2):
-        given = [draw.standard_normal(shape).astype(np.float32) for _ in range(sources)]
+        arrays = [draw.standard_normal(shape).astype(np.float32) for _ in range(sources)]
         matrices, rows, columns = shape
-        found = np.full((sources * matrices, columns, rows), np.nan, np.float32)
-        task = native.Transpose(matrices=sources * matrices, rows=rows, columns=columns, target=found.ctypes.data)
-        task.source[:sources] = [array.ctypes.data for array in given]
+        result = np.full((sources * matrices, columns, rows), np.nan, np.float32)
+        task = native.Transpose(matrices=sources * matrices, rows=rows, columns=columns, target=result.ctypes.data)
+        task.source[:sources] = [array.ctypes.data for array in arrays]
         for thread in range(threads):
             call(None, thread, threads, ctypes.addressof(task))
-        np.testing.assert_array_equal(found, np.concatenate(given).transpose(0, 2, 1))
+        np.testing.assert_array_equal(result, np.concatenate(arrays).transpose(0, 2, 1))
 
 
 def take_steps(name):
@@ -66,9 +66,9 @@ def test_steps_are_the_same_to_the_bit_without_a_compiler(name, no_compiler):
         pytest.skip(native.unavailable_reason())
     weights, ops = take_steps(name)
     no_compiler()
-    without, own = take_steps(name)
-    assert ops["CUSTOM"] > own.get("CUSTOM", 0)
-    assert own["CONT"] > ops.get("CONT", 0)
+    without, ops_without = take_steps(name)
+    assert ops["CUSTOM"] > ops_without.get("CUSTOM", 0)
+    assert ops_without["CONT"] > ops.get("CONT", 0)
     for tensor, array in weights.items():
         np.testing.assert_array_equal(array, without[tensor], err_msg=tensor)
 
@@ -87,40 +87,40 @@ def test_doctor_says_why_copies_are_slow(cc, path, reason, no_compiler, monkeypa
 
 
 @pytest.mark.parametrize("headers", [False, True])
-def test_doctor_says_whether_blas_is_there_and_the_command_that_builds_it_in(headers, tmp_path, monkeypatch):
+def test_doctor_reports_whether_ggml_has_blas_and_how_to_build_it_in(headers, tmp_path, monkeypatch):
     if headers:
         (tmp_path / "x86_64" / "openblas-openmp").mkdir(parents=True)
         (tmp_path / "x86_64" / "openblas-openmp" / "cblas.h").touch()
     monkeypatch.setattr(engines, "HEADERS", tmp_path)
     monkeypatch.setattr(engines.platform, "system", lambda: "Linux")
     monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU"})
-    found = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
-    assert "PASS  ggml on the CPU without BLAS" in found and "CMAKE_ARGS='-DGGML_LLAMAFILE=ON -DGGML_BLAS=ON" in found
-    assert ("libopenblas-openmp-dev" in found) is not headers
+    report = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
+    assert "PASS  ggml on the CPU without BLAS" in report and "CMAKE_ARGS='-DGGML_LLAMAFILE=ON -DGGML_BLAS=ON" in report
+    assert ("libopenblas-openmp-dev" in report) is not headers
     assert any("see `toyexp doctor`" in line for line in GGMLCPU().advice()) is headers, (
-        "a run does not ask for packages"
+        "a run does not name system packages"
     )
     monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU", "BLAS": "OpenBLAS"})
-    found = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
-    assert "PASS  ggml on the CPU with BLAS" in found and "GGML_BLAS" not in found
+    report = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
+    assert "PASS  ggml on the CPU with BLAS" in report and "GGML_BLAS" not in report
 
 
-def test_blas_that_is_left_out_of_a_build_without_it_is_a_warning_and_a_remark_of_bench(tmp_path, monkeypatch, capsys):
+def test_blas_false_on_a_build_without_blas_is_a_warning_and_a_note_of_bench(tmp_path, monkeypatch, capsys):
     if "BLAS" in binding.devices():
         pytest.skip("this ggml-python has BLAS")
     monkeypatch.chdir(tmp_path)
     small = ["data=random", "model.d_model=16", "model.n_layers=1", "model.context=16", "batch_size=2"]
-    told = "engine.blas=false: has no effect; this ggml-python is built without BLAS"
+    warning = "engine.blas=false: has no effect; this ggml-python is built without BLAS"
     assert main([*small, "steps=2", "engine=ggml", "engine.blas=false", "eval_every=0", "hydra.run.dir=run"]) == 0
-    assert told in capsys.readouterr().err + (tmp_path / "run" / "log.txt").read_text()
+    assert warning in capsys.readouterr().err + (tmp_path / "run" / "log.txt").read_text()
     options = ["--rounds=1", "--steps=1", "--no-memory", "--no-peak", "--json"]
     assert main(["bench", *small, "engine=ggml,ggml:blas=false", *options]) == 0
     usual, without = json.loads(capsys.readouterr().out)["engines"]
-    assert told in without["note"] and told not in usual["note"] and "CMAKE" not in usual["note"]
+    assert warning in without["note"] and warning not in usual["note"] and "CMAKE" not in usual["note"]
 
 
 @pytest.fixture
-def builds(tmp_path, monkeypatch):
+def build_count(tmp_path, monkeypatch):
     """Return a function that loads the kernel as a new process would, and returns how often a compiler has run."""
     if native.unavailable_reason():
         pytest.skip(native.unavailable_reason())
@@ -145,8 +145,8 @@ def cached_file(tmp_path):
     return file
 
 
-def test_what_was_built_once_is_loaded_until_compiler_or_source_change(builds, tmp_path, monkeypatch):
-    assert (builds(), builds()) == (1, 1)
+def test_a_compiled_kernel_is_reused_until_its_compiler_or_source_changes(build_count, tmp_path, monkeypatch):
+    assert (build_count(), build_count()) == (1, 1)
     assert (cached_file(tmp_path).stat().st_mode & 0o777, cached_file(tmp_path).parent.stat().st_mode & 0o777) == (
         0o600,
         0o700,
@@ -154,15 +154,15 @@ def test_what_was_built_once_is_loaded_until_compiler_or_source_change(builds, t
     other = tmp_path / "kernels.c"
     other.write_text(f"{native.SOURCE.read_text()}\n")
     monkeypatch.setattr(native, "SOURCE", other)
-    assert (builds(), builds()) == (2, 2)
+    assert (build_count(), build_count()) == (2, 2)
     with open(tmp_path / "compiler", "a") as file:
         file.write("# a newer one\n")
-    assert (builds(), builds()) == (3, 3)
+    assert (build_count(), build_count()) == (3, 3)
 
 
 @pytest.mark.parametrize("open_to_others", ["cache", "cache/kernels", "file", "replaced"])
-def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open_to_others):
-    builds()
+def test_a_library_that_other_users_could_have_written_is_never_loaded(build_count, tmp_path, open_to_others):
+    build_count()
     file = cached_file(tmp_path)
     match open_to_others:
         case "cache":
@@ -170,7 +170,7 @@ def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open
         case "cache/kernels":
             file.parent.chmod(0o777)
         case "file":
-            file.unlink()  # this process runs what it holds
+            file.unlink()  # this process keeps the deleted library loaded
             file.write_bytes(b"of a stranger")
             file.chmod(0o666)
         case "replaced":
@@ -179,33 +179,33 @@ def test_what_others_could_have_put_there_is_never_loaded(builds, tmp_path, open
             stranger.chmod(0o666)
             file.unlink()
             file.symlink_to(stranger)
-    assert builds() == 2
+    assert build_count() == 2
     if open_to_others in ("file", "replaced"):  # it is replaced by one of our own
-        assert builds() == 2 and not cached_file(tmp_path).is_symlink()
+        assert build_count() == 2 and not cached_file(tmp_path).is_symlink()
 
 
 @pytest.mark.parametrize("name", ["*.so", "*.sha256"])
 @pytest.mark.parametrize("damage", ["tail of zeros", "cut", "other", "gone"])
-def test_what_a_disk_damaged_is_built_again_and_not_loaded(builds, tmp_path, name, damage):
-    builds()
+def test_a_damaged_library_is_built_again_and_not_loaded(build_count, tmp_path, name, damage):
+    build_count()
     (file,) = tmp_path.glob(f"cache/kernels-*/{name}")
     raw = file.read_bytes()
-    file.unlink()  # this process runs what it holds
+    file.unlink()  # this process keeps the deleted library loaded
     if damage != "gone":
         half = raw[: len(raw) // 2]
         file.write_bytes({"tail of zeros": half + bytes(len(raw) - len(half)), "cut": half, "other": b"x"}[damage])
         file.chmod(0o600)
-    assert (builds(), builds()) == (2, 2)
+    assert (build_count(), build_count()) == (2, 2)
     assert cached_file(tmp_path).read_bytes() == raw or name == "*.sha256"
 
 
-@pytest.mark.parametrize("spoilt", ["no directory", "relative"])
-def test_a_place_that_cannot_be_used_costs_no_more_than_to_build_it_anew(builds, tmp_path, monkeypatch, spoilt):
-    match spoilt:
+@pytest.mark.parametrize("problem", ["no directory", "relative"])
+def test_without_a_usable_cache_the_kernel_is_built_in_every_process(build_count, tmp_path, monkeypatch, problem):
+    match problem:
         case "no directory":
             (tmp_path / "cache").write_text("a file")
         case "relative":
             monkeypatch.chdir(tmp_path)
             monkeypatch.setenv("TOYEXP_CACHE", "cache")
-    before = builds()
-    assert builds() == before + 1
+    before = build_count()
+    assert build_count() == before + 1

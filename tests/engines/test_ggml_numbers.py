@@ -35,12 +35,12 @@ MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_logits_and_every_gradient_of_a_model(name, engine):
+def test_loss_logits_and_every_gradient_agree_with_float64(name, engine):
     check_against_float64(ENGINES[engine], plan(name), add_weights(batches().batch(0)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_context_that_attention_takes_in_several_blocks_of_queries(engine):
+def test_attention_in_several_blocks_of_queries_agrees_with_float64(engine):
     """The blocks have unequal lengths; four layers share key/value heads."""
     length = 300
     assert ENGINES[engine].profile.query_block < length or engine == "cuda"
@@ -51,7 +51,7 @@ def test_a_context_that_attention_takes_in_several_blocks_of_queries(engine):
     )
 
 
-def curve(engine, the_plan, adamw, steps, total_rows=8):
+def loss_curve(engine, the_plan, adamw, steps, total_rows=8):
     data = batches(rows=total_rows)
     with engine.realize(the_plan) as session:
         session.build()
@@ -59,34 +59,34 @@ def curve(engine, the_plan, adamw, steps, total_rows=8):
 
 
 @functools.cache
-def torchs(name, mode, steps):
-    return curve(TorchCPU(threads=1), plan(name, rows=8), MODES[mode], steps)
+def torch_curve(name, mode, steps):
+    return loss_curve(TorchCPU(threads=1), plan(name, rows=8), MODES[mode], steps)
 
 
 @pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("name", "mode"), [("llama", "from_scratch"), ("gpt2", "lora")])
-def test_steps_are_torchs(name, mode, engine, steps):
-    ours = curve(ENGINES[engine], plan(name, rows=8), MODES[mode], steps)
-    np.testing.assert_allclose(ours, torchs(name, mode, steps), atol=1e-3)
+def test_losses_agree_with_torchs(name, mode, engine, steps):
+    ours = loss_curve(ENGINES[engine], plan(name, rows=8), MODES[mode], steps)
+    np.testing.assert_allclose(ours, torch_curve(name, mode, steps), atol=1e-3)
 
 
 def test_40_steps_repeat_to_the_bit():
-    curves = [curve(GGMLCPU(threads=2), plan("llama", rows=8), MODES["lora"], 40) for _ in range(2)]
+    curves = [loss_curve(GGMLCPU(threads=2), plan("llama", rows=8), MODES["lora"], 40) for _ in range(2)]
     assert curves[0] == curves[1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
-    whole = curve(ENGINES["cpu"], plan(name, rows=8), MODES["lora"], 40)
-    parts = curve(ENGINES["cpu"], plan(name, rows=2, accumulate=4), MODES["lora"], 40)
+    one_batch = loss_curve(ENGINES["cpu"], plan(name, rows=8), MODES["lora"], 40)
+    accumulated = loss_curve(ENGINES["cpu"], plan(name, rows=2, accumulate=4), MODES["lora"], 40)
     # A different order of sums changes the last bits, and the differences grow over 40 steps.
-    np.testing.assert_allclose(whole, parts, rtol=2e-4)
+    np.testing.assert_allclose(one_batch, accumulated, rtol=2e-4)
 
 
 @pytest.mark.parametrize("engine", ["cpu_without_blas", "metal", "cuda", "vulkan"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_norm_is_that_of_all_gradients(name, engine):
+def test_the_reported_norm_is_that_of_all_gradients(name, engine):
     """Each device sums squares in its own way; the tensors are vectors and matrices of several sizes."""
     batch = batches().batch(0)
     with ENGINES[engine].realize(plan(name)) as session:
@@ -111,15 +111,15 @@ def test_clipping_limits_the_norm_that_reaches_adamw(accumulate):
     np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-7)
 
 
-def test_a_beta_that_is_1_in_float32_leaves_finite_numbers():
-    """Such a moment does not change, so no factor corrects its gradient."""
+def test_betas_that_round_to_1_in_float32_give_the_same_numbers():
+    """A moment with beta 1 does not change, so no factor corrects its gradient."""
     adamw = AdamW(beta1=1 - 1e-9, beta2=1 - 1e-9, mode="from_scratch")
     assert float32_hp(adamw.hp_for_step(0)).tolist() == adamw.hp_for_step(0).astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_update_is_adamws_to_float32(engine, mode):
+def test_an_update_agrees_with_adamw_within_float32(engine, mode):
     """The kernel computes 1 - beta2 in float32, which is off by 1.3e-5 for 0.999 and must be corrected."""
     adamw = dataclasses.replace(MODES[mode], lr=1.0)
     frozen = op_plan(
@@ -140,7 +140,7 @@ def test_an_update_is_adamws_to_float32(engine, mode):
 GPUS = {"metal": GGMLMetal, "ggml_cuda": GGMLCUDA, "vulkan": GGMLVulkan}
 
 
-def find_strided_ops(graph):
+def ops_with_strided_sources(graph):
     """Return the ops that read a source whose numbers are not contiguous."""
     sources = [(n, ctypes.cast(s, type(n))) for n in graph._nodes() for s in n.contents.src if s]
     return {ggml.ggml_op_name(n.contents.op).decode() for n, s in sources if not ggml.ggml_is_contiguous(s)}
@@ -149,36 +149,37 @@ def find_strided_ops(graph):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("gpu", GPUS)
-def test_a_gpus_graph_has_no_node_that_the_gpu_refuses(gpu, name, recompute):
-    """Its ops are in the GPU's table, and only permitted ops read sources that are not contiguous."""
+def test_a_gpus_graph_has_no_op_that_the_gpu_does_not_support(gpu, name, recompute):
+    """The GPU's table lists all ops of the graph; only ops that support it read sources that are not contiguous."""
     engine = GPUS[gpu](threads=1, emulate=True, recompute=recompute)
     with engine.realize(plan(name)) as session:
         session.build()
         session.evaluate([batches().batch(0)])
         for graph in session._graphs.values():
             assert set(graph.ops()) <= engine.profile.ops
-            assert find_strided_ops(graph) <= {"CONT", "CONCAT", "OUT_PROD"}
+            assert ops_with_strided_sources(graph) <= {"CONT", "CONCAT", "OUT_PROD"}
     if gpu == "metal":
         assert not {op for op in engine.profile.ops if op.endswith("_BACK") or op == "OUT_PROD"} - {"ROPE_BACK"}
 
 
 def count_waits(graph):
-    """Count the waits if all other nodes run at the same time.
+    """Count the waits if all other nodes run concurrently.
 
-    A node waits if, since the last wait, an earlier node wrote what it reads or writes, or read what it writes.
+    A node has to wait if it reads or writes memory that a node since the last wait writes, or writes memory that such a
+    node reads.
     """
 
-    def place(tensor):
+    def memory_range(tensor):
         start = tensor.contents.data
         return start, start + ggml.ggml_nbytes(tensor)
 
-    def among(one, others):
+    def overlaps(one, others):
         return any(one[0] < end and start < one[1] for start, end in others)
 
     count, read, written = 0, [], []
     for node in graph._nodes():
-        result, sources = place(node), [place(ctypes.cast(s, type(node))) for s in node.contents.src if s]
-        if among(result, read + written) or any(among(source, written) for source in sources):
+        result, sources = memory_range(node), [memory_range(ctypes.cast(s, type(node))) for s in node.contents.src if s]
+        if overlaps(result, read + written) or any(overlaps(source, written) for source in sources):
             count, read, written = count + 1, [], []
         read += sources
         written.append(result)
@@ -186,35 +187,35 @@ def count_waits(graph):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_on_vulkan_fewer_nodes_wait_for_one_another(name):
+def test_vulkans_node_order_needs_fewer_waits(name):
     """The nodes and results are the same, in a different order."""
 
     class InOrder(GGMLVulkan):
         profile = dataclasses.replace(VULKAN, side_by_side=False)
 
-    counted, losses = [], []
+    counts, losses = [], []
     for engine in (GGMLVulkan(threads=1, emulate=True), InOrder(threads=1, emulate=True)):
         with engine.realize(plan(name, grad_clip=1.0)) as session:
             session.build()
             losses.append(session.step(batches().batch(0), MODES["lora"].hp_for_step(0)))
             graph = session._graphs["step"]
-            counted.append((count_waits(graph), sorted(graph.ops().items())))
-    (fewer, ops), (more, same) = counted
-    assert ops == same and losses[0] == losses[1]
-    assert fewer < 0.85 * more
+            counts.append((count_waits(graph), sorted(graph.ops().items())))
+    (wait_count, ops), (wait_count_in_order, ops_in_order) = counts
+    assert ops == ops_in_order and losses[0] == losses[1]
+    assert wait_count < 0.85 * wait_count_in_order
 
 
-def test_gradients_that_pass_products_of_float16_are_scaled_on_their_way():
+def test_float16_products_scale_gradients_up_once_and_down_once_each():
     """Scaled up once, and each down again, by a power of two, which changes nothing in float32."""
-    the_plan, found, scales = plan("llama"), [], []
+    the_plan, gradients, scales = plan("llama"), [], []
     for half in (False, True):
         with GGMLVulkan(threads=1, emulate=True, half=half).realize(the_plan) as session:
             session.build()
-            found.append(session.gradients(batches().batch(0)))
+            gradients.append(session.gradients(batches().batch(0)))
             scales.append(session._graphs["step"].ops()["SCALE"])
     assert scales[1] - scales[0] == 1 + len(the_plan.trainable)
-    for name, gradient in found[0].items():
-        np.testing.assert_allclose(found[1][name], gradient, rtol=1e-6, atol=1e-12, err_msg=name)
+    for name, gradient in gradients[0].items():
+        np.testing.assert_allclose(gradients[1][name], gradient, rtol=1e-6, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("blas", [True, False])
@@ -222,27 +223,27 @@ def test_recompute_halves_the_memory_of_a_deep_model(blas):
     """Measured with 12 layers and context 512: memory of the step's graph besides weights and moments."""
     data = token_dataset(VOCAB, count=4000, seed=5).batches(512, 1, 0)
     model = Llama(d_model=64, n_layers=12, n_heads=4, n_kv_heads=4, d_ff=176, context=512, vocab=VOCAB)
-    needed = {}
+    compute_bytes = {}
     for recompute in (False, True):
         engine = GGMLCPU(threads=1, blas=blas, recompute=recompute)
         with engine.realize(Scratch().plan(model, Setup(data.inputs, rows=1))) as session:
             session.build()
-            needed[recompute] = session.describe()["compute_bytes"]
-    assert needed[True] <= needed[False] / 2
+            compute_bytes[recompute] = session.describe()["compute_bytes"]
+    assert compute_bytes[True] <= compute_bytes[False] / 2
 
 
 def test_a_hundred_sessions_do_not_grow_the_process():
-    def once():
+    def use_session():
         with GGMLCPU(threads=1).realize(plan("llama", rows=8)) as session:
             session.build()
             session.step(batches(rows=8).batch(0), MODES["lora"].hp_for_step(0))
             session.evaluate([batches(rows=8).batch(1)])
 
     for _ in range(20):
-        once()
+        use_session()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(100):
-        once()
+        use_session()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB; one session holds about 1 MiB
 
 
@@ -252,14 +253,14 @@ def test_a_run_never_imports_torch(tmp_path):
         f"code = main(['recipe=warm', 'engine=ggml', 'experiment=smoke', 'hydra.run.dir={tmp_path}/run'])\n"
         "sys.exit(code or 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert child.returncode == 0, child.stderr
     assert (tmp_path / "run" / "model.gguf").is_file()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_deepest_model_that_is_allowed_steps(engine):
-    """Its 597 trainable tensors are close to the limit for ggml's allocator."""
+def test_the_deepest_allowed_model_takes_a_step_and_a_deeper_one_is_rejected(engine):
+    """The model has 597 trainable tensors, close to the limit for ggml's allocator."""
     model = Llama(d_model=64, n_layers=66, n_heads=2, n_kv_heads=1, d_ff=172, context=12).fit(token_dataset(40))
     setup = Setup(batches().inputs, rows=3, grad_clip=1.0)
     with ENGINES[engine].realize(Scratch().plan(model, setup)) as session:
@@ -269,20 +270,20 @@ def test_the_deepest_model_that_is_allowed_steps(engine):
         ENGINES[engine].realize(Scratch().plan(dataclasses.replace(model, n_layers=67), setup))
 
 
-def test_arrays_locked_in_the_hosts_memory_hold_the_same_bits_and_are_freed_with_the_last_of_them(monkeypatch):
+def test_a_snapshot_in_pinned_memory_has_the_same_bits_and_is_freed_with_its_last_array(monkeypatch):
     """A GPU's snapshots are in pinned memory; here a CPU buffer replaces it."""
     free, freed = ggml.ggml_backend_buffer_free, []
-    usual = GGMLCPU(threads=1)
-    with usual.realize(op_plan("attention_grouped")) as session, monkeypatch.context() as patched:
+    engine = GGMLCPU(threads=1)
+    with engine.realize(op_plan("attention_grouped")) as session, monkeypatch.context() as patch:
         session.build()
-        wanted = session.snapshot()
+        expected = session.snapshot()
         kind = ggml.ggml_backend_get_default_buffer_type(session._backend.ptr)
-        patched.setattr(ggml, "ggml_backend_dev_host_buffer_type", lambda device: kind)
-        patched.setattr(ggml, "ggml_backend_buffer_free", lambda buffer: freed.append(free(buffer)))
-        locked = session.snapshot(session.snapshot())
-    assert all((locked[name] == array).all() for name, array in wanted.items())
-    last = locked["k"]
-    del locked
-    assert not freed and (last == wanted["k"]).all()
+        patch.setattr(ggml, "ggml_backend_dev_host_buffer_type", lambda device: kind)
+        patch.setattr(ggml, "ggml_backend_buffer_free", lambda buffer: freed.append(free(buffer)))
+        pinned = session.snapshot(session.snapshot())
+    assert all((pinned[name] == array).all() for name, array in expected.items())
+    last = pinned["k"]
+    del pinned
+    assert not freed and (last == expected["k"]).all()
     del last
     assert len(freed) == 1

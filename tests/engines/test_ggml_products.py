@@ -26,14 +26,14 @@ def make_plan(model, rows=1):
     return Scratch().plan(model, Setup(data.inputs, rows=rows)), add_weights(data.batch(0))
 
 
-class Whole(GGMLVulkan):
+class Uncut(GGMLVulkan):
     """Vulkan's graph without split products."""
 
     profile = dataclasses.replace(VULKAN, wide_tiles=False)
 
 
 @pytest.mark.parametrize("d_ff", [320, 96])  # 64 does not divide 96: slices, and no stack
-def test_the_numbers_of_a_model_whose_products_are_cut(d_ff):
+def test_a_model_whose_products_are_cut_agrees_with_float64(d_ff):
     check_against_float64(GGMLVulkan(threads=1, emulate=True), *make_plan(GPT2(**SIZES, d_ff=d_ff)))
 
 
@@ -42,24 +42,24 @@ def products(engine):
     with engine(threads=1, emulate=True).realize(make_plan(Llama(**SIZES, d_ff=320), rows=4)[0]) as session:
         session.build()
         nodes = [node.contents for node in session._graphs["step"]._nodes()]
-        found = [node for node in nodes if node.op == ggml.GGML_OP_MUL_MAT]
-        terms = [ctypes.cast(node.src[0], ctypes.POINTER(type(node))).contents.ne[0] for node in found]
-        return [(n.ne[1], n.ne[0], k, n.ne[2] * n.ne[3]) for n, k in zip(found, terms, strict=True)]
+        product_nodes = [node for node in nodes if node.op == ggml.GGML_OP_MUL_MAT]
+        terms = [ctypes.cast(node.src[0], ctypes.POINTER(type(node))).contents.ne[0] for node in product_nodes]
+        return [(n.ne[1], n.ne[0], k, n.ne[2] * n.ne[3]) for n, k in zip(product_nodes, terms, strict=True)]
 
 
-def turns(n, m, k, count):
+def serial_terms(n, m, k, count):
     """Return the terms that a group adds up in sequence, by ggml's Vulkan rules, if there are too few groups."""
     side = 32 if min(n, m) <= 32 else 64 if min(n, m) <= 64 else 128
     groups = count * math.ceil(n / side) * math.ceil(m / side)
     return k * (side / 64) ** 2 if groups < 128 else 0  # a core computes that many numbers at a time
 
 
-def test_a_steps_products_keep_no_group_waiting_long_while_the_rest_of_the_gpu_idles():
-    cut, whole = products(GGMLVulkan), products(Whole)
-    assert sum(n * m * k * count for n, m, k, count in cut) == sum(n * m * k * count for n, m, k, count in whole)
-    assert sum(turns(*product) for product in cut) < 0.3 * sum(turns(*product) for product in whole)
+def test_cut_products_occupy_the_gpu_with_more_thread_groups():
+    cut, uncut = products(GGMLVulkan), products(Uncut)
+    assert sum(n * m * k * count for n, m, k, count in cut) == sum(n * m * k * count for n, m, k, count in uncut)
+    assert sum(serial_terms(*product) for product in cut) < 0.3 * sum(serial_terms(*product) for product in uncut)
     large = [(n, m, k) for n, m, k, _ in cut if min(n, m) > 64]
-    assert {k for _, _, k in large} == {32}  # only the attention's scores, of which there are many
+    assert {k for _, _, k in large} == {32}  # attention scores, whose count is large
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_a_steps_products_keep_no_group_waiting_long_while_the_rest_of_the_gpu_i
         (8, 256, 1024, 1, 1),  # the kernel for few columns handles this
     ],
 )
-def test_how_a_product_is_cut(n, m, k, stack, slices):
+def test_the_stack_and_slice_counts_of_a_product(n, m, k, stack, slices):
     assert (stack_count(n, m), slice_count(n, m, k)) == (stack, slices)

@@ -20,7 +20,7 @@ ENGINES = {
     "plain": GGMLMetal(threads=1, emulate=True),
     "cuda's": GGMLCUDA(threads=1, emulate=True),
 }
-HERE = {name: engine for name, engine in ENGINES.items() if name != "blas" or engine.profile is CPU_BLAS}
+AVAILABLE = {name: engine for name, engine in ENGINES.items() if name != "blas" or engine.profile is CPU_BLAS}
 TOLERANCE = 1e-5  # relative error of a whole tensor: |ours - float64| / |float64|
 EXAMPLES = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
@@ -113,7 +113,7 @@ class TorchOps(Ops):
 # -- random cases -----------------------------------------------------------------------------------------------
 
 sizes = st.one_of(st.integers(1, 40), st.integers(32, 40))  # BLAS computes products from 32 on
-few = st.integers(1, 4)
+small_counts = st.integers(1, 4)
 rows = st.integers(1, 3)
 seeds = st.integers(0, 2**32 - 1)
 magnitudes = st.sampled_from([1e-4, 1e-2, 1.0, 1.0, 1.0, 1e2, 1e4])
@@ -134,7 +134,7 @@ class Case:
         self.arrays[name] = float32(self.random.standard_normal(shape) * spread * scale)
 
     def labels(self, shape, classes):
-        """Targets and weights, a fifth of which are 0."""
+        """Return targets and weights; a fifth of the weights are 0."""
         weights = self.random.uniform(0.1, 2, shape) * (self.random.random(shape) < 0.8)
         weights.flat[0] = 1.0
         return {"targets": self.random.integers(0, classes, shape, dtype=np.int32), "weights": float32(weights)}
@@ -144,7 +144,7 @@ def to_torch(array, dtype):
     return torch.from_numpy(array).to(dtype if array.dtype == np.float32 else torch.int64)
 
 
-def by_torch(function, batch, arrays, dtype):
+def run_torch(function, batch, arrays, dtype):
     """Return logits, loss, and its gradient by each array, computed by torch."""
     tensors = {n: to_torch(a, dtype).requires_grad_() for n, a in arrays.items()}
     inputs = {n: to_torch(a, dtype) for n, a in batch.items()}
@@ -154,7 +154,7 @@ def by_torch(function, batch, arrays, dtype):
     return {"logits": logits.detach(), "loss": loss.detach(), **dict(zip(tensors, gradients, strict=True))}
 
 
-def by_ggml(engine, model, batch):
+def run_ggml(engine, model, batch):
     """Return the same from a session."""
     plan = probe_plan(model, len(batch["targets"]), {n: a.shape[1:] for n, a in batch.items()})
     with engine.realize(plan) as session:
@@ -189,17 +189,17 @@ def check(case):
 
     # What ggml may overwrite depends on which arrays are results of ops, and on the order of the gradients.
     names = case.draw(st.permutations(sorted(case.arrays)))
-    arrays, computed = {n: case.arrays[n] for n in names}, frozenset(case.draw(st.sets(st.sampled_from(names))))
-    expected = by_torch(function, batch, arrays, torch.float64)
+    arrays, op_results = {n: case.arrays[n] for n in names}, frozenset(case.draw(st.sets(st.sampled_from(names))))
+    expected = run_torch(function, batch, arrays, torch.float64)
     # If float32 itself loses more than the tolerance (a difference of nearly equal numbers), the bound is ten times the
     # error of PyTorch in float32 when its arrays change by one unit in the last place.
     noise = dict.fromkeys(expected, 0.0)
     for _ in range(3):
         moved = {n: float32(a * (1 + 2**-23 * case.random.choice([-1, 0, 1], a.shape))) for n, a in arrays.items()}
-        rough = by_torch(function, batch, moved, torch.float32)
+        rough = run_torch(function, batch, moved, torch.float32)
         noise = {n: max(e, distance(rough[n], expected[n])) for n, e in noise.items()}
-    for profile, engine in HERE.items():
-        ours = by_ggml(engine, Probe(arrays, function, computed), batch)
+    for profile, engine in AVAILABLE.items():
+        ours = run_ggml(engine, Probe(arrays, function, op_results), batch)
         for name, theirs in expected.items():
             bound = max(TOLERANCE * norm(theirs), 10 * noise[name], 1e-30)
             assert distance(ours[name], theirs) <= bound, (profile, name)
@@ -248,7 +248,12 @@ def matmul_case(draw):
 
 def low_rank_case(draw):
     case = Case(draw)
-    x, out, rank, scale = (*draw(leads), draw(sizes)), draw(sizes), draw(few), draw(st.sampled_from([0.25, 1.0, 16.0]))
+    x, out, rank, scale = (
+        (*draw(leads), draw(sizes)),
+        draw(sizes),
+        draw(small_counts),
+        draw(st.sampled_from([0.25, 1.0, 16.0])),
+    )
     case.array("x", *x)
     case.array("w", out, x[-1], magnitude=1.0)
     case.array("a", rank, x[-1], magnitude=1.0)
@@ -309,7 +314,7 @@ def layer_norm_case(draw):
 
 def heads_case(draw):
     case = Case(draw)
-    n = draw(few)
+    n = draw(small_counts)
     case.array("x", draw(rows), draw(st.integers(1, 17)), n * draw(st.integers(1, 10)))
     case.function = lambda ops, p, batch: ops.heads(p["x"], n)
     return case
@@ -318,15 +323,15 @@ def heads_case(draw):
 def split_case(draw):
     """Any of the parts may be unused, or used twice."""
     case = Case(draw)
-    n = draw(few)
+    n = draw(small_counts)
     used = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n + 1))
     case.array("x", *draw(leads), n * draw(st.integers(1, 12)))
 
     def function(ops, p, batch):
         parts = ops.split(p["x"], n)
         y = parts[used[0]]
-        for place, i in enumerate(used[1:], start=2):
-            y = ops.add(y, ops.scale(parts[i], 0.7 * place))
+        for factor, i in enumerate(used[1:], start=2):
+            y = ops.add(y, ops.scale(parts[i], 0.7 * factor))
         return y
 
     case.function = function
@@ -352,7 +357,7 @@ def concat_case(draw):
     """Draw tensors along any axis; one may occur twice."""
     case = Case(draw)
     shape, magnitude = draw(shapes), draw(magnitudes)
-    axis, count = draw(st.integers(0, len(shape) - 1)), draw(few)
+    axis, count = draw(st.integers(0, len(shape) - 1)), draw(small_counts)
     for i in range(count):
         shape[axis] = draw(st.integers(1, 9))
         case.array(f"x{i}", *shape, magnitude=magnitude)
@@ -365,10 +370,10 @@ def reshape_case(draw):
     """Reshape, change some numbers, and reshape back."""
     case = Case(draw)
     shape = draw(shapes)
-    there = draw(st.permutations(shape))
+    permuted = draw(st.permutations(shape))
     case.array("x", *shape)
-    case.array("y", *there)
-    case.function = lambda ops, p, batch: ops.reshape(ops.add(ops.reshape(p["x"], there), p["y"]), shape)
+    case.array("y", *permuted)
+    case.function = lambda ops, p, batch: ops.reshape(ops.add(ops.reshape(p["x"], permuted), p["y"]), shape)
     return case
 
 
@@ -414,7 +419,7 @@ def rope_case(draw):
         factors=draw(st.sampled_from([(), tuple(case.random.uniform(0.5, 32, pairs).tolist())])),
         halves=draw(st.booleans()),
     )
-    case.array("x", draw(rows), draw(sizes), draw(few), 2 * pairs)
+    case.array("x", draw(rows), draw(sizes), draw(small_counts), 2 * pairs)
     case.function = lambda ops, p, batch: ops.rope(p["x"], rotary)
     return case
 
@@ -476,7 +481,7 @@ def engine(request):
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__.removesuffix("_case"))
-def test_op_and_its_gradient(make):
+def test_an_op_and_its_gradient_agree_with_float64(make):
     @EXAMPLES
     @given(st.data())
     def every_example(data):
@@ -490,11 +495,11 @@ def values_and_gradients(engine, function, **arrays):
     n = len(arrays["x"])
     batch = {"targets": np.zeros(n, np.int32), "weights": np.ones(n, np.float32)}
     call = lambda ops, p, batch: function(ops, p)  # noqa: E731
-    return by_ggml(engine, Probe(arrays, call), batch), by_torch(call, batch, arrays, torch.float64)
+    return run_ggml(engine, Probe(arrays, call), batch), run_torch(call, batch, arrays, torch.float64)
 
 
 @pytest.mark.parametrize("op", ["gelu", "sigmoid", "silu"])
-def test_an_activation_at_zero_and_far_from_it(op, engine):
+def test_activations_at_zero_and_at_large_values_agree_with_float64(op, engine):
     tiny = [0.0, -0.0, 1e-38, -1e-38, 1e-29, -1e-29, 1e-12, -1e-12]
     x = float32([tiny, [1e-3, -1e-3, 10, -10, 90, -90, 1e4, -1e4]])
     ours, theirs = values_and_gradients(engine, lambda ops, p: getattr(ops, op)(p["x"]), x=x)
@@ -503,7 +508,7 @@ def test_an_activation_at_zero_and_far_from_it(op, engine):
 
 
 @pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 1e6])
-def test_layer_norm_of_small_and_large_numbers(magnitude, engine):
+def test_layer_norm_of_small_and_large_numbers_agrees_with_float64(magnitude, engine):
     draw = np.random.default_rng(0)
     arrays = {"x": draw.standard_normal((5, 48)) * magnitude, "w": draw.standard_normal(48), "b": np.zeros(48)}
     arrays = {name: float32(array) for name, array in arrays.items()}
@@ -513,7 +518,7 @@ def test_layer_norm_of_small_and_large_numbers(magnitude, engine):
 
 
 @pytest.mark.parametrize("used", [(1,), (0, 2), (2,)])
-def test_parts_that_nothing_uses_have_no_gradient(used, engine):
+def test_unused_parts_have_a_gradient_of_zero(used, engine):
     x = float32(np.random.default_rng(0).standard_normal((4, 15)))
 
     def function(ops, p):
@@ -526,7 +531,7 @@ def test_parts_that_nothing_uses_have_no_gradient(used, engine):
 
 
 @pytest.mark.parametrize("classes", [251, 514, 521, 1000])
-def test_each_position_has_its_own_weight_in_the_gradient(classes, engine):
+def test_the_gradient_weighs_each_position_by_its_own_weight(classes, engine):
     """Includes a prime number of classes, and one with a large divisor."""
     case = Case(lambda strategy: 0)
     x, batch = float32(case.random.standard_normal((2, 3, classes))), case.labels((2, 3), classes)
@@ -537,10 +542,10 @@ def test_each_position_has_its_own_weight_in_the_gradient(classes, engine):
 def run_cross_entropy(engine, x, batch):
     """Compute the loss and its gradient by the logits x, on both sides."""
     function = lambda ops, p, batch: p["x"]  # noqa: E731
-    return by_ggml(engine, Probe({"x": x}, function), batch), by_torch(function, batch, {"x": x}, torch.float64)
+    return run_ggml(engine, Probe({"x": x}, function), batch), run_torch(function, batch, {"x": x}, torch.float64)
 
 
-def test_cross_entropy_and_its_gradient(engine):
+def test_cross_entropy_and_its_gradient_agree_with_float64(engine):
     """A gradient is a probability, or a probability minus 1, times its weight, to float32's precision."""
 
     @EXAMPLES
@@ -562,7 +567,7 @@ def test_cross_entropy_and_its_gradient(engine):
 
 
 def test_a_probability_that_underflows_keeps_its_gradient(engine):
-    """Its loss is limited to 85, near float32's smallest number; its gradient is that of the true loss."""
+    """The loss is cut off at 85, near float32's smallest number; the gradient is that of the exact loss."""
     x, batch = float32([[200.0, 0.0, -200.0]]), {"targets": np.array([2], np.int32), "weights": float32([1.0])}
     ours, theirs = run_cross_entropy(engine, x, batch)
     assert (ours["loss"], theirs["loss"]) == (pytest.approx(85.195, abs=1e-3), pytest.approx(400))

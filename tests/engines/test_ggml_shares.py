@@ -16,7 +16,7 @@ ADAMW = AdamW.for_lora()
 
 
 @pytest.fixture
-def short(monkeypatch):
+def every_step_is_long(monkeypatch):
     """Make every step long enough to be shared."""
     monkeypatch.setattr(session_module, "LONG", 0)
 
@@ -41,29 +41,29 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_shares_give_the_losses_of_the_whole(name, settings, monkeypatch):
+def test_shares_give_the_losses_of_an_unshared_step(name, settings, monkeypatch):
     the_plan = dataclasses.replace(plan(name, rows=ROWS), **settings)
-    whole, weights, count = train_steps(ENGINE, the_plan)
+    expected, weights, count = train_steps(ENGINE, the_plan)
     assert count == 1
     monkeypatch.setattr(session_module, "LONG", 0)
-    ours, others, count = train_steps(ENGINE, the_plan)
+    losses, shared_weights, count = train_steps(ENGINE, the_plan)
     assert count == 2
-    np.testing.assert_allclose(ours, whole, rtol=2e-6)
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
     for tensor, array in weights.items():
-        np.testing.assert_allclose(others[tensor], array, atol=2e-5, err_msg=tensor)
+        np.testing.assert_allclose(shared_weights[tensor], array, atol=2e-5, err_msg=tensor)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_numbers_of_shares_do_not_depend_on_the_threads(name, short):
-    first, weights, _ = train_steps(GGMLCPU(threads=1, blas=False), plan(name, rows=ROWS))
-    second, others, count = train_steps(ENGINE, plan(name, rows=ROWS))
+def test_the_numbers_of_shares_do_not_depend_on_the_threads(name, every_step_is_long):
+    losses_on_one, weights, _ = train_steps(GGMLCPU(threads=1, blas=False), plan(name, rows=ROWS))
+    losses_on_two, weights_on_two, count = train_steps(ENGINE, plan(name, rows=ROWS))
     assert count == 2
-    assert first == second
+    assert losses_on_one == losses_on_two
     for tensor, array in weights.items():
-        np.testing.assert_array_equal(array, others[tensor], err_msg=tensor)
+        np.testing.assert_array_equal(array, weights_on_two[tensor], err_msg=tensor)
 
 
-def test_a_bad_id_in_the_second_share_is_told_and_the_next_step_is_what_it_was(short):
+def test_a_bad_id_in_the_second_share_raises_and_does_not_affect_the_next_step(every_step_is_long):
     the_plan = plan("llama", rows=ROWS)
     good = batches(rows=ROWS).batch(0)
     bad = {**good, "tokens": good["tokens"].copy()}
@@ -76,27 +76,27 @@ def test_a_bad_id_in_the_second_share_is_told_and_the_next_step_is_what_it_was(s
         assert session.step(good, ADAMW.hp_for_step(0)) == other.step(good, ADAMW.hp_for_step(0))
 
 
-def test_a_session_that_is_closed_waits_for_a_share_at_work(short, monkeypatch):
-    """As after Ctrl-C, which interrupts only the first share's thread."""
-    ended = []
+def test_closing_a_session_waits_for_shares_that_are_still_running(every_step_is_long, monkeypatch):
+    """This happens after Ctrl-C, which interrupts only the first share's thread."""
+    share_futures = []
 
     def interrupt(futures):
-        ended.extend(futures)
+        share_futures.extend(futures)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session_module, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt), ENGINE.realize(plan("llama", rows=ROWS)) as session:
         session.build()
         session.step(batches(rows=ROWS).batch(0), ADAMW.hp_for_step(0))
-    assert [future.done() for future in ended] == [True, True]
+    assert [future.done() for future in share_futures] == [True, True]
 
 
 @pytest.mark.parametrize(("rows", "accumulate", "count"), [(4, 1, 2), (4, 3, 2), (3, 1, 1), (1, 4, 1)])
-def test_rows_are_shared_where_they_are_an_even_number(rows, accumulate, count, short):
+def test_a_step_is_shared_if_its_rows_are_even(rows, accumulate, count, every_step_is_long):
     assert session_module.choose_share_count(plan("llama", rows=rows, accumulate=accumulate)) == count
 
 
-def test_what_is_small_or_large_or_frozen_stays_whole(monkeypatch):
+def test_a_small_large_or_partly_frozen_model_is_not_shared(monkeypatch):
     the_plan = plan("llama", rows=ROWS)
     assert session_module.choose_share_count(the_plan) == 1
     monkeypatch.setattr(session_module, "LONG", 0)
@@ -107,27 +107,27 @@ def test_what_is_small_or_large_or_frozen_stays_whole(monkeypatch):
     assert session_module.choose_share_count(the_plan) == 1
 
 
-def test_a_step_is_long_by_its_numbers_times_all_positions_of_its_rows(monkeypatch):
-    trained = sum(t.size for t in plan("llama").trainable)
-    monkeypatch.setattr(session_module, "LONG", trained * 4 * CONTEXT)
+def test_the_length_of_a_step_is_its_weights_times_its_positions(monkeypatch):
+    weight_count = sum(t.size for t in plan("llama").trainable)
+    monkeypatch.setattr(session_module, "LONG", weight_count * 4 * CONTEXT)
     assert [session_module.choose_share_count(plan("llama", rows=rows)) for rows in (2, 4, 6)] == [1, 2, 2]
 
 
 @pytest.mark.parametrize(("threads", "each"), [(2, [2, 1, 1]), (4, [4, 2, 2]), (1, [1, 1, 1])])
-def test_shares_have_the_threads_of_one_session_between_them(threads, each, short, monkeypatch):
+def test_shares_divide_the_threads_of_the_session(threads, each, every_step_is_long, monkeypatch):
     """The first backends compute whole batches: evaluations, and the update."""
-    opened = []
+    thread_counts = []
 
-    class Noted(session_module.Backend):
-        def __init__(self, device, threads, *how, **more):
-            opened.append(threads)
-            super().__init__(device, threads, *how, **more)
+    class RecordingBackend(session_module.Backend):
+        def __init__(self, device, threads, *arguments, **options):
+            thread_counts.append(threads)
+            super().__init__(device, threads, *arguments, **options)
 
-    monkeypatch.setattr(session_module, "Backend", Noted)
+    monkeypatch.setattr(session_module, "Backend", RecordingBackend)
     the_plan = plan("llama", rows=ROWS)
     session_module.GGMLSession(the_plan, ENGINE.device, ENGINE.profile, threads, False).open().close()
-    assert opened == each
+    assert thread_counts == each
 
 
-def test_a_gpus_graph_is_never_shared(short):
+def test_a_gpus_graph_is_never_shared(every_step_is_long):
     assert train_steps(GGMLMetal(threads=1, emulate=True), plan("llama", rows=ROWS), steps=1)[2] == 1

@@ -10,21 +10,22 @@ from toyexp_ggml.engines import GGMLCPU
 
 
 class Machine:
-    """A clock that advances by the time of a computation with so many threads while `busy` other processes run.
+    """A machine whose clock advances by the time that a computation takes with the given threads.
 
-    Processes that run only briefly take cores away, but no time.
+    `busy` other processes occupy a core each. `look_in` counts preemptions by short-lived processes, which cost no
+    time.
     """
 
     def __init__(self, cores, busy=0, look_in=0):
         self.cores, self.busy, self.look_in, self.now, self.lost = cores, busy, look_in, 0.0, 0
 
-    def compute(self, crew):
-        with crew.measure():
-            waiting = crew.threads + self.busy > self.cores
-            seconds = 0.2 if waiting else 0.04 / crew.threads
+    def compute(self, tuner):
+        with tuner.measure():
+            is_oversubscribed = tuner.threads + self.busy > self.cores
+            seconds = 0.2 if is_oversubscribed else 0.04 / tuner.threads
             self.now += seconds
-            self.lost += 20 if waiting else self.look_in
-        return crew.threads
+            self.lost += 20 if is_oversubscribed else self.look_in
+        return tuner.threads
 
     def crew(self, **fixed):
         return ThreadTuner(
@@ -35,13 +36,13 @@ class Machine:
         return [self.compute(crew) for _ in range(times)]
 
 
-def test_all_threads_compute_while_no_core_is_lost():
+def test_all_threads_are_used_while_no_core_is_lost():
     machine = Machine(cores=4)
     assert set(machine.compute_often(machine.crew(), 1000)) == {4}
 
 
 @pytest.mark.parametrize(("busy", "best"), [(1, 3), (2, 2), (3, 1)])
-def test_busy_cores_are_left_to_others_within_a_few_computations(busy, best):
+def test_the_tuner_leaves_busy_cores_to_others_within_a_few_computations(busy, best):
     machine = Machine(cores=4, busy=busy)
     crew = machine.crew()
     first, later = machine.compute_often(crew, 30), machine.compute_often(crew, 2000)
@@ -52,23 +53,23 @@ def test_busy_cores_are_left_to_others_within_a_few_computations(busy, best):
 def test_trials_cost_little_where_fewer_threads_are_no_faster():
     machine = Machine(cores=2, look_in=10)
     used = machine.compute_often(machine.crew(), 1000)
-    assert 1 in used, "there were trials"
+    assert 1 in used, "there were no trials"
     assert machine.now < 1000 * 0.02 * (1 + 2 / PAUSE)
 
 
-def test_trials_in_vain_become_rarer_but_never_rarer_than_at_an_eighth():
-    machine, began = Machine(cores=2, look_in=10), []
-    crew = machine.crew()
-    while len(began) < 6:
-        before = crew.threads
-        machine.compute(crew)
-        if crew.threads < before:
-            began.append(machine.now)
-    between = np.diff(began)
-    np.testing.assert_allclose(between[1:] / between[:-1], [2, 2, 1, 1], rtol=0.1)
+def test_failed_trials_become_rarer_down_to_an_eighth_of_their_rate():
+    machine, trial_times = Machine(cores=2, look_in=10), []
+    tuner = machine.crew()
+    while len(trial_times) < 6:
+        before = tuner.threads
+        machine.compute(tuner)
+        if tuner.threads < before:
+            trial_times.append(machine.now)
+    intervals = np.diff(trial_times)
+    np.testing.assert_allclose(intervals[1:] / intervals[:-1], [2, 2, 1, 1], rtol=0.1)
 
 
-def test_all_threads_are_back_once_the_others_have_ended():
+def test_all_threads_are_used_again_after_other_processes_end():
     machine = Machine(cores=2, busy=1)
     crew = machine.crew()
     assert machine.compute_often(crew, 100)[-1] == 1
@@ -80,7 +81,7 @@ def test_all_threads_are_back_once_the_others_have_ended():
     assert machine.now - ended < 60
 
 
-def test_a_gain_that_is_none_changes_nothing():
+def test_a_gain_below_the_threshold_changes_nothing():
     machine = Machine(cores=2, busy=1)
     crew, used = machine.crew(), []
     for _ in range(500):
@@ -91,7 +92,7 @@ def test_a_gain_that_is_none_changes_nothing():
     assert used.count(2) > 0.9 * len(used)
 
 
-def test_as_many_threads_as_were_asked_for():
+def test_a_fixed_number_of_threads_is_not_tuned():
     machine = Machine(cores=2, busy=2)
     assert set(machine.compute_often(machine.crew(fixed=True), 100)) == {2}
 

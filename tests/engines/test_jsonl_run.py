@@ -31,7 +31,7 @@ def lines(tmp_path):
     return path
 
 
-def test_a_prompt_is_read_and_its_own_targets_teach_nothing(lines):
+def test_logits_depend_on_the_prompt_but_its_targets_have_no_gradient(lines):
     from toyexp_ggml.engines import GGMLCPU
 
     dataset = Jsonl(path=str(lines), tokenizer="byte").open(None)
@@ -47,15 +47,19 @@ def test_a_prompt_is_read_and_its_own_targets_teach_nothing(lines):
         losses = np.log(np.exp(logits).sum(-1)) - chosen
         assert session.evaluate([batch]) == pytest.approx(losses[learned].mean(), rel=1e-5)
         other = {**batch, "targets": np.where(learned, batch["targets"], 7).astype(np.int32)}
-        one, two = session.gradients(batch), session.gradients(other)
-        assert all(np.array_equal(one[name], two[name]) for name in one), "what is masked has no gradient"
+        gradients, gradients_of_other = session.gradients(batch), session.gradients(other)
+        assert all(np.array_equal(gradients[name], gradients_of_other[name]) for name in gradients), (
+            "masked targets have a gradient"
+        )
         swapped = {**batch, "tokens": batch["tokens"].copy()}
         swapped["tokens"][:, 0] = ord("?")  # the first token of every prompt
         changed = session.logits({"tokens": swapped["tokens"]})
-        assert (np.abs(changed - logits).max(-1)[learned] > 1e-6).all(), "what is learned depends on the prompt"
+        assert (np.abs(changed - logits).max(-1)[learned] > 1e-6).all(), (
+            "logits of the completion do not depend on the prompt"
+        )
 
 
-def test_a_run_learns_from_json_lines_and_exports_the_format_of_its_chats(lines, tmp_path, capsys):
+def test_a_run_learns_from_json_lines_and_exports_its_chat_template(lines, tmp_path, capsys):
     lines.write_text(lines.read_text() + "{}\n" + json.dumps({"prompt": "x" * 99, "completion": "y"}) + "\n")
     words = ["engine=ggml", "engine.threads=1", "data=jsonl", f"data.path={lines}", "data.tokenizer=byte", "steps=3",
              "model.d_model=16", "model.d_ff=16", "model.context=32", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
@@ -75,7 +79,7 @@ def test_a_run_learns_from_json_lines_and_exports_the_format_of_its_chats(lines,
         assert file.metadata["tokenizer.chat_template"] == PLAIN_TEMPLATE
 
 
-def test_a_run_keeps_the_day_that_it_began_on(lines, tmp_path, capsys, monkeypatch):
+def test_a_resumed_run_keeps_the_date_that_its_chat_template_first_saw(lines, tmp_path, capsys, monkeypatch):
     class Day(datetime.date):
         today_is = datetime.date(2024, 7, 26)
 

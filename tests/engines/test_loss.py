@@ -17,7 +17,7 @@ from toyexp_torch.ops import TorchOps
 ROWS = 4
 
 
-def few(step=0):
+def sparse_batch(step=0):
     """Return a batch in which every fifth target has a weight, but none in the last two rows."""
     batch = batches(rows=ROWS).batch(step)
     weights = batch["weights"] * (np.arange(batch["weights"].size).reshape(batch["weights"].shape) % 5 == 0)
@@ -25,87 +25,87 @@ def few(step=0):
     return {**batch, "weights": weights}
 
 
-def answers(engine, the_plan, whole=False):
+def compute_results(engine, the_plan, full_logits=False):
     """Return loss, gradients, two steps and a held-out loss; with `whole`, logits of all positions are computed."""
     with engine.realize(the_plan) as session:
-        if whole:
+        if full_logits:
             session._loss_ops = session._ops
         session.build()
-        gradients = session.gradients(few())
-        steps = [session.step(few(k), AdamW.for_lora().hp_for_step(k)) for k in range(2)]
-        return gradients, steps, session.evaluate([few(9), few(10)])
+        gradients = session.gradients(sparse_batch())
+        steps = [session.step(sparse_batch(k), AdamW.for_lora().hp_for_step(k)) for k in range(2)]
+        return gradients, steps, session.evaluate([sparse_batch(9), sparse_batch(10)])
 
 
-def assert_as_of_all(the_plan, monkeypatch, computed, **settings):
+def assert_equals_full_logits(the_plan, monkeypatch, expected_counts, **settings):
     """Compare with all logits; `computed` is the expected number of positions with logits."""
-    wanted = answers(TorchCPU(threads=1, **settings), the_plan, whole=True)
+    expected = compute_results(TorchCPU(threads=1, **settings), the_plan, full_logits=True)
     counts = []
-    plain = torch.nn.functional.cross_entropy
+    cross_entropy = torch.nn.functional.cross_entropy
 
     def count_positions(logits, *arguments, **options):
         counts.append(len(logits))
-        return plain(logits, *arguments, **options)
+        return cross_entropy(logits, *arguments, **options)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ops.F, "cross_entropy", count_positions)
-        found = answers(TorchCPU(threads=1, **settings), the_plan)
-    assert set(counts) == computed
-    for name, gradient in wanted[0].items():
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.F, "cross_entropy", count_positions)
+        results = compute_results(TorchCPU(threads=1, **settings), the_plan)
+    assert set(counts) == expected_counts
+    for name, gradient in expected[0].items():
         scale = max(np.abs(gradient).max(), 1e-6)
-        np.testing.assert_allclose(found[0][name], gradient, atol=1e-5 * scale, err_msg=name)
-    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5)
-    np.testing.assert_allclose(found[2], wanted[2], rtol=1e-6)
+        np.testing.assert_allclose(results[0][name], gradient, atol=1e-5 * scale, err_msg=name)
+    np.testing.assert_allclose(results[1], expected[1], rtol=1e-5)
+    np.testing.assert_allclose(results[2], expected[2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "gemma", "gpt2"])
-def test_only_positions_that_weigh_have_logits(name, monkeypatch):
-    assert_as_of_all(plan(name, rows=ROWS), monkeypatch, computed={5})
+def test_only_positions_with_a_weight_have_logits(name, monkeypatch):
+    assert_equals_full_logits(plan(name, rows=ROWS), monkeypatch, expected_counts={5})
 
 
-def test_so_in_micro_batches_of_which_one_weighs_nothing(monkeypatch):
-    assert_as_of_all(plan("llama", rows=2, accumulate=2), monkeypatch, computed={5, 0})
+def test_micro_batches_only_have_logits_where_there_is_a_weight(monkeypatch):
+    assert_equals_full_logits(plan("llama", rows=2, accumulate=2), monkeypatch, expected_counts={5, 0})
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_so_on_a_frozen_base_whose_embedding_is_the_last_product(tmp_path, monkeypatch, packed):
+def test_a_frozen_base_with_a_tied_output_only_has_logits_where_there_is_a_weight(tmp_path, monkeypatch, packed):
     model = write_base(tmp_path / "base.gguf", "llama_tied_bias", "q8_0")
     recipe = Lora(base=str(tmp_path / "base.gguf"), rank=2, dropout=0.5)
     the_plan = recipe.plan(model, Setup(batches(rows=ROWS).inputs, rows=ROWS))
-    assert_as_of_all(the_plan, monkeypatch, computed={5}, packed=packed)
+    assert_equals_full_logits(the_plan, monkeypatch, expected_counts={5}, packed=packed)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_adapter_of_the_last_product_has_its_part(masked):
-    """Its dropout mask covers all positions, so all logits are computed."""
+def test_an_adapter_of_the_output_matrix_contributes_to_the_logits(masked):
+    """An adapter with a dropout mask needs all positions, as the mask covers all of them."""
     x, w, a, b = (torch.randn(shape) for shape in ((2, 3, 5), (7, 5), (2, 5), (7, 2)))
     adapted = AdaptedWeight(w, low_rank=LowRank(a, b, 0.5, torch.randn(2, 3, 5) if masked else None))
     targets, weights = torch.tensor([[1, 6, 0], [2, 3, 4]]), torch.tensor([[0.5, 0, 0.25], [0, 0, 0]])
-    found, wanted = (
-        made.cross_entropy(made.logits(x, adapted), targets, weights) for made in (LossOps(TorchOps()), TorchOps())
+    loss, expected = (
+        ops.cross_entropy(ops.logits(x, adapted), targets, weights) for ops in (LossOps(TorchOps()), TorchOps())
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(loss, expected)
 
 
-def test_where_all_weigh_the_bits_are_those_of_all_logits():
+def test_if_all_positions_have_a_weight_gradients_are_bit_identical():
     the_plan, batch = plan("llama", rows=ROWS), batches(rows=ROWS).batch(0)
-    found = []
-    for whole in (True, False):
+    gradients = []
+    for full_logits in (True, False):
         with TorchCPU(threads=1).realize(the_plan) as session:
-            session._loss_ops = session._ops if whole else session._loss_ops
+            session._loss_ops = session._ops if full_logits else session._loss_ops
             session.build()
-            found.append(session.gradients(batch))
-    for name, gradient in found[0].items():
-        np.testing.assert_array_equal(found[1][name], gradient, err_msg=name)
+            gradients.append(session.gradients(batch))
+    for name, gradient in gradients[0].items():
+        np.testing.assert_array_equal(gradients[1][name], gradient, err_msg=name)
 
 
-def test_a_compiled_step_computes_all(monkeypatch):
+def test_a_compiled_step_computes_all_positions(monkeypatch):
     """A number of positions that changes would recompile the step each time."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    found, wanted = (answers(TorchCPU(threads=1, compile=c), plan("llama", rows=ROWS)) for c in (True, False))
-    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5)
+    compiled, eager = (compute_results(TorchCPU(threads=1, compile=c), plan("llama", rows=ROWS)) for c in (True, False))
+    np.testing.assert_allclose(compiled[1], eager[1], rtol=1e-5)
 
 
-GOES_ON = {
+LATER_OPS = {
     "scale": lambda ops, x: ops.scale(x, 3.0),
     "add": lambda ops, x: ops.add(x, torch.ones(7)),
     "added": lambda ops, x: ops.add(torch.ones(2, 3, 7), x),
@@ -121,10 +121,10 @@ GOES_ON = {
 }
 
 
-@pytest.mark.parametrize("op", GOES_ON)
-def test_a_model_that_goes_on_with_its_logits_has_them_as_they_are(op):
+@pytest.mark.parametrize("op", LATER_OPS)
+def test_a_model_can_apply_further_ops_to_its_logits(op):
     x, w = torch.randn(2, 3, 5), torch.randn(7, 5)
-    made = LossOps(TorchOps())
-    logits = made.logits(x, w)
+    ops = LossOps(TorchOps())
+    logits = ops.logits(x, w)
     assert isinstance(logits, DeferredLogits)
-    assert torch.equal(GOES_ON[op](made, logits), GOES_ON[op](TorchOps(), x @ w.T))
+    assert torch.equal(LATER_OPS[op](ops, logits), LATER_OPS[op](TorchOps(), x @ w.T))

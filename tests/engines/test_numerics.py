@@ -20,11 +20,11 @@ from toyexp_ggml.engines import GGMLCPU
 from toyexp_ggml.session import GGMLSession
 from toyexp_torch.engines import TorchCPU
 
-CHECKS = len(CASES) + 4  # adapters and steps beside the ops
+CHECKS = len(CASES) + 4  # ops, adapters and steps
 ALL = f"{CHECKS} of {CHECKS}"
 
 
-def every(kind):
+def select_references(kind):
     return [check for check in build_references() if isinstance(check, kind)]
 
 
@@ -58,15 +58,15 @@ class Wrong(GGMLSession):
         return super().do_loss(micro) * (1.001 if self.fault == "loss" else 1)
 
     def do_gradients(self, micros):
-        found = super().do_gradients(micros)
-        last = next(reversed(found))
+        gradients = super().do_gradients(micros)
+        last = next(reversed(gradients))
         if self.fault == "one number":
-            found[last].flat[np.abs(found[last]).argmax()] *= 1.05
+            gradients[last].flat[np.abs(gradients[last]).argmax()] *= 1.05
         if self.fault == "nan":
-            found[last].flat[0] = np.nan
+            gradients[last].flat[0] = np.nan
         if self.fault == "raises":
             raise RuntimeError("the device is lost\nand more")
-        return found
+        return gradients
 
     def do_step(self, micros, numbers):
         numbers = [hp.copy() for hp in numbers]
@@ -88,27 +88,28 @@ class WrongEngine(GGMLCPU):
 
 
 @pytest.mark.parametrize("fault", ["", "logits", "loss", "one number", "nan", "raises", "decay", "slots"])
-def test_what_is_wrong_is_found_and_nothing_else(fault):
+def test_doctor_finds_each_fault_and_reports_nothing_else(fault):
     lines = list(check_engine(WrongEngine(threads=1, fault=fault), build_references()))
     failed = {line.name for line in lines if not line.passed}
-    names, trained = {op.name for op in every(Op)}, {run.name for run in every(Training)}
+    op_names, training_names = (
+        {op.name for op in select_references(Op)},
+        {run.name for run in select_references(Training)},
+    )
     if fault in ("decay", "slots"):
-        assert failed and failed <= trained
+        assert failed and failed <= training_names
     else:
-        assert failed == (names if fault else set())
+        assert failed == (op_names if fault else set())
     if fault == "raises":
         assert "RuntimeError: the device is lost" in {line.failure for line in lines}
         rows = format_table("x", GGMLCPU(), lines)
         assert any(row.endswith("FAIL  RuntimeError: the device is lost") for row in rows)
 
 
-def test_the_command_examines_what_works_here_and_an_emulated_device(capsys):
+def test_doctor_checks_the_available_engines_and_an_emulated_device(capsys):
     assert [label for label, _ in build_engines([], load())] == ["metal:emulate=true", "cpu", "ggml"]
     assert main(["doctor", "--numerics", "engine=ggml:threads=1,metal:threads=1:emulate=true"]) == 0
     out = capsys.readouterr().out
-    assert len({row.index("PASS") for row in out.splitlines() if row.endswith("PASS")}) == 1, (
-        "columns that do not align"
-    )
+    assert len({row.index("PASS") for row in out.splitlines() if row.endswith("PASS")}) == 1, "columns are not aligned"
     assert (
         f"ggml:threads=1: {ALL} checks pass; matrix products in float32" in out
         and f"metal:threads=1:emulate=true: {ALL}" in out
@@ -116,23 +117,23 @@ def test_the_command_examines_what_works_here_and_an_emulated_device(capsys):
     assert out.count("PASS") == 2 * CHECKS and "FAIL" not in out
 
 
-def test_lower_precisions_pass_by_their_own_tolerances_and_not_by_float32s():
+def test_lower_precisions_pass_with_their_own_tolerances_and_fail_with_float32s():
     from toyexp_torch.engines import TorchCPU
 
     half = TorchCPU(threads=1, dtype="bfloat16")
     assert all(line.passed for line in check_engine(half, build_references()))
 
-    class Boasting(TorchCPU):
+    class ClaimsFloat32(TorchCPU):
         def rounds_to(self):
             return "float32"
 
-    boasting = Boasting(threads=1, dtype="bfloat16")
-    failed = {line.name for line in check_engine(boasting, build_references()) if not line.passed}
+    claims_float32 = ClaimsFloat32(threads=1, dtype="bfloat16")
+    failed = {line.name for line in check_engine(claims_float32, build_references()) if not line.passed}
     assert {"matmul", "attention", "3 steps, lora"} <= failed
     assert all(line.passed for line in check_engine(TorchCPU(threads=1, dtype="float64"), build_references()))
 
 
-def test_a_failure_is_exit_code_1_and_no_traceback_whichever_engine_has_it(capsys, monkeypatch):
+def test_a_failing_engine_gives_exit_code_1_without_a_traceback(capsys, monkeypatch):
     monkeypatch.setattr("toyexp_ggml.session.GGMLSession.do_loss", lambda self, micro: 1.0)
     assert main(["doctor", "--numerics", "engine=ggml:threads=1"]) == 1
     assert capsys.readouterr().out.count("FAIL") >= 23
@@ -141,27 +142,27 @@ def test_a_failure_is_exit_code_1_and_no_traceback_whichever_engine_has_it(capsy
 
 
 @pytest.mark.parametrize(
-    ("to", "op", "training"),
+    ("precision", "op", "training"),
     [
         ("tf32", (5e-3, 2e-2), (5e-3, 2e-1)),
         ("float16", (1e-2, 2e-2), (1e-2, 2e-1)),
         ("float32", (1e-4,) * 2, (1e-4, 5e-3)),
     ],
 )
-def test_an_op_and_a_training_have_the_tolerances_of_what_the_engine_rounds_to(to, op, training):
+def test_the_tolerances_of_ops_and_training_follow_the_engines_precision(precision, op, training):
     class Rounding(GGMLCPU):
         def rounds_to(self):
-            return to
+            return precision
 
     engine = Rounding(threads=1)
-    lines = list(check_engine(engine, [every(Op)[0], every(Training)[0]]))
+    lines = list(check_engine(engine, [select_references(Op)[0], select_references(Training)[0]]))
     assert [line.tolerances for line in lines] == [op, training]
-    shown = [row.split()[-5:] for row in format_table("x", engine, lines)[-2:]]
-    assert [(float(row[1]), float(row[3])) for row in shown] == [op, training]
+    columns = [row.split()[-5:] for row in format_table("x", engine, lines)[-2:]]
+    assert [(float(row[1]), float(row[3])) for row in columns] == [op, training]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["engine=gml"], "did you mean ggml"),
         (["engine=ggml:thread=1"], "did you mean threads"),
@@ -171,13 +172,13 @@ def test_an_op_and_a_training_have_the_tolerances_of_what_the_engine_rounds_to(t
         (["steps=3"], "takes engine=name[:key=value],... and plugins=[...]"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(words, told, capsys):
+def test_bad_arguments_are_rejected_in_one_line(words, message, capsys):
     assert main(["doctor", "--numerics", *words]) == 2
     err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
 
 
-def test_it_needs_neither_pytest_nor_autograd():
+def test_doctor_needs_neither_pytest_nor_autograd():
     """Nor hypothesis. Plugin authors without them can still use the null engine."""
     program = (
         "import sys\n"
@@ -187,13 +188,13 @@ def test_it_needs_neither_pytest_nor_autograd():
         "sys.exit(main(['doctor', '--numerics', 'engine=ggml:threads=1']))\n"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{ALL} pass" in done.stdout
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert child.returncode == 0, child.stderr
+    assert f"{ALL} pass" in child.stdout
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8
 
 
-def test_the_suites_are_still_offered():
+def test_every_name_of_the_conformance_kit_can_be_imported():
     import toyexp.testing as kit
 
     for name in kit.__all__:
@@ -202,22 +203,22 @@ def test_the_suites_are_still_offered():
         kit.Nothing  # noqa: B018
 
 
-def test_references_hold_every_op_of_the_vocabulary():
+def test_the_references_use_every_op():
     from toyexp.interfaces.ops import Ops
     from toyexp.testing import ReferenceOps
 
     used = set()
 
-    class Noting(ReferenceOps):
+    class RecordingOps(ReferenceOps):
         def __getattribute__(self, name):
             used.add(name)
             return super().__getattribute__(name)
 
-    for op in every(Op):
+    for op in select_references(Op):
         values = {t.name: op.plan.initial_values(t).astype(np.float64) for t in op.plan.tensors}
-        op.plan.model.forward(Noting(), op.plan.params(values, op.batch), op.batch)
+        op.plan.model.forward(RecordingOps(), op.plan.params(values, op.batch), op.batch)
     assert Ops.__abstractmethods__ - {"cross_entropy"} <= used
-    assert all(dataclasses.is_dataclass(op) for op in every(Op))
+    assert all(dataclasses.is_dataclass(op) for op in select_references(Op))
 
 
 @dataclass
@@ -233,7 +234,7 @@ class Pairs(GGMLCPU):
         return super().realize(plan)
 
 
-def test_the_conformance_kit_and_doctor_take_as_many_rows_as_the_devices_can_share(monkeypatch):
+def test_the_conformance_kit_and_doctor_choose_a_row_count_that_the_devices_can_share(monkeypatch):
     monkeypatch.setattr(TorchCPU, "available_devices", lambda self: (5, "5 cores"))
     assert [case_rows(TorchCPU(devices=n)) for n in ("1", "2", "5")] == [3, 4, 5]
     suite = EngineSuite()

@@ -18,9 +18,9 @@ WORDS = [
 SESSIONS = {"cpu": TorchSession, "ggml": GGMLSession}
 DEFAULTS = {"beta1": 0.9, "eps": 1e-8, "weight_decay": 0.0, "grad_clip": 0.0}
 MODES = {"from_scratch": {**DEFAULTS, "beta2": 0.95}, "lora": {**DEFAULTS, "beta2": 0.999}}
-TYPED = {"beta1": 0.8, "beta2": 0.7, "eps": 0.003, "weight_decay": 0.3, "grad_clip": 0.2}
+OVERRIDES = {"beta1": 0.8, "beta2": 0.7, "eps": 0.003, "weight_decay": 0.3, "grad_clip": 0.2}
 LR = 0.03
-NEAR = 1e-3 * LR  # tolerance: a step moves a weight by about lr, whatever its gradient
+TOLERANCE = 1e-3 * LR  # tolerance: a step moves a weight by about lr, whatever its gradient
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Train through the command line; return the plan, the micro-batches of every step, and the final weights."""
     monkeypatch.chdir(tmp_path)
 
-    def trained(engine, *words):
+    def train(engine, *words):
         plans, steps = [], []
         kind, do_step = SESSIONS[engine], SESSIONS[engine].do_step
 
@@ -42,7 +42,7 @@ def run(tmp_path, monkeypatch, capsys):
         with GGUFFile(tmp_path / "run" / "model.gguf") as file:
             return plans[0], steps, {name: file.read(name) for name in file.tensors}
 
-    return trained
+    return train
 
 
 def plain_loop(plan, steps, mode, beta1, beta2, eps, weight_decay, grad_clip):
@@ -68,28 +68,30 @@ def plain_loop(plan, steps, mode, beta1, beta2, eps, weight_decay, grad_clip):
     return {name: w.detach().numpy() for name, w in weights.items()}
 
 
-def distance(one, other):
-    assert one.keys() == other.keys()
-    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+def distance(first, second):
+    assert first.keys() == second.keys()
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
 
 
 @pytest.mark.parametrize("engine", SESSIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_settings_of_the_optimiser_reach_the_step(run, engine, mode):
-    """All are set at once; each one, if it stayed at its default, would change the result visibly."""
-    words = [f"optim.{name}={value}" for name, value in {"mode": mode, "accumulate": 2, **TYPED}.items()]
-    plan, steps, found = run(engine, *words)
+    """The test sets everything at once; the loop with any single setting at its default gives other weights."""
+    words = [f"optim.{name}={value}" for name, value in {"mode": mode, "accumulate": 2, **OVERRIDES}.items()]
+    plan, steps, weights = run(engine, *words)
     assert [len(micros) for micros in steps] == [2] * 4 and plan.rows == 2
-    assert distance(found, plain_loop(plan, steps, mode, **TYPED)) < NEAR
-    for name in TYPED:
-        assert distance(found, plain_loop(plan, steps, mode, **{**TYPED, name: MODES[mode][name]})) > 30 * NEAR, name
+    assert distance(weights, plain_loop(plan, steps, mode, **OVERRIDES)) < TOLERANCE
+    for name in OVERRIDES:
+        assert (
+            distance(weights, plain_loop(plan, steps, mode, **{**OVERRIDES, name: MODES[mode][name]})) > 30 * TOLERANCE
+        ), name
     other = next(m for m in MODES if m != mode)
-    assert distance(found, plain_loop(plan, steps, other, **TYPED)) > 30 * NEAR
+    assert distance(weights, plain_loop(plan, steps, other, **OVERRIDES)) > 30 * TOLERANCE
 
 
 @pytest.mark.parametrize(("model", "mode"), [("llama", "from_scratch"), ("gpt2", "lora")])
-def test_without_a_word_the_mode_is_the_models_or_recipes_with_its_own_defaults(run, model, mode):
+def test_the_default_mode_is_that_of_the_model_or_recipe_with_its_own_defaults(run, model, mode):
     """eps is set, because otherwise weights without a gradient would move: gpt2's biases of keys."""
-    plan, steps, found = run("ggml", f"model={model}", "optim.eps=0.003")
+    plan, steps, weights = run("ggml", f"model={model}", "optim.eps=0.003")
     assert [len(micros) for micros in steps] == [1] * 4 and plan.rows == 4
-    assert distance(found, plain_loop(plan, steps, mode, **{**MODES[mode], "eps": 0.003})) < NEAR
+    assert distance(weights, plain_loop(plan, steps, mode, **{**MODES[mode], "eps": 0.003})) < TOLERANCE

@@ -65,24 +65,24 @@ def assert_ten_steps(name, engine, rtol=1e-5):
                 session.step(batch, the_plan.numbers(step, lr))
                 for tensor, g in gradients.items():
                     expected[tensor] = references[tensor].step(g.astype(np.float64), lr)
-            for tensor, wanted in expected.items():
+            for tensor, values in expected.items():
                 # On Vulkan one of Lion's signs was wrong: its terms of 1e-6 differ by 7e-13 only.
-                known = ~getattr(references[tensor], "open", np.zeros(wanted.shape, bool))
-                assert known.mean() > 0.99
+                is_decided = ~getattr(references[tensor], "open", np.zeros(values.shape, bool))
+                assert is_decided.mean() > 0.99
                 ours = session.download(tensor)
-                np.testing.assert_allclose(ours[known], wanted[known], rtol=rtol, atol=1e-5, err_msg=tensor)
+                np.testing.assert_allclose(ours[is_decided], values[is_decided], rtol=rtol, atol=1e-5, err_msg=tensor)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml", "metal"])
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_ten_steps_are_those_of_float64(name, engine):
+def test_ten_steps_agree_with_float64(name, engine):
     assert_ten_steps(name, engine)
 
 
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=pytest.mark.device(name)) for name in ("cuda", "ggml_cuda", "vulkan")]
 )
-def test_ten_steps_on_a_gpu_are_those_of_float64(engine):
+def test_ten_steps_on_a_gpu_agree_with_float64(engine):
     try:
         GPUS[engine].check()
     except Unavailable as reason:
@@ -91,7 +91,7 @@ def test_ten_steps_on_a_gpu_are_those_of_float64(engine):
         assert_ten_steps(name, engine)
 
 
-def assert_steps_of_a_rule(rule, reference, w, lr):
+def assert_rule_agrees(rule, reference, w, lr):
     """Compare six steps in float64 along random gradients that grow (so that clipping matters), with a decay of 0.1."""
     group, draw = Group(rule, ("blk.0.w",), 0.1), np.random.default_rng(1)
     state = {slot: np.zeros(shape) for slot, shape in rule.slots(w.shape).items()}
@@ -103,24 +103,24 @@ def assert_steps_of_a_rule(rule, reference, w, lr):
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3)])
 @pytest.mark.parametrize("lr", [0.3, 3.0])
-def test_adafactor_with_other_settings_is_pytorchs(lr, shape):
-    """Also at a rate above 1 / sqrt(step), which limits the step but not the decay."""
+def test_adafactor_with_other_settings_agrees_with_pytorch(lr, shape):
+    """A rate above 1 / sqrt(step) is clamped to it in the update, but not in the decay."""
     w = 0.1 * np.random.default_rng(0).standard_normal(shape)
     reference = float64.adafactor(w, 0.1, eps2=0.4, beta2_decay=-0.5, d=1.25)
-    assert_steps_of_a_rule(Adafactor(beta2_decay=-0.5, eps2=0.4, clip=1.25), reference, w, lr)
+    assert_rule_agrees(Adafactor(beta2_decay=-0.5, eps2=0.4, clip=1.25), reference, w, lr)
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
-def test_muon_with_other_settings_is_that_of_the_singular_values(shape):
+def test_muon_with_other_settings_agrees_with_a_singular_value_decomposition(shape):
     w = np.random.default_rng(0).standard_normal(shape)
     reference = float64.Muon(w, 0.1, momentum=0.8, iterations=2)
-    assert_steps_of_a_rule(Muon(momentum=0.8, iterations=2), reference, w, 0.3)
+    assert_rule_agrees(Muon(momentum=0.8, iterations=2), reference, w, 0.3)
 
 
-def test_what_muon_leaves_to_adamw_has_betas_of_its_own():
+def test_tensors_that_muon_leaves_to_adamw_use_adamws_betas():
     w = np.random.default_rng(0).standard_normal(7)
     rest = Muon(adamw_beta1=0.7, adamw_beta2=0.6).rules()[1]
-    assert_steps_of_a_rule(rest, float64.adamw(w, 0.1, betas=(0.7, 0.6)), w, 0.3)
+    assert_rule_agrees(rest, float64.adamw(w, 0.1, betas=(0.7, 0.6)), w, 0.3)
 
 
 SCALED = {
@@ -135,23 +135,23 @@ SCALED = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", SCALED)
-def test_a_number_that_is_halved_on_the_way_is_half_the_setting(name, engine):
+def test_halving_a_number_at_a_step_equals_halving_its_setting(name, engine):
     """A scheduled number must reach every place of the formula, also in a graph that is built once."""
     optimiser, numbers = SCALED[name]
     halved = replace(optimiser, **{n: getattr(optimiser, n) / 2 for n in numbers})
-    found = []
+    weights = []
     for settings, factors in ((optimiser, dict.fromkeys(numbers, 0.5)), (halved, {}), (optimiser, {})):
         the_plan = apply_optimiser(plan("llama"), settings, LR)
         with build_session(engine, the_plan) as session:
             for step in range(3):
                 session.step(batches().batch(step), the_plan.numbers(step, LR, factors))
-            found.append({t.name: session.download(t.name) for t in the_plan.trainable})
-    scaled, wanted, whole = found
-    assert all(np.array_equal(scaled[tensor], wanted[tensor]) for tensor in wanted)
-    assert any(not np.array_equal(whole[tensor], wanted[tensor]) for tensor in wanted)
+            weights.append({t.name: session.download(t.name) for t in the_plan.trainable})
+    scaled, expected, unscaled = weights
+    assert all(np.array_equal(scaled[tensor], expected[tensor]) for tensor in expected)
+    assert any(not np.array_equal(unscaled[tensor], expected[tensor]) for tensor in expected)
 
 
-def suites():
+def optimiser_suites():
     """Run the suite for plugin authors, for each kind of optimiser on each engine."""
     kinds = {
         "adamw": AdamWOptimiser(),
@@ -165,11 +165,11 @@ def suites():
         yield title, type(title, (OptimiserSuite,), {"optimiser": optimiser, "engine": engine, "__module__": __name__})
 
 
-globals().update(suites())
+globals().update(optimiser_suites())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_state_takes_the_memory_that_its_slots_say(engine):
+def test_the_state_has_the_size_that_its_slots_declare(engine):
     """Adafactor needs almost none, plain SGD none; the memory check counts the same bytes."""
     numbers = {}
     for name in ("adamw_lora", "sgd", "sgd_momentum", "adafactor", "muon"):
@@ -187,7 +187,7 @@ def test_the_state_takes_the_memory_that_its_slots_say(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_groups_have_rates_and_decays_of_their_own(engine):
+def test_groups_have_their_own_rates_and_decays(engine):
     """The first matching pattern applies; frozen tensors keep their values and have no state."""
     groups = {
         "blk.0.attn_q.weight": {"lr": 0.003, "weight_decay": 0.5},
@@ -200,28 +200,28 @@ def test_groups_have_rates_and_decays_of_their_own(engine):
     the_plan = apply_optimiser(plan("llama"), optimiser, LR)
     assert [t.name for t in the_plan.tensors if not t.trainable] == ["output.weight"]
 
-    def own(name, w):
+    def rate_and_decay(name, w):
         if name == "blk.0.attn_q.weight":
             return 0.003, 0.5
         rate = 0.03 if name.startswith("blk.0.") else LR
         return rate, 0.0 if w.ndim == 1 or name == "token_embd.weight" else 0.1
 
     expected = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
-    references = {n: float64.adamw(w, own(n, w)[1]) for n, w in expected.items()}
+    references = {n: float64.adamw(w, rate_and_decay(n, w)[1]) for n, w in expected.items()}
     with build_session(engine, the_plan) as session:
         for step in range(6):
             batch, scale = batches().batch(step), 1 / (1 + step)  # the schedule's scale, for all rates
             gradients = session.gradients(batch)
             session.step(batch, the_plan.numbers(step, LR * scale))
             for name, g in gradients.items():
-                rate = own(name, expected[name])[0] * scale
+                rate = rate_and_decay(name, expected[name])[0] * scale
                 expected[name] = references[name].step(g.astype(np.float64), rate)
         assert "output.weight" not in gradients and "output.weight@m" not in session.snapshot()
-        for name, wanted in expected.items():
-            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        for name, values in expected.items():
+            np.testing.assert_allclose(session.download(name), values, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_a_pattern_over_tensors_of_two_rules_leaves_each_the_rate_of_its_rule():
+def test_a_pattern_without_lr_keeps_the_rate_of_each_tensors_rule():
     """The settings as typed, which are recorded, do not change."""
     groups = {"blk.0.*": {"weight_decay": 0.5}, "blk.1.*": {"lr": 0.03}}
     the_plan = apply_optimiser(plan("llama"), Muon(adamw_lr=0.002, groups=groups), LR)
@@ -233,20 +233,20 @@ def test_a_pattern_over_tensors_of_two_rules_leaves_each_the_rate_of_its_rule():
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "message_parts"),
     [
         ({"blk.9.*": {"lr": 1}}, ["blk.9.*", "no trainable tensor"]),
         ({"*": {"frozen": True}}, ["freezes every tensor"]),
     ],
 )
-def test_groups_that_cannot_be_are_refused_when_the_tensors_are_known(groups, told):
+def test_patterns_that_do_not_fit_the_tensors_are_rejected(groups, message_parts):
     with pytest.raises(UserError) as error:
         apply_optimiser(plan("llama"), SGD(groups=groups), LR)
-    assert all(word in str(error.value) for word in told)
+    assert all(word in str(error.value) for word in message_parts)
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "message_parts"),
     [
         ({"*": {"lrr": 1}}, ["lrr", "did you mean lr?"]),
         ({"*": {"lr": -1}}, ["lr=-1"]),
@@ -255,18 +255,18 @@ def test_groups_that_cannot_be_are_refused_when_the_tensors_are_known(groups, to
         ({"*": 3}, ["*", "braces"]),
     ],
 )
-def test_groups_that_cannot_be_are_refused_before_a_run(groups, told):
+def test_malformed_groups_are_rejected_before_a_run(groups, message_parts):
     with pytest.raises(UserError) as error:
         SGD(groups=groups).check()
-    assert all(word in str(error.value) for word in ["optim.groups", *told])
+    assert all(word in str(error.value) for word in ["optim.groups", *message_parts])
 
 
-def test_an_own_rate_needs_one_to_be_scaled_with():
+def test_a_groups_rate_needs_a_nonzero_rate_of_the_run():
     with pytest.raises(UserError, match=r"^lr=0: .* has lr=0\.1.*such as lr=0\.001"):
         apply_optimiser(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
 
 
-def test_a_pattern_of_tensors_that_the_recipe_freezes_says_so():
+def test_a_pattern_of_tensors_that_the_recipe_freezes_is_rejected():
     llama = plan("llama")
     tensors = tuple(replace(t, trainable=t.name != "token_embd.weight") for t in llama.tensors)
     with pytest.raises(UserError, match=r"token_embd\.\*: the recipe freezes token_embd\.weight; remove"):
@@ -274,8 +274,8 @@ def test_a_pattern_of_tensors_that_the_recipe_freezes_says_so():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_rules_with_equal_numbers_are_two_rules(engine):
-    """Also if their tensors are adjacent in an engine's memory."""
+def test_two_rules_with_equal_numbers_stay_separate(engine):
+    """This holds even if their tensors are adjacent in an engine's memory."""
     llama = plan("llama")
     parts = [[t.name for t in llama.trainable if t.has_weight_decay is decays] for decays in (True, False)]
     rules = [SGD(nesterov=True), SGD()]
@@ -288,8 +288,8 @@ def test_two_rules_with_equal_numbers_are_two_rules(engine):
             session.step(batches().batch(step), the_plan.numbers(step, 0.1))
             for name, g in gradients.items():
                 expected[name] = references[name].step(g.astype(np.float64), 0.1)
-        for name, wanted in expected.items():
-            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        for name, values in expected.items():
+            np.testing.assert_allclose(session.download(name), values, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 class Chained(Rule):
@@ -322,21 +322,21 @@ class Remembers(Chained):
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_a_state_that_is_what_came_in_is_that_of_before_the_step(engine):
+def test_a_state_that_returns_an_input_holds_its_value_before_the_step(engine):
     the_plan = plan("llama")
     the_plan = replace(the_plan, groups=(Group(Remembers(), tuple(t.name for t in the_plan.trainable)),))
-    seen = []
+    weights = []
     with build_session(engine, the_plan) as session:
         for step in range(2):
-            seen.append(session.download("output.weight"))
+            weights.append(session.download("output.weight"))
             session.step(batches().batch(step), the_plan.numbers(step, 0.1))
         after = session.snapshot()
-    np.testing.assert_array_equal(after["output.weight@seen"], seen[1])
-    np.testing.assert_array_equal(after["output.weight@late"], seen[0])
+    np.testing.assert_array_equal(after["output.weight@seen"], weights[1])
+    np.testing.assert_array_equal(after["output.weight@late"], weights[0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_rule_reads_the_weights_and_the_state_of_before_the_step(engine):
+def test_a_rule_reads_weights_and_state_from_before_the_step(engine):
     llama = plan("llama")
     the_plan = replace(llama, groups=(Group(Delayed(), tuple(t.name for t in llama.trainable)),))
     expected = {t.name: (the_plan.initial_values(t).astype(np.float64), 0.0, 0.0) for t in the_plan.tensors}
@@ -347,8 +347,8 @@ def test_a_rule_reads_the_weights_and_the_state_of_before_the_step(engine):
             for name, g in gradients.items():
                 w, seen, late = expected[name]
                 expected[name] = w - 0.1 * late, w + g, 0.5 * seen
-        for name, (wanted, _, _) in expected.items():
-            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        for name, (values, _, _) in expected.items():
+            np.testing.assert_allclose(session.download(name), values, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @dataclass
@@ -366,7 +366,7 @@ class Lopsided(Rule):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
+def test_an_op_of_a_formula_does_not_change_its_inputs(engine):
     """ggml's own clamp works in place."""
     the_plan = plan("llama")
     the_plan = replace(the_plan, groups=(Group(Lopsided(), tuple(t.name for t in the_plan.trainable)),))
@@ -374,27 +374,27 @@ def test_an_op_of_a_formula_leaves_what_it_read_as_it_was(engine):
         gradients = session.gradients(batches().batch(0))
         session.step(batches().batch(0), the_plan.numbers(0, 0.1))
         for name, g in gradients.items():
-            wanted = the_plan.initial_values(the_plan.tensor(name)) - 0.1 * (np.maximum(g, 0) + g)
-            np.testing.assert_allclose(session.download(name), wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+            expected = the_plan.initial_values(the_plan.tensor(name)) - 0.1 * (np.maximum(g, 0) + g)
+            np.testing.assert_allclose(session.download(name), expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 # -- input of a session -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_a_snapshot_is_taken_back_however_its_arrays_lie_in_memory(engine):
+def test_a_snapshot_is_restored_whatever_the_memory_order_of_its_arrays(engine):
     the_plan = apply_optimiser(plan("llama"), AdamWOptimiser(mode="lora"), LR)
     with build_session(engine, the_plan) as session:
         session.step(batches().batch(0), the_plan.numbers(0, LR))
-        wanted = {name: array.copy() for name, array in session.snapshot().items()}
+        expected = {name: array.copy() for name, array in session.snapshot().items()}
         session.step(batches().batch(1), the_plan.numbers(1, LR))
-        session.restore({name: np.asfortranarray(array) for name, array in wanted.items()})
-        found = session.snapshot()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        session.restore({name: np.asfortranarray(array) for name, array in expected.items()})
+        restored = session.snapshot()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(restored[name], array, err_msg=name)
 
 
-def test_a_session_refuses_numbers_that_are_not_its_groups():
+def test_a_session_rejects_numbers_that_do_not_fit_its_groups():
     the_plan = apply_optimiser(plan("llama"), SGD(), LR)
     batch = batches().batch(0)
     with build_session("cpu", the_plan) as session:
@@ -419,7 +419,7 @@ def read_weights(directory):
         return {name: file.read(name) for name in file.tensors}
 
 
-RESUMED = [
+RESUME_CASES = [
     ("adamw", "cpu"),
     ("adafactor", "cpu"),
     ("muon", "cpu"),
@@ -429,16 +429,16 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("optim", "engine"), RESUMED)
-def test_a_run_that_is_resumed_is_the_run_that_was_not(tmp_path, monkeypatch, capsys, optim, engine):
+@pytest.mark.parametrize(("optim", "engine"), RESUME_CASES)
+def test_a_resumed_run_has_the_weights_of_an_uninterrupted_run(tmp_path, monkeypatch, capsys, optim, engine):
     """Bit for bit, with any optimiser's state in the checkpoint."""
     monkeypatch.chdir(tmp_path)
-    usual = [*WORDS, f"engine={engine}", f"optim={optim}", "callbacks=[constant,gguf_export]"]
-    assert main([*usual, "steps=6", "hydra.run.dir=whole"]) == 0, capsys.readouterr().err
-    assert main([*usual, "steps=3", "hydra.run.dir=parts"]) == 0
+    settings = [*WORDS, f"engine={engine}", f"optim={optim}", "callbacks=[constant,gguf_export]"]
+    assert main([*settings, "steps=6", "hydra.run.dir=whole"]) == 0, capsys.readouterr().err
+    assert main([*settings, "steps=3", "hydra.run.dir=parts"]) == 0
     assert main(["resume=parts", "steps=6"]) == 0, capsys.readouterr().err
-    whole, parts = read_weights(tmp_path / "whole"), read_weights(tmp_path / "parts")
-    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    uninterrupted, resumed = read_weights(tmp_path / "whole"), read_weights(tmp_path / "parts")
+    assert all(np.array_equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 
 def test_optimisers_in_one_sweep_on_two_engines_agree(tmp_path, monkeypatch, capsys):
@@ -448,42 +448,44 @@ def test_optimisers_in_one_sweep_on_two_engines_agree(tmp_path, monkeypatch, cap
     assert main(["-m", *words, "optim=adamw,muon", "engine=cpu,ggml", "hydra.sweep.dir=s"]) == 0, (
         capsys.readouterr().err
     )
-    found = {}
+    weights = {}
     for events in (tmp_path / "s").glob("*/events.jsonl"):
         start = json.loads(events.read_text().splitlines()[0])
-        found[start["optim"]["name"], start["backend"]["kind"]] = read_weights(events.parent)
-    assert found.keys() == set(itertools.product(("adamw", "muon"), ("cpu", "ggml")))
+        weights[start["optim"]["name"], start["backend"]["kind"]] = read_weights(events.parent)
+    assert weights.keys() == set(itertools.product(("adamw", "muon"), ("cpu", "ggml")))
     for optim in ("adamw", "muon"):
-        for name, values in found[optim, "cpu"].items():
-            np.testing.assert_allclose(values, found[optim, "ggml"][name], atol=1e-4, err_msg=name)
-    moved = [np.abs(found["adamw", "cpu"][n] - found["muon", "cpu"][n]).max() for n in found["adamw", "cpu"]]
-    assert max(moved) > 1e-3
+        for name, values in weights[optim, "cpu"].items():
+            np.testing.assert_allclose(values, weights[optim, "ggml"][name], atol=1e-4, err_msg=name)
+    differences = [
+        np.abs(weights["adamw", "cpu"][n] - weights["muon", "cpu"][n]).max() for n in weights["adamw", "cpu"]
+    ]
+    assert max(differences) > 1e-3
 
 
-def test_a_checkpoint_of_another_optimiser_is_another_experiment(tmp_path, monkeypatch, capsys):
+def test_resuming_with_another_optimiser_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*WORDS, "engine=ggml", "steps=2", "hydra.run.dir=run", "callbacks=[]"]) == 0
     assert main(["resume=run", "steps=4", "optim=sgd"]) == 2
     assert "optim" in capsys.readouterr().err
 
 
-def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, capsys):
+def test_a_schedule_can_scale_weight_decay(tmp_path, monkeypatch, capsys):
     """Weight decay falls while the rate is constant, so each step multiplies the weights by a different factor."""
     monkeypatch.chdir(tmp_path)
     words = [*WORDS[:-2], "engine=cpu", "optim=sgd", "optim.momentum=0", "steps=4"]
-    falls = ["callbacks=[linear,gguf_export]", "callbacks.linear.scales=weight_decay", "optim.weight_decay=5"]
-    stays = ["callbacks=[gguf_export]", "optim.weight_decay=5"]
-    runs = {"falls": falls, "stays": stays, "none": ["callbacks=[gguf_export]"]}
-    for name, own in runs.items():
-        assert main([*words, *own, f"hydra.run.dir={name}"]) == 0, capsys.readouterr().err
+    falling = ["callbacks=[linear,gguf_export]", "callbacks.linear.scales=weight_decay", "optim.weight_decay=5"]
+    constant = ["callbacks=[gguf_export]", "optim.weight_decay=5"]
+    runs = {"falls": falling, "stays": constant, "none": ["callbacks=[gguf_export]"]}
+    for name, settings in runs.items():
+        assert main([*words, *settings, f"hydra.run.dir={name}"]) == 0, capsys.readouterr().err
     norms = {name: np.linalg.norm(read_weights(tmp_path / name)["output.weight"]) for name in runs}
-    kept = {"falls": np.prod([1 - 0.05 * f for f in (1, 0.75, 0.5, 0.25)]), "stays": 0.95**4}
-    for name, share in kept.items():
+    expected = {"falls": np.prod([1 - 0.05 * f for f in (1, 0.75, 0.5, 0.25)]), "stays": 0.95**4}
+    for name, share in expected.items():
         assert norms[name] / norms["none"] == pytest.approx(share, rel=2e-3)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message_parts"),
     [
         (["callbacks.linear.scales=momentum"], ["momentum", "no such setting to scale"]),
         (
@@ -500,11 +502,13 @@ def test_a_schedule_scales_another_number_than_the_rate(tmp_path, monkeypatch, c
         (["callbacks.linear.scales=lr"], ["cosine", "linear", "both set the learning rate"]),
     ],
 )
-def test_a_schedule_of_what_is_not_there_or_taken_is_refused(tmp_path, monkeypatch, capsys, words, told):
+def test_a_schedule_of_a_number_that_is_unknown_invalid_or_already_scheduled_is_rejected(
+    tmp_path, monkeypatch, capsys, words, message_parts
+):
     monkeypatch.chdir(tmp_path)
     assert main([*WORDS, "engine=ggml", "steps=2", "callbacks=[default,linear]", *words]) == 2
     error = capsys.readouterr().err
-    assert all(word in error for word in told) and not (tmp_path / "outputs").exists()
+    assert all(word in error for word in message_parts) and not (tmp_path / "outputs").exists()
 
 
 BROKEN = """
@@ -514,9 +518,9 @@ from toyexp import Optimiser, hookimpl
 
 @dataclass
 class Raises(Optimiser):
-    "Raises where it is told to."
+    "Raise, or return wrong values, at the point named by `at`."
     name: ClassVar[str] = "raises"
-    at: str = ""  # where
+    at: str = ""  # the point of failure
 
     def slots(self, shape):
         if self.at == "slots":
@@ -540,7 +544,7 @@ def register_optimisers(register):
 
 
 @pytest.mark.parametrize(
-    ("at", "code", "told"),
+    ("at", "code", "message_parts"),
     [
         ("slots", 1, ["optim.raises failed", "KeyError: 'boom'"]),
         ("list", 2, ["optim.raises: ", "names to shapes"]),
@@ -548,24 +552,24 @@ def register_optimisers(register):
         ("late", 1, ["optim.raises failed at step 3", "KeyError: 'boom'"]),
     ],
 )
-def test_an_optimiser_that_goes_wrong_is_named_in_one_line(tmp_path, monkeypatch, capsys, at, code, told):
+def test_the_error_names_a_plugins_optimiser_that_fails(tmp_path, monkeypatch, capsys, at, code, message_parts):
     monkeypatch.chdir(tmp_path)
     (tmp_path / f"broken_{at}.py").write_text(BROKEN)
     words = [*WORDS, "engine=ggml", "steps=4", "callbacks=[]", f"plugins=[broken_{at}]", "optim=raises"]
     assert main([*words, f"optim.at={at}", "hydra.run.dir=run"]) == code
     error = capsys.readouterr().err
-    assert all(word in error for word in told) and "Traceback" not in error
+    assert all(word in error for word in message_parts) and "Traceback" not in error
 
 
-def test_a_run_goes_on_with_its_own_optimiser_alone(tmp_path, monkeypatch, capsys):
-    """Whatever settings the other optimiser has."""
+def test_a_run_resumes_only_with_its_own_optimiser(tmp_path, monkeypatch, capsys):
+    """This holds even if the other optimiser lacks the recorded settings."""
     monkeypatch.chdir(tmp_path)
     assert main([*WORDS, "engine=ggml", "steps=2", "hydra.run.dir=run", "callbacks=[]", "optim=muon"]) == 0
     assert main(["resume=run", "steps=4", "optim=adamw"]) == 2
     assert "leave optim=adamw out" in capsys.readouterr().err
 
 
-def test_a_schedule_scales_only_what_the_formula_reads(tmp_path, monkeypatch, capsys):
+def test_a_schedule_of_a_number_that_the_formula_does_not_read_is_rejected(tmp_path, monkeypatch, capsys):
     """A number that the formula does not read is rejected."""
     monkeypatch.chdir(tmp_path)
     for words in (

@@ -25,10 +25,10 @@ TENSOR = "blk.1.ffn_up.weight"
 
 @dataclass
 class Wrong(GGMLCPU):
-    """ggml with a mistake."""
+    """ggml with an error."""
 
     name: ClassVar[str] = "wrong"
-    mistake: str = ""  # which
+    mistake: str = ""  # the kind of error
 
     def realize(self, plan):
         how = self.device, self.profile, self.thread_count(), self.recompute
@@ -70,14 +70,14 @@ def _enter_tmp_path(tmp_path, monkeypatch):
     (tmp_path / "wrong_engine.py").write_text(WRONG)
 
 
-def parity(capsys, *words):
+def run_parity(capsys, *words):
     code = main(["parity", *TINY, *words])
     return code, capsys.readouterr()
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_the_engines_agree_and_train_as_a_run_does(model, tmp_path, capsys):
-    code, (out, err) = parity(capsys, f"model={model}", "engine=cpu,ggml,metal:emulate=true", "--json")
+def test_the_engines_agree_and_have_the_losses_of_a_run(model, tmp_path, capsys):
+    code, (out, err) = run_parity(capsys, f"model={model}", "engine=cpu,ggml,metal:emulate=true", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert report["within"] is True
@@ -95,11 +95,11 @@ def test_the_engines_agree_and_train_as_a_run_does(model, tmp_path, capsys):
     assert report["losses"] == [e["loss"] for e in events if e["kind"] == "step"]
 
 
-def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp_path, capsys):
-    """Also for a faulty engine, with the same exit code as without a picture."""
+def test_the_plot_shows_losses_differences_and_gradient_errors_with_their_tolerances(tmp_path, capsys):
+    """One of the engines is wrong; --plot does not change the exit code."""
     engines = "engine=ggml,metal:emulate=true,wrong:mistake=gradient"
     words = ["steps=3", engines, "plugins=[wrong_engine]", "--gradient", "5e-4"]
-    code, (out, err) = parity(capsys, *words, "--json", "--plot", "parity.svg")
+    code, (out, err) = run_parity(capsys, *words, "--json", "--plot", "parity.svg")
     report = json.loads(out)
     assert (code, err) == (1, "")
     words = svg_texts(tmp_path / "parity.svg")
@@ -108,11 +108,13 @@ def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp
         assert f"{engine['engine']}, at the end {engine['losses'][-1]:.5g}" in words
     assert "tolerance of float32, 0.001" in words and "difference from ggml" in words
     names = {tensor["name"] for tensor in report["engines"][0]["tensors"]}
-    listed = [word for word in words if word in names]
-    assert {*listed} == names and listed[0] == "blk.1.ffn_up.weight", "the one that is furthest off comes first"
-    at = sheet(report, "", []).panels[2].lines
-    worst = next(t["gradient"] for t in report["engines"][1]["tensors"] if t["name"] == listed[0])
-    assert at[1].get_xdata()[0] == pytest.approx(worst) and at[2].get_xdata()[0] == 5e-4 < worst
+    tensor_labels = [word for word in words if word in names]
+    assert {*tensor_labels} == names and tensor_labels[0] == "blk.1.ffn_up.weight", (
+        "the tensor with the largest error is not first"
+    )
+    lines = sheet(report, "", []).panels[2].lines
+    worst = next(t["gradient"] for t in report["engines"][1]["tensors"] if t["name"] == tensor_labels[0])
+    assert lines[1].get_xdata()[0] == pytest.approx(worst) and lines[2].get_xdata()[0] == 5e-4 < worst
     for engine in report["engines"]:  # numbers may be missing, and tolerances 0
         engine["losses"][1:] = math.nan, math.inf
         engine["tolerances"] = dict.fromkeys(engine["tolerances"], 0.0)
@@ -120,31 +122,31 @@ def test_a_picture_shows_losses_differences_and_errors_with_their_tolerances(tmp
     assert "tolerance of float32, 0 -->" in sheet(report, "", []).pictures(".svg")[".svg"].decode()
 
 
-def test_what_a_picture_cannot_show_is_told_before_anything_is_computed(tmp_path, capsys, monkeypatch):
+def test_a_plot_that_cannot_be_written_is_rejected_before_computing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("toyexp.cli.parity.compare", None)
     (tmp_path / "theirs.png").write_bytes(b"theirs")
-    for words, told in (
+    for words, message in (
         (["--plot", "a.txt"], "--plot a.txt: must end in .png, .svg, .pdf"),
         (["--plot", "theirs.png"], "theirs.png: exists"),
         (["--plot", "a.png", "experiment=parity_all"], "this one sweeps over recipe, model; leave it out"),
     ):
-        code, (_, err) = parity(capsys, *words)
-        assert code == 2 and told in err and err.count("\n") == 1, err
+        code, (_, err) = run_parity(capsys, *words)
+        assert code == 2 and message in err and err.count("\n") == 1, err
     assert (tmp_path / "theirs.png").read_bytes() == b"theirs"
 
 
-def test_a_note_stands_below_the_engine_that_it_is_of(monkeypatch, capsys):
+def test_the_note_of_an_engine_is_printed_below_it(monkeypatch, capsys):
     monkeypatch.setattr("toyexp_ggml.engines.GGMLCPU.advice", lambda self: [f"about recompute={self.recompute}"])
-    code, (out, _) = parity(capsys, "engine=ggml,ggml:recompute=true", "steps=1")
+    code, (out, _) = run_parity(capsys, "engine=ggml,ggml:recompute=true", "steps=1")
     lines = out.splitlines()
     for i, label in enumerate(("ggml: ", "ggml:recompute=true: ")):
-        (at,) = [k for k, line in enumerate(lines) if line.startswith(f"engine  {label}")]
-        assert (code, lines[at + 1]) == (0, f"note    about recompute={bool(i)}")
+        (line_number,) = [k for k, line in enumerate(lines) if line.startswith(f"engine  {label}")]
+        assert (code, lines[line_number + 1]) == (0, f"note    about recompute={bool(i)}")
 
 
 def test_warm_tensors_start_from_the_same_bytes(capsys):
     warm = ["recipe=warm", "data.tokenizer=auto", "steps=2"]
-    code, (out, _) = parity(capsys, *warm, "engine=ggml,metal:emulate=true")
+    code, (out, _) = run_parity(capsys, *warm, "engine=ggml,metal:emulate=true")
     assert code == 0
     assert out.splitlines()[-1] == "within the tolerances, 2 steps"
 
@@ -153,24 +155,26 @@ def test_warm_tensors_start_from_the_same_bytes(capsys):
     ("mistake", "exceeded"),
     [("gradient", {"gradient"}), ("decay", {"weights"}), ("rate", {"loss", "weights"})],
 )
-def test_a_mistake_exceeds_the_tolerances_it_touches(mistake, exceeded, capsys):
-    code, (out, err) = parity(capsys, "plugins=[wrong_engine]", f"engine=ggml,wrong:mistake={mistake}")
+def test_an_engine_with_an_error_exceeds_the_tolerances_that_it_affects(mistake, exceeded, capsys):
+    code, (out, err) = run_parity(capsys, "plugins=[wrong_engine]", f"engine=ggml,wrong:mistake={mistake}")
     assert (code, err) == (1, "")
-    verdict = [line.split(" exceeds ")[1] for line in out.splitlines() if " exceeds " in line]
-    assert {line.partition(":")[0] for line in verdict} == exceeded
-    shown = next(i for i, line in enumerate(out.splitlines()) if line.startswith("wrong:") and "3 of" in line)
+    exceeded_lines = [line.split(" exceeds ")[1] for line in out.splitlines() if " exceeds " in line]
+    assert {line.partition(":")[0] for line in exceeded_lines} == exceeded
+    heading = next(i for i, line in enumerate(out.splitlines()) if line.startswith("wrong:") and "3 of" in line)
     if mistake == "gradient":
-        assert out.splitlines()[shown + 1].split()[0] == "blk.1.ffn_up.weight", "what is furthest off comes first"
-        assert verdict == ["gradient: blk.1.ffn_up.weight differs by 1.0e-03, 10 times the tolerance 0.0001"]
+        assert out.splitlines()[heading + 1].split()[0] == "blk.1.ffn_up.weight", (
+            "the tensor with the largest error is not first"
+        )
+        assert exceeded_lines == ["gradient: blk.1.ffn_up.weight differs by 1.0e-03, 10 times the tolerance 0.0001"]
 
 
-def test_a_looser_tolerance_lets_a_mistake_pass(capsys):
-    code, _ = parity(capsys, "plugins=[wrong_engine]", "engine=ggml,wrong:mistake=gradient", "--gradient", "2e-3")
+def test_a_looser_tolerance_lets_an_error_pass(capsys):
+    code, _ = run_parity(capsys, "plugins=[wrong_engine]", "engine=ggml,wrong:mistake=gradient", "--gradient", "2e-3")
     assert code == 0
 
 
-def test_engines_that_start_apart_are_not_compared(capsys):
-    code, (_, err) = parity(capsys, "plugins=[wrong_engine]", "engine=ggml,wrong:mistake=start")
+def test_engines_with_different_initial_weights_are_not_compared(capsys):
+    code, (_, err) = run_parity(capsys, "plugins=[wrong_engine]", "engine=ggml,wrong:mistake=start")
     assert code == 1
     assert err == (
         "toyexp: error: wrong:mistake=start: the initial values of blk.1.ffn_up.weight differ from the reference\n"
@@ -180,11 +184,11 @@ def test_engines_that_start_apart_are_not_compared(capsys):
 def test_an_experiment_with_a_sweep_is_compared_job_by_job(capsys):
     words = ["experiment=parity_all", "model=qwen3", "engine=ggml,metal:emulate=true", "steps=2"]
     jobs = ["recipe=scratch", "recipe=warm"]
-    code, (out, err) = parity(capsys, *words)
+    code, (out, err) = run_parity(capsys, *words)
     assert (code, err) == (0, "")
     assert [line for line in out.splitlines() if line.startswith("[")] == [f"[{i}] {job}" for i, job in enumerate(jobs)]
     assert out.splitlines()[-1] == "2 of 2 within the tolerances"
-    code, (out, _) = parity(capsys, *words, "--json", "--gradient", "0")
+    code, (out, _) = run_parity(capsys, *words, "--json", "--gradient", "0")
     report = json.loads(out)
     assert (code, report["within"], len(report["jobs"])) == (1, False, 2)
     assert [job["overrides"] for job in report["jobs"]] == jobs
@@ -192,6 +196,6 @@ def test_an_experiment_with_a_sweep_is_compared_job_by_job(capsys):
 
 @pytest.mark.full  # tests/engines/test_matrix.py compares every cell on its own
 def test_every_cell_of_parity_all_agrees(capsys):
-    code, (out, err) = parity(capsys, "experiment=parity_all", "engine=cpu,ggml,metal:emulate=true", "steps=5")
+    code, (out, err) = run_parity(capsys, "experiment=parity_all", "engine=cpu,ggml,metal:emulate=true", "steps=5")
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "8 of 8 within the tolerances"

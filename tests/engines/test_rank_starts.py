@@ -1,4 +1,4 @@
-"""How the processes of a run start: who waits for whom, what launchers set, and what is rejected."""
+"""How the ranks of a run start: waiting for each other, a launcher's environment, and settings that are rejected."""
 
 import os
 import re
@@ -35,29 +35,32 @@ SLEEPS = (
     PLUGIN
     + """
 import sys, time
-if sys.argv[0] == "-c":  # in the rank alone
+if sys.argv[0] == "-c":  # in the worker rank only
     time.sleep(300)
 """
 )
 
 
-def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_signal(book):
+def test_a_rank_that_waits_for_another_reports_it_and_ends_at_the_first_signal(book):
     """One rank is delayed by a plugin, one never starts; both at once, because they take a while."""
     Path("of_mine.py").write_text(SLEEPS)
-    waits = [([*RUN_ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
+    cases = [([*RUN_ON_TWO, "plugins=[of_mine]", "model=mine", "model.d_ff=192"], {}, r"rank 1 \(pid \d+ on .*\)")]
     for rank in (0, 1):
         port = str(free_port())
-        by_hand = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        waits.append((RUN, by_hand, f"rank {1 - rank} of 2 at localhost:{port}"))
+        environment_of_rank = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        cases.append((RUN, environment_of_rank, f"rank {1 - rank} of 2 at localhost:{port}"))
     processes = [
-        subprocess.Popen(python("-m", "toyexp", *given, f"hydra.run.dir=run{n}"), env={**environment(book), **by_hand},
-                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for n, (given, by_hand, _) in enumerate(waits)
+        subprocess.Popen(
+            python("-m", "toyexp", *overrides, f"hydra.run.dir=run{n}"),
+            env={**environment(book), **environment_of_rank},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for n, (overrides, environment_of_rank, _) in enumerate(cases)
     ]  # fmt: skip
     try:
-        for process, (_, _, awaited) in zip(processes, waits, strict=True):
+        for process, (_, _, missing_rank) in zip(processes, cases, strict=True):
             line = process.stderr.readline()
-            assert re.search(f"waiting for {awaited}$", line), line
+            assert re.search(f"waiting for {missing_rank}$", line), line
             process.send_signal(signal.SIGTERM)
         for process in processes:
             _, errors = process.communicate(timeout=30)
@@ -68,30 +71,32 @@ def test_a_start_that_waits_for_another_rank_says_so_and_ends_with_the_first_sig
             process.kill()
 
 
-def test_what_is_set_to_nothing_is_not_set(monkeypatch):
+def test_an_empty_environment_variable_counts_as_unset(monkeypatch):
     monkeypatch.setenv("TOYEXP_RANKS_PATIENCE", "")
     monkeypatch.setenv("TOYEXP_SIGUSR1", "")
     assert silence_limit() == 20
     assert signal.SIGUSR1 not in ending_signals()
 
 
-def test_auto_takes_an_engine_that_has_ranks(monkeypatch):
+def test_engine_auto_chooses_an_engine_that_supports_ranks(monkeypatch):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     config = Request.parse(["engine=auto", "data=random"]).build_config()
     assert config.engine.name in ("cpu", "cuda") and "not here: " in config.engine_note
 
 
-@pytest.mark.parametrize(("typed", "saved"), [([], "2"), (["engine.devices=1"], "2"), (["engine.devices=all"], "all")])
-def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatch, typed, saved):
+@pytest.mark.parametrize(
+    ("overrides", "expected"), [([], "2"), (["engine.devices=1"], "2"), (["engine.devices=all"], "all")]
+)
+def test_the_configuration_records_how_many_devices_torchrun_started(monkeypatch, overrides, expected):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    config = Request.parse(["engine=cpu", "data=random", *typed]).build_config()
-    assert config.plain["engine"]["devices"] == saved
+    config = Request.parse(["engine=cpu", "data=random", *overrides]).build_config()
+    assert config.plain["engine"]["devices"] == expected
 
 
 @pytest.mark.parametrize(
-    ("told", "line"),
+    ("variables", "pattern"),
     [
         (
             {"WORLD_SIZE": "2"},
@@ -106,25 +111,25 @@ def test_the_configuration_says_how_many_devices_torchrun_has_started(monkeypatc
         ({"SLURM_NTASKS": "1", "MASTER_ADDR": "here", "RANK": "0", "WORLD_SIZE": "1"}, None),
     ],
 )
-def test_a_launcher_that_starts_no_ranks_is_warned_of(monkeypatch, told, line):
-    for name, value in told.items():
+def test_a_warning_is_printed_for_a_launcher_that_starts_no_ranks(monkeypatch, variables, pattern):
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     warnings = Request.parse(["engine=cpu", "data=random"]).build_config().omissions
-    assert len(warnings) == (line is not None)
-    assert all(re.match(line, warning) for warning in warnings), warnings
+    assert len(warnings) == (pattern is not None)
+    assert all(re.match(pattern, warning) for warning in warnings), warnings
 
 
 @pytest.mark.parametrize("port", ["99999", "abc", "0"])
-def test_a_port_that_cannot_be_is_told(book, monkeypatch, capsys, port):
+def test_an_invalid_port_is_rejected(book, monkeypatch, capsys, port):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", port), strict=True):
         monkeypatch.setenv(name, value)
     assert main(RUN) == 2
     assert f"MASTER_PORT={port}: must be a port from 1 to 65535" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_and_a_host_that_is_unknown_are_told(monkeypatch):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_an_occupied_port_and_an_unknown_host_are_reported(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
         for name, value in zip(RANKS, ("0", "2", "localhost", str(port)), strict=True):
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=f"MASTER_ADDR=localhost, MASTER_PORT={port}: cannot listen there"):
@@ -137,7 +142,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_unknown_are_told(monkeypatch):
 
 
 @pytest.mark.parametrize(("rank", "count"), [("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0"), ("0", "two")])
-def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
+def test_a_rank_outside_the_world_size_is_rejected(monkeypatch, rank, count):
     for name, value in zip(RANKS, (rank, count, "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^RANK={rank}, WORLD_SIZE={count}: RANK must be a whole number"):
@@ -145,7 +150,7 @@ def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         (["engine=ggml"], "engine=ggml: runs in one process only; start it without torchrun"),
         (
@@ -157,29 +162,31 @@ def test_a_rank_has_a_number_below_how_many_there_are(monkeypatch, rank, count):
         (["plugins"], "plugins: runs in one process; only use torchrun to train"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(book, monkeypatch, capsys, given, told):
+def test_commands_and_settings_that_torchrun_cannot_start_are_rejected(book, monkeypatch, capsys, arguments, message):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    assert main(given) == 2
-    assert told in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         ["stepz=3"],
         pytest.param(["plugins"], marks=pytest.mark.release),
         pytest.param([*RUN, "data.path=missing.txt"], marks=pytest.mark.release),
     ],
 )
-def test_of_bad_input_the_first_of_torchruns_ranks_speaks_alone(book, given):
-    started = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "toyexp"]
-    done = subprocess.run(python(*started, *given), env=environment(book), capture_output=True, text=True, timeout=120)
-    told = [line for line in done.stderr.splitlines() if line.startswith("toyexp: ")]
-    assert (done.returncode, len(told), told[0][:15]) == (1, 1, "toyexp: error: "), done.stderr
+def test_only_rank_0_of_torchrun_reports_bad_input(book, arguments):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "toyexp"]
+    child = subprocess.run(
+        python(*torchrun, *arguments), env=environment(book), capture_output=True, text=True, timeout=120
+    )
+    errors = [line for line in child.stderr.splitlines() if line.startswith("toyexp: ")]
+    assert (child.returncode, len(errors), errors[0][:15]) == (1, 1, "toyexp: error: "), child.stderr
 
 
-def test_what_is_wrong_with_another_rank_alone_is_told_with_its_name(monkeypatch, capsys):
+def test_an_error_of_a_single_rank_is_reported_with_its_number(monkeypatch, capsys):
     for name, value in zip((*RANKS, "TORCHELASTIC_RUN_ID"), ("1", "2", "127.0.0.1", "1", "none"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(toyexp.base.exit_codes, "TORCHRUN_GRACE", 0.0)
@@ -187,14 +194,14 @@ def test_what_is_wrong_with_another_rank_alone_is_told_with_its_name(monkeypatch
     assert re.match(r"toyexp: error: rank 1 \(on .*\): .*stepz", capsys.readouterr().err)
 
 
-def test_threads_are_counted_once_whoever_has_them(monkeypatch):
+def test_threads_are_divided_between_the_processes(monkeypatch):
     """If there are fewer threads than processes, each process has one."""
     monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 4)
     monkeypatch.setattr("toyexp_torch.engines.machine_cores", lambda: 4)
     monkeypatch.setattr("toyexp.base.threads._count_busy_now", lambda: 4)
-    for threads, told in ((0, "2 processes, 2 threads each"), (1, "2 processes, 1 thread each")):
+    for threads, note in ((0, "2 processes, 2 threads each"), (1, "2 processes, 1 thread each")):
         engine = TorchCPU(devices="2", threads=threads)
-        assert engine.check().endswith(told) and engine.advice() == []
+        assert engine.check().endswith(note) and engine.advice() == []
     assert TorchCPU(devices="2", threads=8).advice() == ["8 threads share 4 cores; engine.threads=4 is faster"]
 
 

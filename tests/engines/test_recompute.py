@@ -27,7 +27,7 @@ def build_session(engine, the_plan):
     return session
 
 
-def deep(engine, layers=4, **settings):
+def open_deep_model(engine, layers=4, **settings):
     """Return a model of `layers` blocks, and a batch for it."""
     data = token_dataset(VOCAB, count=4000, seed=5).batches(512, 1, 0)
     model = Llama(d_model=64, n_layers=layers, n_heads=4, n_kv_heads=4, d_ff=176, context=512, vocab=VOCAB)
@@ -37,7 +37,7 @@ def deep(engine, layers=4, **settings):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", [*MODELS, "vit", "lora"])
-def test_every_gradient_is_the_same_to_the_bit(name, engine, tmp_path):
+def test_every_gradient_with_recompute_is_bit_identical(name, engine, tmp_path):
     if name == "lora":
         write_base(tmp_path / "base.gguf", "llama", "q8_0", n_layers=3)
         recipe = Lora(base=str(tmp_path / "base.gguf"), targets=["*"], dropout=0.3)
@@ -53,19 +53,19 @@ def test_every_gradient_is_the_same_to_the_bit(name, engine, tmp_path):
     else:
         the_plan, batch = plan(name), batches().batch(0)
     with (
-        build_session(ENGINES[engine](threads=1), the_plan) as usual,
-        build_session(ENGINES[engine](threads=1, recompute=True), the_plan) as again,
+        build_session(ENGINES[engine](threads=1), the_plan) as plain,
+        build_session(ENGINES[engine](threads=1, recompute=True), the_plan) as recomputed,
     ):
-        for session in (usual, again):  # makes the second matrix of an adapter non-zero
+        for session in (plain, recomputed):  # makes the second matrix of an adapter non-zero
             session.step(batch, AdamW.for_lora().hp_for_step(0))
-        one, two = usual.gradients(batch), again.gradients(batch)
-    assert all(np.abs(g).max() > 0 for g in one.values())
-    for tensor in one:
-        np.testing.assert_array_equal(one[tensor], two[tensor], err_msg=tensor)
+        gradients, gradients_recomputed = plain.gradients(batch), recomputed.gradients(batch)
+    assert all(np.abs(g).max() > 0 for g in gradients.values())
+    for tensor in gradients:
+        np.testing.assert_array_equal(gradients[tensor], gradients_recomputed[tensor], err_msg=tensor)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_steps_are_the_same_to_the_bit(dtype):
+def test_steps_with_recompute_are_bit_identical(dtype):
     losses = []
     for recompute in (False, True):
         with build_session(
@@ -76,42 +76,44 @@ def test_steps_are_the_same_to_the_bit(dtype):
     assert losses[0] == losses[1]
 
 
-def test_it_compiles_to_one_graph_with_the_eager_gradients(monkeypatch):
+def test_recompute_compiles_to_one_graph_with_the_eager_gradients(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     batch = batches().batch(0)
     with build_session(TorchCPU(threads=1), plan("llama")) as session:
-        wanted = session.gradients(batch)
+        expected = session.gradients(batch)
     with build_session(TorchCPU(threads=1, compile=True, recompute=True), plan("llama")) as session:
         for name, gradient in session.gradients(batch).items():
-            np.testing.assert_allclose(gradient, wanted[name], atol=1e-6 * np.abs(wanted[name]).max(), err_msg=name)
+            np.testing.assert_allclose(gradient, expected[name], atol=1e-6 * np.abs(expected[name]).max(), err_msg=name)
 
 
-def test_it_halves_the_memory_of_a_step_in_torch():
+def test_recompute_halves_the_memory_of_a_step_in_torch():
     """12 layers, context 512; weights, gradients and moments, which cannot be saved, are included."""
-    needed = {}
+    peak_bytes = {}
     for recompute in (False, True):
-        session, batch = deep("torch", layers=12, recompute=recompute)
+        session, batch = open_deep_model("torch", layers=12, recompute=recompute)
         with session:
             hp = AdamW.for_lora().hp_for_step(0)
             session.step(batch, hp)
-            held = 4 * 4 * session.plan.model.parameters()
-            needed[recompute] = held + measure_peak_tensor_bytes(lambda: session.step(batch, hp))  # noqa: B023 - called at once
-    assert needed[True] <= needed[False] / 2
+            state_bytes = 4 * 4 * session.plan.model.parameters()
+            peak_bytes[recompute] = state_bytes + measure_peak_tensor_bytes(lambda: session.step(batch, hp))  # noqa: B023 - called at once
+    assert peak_bytes[True] <= peak_bytes[False] / 2
 
 
-def test_blocks_are_forgotten_in_torch():
+def test_torch_saves_no_activations_of_recomputed_blocks():
     """Tensors saved for the backward pass come from outside the blocks, however many blocks there are."""
-    kept = []
+    saved_bytes = []
     for layers in (4, 6):
-        session, batch = deep("torch", layers=layers, recompute=True)
+        session, batch = open_deep_model("torch", layers=layers, recompute=True)
         with session:
             tensors = {n: torch.from_numpy(a) for n, a in batch.items()}
-            saved = []
-            with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda i: i):
+            saved_tensors = []
+            with torch.autograd.graph.saved_tensors_hooks(saved_tensors.append, lambda i: i):
                 session._loss(tensors)
             weights = {t.data_ptr() for t in session._tensors.values()}
-            kept.append(sum({t.data_ptr(): t.nbytes for t in saved if t.data_ptr() not in weights}.values()))
-    assert kept[0] == kept[1]
+            saved_bytes.append(
+                sum({t.data_ptr(): t.nbytes for t in saved_tensors if t.data_ptr() not in weights}.values())
+            )
+    assert saved_bytes[0] == saved_bytes[1]
 
 
 class Changing(type(op_plan("block").model)):
@@ -127,7 +129,7 @@ class Changing(type(op_plan("block").model)):
         return ops.block(block, ops.embed(p["x"], batch["tokens"]), p.block(0))
 
 
-def test_a_block_that_changes_is_told_and_gives_no_gradient():
+def test_a_block_that_computes_something_else_the_second_time_raises():
     the_plan = op_plan("block")
     the_plan = type(the_plan)(**{**vars(the_plan), "model": Changing("block")})
     with (
@@ -141,27 +143,27 @@ class Leaking(type(op_plan("block").model)):
     """A model that uses an inner tensor of a block outside of it."""
 
     def forward(self, ops, p, batch):
-        left = []
+        leaked = []
 
         def block(ops, x, p):
-            left.append(ops.linear(x, p["w"]))
-            return ops.silu(left[-1])
+            leaked.append(ops.linear(x, p["w"]))
+            return ops.silu(leaked[-1])
 
         x = ops.embed(p["x"], batch["tokens"])
         for i in range(3):
             x = ops.block(block, x, p.block(i))
-        return ops.add(x, left[0])
+        return ops.add(x, leaked[0])
 
 
-def test_what_leaves_a_block_by_a_side_door_is_refused_by_a_graph_and_right_in_torch():
+def test_a_tensor_leaked_from_a_block_is_rejected_by_ggml_and_right_in_torch():
     the_plan, batch = op_plan("block"), op_batch()
     the_plan = type(the_plan)(**{**vars(the_plan), "model": Leaking("block")})
     with pytest.raises(GraphError, match="outside the block"):
         build_session(GGMLCPU(threads=1, recompute=True), the_plan)
     with (
-        build_session(TorchCPU(threads=1), the_plan) as usual,
-        build_session(TorchCPU(threads=1, recompute=True), the_plan) as again,
+        build_session(TorchCPU(threads=1), the_plan) as plain,
+        build_session(TorchCPU(threads=1, recompute=True), the_plan) as recomputed,
     ):
-        wanted = usual.gradients(batch)
-        for name, gradient in again.gradients(batch).items():
-            np.testing.assert_array_equal(gradient, wanted[name])
+        expected = plain.gradients(batch)
+        for name, gradient in recomputed.gradients(batch).items():
+            np.testing.assert_array_equal(gradient, expected[name])

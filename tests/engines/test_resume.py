@@ -44,14 +44,16 @@ def losses(directory):
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_a_run_that_is_extended_is_the_longer_run(engine):
+def test_an_extended_run_equals_an_uninterrupted_one(engine):
     run(*settings(engine), "steps=12", "hydra.run.dir=whole/run")
     run(*settings(engine), "steps=5", "hydra.run.dir=begun/run")
     run("resume=begun/run", "steps=12")
-    whole, begun = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
-    assert begun.files == whole.files
-    extra = [e for e in begun.events if e not in whole.events]
-    assert [(e["kind"], e["step"]) for e in extra] == [("eval", 5)], "the eval at its first end"
+    uninterrupted, extended = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
+    assert extended.files == uninterrupted.files
+    extra = [e for e in extended.events if e not in uninterrupted.events]
+    assert [(e["kind"], e["step"]) for e in extra] == [("eval", 5)], (
+        "the only extra event is the evaluation after step 5"
+    )
     (resumed,) = events("begun/run", "resume")
     assert (resumed["step"], resumed["changed"], resumed["inexact"]) == (5, {"steps": [5, 12]}, None)
     assert resumed["added"] == {}
@@ -59,22 +61,22 @@ def test_a_run_that_is_extended_is_the_longer_run(engine):
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe", "first", "then"),
+    ("model", "recipe", "first", "second"),
     [("llama", "scratch", "cpu", "ggml"), ("gpt2", "warm", "ggml", "cpu"), ("vit", "vit_tiny", "cpu", "ggml")],
 )
-def test_another_engine_goes_on_within_its_tolerance(model, recipe, first, then):
+def test_a_run_resumed_on_another_engine_stays_within_tolerance(model, recipe, first, second):
     run(*settings(first, recipe, model), "steps=12", "hydra.run.dir=whole")
     run(*settings(first, recipe, model), "steps=6", "hydra.run.dir=moved")
-    run("resume=moved", "steps=12", f"engine={then}", "engine.threads=1")
+    run("resume=moved", "steps=12", f"engine={second}", "engine.threads=1")
     # The tolerance for 200 steps on two engines; six steps are far closer.
     np.testing.assert_allclose(losses("moved"), losses("whole"), atol=1e-4)
     assert losses("moved")[:6] == losses("whole")[:6]
     (resumed,) = events("moved", "resume")
-    assert resumed["changed"]["engine.name"] == [first, then]
+    assert resumed["changed"]["engine.name"] == [first, second]
     assert resumed["inexact"].startswith("engine ")
 
 
-OTHERS = [
+CHANGED_SETTINGS = [
     ("seed=1", "seed was 0 and is 1"),
     ("batch_size=2", "batch_size was 4 and is 2"),
     ("model.d_model=64", "model.d_model was 32 and is 64"),
@@ -86,26 +88,26 @@ OTHERS = [
 ]
 
 
-def test_another_experiment_is_refused_with_the_keys_that_differ(capsys):
+def test_resuming_another_experiment_is_rejected_with_the_keys_that_differ(capsys):
     run(*settings("ggml"), "steps=2", "hydra.run.dir=run")
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    for change, told in OTHERS:
+    for change, message in CHANGED_SETTINGS:
         capsys.readouterr()
         assert main(["resume=run", "steps=4", *change.split()]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("toyexp: error: resume=run: that run is another experiment: ")
-        assert told in line
+        assert message in line
         assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before, change
 
 
-def test_a_setting_that_is_new_since_the_checkpoint_is_told_and_no_difference_at_its_default(capsys):
+def test_a_setting_newer_than_the_checkpoint_is_reported_and_may_only_have_its_default(capsys):
     run(*settings("ggml"), "steps=2", "hydra.run.dir=run")
     (state,) = Path("run/checkpoints").glob("step-*/state.json")
-    told = json.loads(state.read_text())
-    config = told["config"]
-    for part, key in ((config, "nonfinite"), (config["optim"], "eps"), (config["callbacks"]["events"], "every")):
-        del part[key]
-    state.write_text(json.dumps(told))
+    saved = json.loads(state.read_text())
+    config = saved["config"]
+    for section, key in ((config, "nonfinite"), (config["optim"], "eps"), (config["callbacks"]["events"], "every")):
+        del section[key]
+    state.write_text(json.dumps(saved))
     manifest = json.loads(state.with_name("manifest.json").read_text())
     manifest["files"][state.name] = {
         "bytes": state.stat().st_size, "sha256": hashlib.sha256(state.read_bytes()).hexdigest(),
@@ -121,7 +123,7 @@ def test_a_setting_that_is_new_since_the_checkpoint_is_told_and_no_difference_at
     assert "optim.eps was 1e-08 and is 1e-07" in capsys.readouterr().err
 
 
-def test_files_that_changed_since_are_noticed(capsys):
+def test_resuming_after_a_change_of_data_or_base_is_rejected(capsys):
     run(*settings("ggml"), "steps=2", "hydra.run.dir=first")
     shutil.copy("first/model.gguf", "base.gguf")
     run("recipe=full", "recipe.base=base.gguf", "data=text", "data.path=book.txt", "model.context=16", "engine=ggml",
@@ -138,7 +140,7 @@ def test_files_that_changed_since_are_noticed(capsys):
     assert "base was " in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(capsys):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(capsys):
     run(*settings("ggml"), "steps=12", "hydra.run.dir=whole/run")
     run(*settings("ggml"), "steps=6", "hydra.run.dir=begun/run")
     arrays = Path("begun/run/checkpoints/step-6", checkpoint.ARRAYS)
@@ -149,12 +151,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(capsys):
     assert "begun/run/checkpoints/step-6/state.safetensors: does not match the manifest" in out
     assert "using the previous checkpoint" in out
     assert "resumed from step 4; changed: steps 6 -> 12" in out
-    whole, begun = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
-    assert begun.files == whole.files
+    uninterrupted, resumed = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
+    assert resumed.files == uninterrupted.files
     assert losses("begun/run") == losses("whole/run")
 
 
-def test_auto_begins_goes_on_and_is_content(capsys):
+def test_resume_auto_starts_resumes_or_reports_a_complete_run(capsys):
     base = [*settings("ggml"), "name=tale", "resume=auto"]
     run(*base, "steps=2")
     assert "no run named tale with a checkpoint" in capsys.readouterr().out
@@ -165,13 +167,13 @@ def test_auto_begins_goes_on_and_is_content(capsys):
     (directory,) = Path("outputs/tale").iterdir()
     assert len(losses(directory)) == 4
     assert main([*base, "steps=6", "seed=1"]) == 2
-    told = capsys.readouterr().err
-    assert "seed was 0 and is 1; to start a new run, set another name=..." in told
+    error = capsys.readouterr().err
+    assert "seed was 0 and is 1; to start a new run, set another name=..." in error
     run(*settings("ggml"), "name=other", "steps=2", "resume=auto")
     assert [p.name for p in Path("outputs").iterdir() if p.name == "other"]
 
 
-def test_steps_before_the_checkpoint_are_refused(capsys):
+def test_fewer_steps_than_the_checkpoint_has_are_rejected(capsys):
     run(*settings("ggml"), "steps=4", "hydra.run.dir=run")
     capsys.readouterr()
     assert main(["resume=run", "steps=3"]) == 2

@@ -56,11 +56,11 @@ class Results:
 class CapturedCall:
     """A call that is rehearsed twice and then recorded, like a graph."""
 
-    made: list = []
+    instances: list = []
 
     def __init__(self, title, work, rehearse, pool, uncaptured_reason=""):
         self._work, self._rehearse, self.uncaptured_reason, self._ready = work, rehearse, uncaptured_reason, False
-        self.made.append(self)
+        self.instances.append(self)
 
     def prepare(self):
         if not self._ready:
@@ -78,12 +78,12 @@ class CapturedCall:
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    for it in (Inputs, Results, CapturedCall):
-        monkeypatch.setattr(stack_step, it.__name__, it)
-    monkeypatch.setattr(CapturedCall, "made", [])
+    for stand_in in (Inputs, Results, CapturedCall):
+        monkeypatch.setattr(stack_step, stand_in.__name__, stand_in)
+    monkeypatch.setattr(CapturedCall, "instances", [])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(stack.TorchStack, "on_gpu", True)
-    return CapturedCall.made
+    return CapturedCall.instances
 
 
 def assert_as_alone(jobs, losses, sessions, steps):
@@ -96,23 +96,23 @@ def assert_as_alone(jobs, losses, sessions, steps):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_steps_are_those_of_each_run_alone_also_when_they_are_launched_ahead(name, ahead):
+def test_steps_launched_ahead_have_the_losses_of_each_run_alone(name, ahead):
     jobs = make_jobs("llama", OPTIMISERS[name], accumulate=2, rows=2, grad_clip=0.3, skip_nonfinite=True)
     stack, sessions = build_stack(jobs, EXACT)
     assert all(session.depth == 16 for session in sessions)
-    losses, under_way = [[] for _ in jobs], [[] for _ in jobs]
+    losses, pending = [[] for _ in jobs], [[] for _ in jobs]
     for step in range(7):
         for i, wait in enumerate(begin_all(stack, jobs, step)):
-            under_way[i].append(wait)
-        for i, waits in enumerate(under_way):
+            pending[i].append(wait)
+        for i, waits in enumerate(pending):
             if len(waits) > ahead:
                 losses[i].append(waits.pop(0)())
-    for i, waits in enumerate(under_way):
+    for i, waits in enumerate(pending):
         losses[i] += [wait() for wait in waits]
     assert_as_alone(jobs, losses, sessions, 7)
 
 
-def test_more_steps_may_be_begun_than_numbers_are_kept_of(graphs):
+def test_more_steps_can_be_launched_than_there_are_result_buffers(graphs):
     jobs = make_jobs("llama", OPTIMISERS["adamw"], accumulate=2, rows=2)
     stack, sessions = build_stack(jobs, EXACT)
     waits = [begin_all(stack, jobs, step) for step in range(24)]
@@ -120,7 +120,7 @@ def test_more_steps_may_be_begun_than_numbers_are_kept_of(graphs):
     assert len(graphs) == 2
 
 
-def test_a_step_that_cannot_be_begun_leaves_the_numbers_of_those_before(monkeypatch):
+def test_a_step_that_fails_to_launch_does_not_change_earlier_results(monkeypatch):
     (job, *_) = jobs = make_jobs("llama", OPTIMISERS["adamw"])
     stack, _ = build_stack(jobs, EXACT)
     waits = [begin(stack, jobs, {0: step})[0] for step in range(8)]
@@ -130,19 +130,19 @@ def test_a_step_that_cannot_be_begun_leaves_the_numbers_of_those_before(monkeypa
             begin(stack, jobs, {0: 8})
     for step in range(8, 20):
         begin(stack, jobs, {0: step})
-    theirs, _ = train_alone(job, 8, EXACT)
-    np.testing.assert_allclose([wait() for wait in waits], theirs, rtol=1e-11)
+    expected, _ = train_alone(job, 8, EXACT)
+    np.testing.assert_allclose([wait() for wait in waits], expected, rtol=1e-11)
 
 
-def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
+def test_a_run_that_takes_no_step_keeps_its_state(graphs):
     jobs = make_jobs("llama", ADAMW)
     stack, sessions = build_stack(jobs, EXACT)
     before = sessions[1].snapshot()
     losses = [[], [], []]
     for step in range(5):
-        going = [0, 2] if step < 3 else [0, 1, 2]
-        steps = {i: step - 3 if i == 1 else step for i in going}
-        for i, wait in zip(going, begin(stack, jobs, steps), strict=True):
+        active = [0, 2] if step < 3 else [0, 1, 2]
+        steps = {i: step - 3 if i == 1 else step for i in active}
+        for i, wait in zip(active, begin(stack, jobs, steps), strict=True):
             losses[i].append(wait())
         if step == 2:
             assert all(np.array_equal(values, before[name]) for name, values in sessions[1].snapshot().items())
@@ -151,49 +151,51 @@ def test_a_run_that_asks_for_no_step_keeps_all_that_it_has(graphs):
     assert len(graphs) == 2  # one for the step and one for the held-out loss
 
 
-def test_a_graph_is_made_anew_when_enough_runs_have_left(graphs):
+def test_the_graph_is_captured_again_when_enough_runs_have_ended(graphs):
     optimisers = [(AdamWOptimiser(mode="lora", weight_decay=0.1), 0.01 / (1 + i)) for i in range(6)]
     jobs = make_jobs("llama", optimisers)
     stack, sessions = build_stack(jobs, EXACT)
-    lengths, losses, steps = [2, 6, 4, 6, 4, 6], [[] for _ in jobs], []
+    lengths, losses, capture_counts = [2, 6, 4, 6, 4, 6], [[] for _ in jobs], []
     for step in range(6):
-        going = [i for i in range(6) if step < lengths[i]]
-        for i, wait in zip(going, begin(stack, jobs, dict.fromkeys(going, step)), strict=True):
+        active = [i for i in range(6) if step < lengths[i]]
+        for i, wait in zip(active, begin(stack, jobs, dict.fromkeys(active, step)), strict=True):
             losses[i].append(wait())
-        steps.append(len(graphs) // 2)
+        capture_counts.append(len(graphs) // 2)
         for i in range(6):
             if lengths[i] == step + 1 < 6:
                 sessions[i].close()
-    assert steps == [1, 1, 1, 1, 2, 2]  # five of six are enough, three are not
+    assert capture_counts == [1, 1, 1, 1, 2, 2]  # five of six are enough, three are not
     for job, ours, count in zip(jobs, losses, lengths, strict=True):
         assert_as_alone([job], [ours], None, count)
 
 
-def test_losses_of_several_runs_are_computed_together_and_are_those_of_each(graphs):
+def test_held_out_losses_computed_together_are_those_of_each_run(graphs):
     jobs = make_jobs("llama", ADAMW)
     stack, sessions = build_stack(jobs, EXACT)
     take_all(stack, jobs, 0)
     held_out = [[add_weights(batches(3, 9).batch(k), k) for k in range(count)] for count in (3, 1, 2)]
-    found = [wait() for wait in stack.losses(dict(enumerate(held_out))).values()]
-    for job, own, loss in zip(jobs, held_out, found, strict=True):
+    losses = [wait() for wait in stack.losses(dict(enumerate(held_out))).values()]
+    for job, batches_of_job, loss in zip(jobs, held_out, losses, strict=True):
         with build_sessions([EXACT.realize(job.plan)])[0] as other:
             job.step(other, 0)
-            assert loss == pytest.approx(other.evaluate(own), rel=1e-12)
-    assert sessions[1].evaluate(held_out[1]) == pytest.approx(found[1], rel=1e-12)
+            assert loss == pytest.approx(other.evaluate(batches_of_job), rel=1e-12)
+    assert sessions[1].evaluate(held_out[1]) == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_loops_run_ahead_and_hear_what_they_hear_alone(tmp_path):
+def test_loops_that_launch_ahead_report_the_same_events_as_alone(tmp_path):
     jobs = make_jobs("llama", ADAMW)
-    how = [(9, 3, 0), (9, 4, 0), (6, 2, 0)]
+    schedules = [(9, 3, 0), (9, 4, 0), (6, 2, 0)]
     stack, sessions = build_stack(jobs, EXACT)
-    runs = [make_training(job, s, tmp_path, *of) for job, s, of in zip(jobs, sessions, how, strict=True)]
-    for watch, _ in runs:
+    loops = [
+        make_training(job, s, tmp_path, *schedule) for job, s, schedule in zip(jobs, sessions, schedules, strict=True)
+    ]
+    for watch, _ in loops:
         watch.should_wait = lambda step: False
-    ends = drive([it.requests() for _, it in runs], stack)
+    ends = drive([loop.requests() for _, loop in loops], stack)
     assert [end.steps for end in ends] == [9, 9, 6]
-    for job, of, (ours, _) in zip(jobs, how, runs, strict=True):
+    for job, schedule, (ours, _) in zip(jobs, schedules, loops, strict=True):
         with build_sessions([EXACT.realize(job.plan)])[0] as session:
-            theirs, it = make_training(job, session, tmp_path, *of)
-            it.train()
+            theirs, loop = make_training(job, session, tmp_path, *schedule)
+            loop.train()
         np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-9)
         np.testing.assert_allclose(ours.evals, theirs.evals, rtol=1e-9)

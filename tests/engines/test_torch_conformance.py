@@ -55,7 +55,7 @@ class TestMPS(EngineSuite):
     gradient_rtol = 5e-4
 
 
-def test_a_gpu_that_is_not_there_is_opened_by_nobody_and_told_of_by_whoever_needs_it(monkeypatch):
+def test_waking_a_gpu_tries_once_per_process_and_ignores_failure(monkeypatch):
     monkeypatch.setattr(engines, "CUDA_IS_OPEN", threading.Event())
     opened = []
     monkeypatch.setattr(
@@ -65,7 +65,7 @@ def test_a_gpu_that_is_not_there_is_opened_by_nobody_and_told_of_by_whoever_need
     with monkeypatch.context() as patch:
         patch.setattr(engines, "started_ranks", lambda: SimpleNamespace(count=2))
         TorchCUDA().wake()
-    assert not engines.CUDA_IS_OPEN.is_set(), "each rank opens a device of its own, later"
+    assert not engines.CUDA_IS_OPEN.is_set(), "a run with several ranks opened a device here"
     for _ in range(2):  # a process opens it once for all its runs
         TorchCUDA().wake()
     for thread in threading.enumerate():
@@ -74,22 +74,22 @@ def test_a_gpu_that_is_not_there_is_opened_by_nobody_and_told_of_by_whoever_need
     assert opened == [1]
 
 
-def test_a_gpu_that_is_to_be_deterministic_is_opened_without_cublas(monkeypatch):
+def test_a_deterministic_gpu_is_opened_without_cublas(monkeypatch):
     """cuBLAS reads its settings at first use, and the session sets them later."""
-    multiplied = []
+    products = []
 
-    class Some:
+    class Matrix:
         def __matmul__(self, other):
-            multiplied.append(other)
+            products.append(other)
 
-    monkeypatch.setattr(engines, "import_torch", lambda: SimpleNamespace(ones=lambda *_, **__: Some()))
+    monkeypatch.setattr(engines, "import_torch", lambda: SimpleNamespace(ones=lambda *_, **__: Matrix()))
     engines._open_cuda(deterministic=True)
-    assert not multiplied
+    assert not products
     engines._open_cuda(deterministic=False)
-    assert len(multiplied) == 1
+    assert len(products) == 1
 
 
-def test_a_run_opens_its_device_before_its_data_and_goes_on_where_that_fails(monkeypatch, tmp_path):
+def test_a_run_opens_its_device_before_its_data_and_ignores_failure(monkeypatch, tmp_path):
     order = []
     monkeypatch.setattr(NullEngine, "wake", lambda self: order.append("device") or 1 / 0)
     monkeypatch.setattr(

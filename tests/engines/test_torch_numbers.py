@@ -41,7 +41,7 @@ def reference_backward(the_plan, weights, batch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_logits_and_every_gradient_of_a_model(name):
+def test_loss_logits_and_every_gradient_agree_with_float64(name):
     the_plan, batch = plan(name), add_weights(batches().batch(0))
     logits, value, grads = reference_backward(the_plan, reference_weights(the_plan), batch)
     with build_session(the_plan) as session:
@@ -54,7 +54,7 @@ def test_loss_logits_and_every_gradient_of_a_model(name):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_ten_adamw_steps_of_a_model(name, mode):
+def test_ten_adamw_steps_agree_with_float64(name, mode):
     settings = dataclasses.replace(MODES[mode], lr=1e-3, weight_decay=0.1)
     the_plan = plan(name)
     weights = reference_weights(the_plan)
@@ -80,7 +80,7 @@ def test_ten_adamw_steps_of_a_model(name, mode):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_mode_lora_is_torch_optim_adamw(name):
+def test_mode_lora_equals_torch_optim_adamw(name):
     """In float64, so that only the formula can differ."""
     the_plan = plan(name)
     weights = reference_weights(the_plan)
@@ -108,7 +108,7 @@ def test_mode_lora_is_torch_optim_adamw(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_mode_from_scratch_in_float64(name):
+def test_mode_from_scratch_agrees_with_float64(name):
     the_plan = plan(name)
     weights = reference_weights(the_plan)
     moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in weights.items()}
@@ -130,12 +130,12 @@ def test_mode_from_scratch_in_float64(name):
 def test_rope_may_start_at_a_later_position():
     """A decoder that caches keys of earlier positions does this."""
     rotary, x = Rotary(100.0, scale=2.0, factors=(1.0, 3.0), halves=True), torch.randn(2, 9, 3, 4)
-    ops, late = TorchOps(), TorchOps()
-    late.start = 6
-    torch.testing.assert_close(late.rope(x[:, 6:], rotary), ops.rope(x, rotary)[:, 6:])
+    ops, ops_from_6 = TorchOps(), TorchOps()
+    ops_from_6.start = 6
+    torch.testing.assert_close(ops_from_6.rope(x[:, 6:], rotary), ops.rope(x, rotary)[:, 6:])
 
 
-def curve(the_plan, steps, total_rows=8, **settings):
+def loss_curve(the_plan, steps, total_rows=8, **settings):
     data = batches(rows=total_rows)
     with build_session(the_plan, **settings) as session:
         hps = (AdamW.for_from_scratch().hp_for_step(s) for s in range(steps))
@@ -144,72 +144,76 @@ def curve(the_plan, steps, total_rows=8, **settings):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_50_steps_repeat_to_the_bit(name):
-    assert curve(plan(name, rows=8), 50) == curve(plan(name, rows=8), 50)
+    assert loss_curve(plan(name, rows=8), 50) == loss_curve(plan(name, rows=8), 50)
 
 
 @pytest.mark.parametrize(
     ("name", "steps"), [("llama", 40), *(pytest.param(n, 200, marks=pytest.mark.full) for n in ("llama", "gpt2"))]
 )
 def test_accumulation_of_4_gives_the_same_curve_within_rounding(name, steps):
-    whole = curve(plan(name, rows=8), steps)
-    parts = curve(plan(name, rows=2, accumulate=4), steps)
+    one_batch = loss_curve(plan(name, rows=8), steps)
+    accumulated = loss_curve(plan(name, rows=2, accumulate=4), steps)
     # A different order of sums changes the last bits, and the differences grow over 200 steps.
-    np.testing.assert_allclose(whole, parts, rtol=2e-4)
+    np.testing.assert_allclose(one_batch, accumulated, rtol=2e-4)
 
 
-def test_a_compiled_step_is_one_graph_that_gives_the_eager_curve(monkeypatch):
-    """It is traced ahead of time but runs PyTorch's own kernels, because a compiler would take a minute."""
+def test_a_compiled_step_is_one_graph_with_the_eager_losses(monkeypatch):
+    """The step is traced and differentiated ahead of time, and run by PyTorch's own kernels; compiling them would take
+    a minute.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     the_plan = plan("llama", rows=8)
-    np.testing.assert_allclose(curve(the_plan, 5, compile=True), curve(the_plan, 5), rtol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1, "it is traced once"
+    np.testing.assert_allclose(loss_curve(the_plan, 5, compile=True), loss_curve(the_plan, 5), rtol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1, "the step is traced more than once"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_compiled_curve_is_the_eager_one(name):
-    np.testing.assert_allclose(curve(plan(name, rows=8), 20, compile=True), curve(plan(name, rows=8), 20), rtol=1e-4)
+def test_compiled_losses_agree_with_eager_losses(name):
+    np.testing.assert_allclose(
+        loss_curve(plan(name, rows=8), 20, compile=True), loss_curve(plan(name, rows=8), 20), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_bfloat16_follows_float32(name):
+def test_bfloat16_losses_are_near_those_of_float32(name):
     # bfloat16 keeps 8 bits: a relative error of 1/256 in every activation.
     np.testing.assert_allclose(
-        curve(plan(name, rows=8), 30, dtype="bfloat16"), curve(plan(name, rows=8), 30), rtol=2e-2
+        loss_curve(plan(name, rows=8), 30, dtype="bfloat16"), loss_curve(plan(name, rows=8), 30), rtol=2e-2
     )
 
 
 @pytest.mark.parametrize("optimiser", [SGD(weight_decay=0.1), Lion(weight_decay=0.1)], ids=["sgd", "lion"])
-def test_steps_of_a_vector_in_pieces_are_those_of_the_whole(monkeypatch, optimiser):
-    """Bit for bit, wherever pieces end within tensors, groups and their state."""
-    the_plan, found = apply_optimiser(plan("llama"), optimiser, 0.01), []
+def test_updating_a_vector_in_pieces_is_bit_identical(monkeypatch, optimiser):
+    """Pieces may end anywhere within tensors, groups and their state."""
+    the_plan, snapshots = apply_optimiser(plan("llama"), optimiser, 0.01), []
     for size in (update.CHUNK, 1000, 7919):
         monkeypatch.setattr(update, "CHUNK", size)
         with build_session(the_plan) as session:
             for step in range(3):
                 session.step(batches().batch(step), the_plan.numbers(step, 0.01))
-            found.append(session.snapshot())
-    for pieces in found[1:]:
-        for name, whole in found[0].items():
-            np.testing.assert_array_equal(pieces[name], whole, err_msg=name)
+            snapshots.append(session.snapshot())
+    for pieces in snapshots[1:]:
+        for name, expected in snapshots[0].items():
+            np.testing.assert_array_equal(pieces[name], expected, err_msg=name)
 
 
-def test_a_snapshot_of_another_session_is_not_overwritten_and_one_of_its_own_is():
-    """Both sessions have the same plan, so names and shapes are equal, but not the vectors."""
+def test_a_session_reuses_its_own_snapshot_but_not_that_of_another_session():
+    """The sessions have the same plan: their arrays have the same names and shapes but lie in different vectors."""
     with build_session(plan("llama")) as one, build_session(plan("llama", seed=1)) as other:
-        first, wanted = one.snapshot(), other.snapshot()
+        first, expected = one.snapshot(), other.snapshot()
         before = {name: array.copy() for name, array in first.items()}
-        found = other.snapshot(into=first)
-        for name, array in wanted.items():
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
+        second = other.snapshot(into=first)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(second[name], array, err_msg=name)
             np.testing.assert_array_equal(first[name], before[name], err_msg=name)
         assert one.snapshot(into=first) is first
 
 
-def test_a_session_leaves_the_process_settings_alone():
+def test_a_session_restores_process_wide_settings():
     before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
-    curve(plan("llama", rows=8), 2, threads=1, deterministic=True)
+    loss_curve(plan("llama", rows=8), 2, threads=1, deterministic=True)
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
 
 
@@ -229,7 +233,7 @@ def test_clipping_limits_the_norm_that_reaches_adamw():
 
 
 def test_a_run_never_imports_the_compiler(tmp_path):
-    """It takes a second and 70 MB, and only engine.compile=true needs it."""
+    """The import takes a second and 70 MB, and only engine.compile=true needs it."""
     code = (
         "import sys\n"
         "from toyexp.cli.main import main\n"

@@ -34,16 +34,16 @@ def token_bytes(kind, rows=40, below=256):
     return np.random.default_rng(KINDS[kind]).integers(0, below, (rows, width // per_block * block_bytes), np.uint8)
 
 
-def assert_same_bits(found, expected):
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    whole = {4: torch.int32, 2: torch.int16, 8: torch.int64}[found.itemsize]
-    same = found.contiguous().view(whole) == expected.contiguous().view(whole)
-    assert bool((same | found.isnan() & expected.isnan()).all())
+def assert_same_bits(values, expected):
+    assert values.dtype == expected.dtype
+    assert values.shape == expected.shape
+    integer_type = {4: torch.int32, 2: torch.int16, 8: torch.int64}[values.itemsize]
+    same = values.contiguous().view(integer_type) == expected.contiguous().view(integer_type)
+    assert bool((same | values.isnan() & expected.isnan()).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_type_is_what_gguf_py_makes_of_it_rounded_once(kind, monkeypatch):
+def test_every_type_equals_gguf_pys_values_rounded_once(kind, monkeypatch):
     monkeypatch.setattr(unpack, "CHUNK", 16 * 256)  # several chunks, and a shorter one
     raw = np.concatenate([token_bytes(kind), token_bytes(kind, below=0x3C), np.zeros_like(token_bytes(kind, rows=1))])
     expected = torch.from_numpy(dequantise(raw, KINDS[kind]))
@@ -55,21 +55,21 @@ def test_every_type_is_what_gguf_py_makes_of_it_rounded_once(kind, monkeypatch):
         assert_same_bits(packed.dense(ids), expected[[80, 0, 0, 41]].to(dtype))
 
 
-def test_other_types_are_read_as_numbers(tmp_path):
+def test_types_without_an_unpacker_are_dequantised_with_a_warning(tmp_path):
     model = write_base(tmp_path / "base.gguf", "llama", d_model=256, d_ff=512)
-    for name, kept in (("Q8_0", True), ("MXFP4", False)):
+    for name, stays_packed in (("Q8_0", True), ("MXFP4", False)):
         kind = GGMLQuantizationType[name]
         path = requantise(tmp_path / "base.gguf", tmp_path / f"{name}.gguf", kind, lambda x, k=kind: quantize(x, k))
         plan = Lora(base=str(path), rank=4).plan(model, Setup(batches().inputs, rows=3))
         engine = TorchCPU(packed=True)
         with engine.realize(apply_optimiser(plan, AdamWOptimiser().with_mode("lora"), 1e-2)) as session:
-            held = session._tensors["blk.0.attn_q.weight"]
-        assert isinstance(held, Packed) is kept
-        told = list(engine.warnings(RunPreview({}, None, None, plan)))
-        assert told == [] if kept else "no effect on MXFP4" in told[0]
+            weight = session._tensors["blk.0.attn_q.weight"]
+        assert isinstance(weight, Packed) is stays_packed
+        warnings = list(engine.warnings(RunPreview({}, None, None, plan)))
+        assert warnings == [] if stays_packed else "no effect on MXFP4" in warnings[0]
 
 
-def test_where_there_is_no_triton_the_ops_do_it(monkeypatch):
+def test_without_triton_torch_ops_unpack(monkeypatch):
     monkeypatch.setitem(sys.modules, "toyexp_torch.kernels.unpack", None)
     monkeypatch.delattr(toyexp_torch.kernels, "unpack", raising=False)
     assert unpack._choose_gpu_unpacker.__wrapped__() is unpack._unpack_blocks
@@ -90,20 +90,24 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", IN_TRITON)
-def test_a_kernel_in_triton_makes_the_same_of_any_number_of_blocks(kind, kernels):
+def test_a_triton_kernel_agrees_with_gguf_py_for_any_number_of_blocks(kind, kernels):
     _, per_block, block_bytes = GGUF_TYPES[KINDS[kind]]
-    whole = kernels.NUMBERS // per_block  # blocks per program
-    blocks = token_bytes(kind, rows=3 * whole).reshape(-1, block_bytes)
+    blocks_per_program = kernels.NUMBERS // per_block  # blocks per program
+    blocks = token_bytes(kind, rows=3 * blocks_per_program).reshape(-1, block_bytes)
     # The interpreter truncates to bfloat16, while a GPU rounds.
-    for count, dtype in zip((0, 1, whole, 2 * whole + 3), ("float32", "float64", "float16", "float32"), strict=True):
+    for count, dtype in zip(
+        (0, 1, blocks_per_program, 2 * blocks_per_program + 3),
+        ("float32", "float64", "float16", "float32"),
+        strict=True,
+    ):
         expected = torch.from_numpy(dequantise(blocks[:count], KINDS[kind]) if count else np.zeros(0, np.float32))
         with np.errstate(all="ignore"):  # some scales are NaN
             flat = torch.from_numpy(blocks[:count]).flatten()
-            found = kernels.unpack_blocks(flat, kind, getattr(torch, dtype))
-        assert_same_bits(found, expected.flatten().to(found.dtype))
+            values = kernels.unpack_blocks(flat, kind, getattr(torch, dtype))
+        assert_same_bits(values, expected.flatten().to(values.dtype))
 
 
-def test_as_one_op_of_a_compiled_step_it_keeps_torchs_rules():
+def test_the_unpacking_op_passes_torchs_checks_of_custom_ops():
     raw = torch.from_numpy(token_bytes("Q5_K", below=0x3C))
     torch.library.opcheck(unpack.unpack_op, (raw, "Q5_K", torch.bfloat16))
 
@@ -128,48 +132,48 @@ def multiply_thrice(product, matrices, x, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["plain", "recomputed"])
-def test_products_and_gradients_are_those_of_the_numbers(how, dtype):
+@pytest.mark.parametrize("mode", ["plain", "recomputed"])
+def test_products_and_gradients_agree_with_dequantised_matrices(mode, dtype):
     x, matrices = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)), [matrix(i) for i in range(3)]
 
     def packed(x, w):
-        return recompute_in_backward(w.product, x) if how == "recomputed" else w.product(x)
+        return recompute_in_backward(w.product, x) if mode == "recomputed" else w.product(x)
 
-    found = multiply_thrice(packed, matrices, x, dtype)
+    results = multiply_thrice(packed, matrices, x, dtype)
     expected = multiply_thrice(torch.nn.functional.linear, [w.dense() for w in matrices], x, dtype)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    for value, wanted_value in zip(results, expected, strict=True):
+        torch.testing.assert_close(value, wanted_value, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiled_step_is_whole_and_keeps_bytes_and_no_numbers(dtype):
+def test_a_compiled_step_is_one_graph_and_saves_packed_bytes_for_the_backward_pass(dtype):
     # Imported here because torch's compiler takes a second to load.
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    x, matrices, kept = torch.randn(5, 256), [matrix(i) for i in range(3)], []
+    x, matrices, saved_values = torch.randn(5, 256), [matrix(i) for i in range(3)], []
 
     def forward(graph, inputs):
         *_, last = graph.graph.nodes
-        kept.extend(node.meta["val"] for node in last.args[0][1:] if isinstance(node, torch.fx.Node))
+        saved_values.extend(node.meta["val"] for node in last.args[0][1:] if isinstance(node, torch.fx.Node))
         return make_boxed_func(graph.forward)
 
     def backward(graph, inputs):
         return make_boxed_func(graph.forward)
 
-    def three(x):
+    def multiply_three_times(x):
         for w in matrices:
             x = torch.nn.functional.silu(w.product(x))
         return x
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
-    products = torch.compile(three, backend=backend, fullgraph=True, dynamic=False)
+    products = torch.compile(multiply_three_times, backend=backend, fullgraph=True, dynamic=False)
     expected = multiply_thrice(lambda x, w: w.product(x), matrices, x, dtype)
     x = x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         y = products(x)
     y.float().sum().backward()
-    for one, other in zip((y.detach(), x.grad), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    assert sum(value.dtype == torch.uint8 for value in kept) == 3
-    assert all(value.numel() < 256 * 256 for value in kept)
+    for result, wanted_result in zip((y.detach(), x.grad), expected, strict=True):
+        torch.testing.assert_close(result, wanted_result, rtol=1e-5, atol=1e-7)
+    assert sum(value.dtype == torch.uint8 for value in saved_values) == 3
+    assert all(value.numel() < 256 * 256 for value in saved_values)

@@ -58,7 +58,7 @@ def images_and_batch(plan, k=0, rows=6):
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_loss_logits_and_every_gradient(engine, block):
+def test_loss_logits_and_every_gradient_agree_with_float64(engine, block):
     plan, values = make_plan(block)
     images, batch = images_and_batch(plan)
     weights = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
@@ -77,7 +77,7 @@ def test_loss_logits_and_every_gradient(engine, block):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_ten_steps_are_the_formulas(engine):
+def test_ten_steps_agree_with_float64(engine):
     plan, values = make_plan("layernorm_gelu")
     settings = dataclasses.replace(AdamW.for_from_scratch(), lr=1e-3, weight_decay=0.1)
     weights = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
@@ -119,20 +119,20 @@ def test_micro_batches_give_the_same_curve_and_the_same_accuracy(engine):
     assert curves[0][-1] < curves[0][0]
 
 
-def test_accuracy_counts_the_images_that_weigh_something():
+def test_accuracy_counts_the_images_with_a_weight():
     plan, values = make_plan("layernorm_gelu")
     batches = plan.model.batches(DATA, 16, 0).held_out()  # more rows than the plan's, including padding
     assert sum(len(b["targets"]) for b in batches) > len(DATA.held_out[1]) == sum(b["weights"].sum() for b in batches)
     images = torch.from_numpy((DATA.held_out[0] / 255 - DATA.mean) / DATA.std)
     weights = {n: torch.from_numpy(v).double() for n, v in values.items()}
-    right = vit(weights, plan.model, images).argmax(-1).numpy() == DATA.held_out[1]
+    is_correct = vit(weights, plan.model, images).argmax(-1).numpy() == DATA.held_out[1]
     with build_session("torch", plan, values) as session:
-        assert plan.model.scores(session.logits, batches) == {"accuracy": pytest.approx(right.mean())}
-    assert 0 < right.mean() < 1, "the test can tell"
+        assert plan.model.scores(session.logits, batches) == {"accuracy": pytest.approx(is_correct.mean())}
+    assert 0 < is_correct.mean() < 1, "an accuracy of 0 or 1 would prove nothing"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_class_the_model_does_not_have_is_refused_before_it_reaches_the_device(engine):
+def test_an_unknown_class_is_rejected_before_it_reaches_the_device(engine):
     plan, values = make_plan("layernorm_gelu")
     _, batch = images_and_batch(plan)
     with build_session(engine, plan, values) as session:

@@ -25,7 +25,7 @@ from toyexp.training.resume import load_resume_state as load_run
 
 REGISTRY = load()
 ENGINES = ("cpu", "ggml", "metal")
-CELLS = sorted((cell.recipe, cell.model, engine) for cell in cells(REGISTRY) for engine in ENGINES if not cell.refused)
+CELLS = sorted((cell.recipe, cell.model, engine) for cell in cells(REGISTRY) for engine in ENGINES if not cell.reason)
 
 
 @pytest.fixture(scope="module")

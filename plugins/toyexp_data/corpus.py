@@ -240,7 +240,7 @@ def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
     if not found.files:
         more = "".join(f" ({skipped})" for skipped in found.skipped())
         raise UserError(
-            f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{more};"
+            f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{more}; "
             "choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"
         )
     return found

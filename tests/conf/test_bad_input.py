@@ -627,8 +627,8 @@ def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ('hydra.run.dir="a\nb"', "hydra.run.dir=a\\nb: holds '\\n'"),
-        ("name=a\u202eb", "name=a\\u202eb: holds '\\u202e'"),
+        ('hydra.run.dir="a\nb"', "hydra.run.dir=a\\nb: contains the invisible character '\\n'"),
+        ("name=a\u202eb", "name=a\\u202eb: contains the invisible character '\\u202e'"),
         ("name=a\udc80b", "name=a\\udc80b: is not valid UTF-8"),
         ("data.path=b\udcffk.txt", "data.path=b\\udcffk.txt: is not valid UTF-8"),
     ],
@@ -682,7 +682,7 @@ TOYC = struct.Struct("<4sIII")
         (None, "data=text data.path=~no-user/x", ["data.path=~no-user/x", "unknown home directory ~no-user"]),
         (None, "data=text data.path=missing.txt", ["data.path=missing.txt: not found", "looked in"]),
         (b"caf\xe9", "data=text data.path=file", ["file: not UTF-8", "byte 3", "0xe9"]),
-        (b"", "data=text data.path=file", ["there is no text"]),
+        (b"", "data=text data.path=file", ["found no text"]),
         (b"abc", "data=text data.path=file", ["model.context=64 is longer than", "4 tokens"]),
         (b"a" * 9000, "data=text data.path=file model.context=10000", ["model.context=10000 is longer than"]),
         (b"a" * 9000, "data=text data.path=file model.vocab=9", ["model.vocab=9", "(0..256)"]),

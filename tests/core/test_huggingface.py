@@ -176,7 +176,9 @@ def test_missing_or_mismatching_parts_are_reported(capsys):
     values["blk.0.ffn_up.weight"][1, 2] = 1e5
     write_model(Path("big.gguf"), model, values, Bytes())
     assert main(["export", "big.gguf", "--type", "hf-f16"]) == 0
-    assert "model.layers.0.mlp.up_proj.weight holds numbers up to 1e+05, which F16 cannot" in capsys.readouterr().out
+    assert (
+        "model.layers.0.mlp.up_proj.weight holds numbers up to 1e+05, more than F16 can hold" in capsys.readouterr().out
+    )
 
 
 def test_force_replaces_only_directories_of_the_same_format(capsys):
@@ -370,12 +372,12 @@ def published(vocab=257, **keys):
     [
         ("llama", {}, Bytes(), "it has no byte tokenizer"),
         ("qwen2", {}, Characters.from_texts(["abc"]), "it has no char tokenizer"),
-        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "trained here"),
+        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "trained by toyexp"),
         ("llama", {}, None, "no tokenizer"),
         ("llama", {}, published(), ""),
         ("llama", {}, sentencepiece(), ""),
         ("llama", {}, sentencepiece(prefix=False), ""),
-        ("llama", {}, sentencepiece(unknown=0), "token of the type unknown"),
+        ("llama", {}, sentencepiece(unknown=0), "token of type unknown"),
         ("qwen2", {}, sentencepiece(), ""),
         ("qwen2", {}, sentencepiece(prefix=False), "add_space_prefix=true"),
         ("qwen3", {}, published(), ""),
@@ -386,7 +388,7 @@ def published(vocab=257, **keys):
         ("gemma", {"rope_scale": 2.0}, sentencepiece(prefix=False), "rope_scale"),
         ("gpt2", {"d_ff": 128}, published(), ""),
         ("gpt2", {"d_ff": 128}, published(50257, **{"ggml.pre": "gpt-2"}), ""),
-        ("gpt2", {"d_ff": 128}, published(50256, **{"ggml.pre": "gpt-2"}), "trained here"),
+        ("gpt2", {"d_ff": 128}, published(50256, **{"ggml.pre": "gpt-2"}), "trained by toyexp"),
         ("gpt2", {}, published(), "d_ff=4*d_model"),
         ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
     ],

@@ -97,7 +97,7 @@ class ImageDataset(Dataset):
         if unknown:
             names = printable(", ".join(known))
             raise UserError(
-                f"the data has the class {printable(unknown[0])}, but the model knows {names};"
+                f"the data has the class {printable(unknown[0])}, but the model knows {names}; "
                 "to train a new output layer for them: recipe=full recipe.new_head=true"
             )
         numbers = np.array([known.index(name) for name in self.classes], np.int32)

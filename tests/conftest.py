@@ -6,29 +6,31 @@ import sys
 
 import pytest
 
-# Tests share two cores with whatever else runs: a waiting thread that spins costs the others their time, up to a
-# factor of ten. Read by OpenMP when the first library that uses it loads.
+# Tests share two cores with other processes: threads that spin while waiting slow the others down up to ten times.
+# OpenMP reads this when the first library that uses it loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
-# What tests compute outside of an engine is small: on several threads it takes longer. Engines set their own number.
+# Computations outside of engines are small and slower on several threads. Engines set their own number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure():
-    """What tests import and start is compiled once, also where Python is told to keep no bytecode.
+    """Enable the bytecode cache, also with PYTHONDONTWRITEBYTECODE, so that child processes start faster.
 
-    It is kept where Python keeps it: in a place of its own (PYTHONPYCACHEPREFIX) torch would be compiled once more.
+    The cache stays in its usual directory: with another PYTHONPYCACHEPREFIX, torch would be compiled again.
     """
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.fsync = os.fstat  # a killed process loses nothing that it wrote; a descriptor that is closed still raises
-    gc.set_threshold(20_000, 20, 20)  # configurations are many small objects: the default takes a tenth of the time
+    os.fsync = os.fstat  # fsync only matters in a power cut; fstat still raises for a closed descriptor
+    gc.set_threshold(
+        20_000, 20, 20
+    )  # the default spends a tenth of the time on the many small objects of configurations
 
 
 def pytest_collection_finish():
-    """What is imported and collected stays to the end: no collection of garbage need go through it again.
+    """Exclude imported modules and collected tests from garbage collection, and enlarge the compose cache.
 
-    A process of tests chooses more names than a user's, again and again: all of their compositions are kept.
+    Tests compose many more configurations than a user's process, and repeat them.
     """
     from toyexp.config import compose_cache
 
@@ -38,18 +40,18 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol():
-    """Take the directory of a test's local plugins off the path again: every later test would search it."""
+    """Remove the directories that a test added to sys.path; later tests would search them."""
     before = {*sys.path}
     result = yield
-    sys.path[:] = [place for place in sys.path if place in before]
+    sys.path[:] = [entry for entry in sys.path if entry in before]
     return result
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep the tests of a file in one process, which makes what they share once, and so all that ask llama.cpp.
+    """Run the tests of a file in one process, so that they share fixtures, and all tests of judge/ in one process.
 
-    Several servers of llama.cpp at a time get in one another's way.
+    Several llama.cpp servers at a time would disturb each other.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -1,6 +1,6 @@
-"""Trains the donor that recipe=warm uses by default and puts it into the package: `make donor`.
+"""Train the default donor of recipe=warm and copy it into the package: `make donor`.
 
-The same PyTorch gives the same file on any machine; another Python's standard library is another text.
+The file is reproducible on any machine with the same PyTorch and the same Python, whose standard library is the text.
 """
 
 import shutil
@@ -11,11 +11,11 @@ from pathlib import Path
 from toyexp.cli.main import main
 
 ASSET = Path(__file__).parent.parent / "plugins" / "toyexp_recipes" / "assets" / "donor.gguf"
-LIMIT = 400_000  # bytes that may travel in the package
+LIMIT = 400_000  # bytes, maximum size in the package
 
 
 def make(destination: Path, *overrides: str) -> int:
-    """Runs conf/experiment/donor.yaml and copies its GGUF to `destination`; returns the exit code."""
+    """Run conf/experiment/donor.yaml, copy its GGUF to `destination` and return the exit code."""
     with tempfile.TemporaryDirectory() as directory:
         code = main(["experiment=donor", *overrides, f"hydra.run.dir={directory}/run"])
         if code == 0:

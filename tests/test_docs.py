@@ -1,4 +1,4 @@
-"""What the documentation says is true: its plugins are built, installed and run, its commands run, its tables hold."""
+"""The documentation matches the code: its plugins are installed and run, its commands work, its tables are complete."""
 
 import inspect
 import json
@@ -28,12 +28,12 @@ ALL = README + "".join(PAGES.values())
 
 
 def shown_file(name):
-    """The code block that begins with `# <name>`."""
+    """Return the code block that begins with `# <name>`."""
     return re.search(rf"```\w+\n(# {re.escape(name)}\n.*?)```", ALL, re.DOTALL)[1]
 
 
-def installed(root, project, module):
-    """A virtual environment of its own that sees this one's packages, with a plugin that is shown installed."""
+def install_plugin(root, project, module):
+    """Install a plugin from the documentation into a new virtual environment; return its directory and its python."""
     (root / "pyproject.toml").write_text(shown_file(project))
     for name in (f"{module}.py", f"test_{module}.py"):
         (root / name).write_text(shown_file(name))
@@ -44,12 +44,14 @@ def installed(root, project, module):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    return installed(tmp_path_factory.mktemp("demo"), "pyproject.toml", "toyexp_demo")
+    return install_plugin(tmp_path_factory.mktemp("demo"), "pyproject.toml", "toyexp_demo")
 
 
 @pytest.fixture(scope="module")
 def signals(tmp_path_factory):
-    root, python = installed(tmp_path_factory.mktemp("signals"), "pyproject.toml of toyexp-signals", "toyexp_signals")
+    root, python = install_plugin(
+        tmp_path_factory.mktemp("signals"), "pyproject.toml of toyexp-signals", "toyexp_signals"
+    )
     (root / "elsewhere").mkdir()
     (root / "elsewhere" / "genome.fa").write_text("> one\n" + "GATTACA\n" * 400)
     return root, python
@@ -62,14 +64,14 @@ def run(environment, *words):
 
 
 @pytest.mark.release
-def test_the_plugin_is_listed(environment):
+def test_plugins_lists_the_documented_plugin(environment):
     listed = run(environment, "-m", "toyexp", "plugins")
     assert re.search(r"head_only +Train only the embedding .*\[demo, toyexp-demo 0\.1\]", listed.stdout)
     assert "good_enough" in listed.stdout
 
 
 @pytest.mark.release
-def test_the_plugin_runs_an_experiment(environment):
+def test_the_documented_plugin_runs_an_experiment(environment):
     done = run(
         environment, "-m", "toyexp", "engine=ggml", "recipe=head_only", "callbacks=[default,good_enough]",
         "callbacks.good_enough.loss=6", "steps=40", "eval_every=5", "data.max_mb=0.1", "model.d_model=16",
@@ -81,23 +83,23 @@ def test_the_plugin_runs_an_experiment(environment):
 
 
 @pytest.mark.release
-def test_the_plugins_sub_command_is_one_like_any_other(environment):
+def test_the_plugins_command_has_help_errors_and_completion_like_built_in_ones(environment):
     root, _ = environment
-    words = {name: run(environment, "-m", "toyexp", *line.split()) for name, line in {
-        "all": "--help", "own": "losses --help", "none": "losses nowhere", "typo": "losses --tob 1", "near": "lossse",
-        "many": "losses --top many", "two": "losses a b",
+    results = {name: run(environment, "-m", "toyexp", *line.split()) for name, line in {
+        "all": "--help", "losses": "losses --help", "none": "losses nowhere", "typo": "losses --tob 1",
+        "near": "lossse", "many": "losses --top many", "two": "losses a b",
     }.items()}  # fmt: skip
     assert "Print the last held-out loss of every run in a directory, best first  [demo, toyexp-demo 0.1]" in (
-        words["all"].stdout
+        results["all"].stdout
     )
-    assert words["own"].returncode == 0 and "usage: toyexp losses [options]" in words["own"].stdout
-    assert "\n  --top 5  print only the best 5" in words["own"].stdout
+    assert results["losses"].returncode == 0 and "usage: toyexp losses [options]" in results["losses"].stdout
+    assert "\n  --top 5  print only the best 5" in results["losses"].stdout
     for name, part in (
         ("none", "losses nowhere: holds no run"), ("typo", "--top?"), ("near", "did you mean losses?"),
         ("many", "--top many: must be a whole number"), ("two", "losses a b: takes one directory"),
     ):  # fmt: skip
-        assert words[name].returncode == 2 and len(words[name].stderr.splitlines()) == 1
-        assert part in words[name].stderr
+        assert results[name].returncode == 2 and len(results[name].stderr.splitlines()) == 1
+        assert part in results[name].stderr
     for name, loss in (("good", 1.5), ("bad", 3.0), ("better", 1.25)):
         folder = root / "elsewhere" / "runs" / name
         folder.mkdir(parents=True)
@@ -105,8 +107,8 @@ def test_the_plugins_sub_command_is_one_like_any_other(environment):
     assert run(environment, "-m", "toyexp", "losses", "runs", "--top=2").stdout == (
         "1.2500  runs/better\n1.5000  runs/good\n"
     )
-    offered = run(environment, "-m", "toyexp", "completion", "--for", "bash", "toyexp losses --", " ")
-    assert offered.stdout.split() == ["--help", "--top"]
+    completions = run(environment, "-m", "toyexp", "completion", "--for", "bash", "toyexp losses --", " ")
+    assert completions.stdout.split() == ["--help", "--top"]
 
 
 def check_conformance(environment, module):
@@ -117,36 +119,38 @@ def check_conformance(environment, module):
 
 
 @pytest.mark.release
-def test_the_plugin_passes_the_conformance_kit(environment):
+def test_the_documented_plugin_passes_the_conformance_kit(environment):
     assert "skipped" not in check_conformance(environment, "toyexp_demo")
 
 
 @pytest.mark.release
-def test_data_and_a_kind_of_data_pass_the_conformance_kit(signals):
-    told = check_conformance(signals, "toyexp_signals")
-    assert re.search(r"SKIPPED \[1\].*may be alike", told) and told.count("SKIPPED") == 1
+def test_the_documented_data_and_kind_pass_the_conformance_kit(signals):
+    output = check_conformance(signals, "toyexp_signals")
+    assert re.search(r"SKIPPED \[1\].*its examples may be equal", output) and output.count("SKIPPED") == 1
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_a_model_of_a_strangers_kind_of_data_learns_is_scored_and_shown(signals, engine):
+def test_a_model_of_a_plugins_kind_of_data_trains_and_can_be_evaluated_and_described(signals, engine):
     words = ["data=tones", "recipe=listen", "model=listener", f"engine={engine}"]
     directory = f"outputs/{engine}"
     done = run(signals, "-m", "toyexp", *words, "steps=60", "lr=0.01", f"hydra.run.dir={directory}")
     assert done.returncode == 0, done.stderr
     first, last = re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", done.stdout).groups()
     assert float(last) < 0.1 < 0.6 < float(first) and " clips/s" in done.stdout
-    scored = run(signals, "-m", "toyexp", "eval", f"{directory}/model.gguf", f"engine={engine}")
-    assert re.search(rf"^data +tones, 200 held-out targets$.*^loss {last}$", scored.stdout, re.DOTALL | re.MULTILINE)
-    shown = run(signals, "-m", "toyexp", "describe", f"{directory}/model.gguf").stdout
-    assert "operations a clip" in shown and f"eval      toyexp eval {directory}/model.gguf\n" in shown
+    evaluation = run(signals, "-m", "toyexp", "eval", f"{directory}/model.gguf", f"engine={engine}")
+    assert re.search(
+        rf"^data +tones, 200 held-out targets$.*^loss {last}$", evaluation.stdout, re.DOTALL | re.MULTILINE
+    )
+    description = run(signals, "-m", "toyexp", "describe", f"{directory}/model.gguf").stdout
+    assert "operations a clip" in description and f"eval      toyexp eval {directory}/model.gguf\n" in description
     assert re.search(r"listener +[\d.k]+ +F32 .* signals  ", run(signals, "-m", "toyexp", "models", directory).stdout)
     mute = run(signals, "-m", "toyexp", "generate", f"{directory}/model.gguf", "--prompt", "x")
-    assert mute.returncode == 2 and "reads signals and writes no text" in mute.stderr
+    assert mute.returncode == 2 and "reads signals and cannot generate text" in mute.stderr
 
 
 @pytest.mark.release
-def test_what_does_not_go_with_a_strangers_kind_of_data_is_one_line_with_what_does(signals):
+def test_mismatched_kinds_of_data_give_a_one_line_error_that_suggests_matching_parts(signals):
     for words, reason in [
         (
             ["recipe=listen"],
@@ -161,7 +165,7 @@ def test_what_does_not_go_with_a_strangers_kind_of_data_is_one_line_with_what_do
 
 
 @pytest.mark.release
-def test_the_callback_that_logs_numbers_reports_them(tmp_path, monkeypatch):
+def test_the_documented_callback_reports_its_metric(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("toyexp_spread.py").write_text(shown_file("toyexp_spread.py"))
@@ -175,19 +179,21 @@ def test_the_callback_that_logs_numbers_reports_them(tmp_path, monkeypatch):
 
 
 @pytest.mark.release
-def test_the_dna_trains_and_is_known_by_its_files_name(signals):
+def test_the_documented_dna_data_trains_and_eval_detects_it_by_file_name(signals):
     sizes = ["model.context=16", "model.d_model=16", "model.d_ff=32", "hydra.run.dir=outputs/dna", "engine=ggml"]
     done = run(signals, "-m", "toyexp", "data=dna", "data.path=genome.fa", "steps=30", "lr=0.01", *sizes)
     assert "data    dna (2.52k tokens to train on)" in done.stdout
     words = ["outputs/dna/model.gguf", "--data", "genome.fa", "engine=ggml", "--json"]
-    scored = json.loads(run(signals, "-m", "toyexp", "eval", *words).stdout)
-    assert (scored["data"], scored["path"]) == ("dna", "genome.fa") and scored["bits_per_byte"] < 2  # of log2(4) bits
-    assert scored["perplexity"] == pytest.approx(math.exp(scored["loss"]))
+    evaluation = json.loads(run(signals, "-m", "toyexp", "eval", *words).stdout)
+    assert (evaluation["data"], evaluation["path"]) == ("dna", "genome.fa") and evaluation[
+        "bits_per_byte"
+    ] < 2  # of log2(4) bits
+    assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
 
 
 @pytest.mark.release
-def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypatch, capsys):
-    """The file as it stands there, as a local plugin, against SGD without momentum."""
+def test_the_documented_optimiser_matches_sgd_on_every_engine(tmp_path, monkeypatch, capsys):
+    """Load the documented file as a local plugin and compare it with SGD without momentum."""
     for name in ("plain_sgd.py", "test_plain_sgd.py"):
         (tmp_path / name).write_text(shown_file(name))
     monkeypatch.chdir(tmp_path)
@@ -205,8 +211,8 @@ def test_the_optimiser_trains_on_every_engine_as_our_own_does(tmp_path, monkeypa
 
 
 @pytest.mark.release
-def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monkeypatch, capsys):
-    """The file for Lion, and the same for Muon."""
+def test_a_sweep_over_experiment_files_pairs_each_optimiser_with_its_lr(tmp_path, monkeypatch, capsys):
+    """Run the documented file for Lion, and a copy of it for Muon."""
     lion = re.search(r"```yaml\n(# @package _global_\n# mine/experiment/by_lion.*?)```", ALL, re.DOTALL)[1]
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
@@ -224,22 +230,22 @@ def test_a_sweep_over_files_pairs_each_optimiser_with_its_own_lr(tmp_path, monke
 
 
 @pytest.mark.release
-def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeypatch, capsys):
-    """The file as it stands there, as a local plugin; its test file, in a process of its own."""
+def test_the_documented_model_trains_alike_on_two_engines_and_generates_the_same_text(tmp_path, monkeypatch, capsys):
+    """Load the documented file as a local plugin; run its test file in a separate process."""
     for name in ("toyexp_parallel.py", "test_toyexp_parallel.py"):
         (tmp_path / name).write_text(shown_file(name))
     monkeypatch.chdir(tmp_path)
     words = ["plugins=[toyexp_parallel]", "model=parallel", "model.width=16", "model.heads=2", "model.context=16"]
-    told = ["parity", *words, "engine=cpu:recompute=true,ggml", "data.max_mb=0.1", "steps=6", "--json"]
-    assert main(told) == 0, capsys.readouterr().err
+    parity = ["parity", *words, "engine=cpu:recompute=true,ggml", "data.max_mb=0.1", "steps=6", "--json"]
+    assert main(parity) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["engines"][0]["loss"]["largest"] < 1e-4
     usual = [*words, "engine=cpu", "data.max_mb=0.1", "steps=20", "lr=0.02", "eval_every=0", "hydra.run.dir=run"]
     assert main(usual) == 0, capsys.readouterr().err
     capsys.readouterr()
     texts = []
     for engine in ("cpu", "ggml"):
-        asked = ["generate", "run/model.gguf", "--prompt", "It was", "--tokens", "8", "--temperature", "0", "--json"]
-        assert main([*asked, "--engine", engine, words[0]]) == 0, capsys.readouterr().err
+        generate = ["generate", "run/model.gguf", "--prompt", "It was", "--tokens", "8", "--temperature", "0", "--json"]
+        assert main([*generate, "--engine", engine, words[0]]) == 0, capsys.readouterr().err
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1] and texts[0]
     done = environments.run(sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", cwd=tmp_path)
@@ -248,12 +254,14 @@ def test_the_model_trains_alike_on_two_engines_and_writes_text(tmp_path, monkeyp
 
 
 @pytest.mark.release
-def test_the_changed_llama_trains_alike_on_two_engines_and_is_no_llama_in_files(tmp_path, monkeypatch, capsys):
+def test_the_documented_llama_variant_trains_alike_on_two_engines_and_keeps_its_architecture_name(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "gelu_llama.py").write_text(shown_file("gelu_llama.py"))
     monkeypatch.chdir(tmp_path)
     words = ["plugins=[gelu_llama]", "model=gelu_llama", "model.d_model=16", "model.d_ff=16", "model.context=16"]
-    told = ["parity", *words, "engine=cpu,ggml", "data=random", "steps=4", "--json"]
-    assert main(told) == 0, capsys.readouterr().err
+    parity = ["parity", *words, "engine=cpu,ggml", "data=random", "steps=4", "--json"]
+    assert main(parity) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["engines"][0]["loss"]["largest"] < 1e-4
     assert main([*words, "engine=ggml", "data=random", "steps=2", "eval_every=0", "hydra.run.dir=run"]) == 0
     with GGUFFile("run/model.gguf") as file:
@@ -264,15 +272,15 @@ def test_the_changed_llama_trains_alike_on_two_engines_and_is_no_llama_in_files(
     assert "model=gelu_llama" in capsys.readouterr().err
 
 
-def test_every_op_is_listed():
+def test_every_op_is_documented():
     for name in vars(Ops):
         if not name.startswith("_") and name not in ("plugin_kind", "positionwise"):
             assert f"`{name}`" in PAGES["plugins/ops.md"] or f"`{name}(" in PAGES["plugins/ops.md"], name
 
 
 @pytest.mark.release
-def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path, monkeypatch, capsys):
-    """The files as they stand there, in a directory of their own."""
+def test_the_documented_format_is_written_by_export_and_runs_and_passes_the_kit(tmp_path, monkeypatch, capsys):
+    """Write the documented files into an empty directory and use them there."""
     for name in ("npz_format.py", "test_npz_format.py"):
         (tmp_path / name).write_text(shown_file(name))
     monkeypatch.chdir(tmp_path)
@@ -305,14 +313,14 @@ def test_the_format_is_written_by_export_and_by_runs_and_passes_the_kit(tmp_path
     assert kit.returncode == 0 and "skipped" not in kit.stdout, kit.stdout[-3000:]
 
 
-def test_what_is_shown_imports_the_public_packages_alone():
-    shown = "\n".join(re.findall(r"```python\n(.*?)```", ALL, re.DOTALL))
-    found = set(re.findall(r"^ *from (toyexp[.\w]*) import", shown, re.MULTILINE))
-    shipped = {module for module in found if module.startswith("toyexp_")}
-    assert found - shipped <= set(PUBLIC)
+def test_documented_code_imports_only_public_packages():
+    code = "\n".join(re.findall(r"```python\n(.*?)```", ALL, re.DOTALL))
+    imports = set(re.findall(r"^ *from (toyexp[.\w]*) import", code, re.MULTILINE))
+    plugins = {module for module in imports if module.startswith("toyexp_")}
+    assert imports - plugins <= set(PUBLIC)
 
 
-def test_every_hook_is_listed_with_its_signature():
+def test_every_hook_is_documented_with_its_signature():
     for spec in (Registration, RunHooks):
         for name, hook in vars(spec).items():
             if not name.startswith("_"):
@@ -321,7 +329,7 @@ def test_every_hook_is_listed_with_its_signature():
                 assert f"{name}{signature}" in PAGES[page], name
 
 
-def test_every_file_of_the_core_is_in_the_tree():
+def test_every_file_of_the_core_is_in_the_source_tree_page():
     tree = PAGES["reference/house.md"]
     for folder in Path(__file__).parent.parent.joinpath("toyexp").glob("*/"):
         room = re.search(rf"^  {folder.name}/.*?(?=^  \w+/|^plugins)", tree, re.DOTALL | re.MULTILINE)
@@ -330,19 +338,25 @@ def test_every_file_of_the_core_is_in_the_tree():
             assert path.name.startswith("__") or re.search(rf"\b{path.stem}\b", room[0]), path
 
 
-def test_the_table_of_files_has_the_cells_that_are_tested():
-    """Its figures are those of the last `make table`."""
+def test_the_table_of_files_ticks_all_tested_cells():
+    """The figures in the table come from the last `make table`."""
     assert ticked_cells(PAGES["reference/files.md"]) == CELLS
 
 
-def test_the_table_of_speeds_is_the_one_that_bench_told():
-    """Rounded by one rule, and changed by a report: nobody types a figure."""
+def test_the_tables_of_speeds_are_generated_from_bench_reports():
+    """A report changes the table, and all figures are rounded by one rule."""
     machines = json.loads(make_speeds.FIGURES.read_text())
     assert make_speeds.section(PAGES["reference/measured.md"]) == make_speeds.text(machines)
     assert make_speeds.section(PAGES["reference/measured.md"], *make_speeds.RATIOS) == make_speeds.ratios(machines)
-    told = {"name": "ggml", "seconds_per_step": 0.0123456, "beyond_import_bytes": 7_654_321, "rounds": [1], "ratio": 1}
+    engine = {
+        "name": "ggml",
+        "seconds_per_step": 0.0123456,
+        "beyond_import_bytes": 7_654_321,
+        "rounds": [1],
+        "ratio": 1,
+    }
     make_speeds.add_report(
-        machines, "2 cores", "bench_1m", {"engines": [told, {**told, "name": "cpu", "device_bytes": None}]}
+        machines, "2 cores", "bench_1m", {"engines": [engine, {**engine, "name": "cpu", "device_bytes": None}]}
     )
     changed = set(make_speeds.text(machines).splitlines()) - set(
         make_speeds.section(PAGES["reference/measured.md"]).splitlines()
@@ -355,24 +369,24 @@ def test_the_table_of_speeds_is_the_one_that_bench_told():
         make_speeds.add_report(machines, "another machine", "bench_1m", {"engines": []})
 
 
-def test_the_figures_of_the_fault_tier_are_those_of_its_last_run():
+def test_the_documented_fault_figures_are_those_of_the_last_run():
     assert f"```\n{(Path(__file__).parent / 'faults' / 'figures.txt').read_text()}```\n" in ALL
 
 
 @pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README", *PAGES])
-def test_links_of_pages_read_as_files_lead_to_files_and_headings(page):
+def test_relative_links_lead_to_existing_files_and_headings(page):
     folder = ROOT if page is README else ROOT / "docs" / "pages" / next(n for n, text in PAGES.items() if text is page)
     for file, anchor in re.findall(
         r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     ):
-        there = ((ROOT if page is README else folder.parent) / file).resolve()
-        text = page if not file else there.read_text() if there.suffix == ".md" else ""
-        assert not file or there.is_file(), file
+        target = ((ROOT if page is README else folder.parent) / file).resolve()
+        text = page if not file else target.read_text() if target.suffix == ".md" else ""
+        assert not file or target.is_file(), file
         assert not anchor or anchor in _anchors(text), f"{file}#{anchor}"
 
 
 def _anchors(page):
-    """Return what GitHub lets a link behind # name: the headings in lower case, without marks, blanks as hyphens."""
+    """Return the anchors that GitHub makes of headings: lower case, no punctuation, hyphens for blanks."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

@@ -223,8 +223,8 @@ def test_tab_completes_the_word(offered, tmp_path, name):
 def test_fish_gets_completions_with_descriptions(offered, tmp_path):
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
-    assert shells.fish("toyexp recipe=wa", tmp_path) == ["recipe=warm"]
-    assert shells.fish("toyexp describe 'my m", tmp_path) == ["my model.gguf"]
+    assert shells.complete_in_fish("toyexp recipe=wa", tmp_path) == ["recipe=warm"]
+    assert shells.complete_in_fish("toyexp describe 'my m", tmp_path) == ["my model.gguf"]
 
 
 def test_the_scripts_have_no_syntax_errors(tmp_path, capsys):

@@ -29,7 +29,7 @@ LR = 0.01
 
 # name: (settings, function of a tensor's name, values and decay that returns its float64 reference)
 OPTIMISERS = {
-    "adamw_from_scratch": (AdamWOptimiser(mode="from_scratch"), lambda n, w, d: float64.Constant(w, d)),
+    "adamw_from_scratch": (AdamWOptimiser(mode="from_scratch"), lambda n, w, d: float64.ConstantBetas(w, d)),
     "adamw_lora": (AdamWOptimiser(mode="lora"), lambda n, w, d: float64.adamw(w, d)),
     "sgd": (SGD(momentum=0.0), lambda n, w, d: float64.sgd(w, d, momentum=0.0)),
     "sgd_momentum": (SGD(), lambda n, w, d: float64.sgd(w, d)),

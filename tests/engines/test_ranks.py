@@ -318,7 +318,7 @@ def test_a_run_on_two_ranks_resumes_bit_identically_and_can_resume_on_one(book, 
     assert main([*RUN_ON_TWO, "hydra.run.dir=whole"]) == 0
     assert main([*RUN_ON_TWO, "engine.shard=true", "steps=8", "hydra.run.dir=begun"]) == 0
     assert main(["resume=begun", "steps=12"]) == 0
-    assert Trace.of(Path("begun")).files == Trace.of(Path("whole")).files
+    assert Trace.read(Path("begun")).files == Trace.read(Path("whole")).files
     assert [e["loss"] for e in events("begun", "step")] == [e["loss"] for e in events("whole", "step")]
     (start,) = events("whole", "run_start")
     assert (start["backend"]["devices"], len(start["backend"]["ranks"]), start["backend"]["threads"]) == (2, 2, 2)

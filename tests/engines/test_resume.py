@@ -48,7 +48,7 @@ def test_an_extended_run_equals_an_uninterrupted_one(engine):
     run(*settings(engine), "steps=12", "hydra.run.dir=whole/run")
     run(*settings(engine), "steps=5", "hydra.run.dir=begun/run")
     run("resume=begun/run", "steps=12")
-    uninterrupted, extended = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
+    uninterrupted, extended = Trace.read(Path("whole/run")), Trace.read(Path("begun/run"))
     assert extended.files == uninterrupted.files
     extra = [e for e in extended.events if e not in uninterrupted.events]
     assert [(e["kind"], e["step"]) for e in extra] == [("eval", 5)], (
@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(capsys):
     assert "begun/run/checkpoints/step-6/state.safetensors: does not match the manifest" in out
     assert "using the previous checkpoint" in out
     assert "resumed from step 4; changed: steps 6 -> 12" in out
-    uninterrupted, resumed = Trace.of(Path("whole/run")), Trace.of(Path("begun/run"))
+    uninterrupted, resumed = Trace.read(Path("whole/run")), Trace.read(Path("begun/run"))
     assert resumed.files == uninterrupted.files
     assert losses("begun/run") == losses("whole/run")
 

@@ -191,7 +191,7 @@ def test_the_memory_of_a_run_in_a_stack_agrees_with_its_estimate(name, tmp_path)
     jobs = lora_jobs(tmp_path, (0, 0), 0.0) if name == "lora" else make_jobs(name, OPTIMISERS["sgd_momentum"], rows=16)
     stack, sessions = build_stack(jobs, ENGINE)
     take_all(stack, jobs, 0)
-    inputs = {row: job.given(sessions[row], 1) for row, job in enumerate(jobs)}
+    inputs = {row: job.step_input(sessions[row], 1) for row, job in enumerate(jobs)}
     with MemoryCounter() as memory:
         stack.step(inputs)
     state = {x.untyped_storage() for it in stack.update.state.values() for x in it.values()}

@@ -91,10 +91,10 @@ def goes_on(cfg, image, wanted):
     try:
         execute(cfg, image, resume=True)
     except Complete:  # only its temporary directory was still to go
-        assert Trace.of(image).events == wanted.events
+        assert Trace.read(image).events == wanted.events
         return True
-    assert Trace.of(image).events == wanted.events
-    assert {k: v for k, v in Trace.of(image).files.items() if k == checkpoint.ARRAYS} == {
+    assert Trace.read(image).events == wanted.events
+    assert {k: v for k, v in Trace.read(image).files.items() if k == checkpoint.ARRAYS} == {
         k: v for k, v in wanted.files.items() if k == checkpoint.ARRAYS
     }
     assert not [p.name for p in image.iterdir() if p.name.endswith(".tmp")]
@@ -127,7 +127,7 @@ def test_every_cell_goes_on_from_a_random_moment(recipe, model, engine, configur
         camera = Camera(patch, directory, {moment}, lambda: checkpoint.list_checkpoints(directory / "checkpoints"))
         execute(cfg, directory)
     assert camera.moments > 47
-    wanted = Trace.of(directory)
+    wanted = Trace.read(directory)
     assert [e["step"] for e in wanted.events if e["kind"] == "step"] == list(range(1, STEPS + 1))
     with monkeypatch.context() as patch:
         patch.setattr(run.os, "fsync", lambda file: None)
@@ -144,7 +144,7 @@ def test_every_moment_of_a_run(recipe, model, configured, root, monkeypatch):
     with monkeypatch.context() as patch:
         camera = Camera(patch, directory, range(1000))
         execute(cfg, directory)
-    wanted = Trace.of(directory)
+    wanted = Trace.read(directory)
     with monkeypatch.context() as patch:
         patch.setattr(run.os, "fsync", lambda file: None)
         went_on = [goes_on(cfg, image, wanted) for image in camera.images]

@@ -107,7 +107,7 @@ def require_readable(directory):
 
 def require_same(directory, wanted, what):
     """As on a disk with room, but for extra files of the export on the way, which are told and cost no run."""
-    found = Trace.of(directory)
+    found = Trace.read(directory)
     assert found.events == wanted.events, what
     missing = wanted.files.keys() - found.files.keys()
     assert missing <= {"model-5.gguf", "model-10.gguf"}, what
@@ -158,7 +158,7 @@ def fill_up(disk, wanted, dice, number, capfd):
 
 def survive(disk, moments, capfd, seed):
     execute(disk / "run-xxx")
-    wanted = Trace.of(disk / "run-xxx")
+    wanted = Trace.read(disk / "run-xxx")
     shutil.rmtree(disk / "run-xxx")
     dice = random.Random(seed)
     for number in range(moments):
@@ -221,7 +221,7 @@ def test_files_that_may_no_longer_grow(here, capsys):
     require_readable(directory)
     assert max(checkpoint.list_checkpoints(directory / "checkpoints")) in (3, 6)
     execute(directory, resume=True)
-    assert [e["step"] for e in Trace.of(directory).events if e["kind"] == "step"] == list(range(1, STEPS + 1))
+    assert [e["step"] for e in Trace.read(directory).events if e["kind"] == "step"] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.faults

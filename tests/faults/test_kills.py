@@ -44,11 +44,11 @@ def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys)
         moment = dice.uniform(0.02 if dice.random() < 0.4 else 0.5, 1.0)  # the first half is mostly imports
         before = events_of(directory)
         ended = interrupt_run(args, here, sent, moment * seconds)
-        if ended.done():
+        if ended.is_completed():
             return directory, kills
         kills += 1
         FIGURES[f"kills: tried, {sent.name}"] += 1
-        assert ended.by(sent), (ended.code, ended.errors)
+        assert ended.is_killed(sent), (ended.code, ended.errors)
         assert "Traceback" not in ended.errors or sent == signal.SIGINT, ended.errors  # while Python itself ends
         if sent != signal.SIGKILL:
             assert ended.after < max(10, 3 * seconds)
@@ -88,7 +88,7 @@ def survives(here, recipe, model, engine, kills, capsys, seed=0):
     done = toyexp([*settings, f"hydra.run.dir={whole}"], here)
     seconds = time.monotonic() - began
     assert done.returncode == 0, done.stderr
-    wanted = Trace.of(whole, STEPS)
+    wanted = Trace.read(whole, STEPS)
     assert [e["step"] for e in wanted.events if e["kind"] == "step"] == list(range(1, STEPS + 1))
     dice = random.Random(f"{name} {seed}")
     signals = itertools.cycle(dice.sample(SIGNALS, len(SIGNALS)))  # each of them
@@ -99,7 +99,7 @@ def survives(here, recipe, model, engine, kills, capsys, seed=0):
         directory, survived = kill_until_done(
             here, f"{name}-{attempt}", settings, limit, seconds, dice, signals, capsys
         )
-        assert Trace.of(directory, STEPS) == wanted
+        assert Trace.read(directory, STEPS) == wanted
         so_far += survived
         FIGURES["kills: survived, to the same events and bytes"] += survived
 

@@ -1,4 +1,4 @@
-"""SECURITY.md, tried: nothing that a run reads can run code, reach beyond its files or exhaust the machine."""
+"""Claims of SECURITY.md: input files cannot run code, access other files or exhaust the machine."""
 
 import ast
 import gc
@@ -33,21 +33,21 @@ PARTS = "schema, {model: nano}, {data: text}, {recipe: scratch}, {engine: noop},
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TOKEN", "hunter2-secret")
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
 
 
-def theirs(text, name="theirs", parts=PARTS):
-    """A stranger's configuration directory."""
+def write_config_dir(text, name="theirs", parts=PARTS):
+    """Write a configuration directory as if received from someone else."""
     Path(name, "experiment").mkdir(parents=True)
     Path(name, "config.yaml").write_text(f"defaults: [{parts}, _self_]\n{text}\n")
 
 
-def refused(capsys, *words):
-    """The one line by which a command line is refused; nothing ran and nothing was left."""
+def run_rejected(capsys, *words):
+    """Run a command line that must be rejected without writing a file; return its one-line error."""
     before = {p for p in Path().rglob("*") if p.name != "__pycache__"}
     assert main(list(words)) == 2
     out, err = capsys.readouterr()
@@ -91,19 +91,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda t: t[:50])
-def test_a_config_file_that_says_more_than_settings_is_refused(text, capsys):
-    theirs(text)
-    assert BAD[text] in refused(capsys, "--config-path", "theirs", *NOOP)
+def test_a_config_file_with_code_or_hydra_settings_is_rejected(text, capsys):
+    write_config_dir(text)
+    assert BAD[text] in run_rejected(capsys, "--config-path", "theirs", *NOOP)
 
 
 @pytest.mark.parametrize("flag", ["--cfg=job", "--info=config", "-m"])
-def test_nor_is_it_shown_or_swept(flag, capsys):
-    theirs(f"hydra: {{callbacks: {{x: {TOUCH}}}}}")
-    assert "_target_ names code" in refused(capsys, "--config-path", "theirs", flag, *NOOP)
+def test_a_config_file_with_code_is_rejected_for_display_and_sweeps(flag, capsys):
+    write_config_dir(f"hydra: {{callbacks: {{x: {TOUCH}}}}}")
+    assert "_target_ names code" in run_rejected(capsys, "--config-path", "theirs", flag, *NOOP)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (f"model: {TOUCH}", "_target_ names code"),
         ("# @package hydra\ncallbacks: {x: {a: 1}}", "by '@package hydra'"),
@@ -116,21 +116,21 @@ def test_nor_is_it_shown_or_swept(flag, capsys):
         ("name: ${oc.env:TOKEN}", "key=$NAME"),
     ],
 )
-def test_nor_is_a_preset_of_a_directory_of_presets(text, told, capsys):
+def test_a_preset_with_code_or_hydra_settings_is_rejected(text, message, capsys):
     Path("presets", "experiment").mkdir(parents=True)
     Path("secret.yaml").write_text("name: hunter2\n")
     Path("presets", "experiment", "evil.yaml").write_text(text if text[0] == "#" else "# @package _global_\n" + text)
-    assert told in refused(capsys, "--config-dir", "presets", "experiment=evil", *NOOP)
+    assert message in run_rejected(capsys, "--config-dir", "presets", "experiment=evil", *NOOP)
 
 
-def test_a_file_of_hydras_own_groups_is_not_taken_from_a_strangers_directory(capsys):
-    theirs("hydra: {run: {dir: run}}", parts=PARTS + ", {override hydra/job_logging: evil}")
+def test_config_files_of_hydra_groups_are_rejected_in_a_users_directory(capsys):
+    write_config_dir("hydra: {run: {dir: run}}", parts=PARTS + ", {override hydra/job_logging: evil}")
     Path("theirs", "hydra", "job_logging").mkdir(parents=True)
     Path("theirs", "hydra", "job_logging", "evil.yaml").write_text("version: 1\n")
-    assert "hydra/job_logging/evil" in refused(capsys, "--config-path", "theirs", *NOOP)
+    assert "hydra/job_logging/evil" in run_rejected(capsys, "--config-path", "theirs", *NOOP)
 
 
-def test_repeated_values_cannot_fill_the_memory():
+def test_yaml_aliases_cannot_exhaust_memory():
     bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
     )
@@ -146,13 +146,13 @@ def test_repeated_values_cannot_fill_the_memory():
     ["+model._target_=os.system", "+hydra.callbacks.x._target_=os.system", "++data._partial_=true", "+target=os.system",
      "+data.x={_target_: os.system}", "+data.x=[{a: {_args_: [1]}}]", "~_target_"],
 )  # fmt: skip
-def test_an_override_that_names_code_is_refused(word, capsys):
-    assert re.search("unknown key|only callbacks can be removed|that key is there", refused(capsys, *NOOP, word))
+def test_an_override_that_names_code_is_rejected(word, capsys):
+    assert re.search("unknown key|only callbacks can be removed|that key is there", run_rejected(capsys, *NOOP, word))
 
 
-def test_what_people_need_is_still_taken(capsys, monkeypatch):
-    """Their own keys, the time, other keys; and on the command line, the environment."""
-    theirs("name: mine-${steps}\nhydra: {run: {dir: 'out/${now:%Y}/${name}'}, sweeper: {params: {}}}\n"
+def test_interpolations_of_keys_time_and_environment_still_work(capsys, monkeypatch):
+    """Files may use their own keys, interpolations and the time; the command line may also use the environment."""
+    write_config_dir("name: mine-${steps}\nhydra: {run: {dir: 'out/${now:%Y}/${name}'}, sweeper: {params: {}}}\n"
            "callbacks: {sample: {prompt: 'a \\${HOME} b'}}",
            parts=PARTS.replace("[default]", "[default, sample]"))  # fmt: skip
     assert (
@@ -174,13 +174,13 @@ TEXTS = ["${oc.env:TOKEN}", r"\${a}", r"\\${a} ${b}", "a $ {b} $${c}", "plain", 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text_that_looks_like_a_question_is_saved_as_what_it_is(text):
+def test_a_text_that_looks_like_an_interpolation_is_saved_literally(text):
     saved = yaml.safe_load(yaml.safe_dump(escape_interpolations({"a": [text], "b": 1})))
     assert OmegaConf.to_container(OmegaConf.create(saved), resolve=True) == {"a": [text], "b": 1}
 
 
-def test_a_resumed_or_repeated_run_asks_nothing_of_the_machine(capsys):
-    """Its saved configuration is plain values, and one that was tampered with is refused."""
+def test_a_resumed_or_repeated_run_resolves_no_interpolations(capsys):
+    """Saved configurations have plain values only, and modified ones with interpolations or types are rejected."""
     words = [*NOOP, "hydra.run.dir=run", "callbacks=[default,sample]", "callbacks.sample.tokens=1"]
     assert main([*words, r"callbacks.sample.prompt='\${oc.env:TOKEN}'"]) == 0
     again = ["--config-path", "run", NOOP[0], "hydra.run.dir=again"]
@@ -190,7 +190,7 @@ def test_a_resumed_or_repeated_run_asks_nothing_of_the_machine(capsys):
         assert sample["prompt"] == "${oc.env:TOKEN}"
     assert main(["resume=run", NOOP[0], "steps=5"]) == 0, capsys.readouterr().err
     text = Path("run/config.yaml").read_text()
-    for old, new, told in (
+    for old, new, message in (
         ("name: scratch-llama", "name: ${oc.env:TOKEN}", "key=$NAME"),
         ("recipe:\n", "recipe:\n  _target_: os.system\n", "_target_ names code"),
         ("name: scratch-llama", "name: !!python/name:os.system", "names a type"),
@@ -198,10 +198,10 @@ def test_a_resumed_or_repeated_run_asks_nothing_of_the_machine(capsys):
         assert old in text
         Path("run/config.yaml").write_text(text.replace(old, new))
         for line in (["resume=run", "steps=9"], ["resume=run", "steps=9", "engine=noop"], again[:2]):
-            assert told in refused(capsys, NOOP[0], *line)
-    # The plugin that the run named is not loaded because a file says so.
+            assert message in run_rejected(capsys, NOOP[0], *line)
+    # A plugin is never loaded because the configuration of a run names it.
     Path("run/config.yaml").write_text(text)
-    assert "plugins=[toyexp.testing.null]" in refused(capsys, "resume=run", "steps=9", "engine=ggml")
+    assert "plugins=[toyexp.testing.null]" in run_rejected(capsys, "resume=run", "steps=9", "engine=ggml")
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def png(width, height, body=b""):
     ("name", "content"),
     [
         ("huge.png", png(100_000, 100_000)),
-        ("large.png", png(12_000, 9_000)),  # beyond what Pillow only warns of
+        ("large.png", png(12_000, 9_000)),  # above the size where Pillow warns
         ("huge.bmp", b"BM" + struct.pack("<IHHIIiiHHIIiiII", 60, 0, 0, 54, 40, 60000, 60000, 1, 24, 0, 0, 1, 1, 0, 0)),
         ("huge.gif", b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 128, 0, 0) + bytes(10) + b"\xff" * 4 + b"\0\2"),
         ("text.png", png(4, 4)[:33] + struct.pack(">I", 20_000) + b"zTXtk\0\0" + zlib.compress(bytes(20_000_000))),
@@ -227,7 +227,7 @@ def png(width, height, body=b""):
         ("page.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(touched) (w) file"),
     ],
 )  # fmt: skip
-def test_an_image_made_to_exhaust_memory_or_to_run_a_program_is_refused(name, content, capsys):
+def test_an_image_that_exhausts_memory_or_runs_a_program_is_rejected(name, content, capsys):
     for place in ("a/one.png", "a/two.png", "b/one.png", "b/two.png"):
         file = Path("all", place)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -246,14 +246,14 @@ def test_an_image_made_to_exhaust_memory_or_to_run_a_program_is_refused(name, co
     assert time.process_time() - began < 3
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
     if name == "disk.eps":
-        assert code == 0, "it is no image, and not looked at"
+        assert code == 0, "not an image suffix, so never opened"
     else:
         assert code == 2 and name in capsys.readouterr().err
     assert not Path("touched").exists()
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("../secret.png,0", "lies outside of data.path=all"),
         ("/etc/passwd,0", "lies outside of data.path=all"),
@@ -262,13 +262,13 @@ def test_an_image_made_to_exhaust_memory_or_to_run_a_program_is_refused(name, co
         ("x" * 200_000 + ",0", "cannot be read"),
     ],
 )
-def test_a_list_of_labels_leads_nowhere_else(line, told, capsys):
+def test_a_list_of_labels_cannot_name_files_outside_the_data_directory(line, message, capsys):
     Path("all").mkdir()
     for place in ("all/one.png", "all/two.png", "secret.png"):
         Path(place).write_bytes(png(4, 4, bytes([0, *bytes(12)] * 4)))
     Path("labels.csv").write_text(f"one.png,0\ntwo.png,1\n{line}\n")
     words = ["model=vit", "recipe=vit_tiny", "data=images", "data.path=all", "data.labels=labels.csv"]
-    assert told in refused(capsys, NOOP[0], "engine=noop", *words, "data.image_size=4", "model.patch=2")
+    assert message in run_rejected(capsys, NOOP[0], "engine=noop", *words, "data.image_size=4", "model.patch=2")
 
 
 ATTACKS = [
@@ -292,7 +292,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch):
+def test_a_chat_template_cannot_access_python_and_is_stopped_in_time(attack, monkeypatch):
     pytest.importorskip("jinja2")
     from toyexp.tokenizers import chat_template as chat
     from toyexp.tokenizers.byte_level import Bytes
@@ -300,7 +300,7 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     messages = [{"role": "user", "content": "hello"}]
     began = time.process_time()
-    with pytest.raises(UserError):  # some at once: Jinja computes what is constant when it compiles
+    with pytest.raises(UserError):  # some raise at once: Jinja evaluates constants when it compiles
         chat.Template(attack, Bytes(), "model.gguf").render(messages, answer=True)
     assert time.process_time() - began < 10 and not Path("touched").exists()
     assert chat.Template("{{ messages[0].content }}", Bytes(), "x").render(messages, True).text == "hello"
@@ -310,12 +310,12 @@ def test_a_chat_template_reaches_nothing_of_python_and_ends(attack, monkeypatch)
     "attack",
     [
         "{{ 9 ** (9 ** 8) }}",
-        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,  # Python takes 20 loops in one another
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,  # Python allows 20 nested loops
         "{% if 1 %}" * 101 + "{% endif %}" * 101,
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     ],
 )
-def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monkeypatch):
+def test_a_chat_template_that_cannot_be_compiled_is_rejected_in_time(attack, monkeypatch):
     pytest.importorskip("jinja2")
     from toyexp.tokenizers import chat_template as chat
     from toyexp.tokenizers.byte_level import Bytes
@@ -327,7 +327,7 @@ def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monk
     assert time.process_time() - began < 10
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system limits no memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces the memory limit")
 @pytest.mark.parametrize(
     "attack",
     [
@@ -336,7 +336,7 @@ def test_a_chat_template_that_cannot_be_compiled_is_refused_in_time(attack, monk
         '{{ "a" | center(10**10) }}',
     ],
 )
-def test_a_chat_template_that_takes_memory_is_refused_in_words(attack):
+def test_a_chat_template_that_exceeds_the_memory_limit_raises_an_error(attack):
     pytest.importorskip("jinja2")
     from toyexp.tokenizers import chat_template as chat
     from toyexp.tokenizers.byte_level import Bytes
@@ -350,7 +350,7 @@ def test_a_chat_template_that_takes_memory_is_refused_in_words(attack):
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_signal_ends_a_chat_template_at_once_and_others_go_on():
+def test_a_signal_stops_a_chat_template_at_once_and_others_still_render():
     pytest.importorskip("jinja2")
     from toyexp.tokenizers import chat_template as chat
     from toyexp.tokenizers.byte_level import Bytes
@@ -376,7 +376,7 @@ def test_a_signal_ends_a_chat_template_at_once_and_others_go_on():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_process_of_chat_templates_ends_with_the_last_of_them():
+def test_the_renderer_process_ends_with_the_last_chat_template():
     pytest.importorskip("jinja2")
     from toyexp.tokenizers import chat_template as chat
     from toyexp.tokenizers.byte_level import Bytes
@@ -384,7 +384,7 @@ def test_the_process_of_chat_templates_ends_with_the_last_of_them():
     def children():
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
-    gc.collect()  # a template of another test
+    gc.collect()  # frees templates of other tests
     before = children()
     one, two = (chat.Template(text, Bytes(), "x") for text in "ab")
     assert len(children()) == len(before) + 1
@@ -394,7 +394,7 @@ def test_the_process_of_chat_templates_ends_with_the_last_of_them():
     assert children() == before
 
 
-def test_a_chat_template_is_not_long():
+def test_a_chat_template_over_65536_characters_is_rejected():
     pytest.importorskip("jinja2")
     from toyexp.tokenizers.byte_level import Bytes
     from toyexp.tokenizers.chat_template import Template
@@ -406,7 +406,7 @@ def test_a_chat_template_is_not_long():
 # -- secrets ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_secret_of_the_environment_or_of_git_is_left_in_a_run(tmp_path, monkeypatch):
+def test_a_run_writes_no_secret_of_the_environment_or_of_git(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     git = ["git", "-c", "user.name=n", "-c", "user.email=n@example.org"]
     for words in (["init", "-q"], ["remote", "add", "origin", "https://me:hunter2-git@example.org/x.git"],
@@ -422,7 +422,7 @@ def test_no_secret_of_the_environment_or_of_git_is_left_in_a_run(tmp_path, monke
     assert [p for p in files if b"hunter2" in p.read_bytes()] == []
 
 
-def test_wandb_has_no_setting_for_a_key():
+def test_wandb_has_no_setting_for_an_api_key():
     from toyexp.plugins.settings import list_settings
     from toyexp_callbacks.dashboard import Wandb
 
@@ -440,15 +440,15 @@ def test_wandb_has_no_setting_for_a_key():
 # -- the source itself ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_instantiated_unpickled_or_evaluated():
-    """By the syntax tree of every file: no call and no import of what runs code or trusts data."""
+def test_no_source_file_evaluates_unpickles_or_instantiates_input():
+    """Search the syntax tree of every file for calls and imports that execute code or unpickle data."""
     forbidden_calls = {"eval", "exec", "compile", "__import__", "popen", "instantiate", "get_class", "get_method",
                        "get_object", "_locate", "unsafe_load", "full_load", "from_code"}  # fmt: skip
     forbidden_imports = ("pickle", "cloudpickle", "dill", "shelve", "marshal", "runpy", "hydra.utils",
                          "hydra._internal.instantiate")  # fmt: skip
-    # Optuna keeps the state of CMA-ES as a pickle: it is read here beforehand, and refused for any other name in it.
-    # Ranks read a plan as one, and refuse every name in it but those of dataclasses.
-    # bench runs the baselines of the checkout that it stands in.
+    # Optuna stores the state of CMA-ES as a pickle: study.py checks it first and rejects all other names in it.
+    # Ranks receive a plan as a pickle and reject all names except dataclasses.
+    # bench runs the baseline scripts of its checkout.
     may_import = {
         "toyexp/sweeps/search/study.py": {"pickle"},
         "plugins/toyexp_torch/distributed/rpc.py": {"pickle"},
@@ -465,8 +465,8 @@ def test_nothing_is_instantiated_unpickled_or_evaluated():
                     else [node.module or "", *(f"{node.module}.{n}" for n in names)]
                 )
                 allowed = {"codecs", *may_import.get(path.relative_to(ROOT).as_posix(), ())}
-                found = [n for n in full if n.startswith(forbidden_imports)]
-                assert not [n for n in found if n.split(".")[0] not in allowed], where
+                forbidden = [n for n in full if n.startswith(forbidden_imports)]
+                assert not [n for n in forbidden if n.split(".")[0] not in allowed], where
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -481,13 +481,13 @@ def test_nothing_is_instantiated_unpickled_or_evaluated():
             if owner in ("np", "numpy") and name == "load":
                 assert arguments.get("allow_pickle") is False, where
             if name == "import_module":
-                # By a name that is not written there: public names, sub-commands, packages of launchers and dashboards.
+                # These import by a variable name: public names, commands, packages of launchers and dashboards.
                 by_name = path.name in ("lazy.py", "launcher.py", "commands.py", "dashboard.py")
                 assert by_name or isinstance(node.args[0], ast.Constant | ast.JoinedStr), where
             assert name != "Environment", f"{where}: templates run in the sandbox"
 
 
-def test_what_is_promised_is_written_down():
+def test_security_md_mentions_every_claim():
     text = (ROOT / "SECURITY.md").read_text()
     assert len(text.split()) < 900
     for word in ("plugins=[...]", "_target_", "oc.env", "chat template", "checkpoint", "report"):

@@ -1,11 +1,11 @@
-"""The documentation's table of what toyexp does with which GGUF files: its cells, how it is written and read back."""
+"""The documentation's table of supported GGUF files: its cells, and functions that write and read it."""
 
 import re
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "reference" / "files.md"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gpt2")
-# What an export is asked for, and the type that ggml's quantiser gives every matrix of a file to read.
+# `--type` of an export, and the ggml type of every matrix in the file that is read.
 TYPES = {
     "f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q5_0": "Q5_0", "q4_1": "Q4_1",
     "q4_0": "Q4_0", "q6_k": "Q6_K", "q5_k_m": "Q5_K", "q4_k_m": "Q4_K", "q3_k_m": "Q3_K", "q2_k": "Q2_K",
@@ -25,21 +25,21 @@ BEGIN, END = "<!-- begin of the table by `make table` -->\n", "<!-- end of the t
 
 
 def table(figures):
-    """The table in Markdown, of the (loss, log-probability) by which each cell that passed was off."""
+    """Return the table in Markdown; `figures` has the errors (loss, log-probability) of each cell that passed."""
     head = ["model", "type", *DIRECTIONS.values(), "loss off by", "log-probability off by"]
     lines = [_line(head), _line(["---", "---", *[":-:"] * len(DIRECTIONS), "--:", "--:"])]
     for architecture in ARCHITECTURES:
         for kind in TYPES:
             ticks = [TICK if (architecture, kind, d) in figures else "" for d in DIRECTIONS]
-            seen = [figures[architecture, kind, d] for d in COMPARED_DIRECTIONS if (architecture, kind, d) in figures]
-            largest = [f"{max(off):.0e}".replace("e-0", "e-") for off in zip(*seen, strict=True)] or ["", ""]
+            errors = [figures[architecture, kind, d] for d in COMPARED_DIRECTIONS if (architecture, kind, d) in figures]
+            largest = [f"{max(off):.0e}".replace("e-0", "e-") for off in zip(*errors, strict=True)] or ["", ""]
             lines.append(_line([architecture, kind, *ticks, *largest]))
     return "".join(lines)
 
 
 def ticked_cells(page):
-    """The cells that its table ticks."""
-    head, _, *lines = (re.split(r" *\| *", line.strip("| \n")) for line in _within(page).splitlines())
+    """Return the cells that are ticked in the table of a page."""
+    head, _, *lines = (re.split(r" *\| *", line.strip("| \n")) for line in _table_text(page).splitlines())
     directions = {title: name for name, title in DIRECTIONS.items()}
     return [
         (line[0], line[1], directions[title])
@@ -50,11 +50,11 @@ def ticked_cells(page):
 
 
 def replace_table(page, new):
-    """The page with another table."""
-    return page.replace(BEGIN + _within(page) + END, BEGIN + new + END)
+    """Return the page with its table replaced."""
+    return page.replace(BEGIN + _table_text(page) + END, BEGIN + new + END)
 
 
-def _within(page):
+def _table_text(page):
     return page.split(BEGIN)[1].split(END)[0]
 
 

@@ -1,4 +1,4 @@
-"""What tests of jobs on clusters share: runs that go wrong, and a cluster of Ray's of several nodes, here."""
+"""Helpers for tests of jobs on clusters: sweeps with failing jobs, their state, and a local Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = "plugins=[toyexp.testing.null,mishap]"
 QUICK = [MODULES, "engine=noop", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16",
          "checkpoint_every=5", "eval_every=0", "callbacks=[events,mishap]", "hydra.sweep.dir=s"]  # fmt: skip
 
-# A head that runs no job and two nodes with a core each; a line on its standard input ends the node of that number.
+# A Ray head without cores and two nodes with one core each; a number on standard input removes that node.
 NODES = """
 import sys
 from ray.cluster_utils import Cluster
@@ -32,7 +32,7 @@ cluster.shutdown()
 
 
 def start(*words: str, **environment: str) -> subprocess.Popen[str]:
-    """`toyexp WORDS` in a process of its own."""
+    """Start `toyexp WORDS` as a process."""
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -41,53 +41,53 @@ def start(*words: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    """Until it holds; AssertionError when it takes too long, and with what a process said that ends first."""
-    until = time.monotonic() + 120
+    """Wait until the condition holds. Raise AssertionError after 120 s or if the process ends."""
+    deadline = time.monotonic() + 120
     while not condition():
-        if process and (process.poll() is not None or time.monotonic() > until):
+        if process and (process.poll() is not None or time.monotonic() > deadline):
             process.kill()
             raise AssertionError(process.communicate())
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def sweep_jobs() -> list[dict[str, object]]:
-    """The jobs of the sweep `s`, as its directory has them."""
-    found: list[dict[str, object]] = json.loads(Path("s/sweep.json").read_text())["jobs"]
-    return found
+    """Return the jobs in `s/sweep.json`."""
+    jobs: list[dict[str, object]] = json.loads(Path("s/sweep.json").read_text())["jobs"]
+    return jobs
 
 
 def status_letters() -> str:
-    """The first letters of what became of each: c, f, k, i, w."""
+    """Return the first letter of each job's status: c, f, k, i, w."""
     return "".join(str(job["status"])[0] for job in sweep_jobs())
 
 
 def run_dir(number: int) -> Path:
-    """The directory of a job."""
+    """Return the run directory of a job."""
     return Path("s") / f"{number}-scratch-llama"
 
 
 def has_checkpoint(number: int) -> bool:
-    """Whether a job has one."""
+    """Return True if a job has saved a checkpoint."""
     return any(run_dir(number).glob("checkpoints/step-*"))
 
 
 def recorded_steps(number: int) -> list[int]:
-    """The steps that a run's events record."""
+    """Return the steps in a run's events.jsonl."""
     lines = map(json.loads, (run_dir(number) / "events.jsonl").read_text().splitlines())
     return [line["step"] for line in lines if line["kind"] == "step"]
 
 
 def writer_pid(number: int) -> int:
-    """The process that writes a run."""
+    """Return the process that holds the lock of a run."""
     return int((run_dir(number) / "run.lock").read_text().split()[0])
 
 
 def parent_pid(process: int) -> int:
-    """Of a process."""
+    """Return the parent of a process."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def kill(process: int) -> None:
-    """At once."""
+    """Send SIGKILL to a process."""
     os.kill(process, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""What pictures say: matplotlib writes each text into an SVG as a comment beside its outlines."""
+"""Read the texts of SVG plots: matplotlib writes each text as a comment next to its outlines."""
 
 import re
 
 
 def svg_texts(path):
-    """The texts of an SVG."""
+    """Return the texts of an SVG file."""
     return re.findall(r"<!-- (.*?) -->", path.read_text())

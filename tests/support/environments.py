@@ -1,4 +1,4 @@
-"""Virtual environments for tests, made in a second: they see the packages of the one the tests run in."""
+"""Create virtual environments within a second: they see the packages of the environment that runs the tests."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def make_environment(root, install, editable=False):
-    """An environment in `root` with `install` (a wheel or a project) in it; returns its python."""
+    """Create an environment in `root`, install `install` (a wheel or a project) and return its python."""
     venv.create(root, with_pip=False, symlinks=True)
     python = root / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
@@ -21,7 +21,7 @@ def make_environment(root, install, editable=False):
 
 
 def run(program, *words, cwd=None):
-    """Runs a program with these words; never raises for an exit code."""
+    """Run a program with these arguments and return the result; any exit code is accepted."""
     environment = {
         **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         "COLUMNS": "160",

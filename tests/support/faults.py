@@ -1,4 +1,4 @@
-"""What the fault tests share: tiny experiments of every kind, what must be equal between two runs, and the figures."""
+"""Helpers for the fault tests: tiny experiments, comparable traces of runs, processes, and counts of trials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FIGURES: Counter[str] = Counter()  # what was tried and what came out, shown at the end
+FIGURES: Counter[str] = Counter()  # number of trials by outcome, printed at the end
 
 TEXT = "It was a bright cold day in April, and the clocks were striking. " * 200
 LIKE_LLAMA = ("llama", "qwen2", "qwen3", "gemma")
@@ -28,7 +28,7 @@ TINY = [
 ]  # fmt: skip
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"]
 BASE_SETTINGS = ["data.tokenizer=auto", "lr=0.05"]
-SETTINGS = {  # what some pairs of a recipe and a model need
+SETTINGS = {  # required by some pairs of recipe and model
     ("warm", "gpt2"): ["model.tied=false"],
     ("warm", "gemma"): ["recipe.lens=none", "model.d_model=96"],
     ("lora", "gpt2"): ["recipe.targets=[qkv]"],
@@ -43,17 +43,17 @@ ENGINES = {
 
 
 def words(recipe: str, model: str, engine: str) -> list[str]:
-    """The command line of a tiny experiment; recipes with a base take base-<model>.gguf."""
-    of_images = model == "vit"
-    data = ["data=digits"] if of_images else BOOK
-    tiny = [w.format("eval_images" if of_images else "eval_batches") for w in TINY]
+    """Return the overrides of a tiny experiment; recipes with a base use base-<model>.gguf."""
+    is_image_model = model == "vit"
+    data = ["data=digits"] if is_image_model else BOOK
+    tiny = [w.format("eval_images" if is_image_model else "eval_batches") for w in TINY]
     based = [*BASE_SETTINGS, f"recipe.base=base-{model}.gguf"] if recipe in ("lora", "full") else []
-    based = [word for word in based if not (of_images and word.startswith("data.tokenizer="))]
-    own = SETTINGS.get((recipe, model), [])
-    return [f"recipe={recipe}", f"model={model}", *data, *tiny, *ENGINES[engine], *based, *own]
+    based = [word for word in based if not (is_image_model and word.startswith("data.tokenizer="))]
+    extra = SETTINGS.get((recipe, model), [])
+    return [f"recipe={recipe}", f"model={model}", *data, *tiny, *ENGINES[engine], *based, *extra]
 
 
-# -- what must be equal -----------------------------------------------------------------------------------------------
+# -- traces of runs ----------------------------------------------------------------------------------------------------
 
 INTERRUPTION_EVENTS = (
     "run_start",
@@ -69,14 +69,14 @@ CLOCKS = ("t", "wall_us")
 
 @dataclass(frozen=True)
 class Trace:
-    """What of a run does not depend on when it was interrupted."""
+    """Events and files of a run that do not depend on when it was interrupted."""
 
     events: list[dict[str, object]]
     files: dict[str, str]  # SHA-256 of the last state and the exported models
 
     @classmethod
-    def of(cls, directory: Path, steps: int = STEPS) -> Trace:
-        """The run in `directory`; its name, which the models carry, does not count."""
+    def read(cls, directory: Path, steps: int = STEPS) -> Trace:
+        """Read the run in `directory`; its name, which the model files contain, is masked."""
         lines = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
         kinds = [line["kind"] for line in lines]
         assert (kinds[0], kinds[-1], kinds.count("run_start")) == ("run_start", "run_end", 1), kinds
@@ -86,10 +86,10 @@ class Trace:
             if line["kind"] not in INTERRUPTION_EVENTS
         ]
         files = [*sorted(directory.glob("*.gguf")), directory / "checkpoints" / f"step-{steps}" / "state.safetensors"]
-        own = directory.name.encode()
+        name = directory.name.encode()
         return cls(
             events,
-            {f.name: hashlib.sha256(f.read_bytes().replace(own, b"-" * len(own))).hexdigest() for f in files},
+            {f.name: hashlib.sha256(f.read_bytes().replace(name, b"-" * len(name))).hexdigest() for f in files},
         )
 
 
@@ -97,12 +97,12 @@ class Trace:
 
 
 def python(*args: str) -> list[str]:
-    """A command for this interpreter."""
+    """Return a command of this Python interpreter."""
     return [sys.executable, *args]
 
 
 def toyexp(args: Sequence[str], cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
-    """A run in a process of its own, to its end."""
+    """Run `toyexp` in its own process until it ends."""
     command = python("-m", "toyexp", *args)
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment(cwd), **options
@@ -110,34 +110,34 @@ def toyexp(args: Sequence[str], cwd: Path, **options: object) -> subprocess.Comp
 
 
 def environment(cwd: Path) -> dict[str, str]:
-    """With a cache below `cwd`, and threads that do not spin."""
+    """Return the environment with a cache below `cwd` and threads that do not spin."""
     return {**os.environ, "TOYEXP_CACHE": str(cwd / "cache"), "OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """How a process that was to be sent a signal ended."""
+    """The end of a process that was sent a signal."""
 
-    code: int  # as a shell shows it
+    code: int  # exit code as in a shell: 128 + signal
     after: float  # seconds from the signal to the end
     errors: str
 
-    def by(self, number: int) -> bool:
-        """Whether that signal ended it."""
+    def is_killed(self, number: int) -> bool:
+        """Return True if that signal ended the process."""
         return self.code == shell_code(number)
 
-    def done(self) -> bool:
-        """Whether it came to its own end: before the signal, while that was on its way, or because the end was near.
+    def is_completed(self) -> bool:
+        """Return True if the run was completed, before or despite the signal.
 
-        That of a run that was complete already is to say so.
+        A run that was already complete exits with code 2 and reports it.
         """
         return self.code == 0 or (self.code == 2 and "is complete" in self.errors)
 
 
 def interrupt_run(args: Sequence[str], cwd: Path, number: int, seconds: float) -> ProcessEnd:
-    """Starts a run and sends it a signal so many seconds after it was started, if it runs so long.
+    """Start a run and send it a signal after `seconds`, if it is still running.
 
-    SIGINT waits until toyexp holds it: before, it meets Python's own start, which may end with exit code 1 or lose it.
+    SIGINT is only sent once toyexp handles it: during the start of Python it may be lost or end with exit code 1.
     """
     command = python("-m", "toyexp", *args)
     with subprocess.Popen(
@@ -148,23 +148,23 @@ def interrupt_run(args: Sequence[str], cwd: Path, number: int, seconds: float) -
         while number == signal.SIGINT and process.poll() is None and not holds_signals(process.pid):
             time.sleep(0.005)
         began = time.monotonic()
-        process.send_signal(number)  # which one that has ended is not sent
+        process.send_signal(number)  # does nothing if the process has ended
         _, errors = process.communicate(timeout=120)
     code = process.returncode
     return ProcessEnd(128 - code if code < 0 else code, time.monotonic() - began, errors)
 
 
 def holds_signals(pid: int) -> bool:
-    """Whether toyexp has taken SIGTERM in that process, which Python leaves alone; true where nobody can see."""
+    """Return True if the process handles SIGTERM, which toyexp does and Python does not; True without /proc."""
     if not Path("/proc/self/status").exists():
         return True
     try:
         caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return False
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def shell_code(number: int) -> int:
-    """What a shell shows of a process that a signal ended."""
+    """Return the exit code that a shell shows for a process ended by a signal."""
     return 128 + signal.Signals(number)

@@ -1,4 +1,4 @@
-"""The models once more, in plain float64 PyTorch, sharing no code with toyexp: the judge of its numbers."""
+"""Reference models in plain float64 PyTorch, independent of toyexp's code."""
 
 import math
 from functools import partial
@@ -9,7 +9,7 @@ import torch
 
 
 def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g / (1 + torch.exp(-g)), scaled=False):
-    """Logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     length = tokens.shape[1]
     size = cfg.head_dim or cfg.d_model // cfg.n_heads
 
@@ -22,7 +22,7 @@ def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g 
         angle = angle / torch.tensor(cfg.rope_factors, dtype=torch.float64)
 
     def rope(x):  # [B, H, T, size]
-        if halves:  # by a rotation matrix of its own for every position
+        if halves:  # one rotation matrix per position
             turn = torch.zeros(length, size, size, dtype=torch.float64)
             for i in range(size // 2):
                 j = i + size // 2
@@ -53,12 +53,12 @@ def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g 
 
 
 def tanh_gelu(x):
-    """The tanh form of GELU."""
+    """Return the tanh approximation of GELU."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def gpt2(w, cfg, tokens):
-    """Logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     batch, length = tokens.shape
     size = cfg.d_model // cfg.n_heads
 
@@ -89,7 +89,7 @@ FORWARD = {
 
 
 def vit(w, cfg, images):
-    """Logits of images [B, H, W, C]; w maps GGUF names to float64 tensors."""
+    """Return logits of images [B, H, W, C]; w maps GGUF names to float64 tensors."""
     batch, size = len(images), cfg.d_model // cfg.n_heads
 
     def norm(x, name):
@@ -119,7 +119,7 @@ def vit(w, cfg, images):
 
 
 def attention(q, k, v, causal=True):
-    """Attention of [B, H, T, D], heads joined to [B, T, H*D]."""
+    """Return the attention of q, k, v [B, H, T, D] with the heads joined: [B, T, H*D]."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if causal:
         future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
@@ -129,7 +129,7 @@ def attention(q, k, v, causal=True):
 
 
 def loss(logits, batch):
-    """Mean negative log-likelihood of the weighted targets."""
+    """Return the mean negative log-likelihood of the weighted targets."""
     targets = torch.from_numpy(batch["targets"]).long()
     weights = torch.from_numpy(batch["weights"]).double()
     picked = torch.log_softmax(logits, -1).gather(-1, targets[..., None])[..., 0]
@@ -137,16 +137,16 @@ def loss(logits, batch):
 
 
 def gradients(forward, plan, batch):
-    """Logits, loss and every tensor's gradient as numpy, of the plan's initial values on a batch of tokens."""
+    """Return logits, loss and all gradients as numpy, for the plan's initial values on a batch of tokens."""
     weights = {t.name: torch.from_numpy(plan.initial_values(t)).double().requires_grad_() for t in plan.tensors}
     logits = forward(weights, plan.model, torch.from_numpy(batch["tokens"]).long())
     value = loss(logits, batch)
-    found = torch.autograd.grad(value, list(weights.values()))
-    return logits.detach().numpy(), value.item(), {n: g.numpy() for n, g in zip(weights, found, strict=True)}
+    grads = torch.autograd.grad(value, list(weights.values()))
+    return logits.detach().numpy(), value.item(), {n: g.numpy() for n, g in zip(weights, grads, strict=True)}
 
 
 def adamw(w, g, m, v, t, *, lr, beta1, beta2, eps, weight_decay, correct):
-    """One step as written in the papers, in place; `correct` divides by 1 - beta^t, else multiplies by the betas."""
+    """Take one AdamW step in place; `correct` divides by 1 - beta^t, otherwise moments are multiplied by the betas."""
     m.mul_(beta1).add_((1 - beta1) * g)
     v.mul_(beta2).add_((1 - beta2) * g * g)
     first = m / (1 - beta1**t) if correct else m * beta1
@@ -155,12 +155,12 @@ def adamw(w, g, m, v, t, *, lr, beta1, beta2, eps, weight_decay, correct):
 
 
 def check_against_float64(engine, the_plan, batch):
-    """The logits, the loss and every gradient of a plan on a ggml engine."""
+    """Check the logits, the loss and all gradients of a plan on a ggml engine."""
     logits, value, grads = gradients(FORWARD[the_plan.model.name], the_plan, batch)
     with engine.realize(the_plan) as session:
         session.build()
         np.testing.assert_allclose(session.logits(batch), logits, atol=2e-6)
         assert session.evaluate([batch]) == pytest.approx(value, rel=1e-6)
-        for tensor, ours in session.gradients(batch).items():
-            theirs = grads[tensor]
-            assert np.linalg.norm(ours - theirs) <= 5e-6 * np.linalg.norm(theirs) + 1e-9, tensor
+        for tensor, actual in session.gradients(batch).items():
+            expected = grads[tensor]
+            assert np.linalg.norm(actual - expected) <= 5e-6 * np.linalg.norm(expected) + 1e-9, tensor

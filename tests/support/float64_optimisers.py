@@ -1,11 +1,11 @@
-"""Every optimiser once more in float64, from its paper or torch.optim, sharing nothing with toyexp's formulas."""
+"""Reference optimisers in float64, from their papers or torch.optim, independent of toyexp's formulas."""
 
 import numpy as np
 import torch
 
 
-class ByTorch:
-    """A tensor that an optimiser of torch.optim changes; decay, where it is another than ours, stays outside."""
+class TorchOptimiser:
+    """A tensor updated by an optimiser of torch.optim; decoupled `decay` is applied here if torch's differs."""
 
     def __init__(self, w, make, decay=0.0):
         self.parameter = torch.nn.Parameter(torch.tensor(w, dtype=torch.float64))
@@ -22,15 +22,17 @@ class ByTorch:
 
 
 def sgd(w, decay, momentum=0.9, nesterov=False):
-    return ByTorch(w, lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum, nesterov=nesterov), decay)
+    return TorchOptimiser(w, lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum, nesterov=nesterov), decay)
 
 
 def adamw(w, decay, betas=(0.9, 0.999)):
-    return ByTorch(w, lambda p: torch.optim.AdamW(p, lr=1.0, betas=betas, eps=1e-8, weight_decay=decay))
+    return TorchOptimiser(w, lambda p: torch.optim.AdamW(p, lr=1.0, betas=betas, eps=1e-8, weight_decay=decay))
 
 
 def adafactor(w, decay, eps2=1e-3, **settings):
-    return ByTorch(w, lambda p: torch.optim.Adafactor(p, lr=1.0, eps=(1e-30, eps2), weight_decay=decay, **settings))
+    return TorchOptimiser(
+        w, lambda p: torch.optim.Adafactor(p, lr=1.0, eps=(1e-30, eps2), weight_decay=decay, **settings)
+    )
 
 
 class Lion:
@@ -38,7 +40,7 @@ class Lion:
 
     def __init__(self, w, decay):
         self.w, self.decay, self.m = np.array(w, np.float64), decay, np.zeros(np.shape(w))
-        self.open = np.zeros(np.shape(w), bool)  # where float32 may come to the other sign: its rounding decides
+        self.open = np.zeros(np.shape(w), bool)  # float32 rounding may flip the sign here
 
     def step(self, g, lr):
         c = 0.9 * self.m + 0.1 * g
@@ -48,8 +50,8 @@ class Lion:
         return self.w
 
 
-class Constant:
-    """AdamW with constant betas in the place of the bias corrections, as the original has it."""
+class ConstantBetas:
+    """AdamW in mode `from_scratch`: it multiplies by the constant betas instead of correcting the bias."""
 
     def __init__(self, w, decay):
         self.w, self.decay = np.array(w, np.float64), decay
@@ -62,16 +64,16 @@ class Constant:
 
 
 class Muon:
-    """Jordan 2024, with the polynomial taken of the singular values: it changes nothing else of a matrix."""
+    """Jordan 2024, with the Newton-Schulz polynomial applied to the singular values of the SVD."""
 
     def __init__(self, w, decay, scale="match_adamw", nesterov=True, momentum=0.95, iterations=5):
         self.w, self.decay, self.scale, self.nesterov = np.array(w, np.float64), decay, scale, nesterov
         self.m, self.momentum, self.iterations = np.zeros(np.shape(w)), momentum, iterations
 
     def step(self, g, lr):
-        kept, new = self.momentum, 1 - self.momentum
-        self.m = kept * self.m + new * g
-        direction = kept * self.m + new * g if self.nesterov else self.m
+        mu = self.momentum
+        self.m = mu * self.m + (1 - mu) * g
+        direction = mu * self.m + (1 - mu) * g if self.nesterov else self.m
         u, s, v = np.linalg.svd(direction / (np.linalg.norm(direction) + 1e-7), full_matrices=False)
         for _ in range(self.iterations):
             s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
@@ -82,5 +84,5 @@ class Muon:
 
 
 def muon(name, w, decay, **settings):
-    """Muon for the matrices of blocks, AdamW for the rest."""
+    """Return Muon for matrices of blocks, AdamW for all other tensors."""
     return Muon(w, decay, **settings) if np.ndim(w) == 2 and name.startswith("blk.") else adamw(w, decay)

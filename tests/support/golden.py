@@ -1,6 +1,6 @@
-"""Runs whose numbers are recorded: what a change that should change no number is held against.
+"""Runs with recorded numbers, which detect unintended changes of results.
 
-`make golden` records them anew, which only a change of numbers that is meant, and stands in the CHANGELOG, may do.
+`make golden` records them again. Do this only for an intended change that the CHANGELOG describes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ WIDE = "model.d_model=256 model.d_ff=512 model.n_layers=1 model.n_heads=4 batch_
 
 
 def train(words: str, run: str = "run") -> dict[str, Any]:
-    """Trains, and returns the losses of the steps, those of the held-out data, and a digest of the weights."""
+    """Train; return the losses of the steps, the held-out losses, and a digest of the weights."""
     command([*words.split(), f"hydra.run.dir={run}"])
     return outcome(Path(run))
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What a run has left."""
+    """Return the losses and the digest of the weights in a run directory."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return {
         "losses": [e["loss"] for e in events if e["kind"] == "step"],
@@ -55,7 +55,7 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> str:
-    """A digest of all tensors of a GGUF file, with their names and shapes."""
+    """Return a digest of all tensors of a GGUF file, with their names and shapes."""
     digest = hashlib.sha256()
     for tensor in sorted(GGUFReader(path).tensors, key=lambda t: t.name):
         digest.update(f"{tensor.name} {tensor.shape.tolist()}".encode() + tensor.data.tobytes())
@@ -63,7 +63,7 @@ def weights(path: Path) -> str:
 
 
 def command(words: list[str]) -> str:
-    """What a command line prints; AssertionError with its words where it fails."""
+    """Run a command line and return its stdout. Raise AssertionError with its stderr if it fails."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
@@ -76,7 +76,7 @@ def training_case(words: str) -> Callable[[str], dict[str, Any]]:
 
 
 def base_case(model: str, words: str, kind: GGMLQuantizationType | None = None) -> Callable[[str], dict[str, Any]]:
-    """A recipe that starts from a file, which is trained first, and may have its matrices in another type."""
+    """Return a case that trains a base, may requantise its matrices to `kind`, and trains the recipe on it."""
 
     def run(engine: str) -> dict[str, Any]:
         train(f"model={model} {TEXT} {WIDE} engine=ggml engine.threads=1", "base")
@@ -89,7 +89,7 @@ def base_case(model: str, words: str, kind: GGMLQuantizationType | None = None) 
 
 
 def train_on_chats(engine: str) -> dict[str, Any]:
-    """Conversations and completions, of which the answers alone are learned."""
+    """Train on chats and completions; only the answers count in the loss."""
     lines = [{"messages": [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}!"}]}
              for i in range(30)]  # fmt: skip
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"prompt": "a", "completion": "b"}])))
@@ -98,14 +98,14 @@ def train_on_chats(engine: str) -> dict[str, Any]:
 
 
 def train_and_resume(engine: str) -> dict[str, Any]:
-    """Three steps, and three more in another process's place."""
+    """Train three steps, then resume for three more."""
     train(f"model=llama {TEXT} {SMALL} steps=3 checkpoint_every=3 {engine}")
     command(["resume=run", "steps=6"])
     return outcome(Path("run"))
 
 
 def sweep_rates(engine: str) -> dict[str, Any]:
-    """Two jobs."""
+    """Run a sweep of two learning rates."""
     words = f"-m model=llama {TEXT} {SMALL} lr=0.003,0.01 sweep.isolate=false hydra.sweep.dir=sweep {engine}"
     command([*words.split()])
     jobs = [outcome(path.parent) for path in sorted(Path("sweep").glob("*/events.jsonl"))]
@@ -114,7 +114,7 @@ def sweep_rates(engine: str) -> dict[str, Any]:
 
 
 def evaluate_model(engine: str) -> dict[str, Any]:
-    """A model in a file, on other text than its own."""
+    """Evaluate a trained model on another text."""
     train(f"model=qwen3 {TEXT} {SMALL} engine=ggml engine.threads=1")
     Path("tale.txt").write_text("Once upon a time there was a queen who counted clocks. " * 60)
     return {
@@ -127,7 +127,7 @@ def evaluate_model(engine: str) -> dict[str, Any]:
 
 
 def generate_ids(engine: str) -> dict[str, Any]:
-    """Tokens by temperature, from a seed."""
+    """Sample tokens at temperature 0.8 with a fixed seed."""
     train(f"model=llama {TEXT} {SMALL} lr=0.02 engine=ggml engine.threads=1")
     name, _, threads = engine.removeprefix("engine=").partition(" engine.")
     words = ["generate", "run", "--prompt", "It was", "--tokens", "12", "--temperature", "0.8", "--seed", "5"]
@@ -158,31 +158,31 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 
 def measure_case(case: str, engine: str) -> dict[str, Any]:
-    """The numbers of a case on an engine, made in the working directory."""
+    """Run a case on an engine in the working directory and return its numbers."""
     return CASES[case](f"engine={engine} engine.threads=1")
 
 
 def machine_digest() -> str:
-    """What the last bits of a number depend on: the processor, and what computes."""
+    """Return a digest of the processor and the libraries, on which the last bits of a number depend."""
     cpu = Path("/proc/cpuinfo")
-    told = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
-    named = [line for line in told if line.startswith(("model name", "flags"))][:2]
+    cpu_lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    cpu_features = [line for line in cpu_lines if line.startswith(("model name", "flags"))][:2]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "ggml-python")]
-    facts = [platform.machine(), platform.system(), *platform.libc_ver(), *named, *versions, *devices()]
+    facts = [platform.machine(), platform.system(), *platform.libc_ver(), *cpu_features, *versions, *devices()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def record() -> None:
-    """Writes golden.json."""
-    found: dict[str, Any] = {"machine": machine_digest(), "runs": {}}
+    """Write golden.json."""
+    record_data: dict[str, Any] = {"machine": machine_digest(), "runs": {}}
     os.environ["TOYEXP_CACHE"] = tempfile.mkdtemp()
     for case in CASES:
         for engine in ENGINES:
             with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
                 Path("book.txt").write_text(BOOK)
-                found["runs"][f"{case}, {engine}"] = measure_case(case, engine)
+                record_data["runs"][f"{case}, {engine}"] = measure_case(case, engine)
             print(f"{case}, {engine}", file=sys.stderr)
-    RECORD.write_text(json.dumps(found, indent=1) + "\n")
+    RECORD.write_text(json.dumps(record_data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small GGUF files of every kind that people have, for the tests of `toyexp describe` and `toyexp models`."""
+"""Write small GGUF files of every kind, for the tests of `toyexp describe` and `toyexp models`."""
 
 from unittest.mock import Mock
 
@@ -15,7 +15,7 @@ VIT = ViT(d_model=16, n_layers=2, n_heads=2, d_ff=24, patch=4, image_size=8, cha
 
 
 def write_vit(path, model=VIT):
-    """An image classifier of random values."""
+    """Write an image classifier with random weights; return the model."""
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     data = {"classes": ["a", "b", "c"], "image_mean": [0.5], "image_std": [0.5]}
     write_model(path, model, values, None, "f32", {"name": "digits"}, data)
@@ -23,7 +23,7 @@ def write_vit(path, model=VIT):
 
 
 def write_lora(path, base):
-    """An adapter of rank 4 and alpha 6 on q and v of every block of the llama `base`, which is written too."""
+    """Write a llama to `base`, and an adapter of rank 4 and alpha 6 on q and v of its blocks to `path`."""
     model = write_base(base, "llama")
     inputs = {"tokens": Mock(shape=(CONTEXT,)), "targets": Mock(dtype="int32"), "weights": Mock(dtype="float32")}
     recipe = Lora(base=str(base), rank=4, alpha=6.0, targets=["q", "v"])
@@ -33,7 +33,7 @@ def write_lora(path, base):
 
 
 def write_foreign(path, architecture="phi3", keys=(), width=32, split=0, tensors=None):
-    """A file of an architecture that toyexp has no model for, in parts of `split` tensors each unless that is 0."""
+    """Write a file of an unsupported architecture; with `split` > 0 in several files of that many tensors."""
     writer = GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_uint32(f"{architecture}.embedding_length", width)
     writer.add_uint32(f"{architecture}.block_count", 2)

@@ -1,4 +1,4 @@
-"""A GGUF of about 1 GB, quickly: random weights where they are read, and holes elsewhere."""
+"""Write a GGUF of about 1 GB within seconds: a sparse file with random weights at the start of each tensor."""
 
 import random
 
@@ -17,7 +17,7 @@ IDS = {name: i for i, (name, _, _) in GGUF_TYPES.items()}
 
 
 def tokens(rng):
-    """So many distinct tokens in the length that those of real vocabularies have, and so many merges."""
+    """Return VOCAB distinct tokens with lengths as in real vocabularies, and MERGES merges."""
     letters = "abcdefghijklmnopqrstuvwxyzĠĠĠéĊ"
     words = {}
     while len(words) < VOCAB:
@@ -27,7 +27,7 @@ def tokens(rng):
 
 
 def write_large(path, kind="q8_0"):
-    """Writes the file and returns its model. All tensors are holes but the first MB of each, which is random."""
+    """Write the file and return its model. The first MB of each tensor is random, the rest is a hole."""
     writer = Writer()
     writer.add("general.architecture", "llama")
     writer.add("general.file_type", FILE_TYPES[kind])

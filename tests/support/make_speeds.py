@@ -1,11 +1,11 @@
-"""The documentation's tables of speeds, from what `toyexp bench --json` told: no figure of them is typed.
+"""Write the documentation's tables of speeds from reports of `toyexp bench --json`.
 
-    make_speeds.py                                    writes the tables from speeds.json, which lies beside this file
-    make_speeds.py MACHINE                            measures the shapes of its table here first: `make speeds`
-    make_speeds.py MACHINE SHAPE report.json          takes in a report from elsewhere first, such as one of a GPU
+    make_speeds.py                                    write the tables from speeds.json, next to this file
+    make_speeds.py MACHINE                            first measure the shapes of its table here: `make speeds`
+    make_speeds.py MACHINE SHAPE report.json          first add a report from elsewhere, such as one of a GPU
 
-MACHINE is one of speeds.json, which says what it is; a new report replaces what was known of its engines. What bench
-does not measure, such as a whole run, is written into speeds.json under the engine's name.
+MACHINE is a key of speeds.json, which describes it; a new report replaces the figures of its engines. Figures that
+bench does not measure, such as a whole run, are written into speeds.json by hand under the engine's name.
 """
 
 import json
@@ -22,7 +22,7 @@ SHAPES = {
     "bench_1m": "1024, 128, 4, 128, 4",
     "bench_6m": "4096, 256, 6, 256, 4",
 }
-GPT2 = "gpt2, 4 layers, d 128, 12 x 64, vocab 65"  # nanoGPT's own setting for a CPU
+GPT2 = "gpt2, 4 layers, d 128, 12 x 64, vocab 65"  # nanoGPT's setting for a CPU
 GPT2_SETTINGS = [
     "model=gpt2", "model.n_layers=4", "model.d_model=128", "model.n_heads=4", "model.d_ff=512", "model.context=64",
     "batch_size=12", "data=random", "data.vocab=65",
@@ -30,7 +30,7 @@ GPT2_SETTINGS = [
 ENGINES = "cpu,ggml,ggml:blas=false"
 STORED_KEYS = ("seconds_per_step", "ratio", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
 STEP, MEMORY = ("seconds_per_step", 1e3, "ms"), ("beyond_import_bytes", 1e-6, "MB")
-ROWS = [  # machine, title, engines of a cell, what of them
+ROWS = [  # machine, title, engines of a cell, quantity
     ("2 cores", "`ggml`", ["ggml"], STEP),
     ("2 cores", "`ggml:blas=false`", ["ggml:blas=false"], STEP),
     ("2 cores", "`cpu` (torch 2.13 eager)", ["cpu"], STEP),
@@ -50,7 +50,7 @@ ROWS = [  # machine, title, engines of a cell, what of them
 ]  # fmt: skip
 
 WITHOUT_BLAS = "2 cores, without BLAS"  # the machine of the second table, whose figures are ratios to `cpu`
-RATIO_ROWS = [  # title, engines of which the first that was measured counts
+RATIO_ROWS = [  # title, engines: the first one with a figure is shown
     ("`ggml`", ["ggml"]),
     ("bare PyTorch loop, compiled (of gpt2: `cpu:compile=true`)", ["bare torch compiled", "cpu:compile=true"]),
     ("ggml's own autodiff", ["ggml autodiff"]),
@@ -58,8 +58,8 @@ RATIO_ROWS = [  # title, engines of which the first that was measured counts
 
 
 def text(machines):
-    """The table in Markdown, and what it says of torch and of ggml's own autodiff."""
-    lines = [["", *(f"`{shape}`: {told}" for shape, told in SHAPES.items())], ["---"] * 4]
+    """Return the first table in Markdown, with the sentence that compares torch and ggml's own autodiff."""
+    lines = [["", *(f"`{shape}`: {sizes}" for shape, sizes in SHAPES.items())], ["---"] * 4]
     for i, (machine, title, names, what) in enumerate(ROWS):
         first = i == 0 or ROWS[i - 1][0] != machine
         cells = [_cell(machines[machine]["runs"].get(shape, {}), names, *what) for shape in SHAPES]
@@ -68,17 +68,17 @@ def text(machines):
     here = machines["2 cores"]["runs"]
     *others, last = (f"{_ratio(here[shape], 'ggml', 'cpu'):.2f}" for shape in SHAPES)
     torch = f"So `ggml` takes {', '.join(others)} and {last} times torch's time on this CPU"
-    own = f"{_ratio(here['bench_6m'], 'ggml', 'ggml autodiff'):.2f} times that of ggml's own autodiff"
-    return f"{table}\n{torch}, and\n{own} at 5.9M.\n"
+    autodiff = f"{_ratio(here['bench_6m'], 'ggml', 'ggml autodiff'):.2f} times that of ggml's own autodiff"
+    return f"{table}\n{torch}, and\n{autodiff} at 5.9M.\n"
 
 
 def ratios(machines):
-    """The second table."""
+    """Return the second table in Markdown."""
     runs = [machines[WITHOUT_BLAS]["runs"].get(shape, {}) for shape in (*SHAPES, GPT2)]
     lines = [["", *(f"`{shape}`" for shape in SHAPES), GPT2]]
     for title, names in RATIO_ROWS:
-        found = [next((run[name]["ratio"] for name in names if name in run), None) for run in runs]
-        lines.append([title, *("" if ratio is None else f"{ratio:.2f}" for ratio in found)])
+        values = [next((run[name]["ratio"] for name in names if name in run), None) for run in runs]
+        lines.append([title, *("" if ratio is None else f"{ratio:.2f}" for ratio in values)])
     head, *rows = map(_line, lines)
     return "".join([head, "|---|---|---|---|---|\n", *rows]).replace("|  |", "| |")
 
@@ -88,10 +88,10 @@ def _line(cells):
 
 
 def _cell(run, names, key, factor, unit):
-    """`4.87, 2.76 ms`: of those that were measured."""
-    found = [factor * run[name][key] for name in names if name in run]
-    digits = [0 if unit == "MB" or value >= 99.95 else 1 if value >= 9.995 else 2 for value in found]
-    return f"{', '.join(f'{value:.{n}f}' for value, n in zip(found, digits, strict=True))} {unit}" if found else ""
+    """Return the figures of the measured engines as a cell, such as `4.87, 2.76 ms`."""
+    values = [factor * run[name][key] for name in names if name in run]
+    digits = [0 if unit == "MB" or value >= 99.95 else 1 if value >= 9.995 else 2 for value in values]
+    return f"{', '.join(f'{value:.{n}f}' for value, n in zip(values, digits, strict=True))} {unit}" if values else ""
 
 
 def _ratio(run, one, other):
@@ -99,12 +99,12 @@ def _ratio(run, one, other):
 
 
 def section(page, begin=BEGIN, end=END):
-    """What stands between the marks."""
+    """Return the text of a page between two marks."""
     return page.split(begin)[1].split(end)[0]
 
 
 def add_report(machines, machine, shape, report):
-    """Takes what a report of `toyexp bench --json` tells into the figures."""
+    """Add the figures of a report of `toyexp bench --json`. Raise SystemExit for an unknown machine or shape."""
     if machine not in machines or shape not in (*SHAPES, GPT2):
         raise SystemExit(
             f"{machine} {shape}: takes one of {', '.join(machines)} and one of {', '.join((*SHAPES, GPT2))}"
@@ -115,11 +115,11 @@ def add_report(machines, machine, shape, report):
 
 
 def run_bench(shape):
-    """A report of this machine."""
-    asked = [f"experiment={shape}", f"engine={ENGINES}"]
-    if shape == GPT2:  # for which there is no bare loop on the CPU
-        asked = [*GPT2_SETTINGS, f"engine={ENGINES},cpu:compile=true"]
-    words = ["bench", *asked, "--baseline", "--json"]
+    """Run `toyexp bench` on this machine and return its report."""
+    settings = [f"experiment={shape}", f"engine={ENGINES}"]
+    if shape == GPT2:  # which has no bare loop on the CPU
+        settings = [*GPT2_SETTINGS, f"engine={ENGINES},cpu:compile=true"]
+    words = ["bench", *settings, "--baseline", "--json"]
     return json.loads(subprocess.run([sys.executable, "-m", "toyexp", *words], check=True, stdout=-1).stdout)
 
 
@@ -128,12 +128,12 @@ def main(machine=None, shape=None, path=None):
     if path:
         add_report(machines, machine, shape, json.loads(Path(path).read_text()))
     elif machine:
-        for each in (*SHAPES, GPT2) if machine == WITHOUT_BLAS else SHAPES:
-            add_report(machines, machine, each, run_bench(each))
+        for bench_shape in (*SHAPES, GPT2) if machine == WITHOUT_BLAS else SHAPES:
+            add_report(machines, machine, bench_shape, run_bench(bench_shape))
     FIGURES.write_text(json.dumps(machines, indent=1) + "\n")
     page = PAGE.read_text()
-    for (begin, end), made in (((BEGIN, END), text), (RATIOS, ratios)):
-        page = page.replace(begin + section(page, begin, end) + end, begin + made(machines) + end)
+    for (begin, end), render in (((BEGIN, END), text), (RATIOS, ratios)):
+        page = page.replace(begin + section(page, begin, end) + end, begin + render(machines) + end)
     PAGE.write_text(page)
 
 

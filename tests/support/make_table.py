@@ -1,4 +1,4 @@
-"""Runs every cell of the documentation's table of GGUF files against llama.cpp and writes the table: `make table`."""
+"""Test every cell of the documentation's table of GGUF files against llama.cpp and write the table: `make table`."""
 
 import sys
 from pathlib import Path
@@ -10,27 +10,27 @@ TESTS = Path(__file__).parents[1] / "judge" / "test_table.py"
 
 
 class Figures:
-    """What the cells that passed were off by."""
+    """pytest plugin that collects the errors (loss, log-probability) of each cell whose tests passed."""
 
     def __init__(self):
-        self.found = {}
+        self.errors = {}
 
     def pytest_runtest_logreport(self, report):
         for name, value in report.user_properties if report.when == "call" and report.passed else ():
             if name == "cell":
-                self.found[value[:3]] = value[3:]
+                self.errors[value[:3]] = value[3:]
 
 
 def main():
     figures = Figures()
     pytest.main(["-q", "-m", "full or not full", str(TESTS)], plugins=[figures])
-    missing = [f"{' '.join(cell)}" for cell in CELLS if cell not in figures.found]
+    missing = [f"{' '.join(cell)}" for cell in CELLS if cell not in figures.errors]
     if missing:
         return (
             f"the table stays as it was: {len(missing)} of {len(CELLS)} cells did not pass, {missing[0]} for one "
             "(exports in K-quants take llama-quantize on the PATH, or pip install llama-cpp-python)"
         )
-    PAGE.write_text(replace_table(PAGE.read_text(), table(figures.found)))
+    PAGE.write_text(replace_table(PAGE.read_text(), table(figures.errors)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A callback with which runs go wrong: how, their number of steps says, so that one key makes all kinds of jobs."""
+"""A callback that makes runs fail. A run's number of steps selects the failure, so one sweep can have all."""
 
 MISHAP = """
 import os, signal, subprocess, time
@@ -16,17 +16,17 @@ def register_callbacks(register):
 
 @dataclass(eq=False)
 class Mishap(Callback):
-    "Goes wrong in several ways."
+    "Fails in several ways."
 
     name: ClassVar[str] = "mishap"
 
-    raises: int = -1  # of a run of so many steps: before its last one
-    killed: int = -1
-    exits: int = -1
-    leaves: int = -1
-    slow: int = 10**9  # those of so many and more take their time, unless they go on from a checkpoint
-    wait: float = 0.0
-    told: bool = False  # writes down what its process was given
+    raises: int = -1  # a run with this number of steps raises before its last step
+    killed: int = -1  # ... gets SIGKILL
+    exits: int = -1  # ... calls os._exit
+    leaves: int = -1  # ... leaves a child process
+    slow: int = 10**9  # runs with at least this many steps sleep 0.05 s per step, unless they were resumed
+    wait: float = 0.0  # seconds of sleep per step
+    told: bool = False  # write the environment and the working directory to the file `told`
 
     @hookimpl
     def on_start(self, run):
@@ -53,5 +53,5 @@ class Mishap(Callback):
         if run.steps == self.exits:
             os._exit(7)
         if run.steps == self.leaves:
-            subprocess.Popen(["sleep", "5"])  # which keeps this process's output open
+            subprocess.Popen(["sleep", "5"])  # the child keeps this process's output open
 """

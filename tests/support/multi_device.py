@@ -1,4 +1,4 @@
-"""What tests of several devices share: what a session answers, and runs in processes of their own that are ended."""
+"""Helpers for tests on several devices: results of a session, and runs in separate processes that are ended."""
 
 import json
 import socket
@@ -39,10 +39,10 @@ from toyexp_models.llama import Llama
 
 @dataclass
 class Mine(Llama):
-    """A llama of another name."""
+    """A llama with another name."""
 
     name: ClassVar[str] = "mine"
-    factor: float = 1.0  # of its logits
+    factor: float = 1.0  # multiplies the logits
 
     def forward(self, ops, p, batch):
         return ops.scale(super().forward(ops, p, batch), self.factor)
@@ -55,20 +55,20 @@ def register_models(register: Register) -> None:
 
 
 def free_port():
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return it.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def make_infinite(session):
-    """The embedding of the last token, before the training step is built."""
+    """Set the embedding of the last token to infinity; call it before `session.build()`."""
     embedding = session.download("token_embd.weight")
     embedding[-1] = np.inf
     session.upload("token_embd.weight", embedding)
 
 
 def read_batch(data, step, bad=None):
-    """A step's batch, its targets weighted; where there is a `bad` step, that one alone reads the last token."""
+    """Return a step's batch with weighted targets; if `bad` is set, only that step's batch contains the last token."""
     batch = add_weights(data.batch(step), step)
     if bad is not None:
         ids = np.where(step == bad, VOCAB - 1, np.minimum(batch["tokens"], VOCAB - 2))
@@ -77,7 +77,7 @@ def read_batch(data, step, bad=None):
 
 
 def take_steps(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2):
-    """Every step's numbers, and what a session answers after them."""
+    """Train some steps; return the metrics of each, results of all session methods, and a snapshot."""
     data = batches(rows=the_plan.rows * the_plan.accumulate)
     with engine.realize(the_plan) as session:
         if bad is not None:
@@ -99,12 +99,12 @@ def take_steps(engine, the_plan, steps=6, state=None, first=0, bad=None, lr=1e-2
         return np.array(metrics), answers, session.snapshot()
 
 
-def assert_close(found, wanted, rtol, atol):
-    for name, value in wanted.items():
+def assert_close(actual, expected, rtol, atol):
+    for name, value in expected.items():
         if isinstance(value, dict):
-            assert_close(found[name], value, rtol, atol)
+            assert_close(actual[name], value, rtol, atol)
         else:
-            np.testing.assert_allclose(found[name], value, rtol=rtol, atol=atol, err_msg=name)
+            np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=atol, err_msg=name)
 
 
 def events(directory, kind):
@@ -113,16 +113,16 @@ def events(directory, kind):
 
 
 class StartedRun:
-    """A run on two in a process of its own, which has saved its first steps."""
+    """A run on two devices in its own process, which has saved a checkpoint."""
 
     def __init__(self, here, *settings):
         command = python("-m", "toyexp", *settings, "steps=1000000", "eval_every=0", "hydra.run.dir=run")
-        env = environment(here) | {"TOYEXP_RANKS_PATIENCE": "6"}  # which is 20
+        env = environment(here) | {"TOYEXP_RANKS_PATIENCE": "6"}  # seconds; default 20
         self.process = subprocess.Popen(command, cwd=here, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                         text=True)  # fmt: skip
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while not list(here.glob("run/checkpoints/step-*")):
-            if self.process.poll() is not None or time.monotonic() > until:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(self.process.communicate()[1])
             time.sleep(0.02)
@@ -131,7 +131,7 @@ class StartedRun:
         self.began = time.monotonic()
 
     def end(self):
-        """The exit code and the last line of stderr; nothing of it is left, within 30 s."""
+        """Wait at most 30 s for both ranks to end; return the exit code and the last line of stderr."""
         try:
             _, errors = self.process.communicate(timeout=30)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A model made on the spot: any function over the op vocabulary, with tensors given as arrays."""
+"""A model for one test: any function of the ops, with its tensors given as arrays."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -10,7 +10,7 @@ from toyexp import TOKENS, ArrayValues, InputSpec, Kind, Model, Params, Plan, Pl
 
 @dataclass
 class Probe(Model):
-    """`function(ops, p, batch)` is the forward pass; a tensor named in `computed` reaches it as an op's result."""
+    """A model with `function(ops, p, batch)` as forward pass; tensors in `computed` reach it as the result of an op."""
 
     name: ClassVar[str] = "probe"
     reads: ClassVar[Kind] = TOKENS
@@ -32,7 +32,7 @@ class Probe(Model):
 
 
 def probe_plan(model, rows, shapes, **settings):
-    """A plan that trains all of a Probe; `shapes` gives each input's shape behind the rows."""
+    """Return a plan that trains all tensors of a Probe; `shapes` gives each input's shape after the row axis."""
     inputs = {n: InputSpec(tuple(s), "float32" if n == "weights" else "int32") for n, s in shapes.items()}
     tensors = tuple(PlanTensor(t.name, t.shape, t.init) for t in model.tensors())
     return Plan(model, tensors, inputs, rows=rows, **settings)

@@ -1,4 +1,4 @@
-"""A GGUF file written again by gguf-py, its matrices in another type: what other programs make of ours."""
+"""Rewrite a GGUF file with gguf-py, its matrices in another type, as other programs would."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +10,14 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 def requantise(
     source: Path, path: Path, kind: GGMLQuantizationType, quantise: Callable[[np.ndarray], np.ndarray]
 ) -> Path:
-    """Writes `path`: every matrix but gpt2's positions in `kind`, the bytes of whose rows `quantise` gives."""
+    """Write `path` with every matrix except gpt2's positions in `kind`; `quantise` returns the bytes of the rows."""
     reader = GGUFReader(source)
     writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for key, found in reader.fields.items():
+    for key, field in reader.fields.items():
         if not key.startswith(("GGUF.", "general.architecture", "general.file_type")):
-            value_type = found.types[0]
-            of = found.types[1] if value_type == GGUFValueType.ARRAY else None
-            writer.add_key_value(key, found.contents(), value_type, of)
+            value_type = field.types[0]
+            item_type = field.types[1] if value_type == GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), value_type, item_type)
     for tensor in reader.tensors:
         if len(tensor.shape) == 2 and tensor.name != "position_embd.weight":
             writer.add_tensor(tensor.name, quantise(tensor.data), raw_dtype=kind)
@@ -31,7 +31,7 @@ def requantise(
 
 
 def q4_k(values: np.ndarray) -> np.ndarray:
-    """A matrix [out, in] in the blocks of Q4_K, which gguf-py reads and does not write; rounded plainly."""
+    """Quantise a matrix [out, in] to Q4_K by plain rounding; gguf-py reads this type but cannot write it."""
     x = values.reshape(-1, 8, 32)  # eight runs of 32 share a block of 256
     low = np.minimum(x.min(axis=-1), 0)
     steps = (x.max(axis=-1) - low) / 15

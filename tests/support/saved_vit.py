@@ -1,4 +1,4 @@
-"""A trained image classifier from its file alone, computed by nothing of toyexp but its model."""
+"""Load a trained image classifier from its file alone; of toyexp, only the model class is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toyexp_models.vit import ViT, cut
 
 @dataclass(frozen=True)
 class SavedViT:
-    """What an exported file holds: enough to classify an image."""
+    """Contents of an exported file: all that is needed to classify an image."""
 
     model: ViT
     tensors: Mapping[str, np.ndarray]
@@ -25,23 +25,23 @@ class SavedViT:
     std: np.ndarray
 
     def patches(self, images: np.ndarray) -> np.ndarray:
-        """8-bit images [B, size, size, channels] as the model's input."""
+        """Return 8-bit images [B, size, size, channels] as the model's input."""
         return cut(((images / 255 - self.mean) / self.std).astype(np.float32), self.model.patch)
 
 
 def load_vit(path: str | Path) -> SavedViT:
-    """A model.gguf or model.safetensors of a ViT; UserError for a file that is no such thing or lacks something."""
+    """Load a model.gguf or model.safetensors of a ViT. Raise UserError if a key is missing or wrong."""
     path = Path(path)
     with nullcontext(SafetensorsFile(path)) if path.suffix == ".safetensors" else GGUFFile(path) as file:
         model = read_model(ViT, file)
         classes = file.metadata.get(f"{file.architecture}.classes")
         if not isinstance(classes, list) or not 0 < len(classes) <= model.classes:
             raise file.error(f"{file.architecture}.classes must name at most {model.classes} classes")
-        mean, std = (_per_channel(file, model, name) for name in ("image_mean", "image_std"))
+        mean, std = (_read_channel_values(file, model, name) for name in ("image_mean", "image_std"))
         return SavedViT(model, {t.name: file.read(t.name) for t in model.tensors()}, tuple(classes), mean, std)
 
 
-def _per_channel(file: ModelFile, model: ViT, name: str) -> np.ndarray:
+def _read_channel_values(file: ModelFile, model: ViT, name: str) -> np.ndarray:
     key = f"{file.architecture}.{name}"
     try:
         array = np.asarray(file.metadata.get(key), np.float64)

@@ -1,4 +1,4 @@
-"""A shell that a person types into, in a terminal of its own."""
+"""Drive an interactive shell through a pseudo-terminal."""
 
 import os
 import pty
@@ -21,7 +21,7 @@ SETUP = {
 
 
 class Shell:
-    """bash or zsh with toyexp's completion switched on."""
+    """An interactive bash or zsh with toyexp's completion enabled."""
 
     def __init__(self, name, cwd):
         self.master, slave = pty.openpty()
@@ -37,37 +37,37 @@ class Shell:
         self.run("print_words() { printf 'BEGIN%s-' $1; printf '<%s>' \"${@:2}\"; printf 'END%s-\\n' $1; }")
 
     def run(self, line):
-        """What the shell prints in answer to a line."""
+        """Run a line and return the output of the shell."""
         self.count += 1
         os.write(self.master, f"{line}; echo DONE{self.count}'-'\n".encode())
         return self.read(f"DONE{self.count}-")
 
     def tab(self, line, then=""):
-        """The words that the line becomes by a press of TAB at its end, each in < >; `then` is typed after it."""
+        """Press TAB at the end of a line, type `then`, and return the completed words, each in < >."""
         self.count += 1
-        # Ctrl-A goes to its beginning; then the shell shows it, word by word, as it would have run it.
+        # Ctrl-A moves to the start of the line; print_words then shows the arguments as the shell would pass them.
         os.write(self.master, f"{line}\t{then}\x01print_words {self.count} \n".encode())
-        told = self.read(f"END{self.count}-")
-        return re.search(rf"BEGIN{self.count}-(.*?)END{self.count}-", told, re.DOTALL)[1].strip("\r\n")
+        output = self.read(f"END{self.count}-")
+        return re.search(rf"BEGIN{self.count}-(.*?)END{self.count}-", output, re.DOTALL)[1].strip("\r\n")
 
     def read(self, mark):
-        """Everything up to a mark."""
-        found, until = b"", time.monotonic() + 60
-        while mark.encode() not in found:
-            if not select.select([self.master], [], [], max(0, until - time.monotonic()))[0]:
-                raise TimeoutError(found.decode(errors="replace"))
-            found += os.read(self.master, 1 << 16)
-        return found.decode(errors="replace")
+        """Return the output up to a mark. Raise TimeoutError after 60 s."""
+        output, deadline = b"", time.monotonic() + 60
+        while mark.encode() not in output:
+            if not select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0]:
+                raise TimeoutError(output.decode(errors="replace"))
+            output += os.read(self.master, 1 << 16)
+        return output.decode(errors="replace")
 
     def close(self):
-        """Ends it."""
+        """Kill the shell and close the terminal."""
         self.process.kill()
         self.process.wait()
         os.close(self.master)
 
 
-def fish(line, cwd):
-    """What fish offers for a line."""
+def complete_in_fish(line, cwd):
+    """Return the completions that fish offers for a line."""
     program = f"{PROGRAM} completion fish | source; complete -C $argv[1]"
     path = f"{PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "HOME": str(cwd)}

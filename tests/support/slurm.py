@@ -1,6 +1,7 @@
-"""The commands of Slurm that submitit calls, for this machine: two jobs at once, as if each had a node of its own.
+"""Fake Slurm commands for submitit that run at most two jobs at once on this machine.
 
-Run under their names (sbatch, srun, sacct, scancel, scontrol), with the directory FAKE_SLURM for what they remember.
+The file is run under the name of each command (sbatch, srun, sacct, scancel, scontrol) and keeps the state of all jobs
+in the directory FAKE_SLURM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Puts the commands there; what stands in the environment of who uses them."""
+    """Write the commands to `folder` and return the environment variables that select them."""
     (folder / "bin").mkdir(parents=True)
     for name in COMMANDS:
         command = folder / "bin" / name
@@ -26,7 +27,7 @@ def install(folder: Path) -> dict[str, str]:
 
 
 def sbatch(folder: Path, script: str) -> None:
-    """Takes a script down, and has what runs it go on in the background."""
+    """Store a script and start a background process that runs it."""
     number = 1 + len([*folder.glob("*.sh")])
     (folder / f"{number}.sh").write_text(Path(script).read_text())
     subprocess.Popen(
@@ -37,38 +38,43 @@ def sbatch(folder: Path, script: str) -> None:
 
 
 def runs(folder: Path, number: str) -> None:
-    """Runs the tasks of an array, or the one job; one that is to be queued again runs again."""
+    """Run the tasks of an array, or the only job; rerun a task that was requeued."""
     script = folder / f"{number}.sh"
     array = re.search(r"--array=0-(\d+)", script.read_text())
     tasks = [str(task) for task in range(int(array[1]) + 1)] if array else [""]
 
     def run(task: str) -> None:
         name = f"{number}_{task}" if task else number
-        of_array = {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": task} if task else {}
-        state, again = folder / f"{name}.state", folder / f"{name}.again"
+        array_variables = {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": task} if task else {}
+        state, requeue_mark = folder / f"{name}.state", folder / f"{name}.requeue_mark"
         for restarts in range(9):
             if state.exists() and state.read_text() == "CANCELLED":
                 return
             state.write_text("RUNNING")
-            environment = {**os.environ, **of_array, "SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": str(restarts)}
+            environment = {
+                **os.environ,
+                **array_variables,
+                "SLURM_JOB_ID": number,
+                "SLURM_RESTART_COUNT": str(restarts),
+            }
             code = subprocess.run(["bash", str(script)], env=environment, check=False).returncode
-            if not again.exists():
+            if not requeue_mark.exists():
                 state.write_text("FAILED" if code else "COMPLETED")
                 return
-            again.unlink()
+            requeue_mark.unlink()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, tasks))
 
 
 def main(name: str, *words: str) -> None:
-    """One of the commands."""
+    """Run the command `name`."""
     folder = Path(os.environ["FAKE_SLURM"])
     if name == "sbatch":
         sbatch(folder, words[0])
     if name == "runs":
         runs(folder, words[0])
-    if name == "srun":  # which has options of its own before the command
+    if name == "srun":  # its own options come before the command
         command = [*words]
         while command[0].startswith("--"):
             command = command[2 if command[0] in ("--output", "--error") else 1 :]
@@ -79,7 +85,7 @@ def main(name: str, *words: str) -> None:
             print(f"{state.stem}|{state.read_text()}|here")
     if name == "scontrol":
         assert words[0] == "requeue", words
-        (folder / f"{words[1]}.again").touch()
+        (folder / f"{words[1]}.requeue_mark").touch()
     if name == "scancel":
         (folder / f"{words[0]}.state").write_text("CANCELLED")
 

@@ -1,4 +1,4 @@
-"""Runs whose steps are taken together: their jobs, each of them alone, and loops that note what they hear."""
+"""Helpers for tests of stacked runs: jobs, the same jobs trained alone, and training loops that record metrics."""
 
 import dataclasses
 
@@ -18,12 +18,12 @@ from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCPU
 
 ENGINE = TorchCPU(threads=1)
-EXACT = TorchCPU(threads=1, dtype="float64")  # in which sums of another order are the same to some 1e-15
+EXACT = TorchCPU(threads=1, dtype="float64")  # sums in another order agree to about 1e-15
 
 
 @dataclasses.dataclass
 class Job:
-    """One run: its plan, its learning rate and the seed of its batches."""
+    """One run of a stack: its plan, learning rate and the seed of its batches."""
 
     plan: object
     lr: float
@@ -34,7 +34,7 @@ class Job:
         stream = batches(rows, self.data)
         return add_weights((Dropout(stream, self.plan) if self.plan.dropout_adapters else stream).batch(step), step)
 
-    def given(self, session, step):
+    def step_input(self, session, step):
         return session.step_input(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
 
     def step(self, session, step):
@@ -48,15 +48,15 @@ def build_sessions(sessions):
 
 
 def build_stack(jobs, engine):
-    """Their stack, ready to step, and its sessions."""
+    """Return the stack of the jobs, ready to step, and its sessions."""
     stack = engine.realize_stack([job.plan for job in jobs])
     return stack, build_sessions(stack.sessions)
 
 
 def begin(stack, jobs, steps):
-    """Begin a step of some rows, those in `steps`; what waits for each, in the order of rows."""
-    given = {row: jobs[row].given(stack.sessions[row], step) for row, step in steps.items()}
-    return [*stack.step(given).values()]
+    """Begin a step of the rows in `steps`; return a waiting function for each row, in order."""
+    inputs = {row: jobs[row].step_input(stack.sessions[row], step) for row, step in steps.items()}
+    return [*stack.step(inputs).values()]
 
 
 def begin_all(stack, jobs, step):
@@ -101,19 +101,19 @@ def lora_jobs(tmp_path, bases, dropout):
         folder = tmp_path / f"{i}"
         folder.mkdir()
         model = write_base(folder / "base.gguf", "llama")
-        if base:  # another one of the same shapes
+        if base:  # other weights of the same shapes
             values = {t.name: t.init.draw(t.shape, 70 + base, t.name) for t in model.tensors()}
             write_model(folder / "base.gguf", model, values, None)
         recipe = Lora(base=str(folder / "base.gguf"), rank=3, targets=["q", "v", "ffn_*"], dropout=dropout)
         recipe.check()
-        made = recipe.plan(model, Setup(batches().inputs, rows=3, seed=i))
-        jobs.append(Job(apply_optimiser(made, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))
+        lora_plan = recipe.plan(model, Setup(batches().inputs, rows=3, seed=i))
+        jobs.append(Job(apply_optimiser(lora_plan, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))
     return jobs
 
 
 @dataclasses.dataclass(eq=False)
 class Watch(Callback):
-    """Notes what it hears, and stops its run after a step."""
+    """Callback that records metrics and stops its run at the step `stops_at`."""
 
     name = "watch"
     stops_at: int = 0

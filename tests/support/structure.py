@@ -1,7 +1,7 @@
-"""The structure of the code in numbers: `python tests/support/structure.py` prints them.
+"""Measure the structure of the code: `python tests/support/structure.py` prints the figures.
 
-Rooms are the files and folders directly below toyexp/, arrows the imports between them: at the head of a file, inside
-functions and for type checkers alike.
+A top-level package is a file or directory directly below toyexp/. Imports count wherever they are: at the head of a
+file, inside functions and for type checkers.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in PRODUCT)
 Graph = Mapping[str, set[str]]
 
 
-# What plugins import: the rest of toyexp is its own.
+# The packages that plugins may import.
 PUBLIC = ("toyexp", "toyexp.base", "toyexp.formats", "toyexp.tokenizers", "toyexp.testing")
 
 
 def modules(folder: Path) -> dict[str, Path]:
-    """Every module below a package's folder by its dotted name."""
-    found = {}
+    """Return the path of every module of a package by its dotted name."""
+    paths = {}
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def imported_modules(path: Path, known: Iterable[str]) -> set[str]:
-    """The modules among `known` that a file imports, wherever in it that stands."""
-    known, found = set(known), set()
+    """Return the modules in `known` that a file imports anywhere."""
+    known, result = set(known), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name in known}
+            result |= {alias.name for alias in node.names if alias.name in known}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & known) or ({node.module} & known)
-    return found
+            result |= (names & known) or ({node.module} & known)
+    return result
 
 
 def module_graph(package: str = "toyexp") -> dict[str, set[str]]:
-    """Which module imports which; the facade, which imports all that it names, is left out."""
+    """Return the imports of each module, without the package's `__init__`, which imports all public names."""
     folder = ROOT / package if (ROOT / package).is_dir() else ROOT / "plugins" / package
     known = {name: path for name, path in modules(folder).items() if name != package}
     return {name: imported_modules(path, known) - {name} for name, path in known.items()}
 
 
 def package_graph(graph: Graph) -> dict[str, set[str]]:
-    """The same between the rooms of the house."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """Return the imports between top-level packages."""
+    targets_by_package: dict[str, set[str]] = defaultdict(set)
     for name, targets in graph.items():
-        room = name.split(".")[1]
-        found[room] |= {target.split(".")[1] for target in targets} - {room}
-    return dict(found)
+        package = name.split(".")[1]
+        targets_by_package[package] |= {target.split(".")[1] for target in targets} - {package}
+    return dict(targets_by_package)
 
 
 def import_cycles(graph: Graph) -> list[list[str]]:
-    """The groups of modules of which each reaches every other (Tarjan, SIAM J. Comput. 1972)."""
+    """Return the strongly connected groups of modules (Tarjan, SIAM J. Comput. 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    cycles: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -86,33 +86,33 @@ def import_cycles(graph: Graph) -> list[list[str]]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(group) > 1:
-                found.append(sorted(group))
+                cycles.append(sorted(group))
 
     for name in graph:
         if name not in index:
             visit(name)
-    return sorted(found)
+    return sorted(cycles)
 
 
 def graph_depth(graph: Graph) -> int:
-    """How many floors the house has: the longest way down, a circle counted as one."""
-    group = {name: min(circle) for circle in import_cycles(graph) for name in circle}
+    """Return the length of the longest import chain; a cycle counts as one module."""
+    group = {name: min(cycle) for cycle in import_cycles(graph) for name in cycle}
     merged: dict[str, set[str]] = defaultdict(set)
     for name, targets in graph.items():
-        own = group.get(name, name)
-        merged[own] |= {group.get(t, t) for t in targets} - {own}
+        node = group.get(name, name)
+        merged[node] |= {group.get(t, t) for t in targets} - {node}
     height: dict[str, int] = {}
 
-    def floor(name: str) -> int:
+    def measure_height(name: str) -> int:
         if name not in height:
-            height[name] = 1 + max((floor(target) for target in merged.get(name, ())), default=0)
+            height[name] = 1 + max((measure_height(target) for target in merged.get(name, ())), default=0)
         return height[name]
 
-    return max(floor(name) for name in list(merged))
+    return max(measure_height(name) for name in list(merged))
 
 
 def count_lines(*paths: str) -> int:
-    """Lines of Python below these folders."""
+    """Return the number of Python lines below these directories."""
     return sum(len(p.read_text(encoding="utf-8").splitlines()) for folder in paths for p in _below(ROOT / folder))
 
 
@@ -121,15 +121,15 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 class CallTrace:
-    """Which files a call goes through, in their order: of this project alone, without what is done to load a module.
+    """The project's files that a call goes through, in order, as a profiler function.
 
-    That happens once in a process, to whoever comes first. `until` is the name of a function where the walk ends.
+    Calls while a module loads are left out: they only happen once per process. The trace ends at the function `until`.
     """
 
     def __init__(self, until: str = "") -> None:
         self.files: list[str] = []
         self._until, self._over = until, False
-        self._loading = 0  # modules that are being executed
+        self._loading = 0  # number of modules being loaded
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         path = frame.f_code.co_filename
@@ -142,7 +142,7 @@ class CallTrace:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[CallTrace]:
-        """Watches the calls in the block."""
+        """Record the calls in the `with` block."""
         sys.setprofile(self)
         try:
             yield self
@@ -151,10 +151,10 @@ class CallTrace:
 
 
 def count_visited_files() -> dict[str, tuple[int, int]]:
-    """Files visited and changes of file: of a run up to what is allocated first, of a whole run, and of going on."""
+    """Return (files visited, changes of file) of a run up to its data, up to its session, and of whole runs."""
     from toyexp.cli.main import main
 
-    found = {}
+    counts = {}
     common = "model.d_model=32 model.n_layers=1 engine=ggml engine.threads=1 data=text data.path=book.txt batch_size=2"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("book.txt").write_text("It was a bright cold day in April. " * 300)
@@ -167,26 +167,26 @@ def count_visited_files() -> dict[str, tuple[int, int]]:
             ("recipe=warm to its end", f"{warm} hydra.run.dir=run", ""),
             ("resume to its end", "resume=run steps=6", ""),
         ]:
-            with quiet, CallTrace(until).watching() as walk:
+            with quiet, CallTrace(until).watching() as trace:
                 main(words.split())
-            found[name] = len({*walk.files}), len(walk.files)
-    return found
+            counts[name] = len({*trace.files}), len(trace.files)
+    return counts
 
 
 def figures() -> dict[str, Any]:
-    """All numbers by what they count."""
+    """Return all figures by name."""
     graph = module_graph()
-    house, files = package_graph(graph), [path for folder in PRODUCT for path in _below(ROOT / folder)]
+    packages, files = package_graph(graph), [path for folder in PRODUCT for path in _below(ROOT / folder)]
     longest = max(files, key=lambda p: len(p.read_text().splitlines()))
 
     return {
-        "rooms at house level": len(house),
+        "top-level packages": len(packages),
         "modules": len(graph),
-        "arrows at house level": sum(map(len, house.values())),
-        "arrows between modules": sum(map(len, graph.values())),
-        "circles of modules": [len(c) for c in import_cycles(graph)],
-        "circles of rooms": [len(c) for c in import_cycles(house)],
-        "floors of the house": graph_depth(house),
+        "imports between packages": sum(map(len, packages.values())),
+        "imports between modules": sum(map(len, graph.values())),
+        "import cycles of modules": [len(c) for c in import_cycles(graph)],
+        "import cycles of packages": [len(c) for c in import_cycles(packages)],
+        "longest import chain of packages": graph_depth(packages),
         "public names": sum(len(importlib.import_module(name).__all__) for name in PUBLIC),
         "lines of product code": count_lines(*PRODUCT),
         "lines of toyexp": count_lines("toyexp"),

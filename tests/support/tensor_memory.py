@@ -1,4 +1,4 @@
-"""How much torch's tensors take on the CPU, by its own count of what it allocates and frees."""
+"""Measure the memory of torch tensors on the CPU with the torch profiler."""
 
 from itertools import accumulate
 
@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measure_peak_tensor_bytes(call):
-    """The most bytes that are allocated at a time in `call()`, beyond those before it."""
+    """Return the peak of bytes that `call()` allocates for tensors, not counting earlier tensors."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""Texts that are hard to cut into words, and the smallest model to put around a tokenizer."""
+"""Texts that are hard to tokenize, and a tiny model file to hold a tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NASTY = [
     "🙂 👨‍👩‍👧 🏳️‍🌈 🇩🇪 👍🏽 ❤️",
     "𐐀𐐁 𠀀𠀁 \U0010fffd",
     "<|endoftext|> <unused300> </s> [PAD] <|im_end|> is text here",
-    "Ġ Ċ ĉ âĢ Ã©",  # what byte-level BPE writes for blanks and bytes, as text of its own
+    "Ġ Ċ ĉ âĢ Ã©",  # the characters that byte-level BPE uses for blanks and bytes, as literal text
     "!!!???...---___===+++ (((nested))) \\\\ \"'`",
     "a" * 300,
     " " * 70,
@@ -51,10 +51,10 @@ NASTY = [
 
 
 def scramble_texts(seed: int, count: int) -> list[str]:
-    """Texts that mix classes of characters at random: what a pre-tokenizer has to tell apart.
+    """Return texts that mix the character classes of pre-tokenizers at random.
 
-    llama.cpp and the tokenizers library carry tables of different Unicode versions, which differ from version 16 on.
-    Python before 3.14 knows at most 15.1, so what it calls unassigned (Cn) is left out.
+    llama.cpp and the tokenizers library have tables of different Unicode versions, which disagree from version 16 on.
+    Python before 3.14 has at most version 15.1, so characters that it calls unassigned (Cn) are left out.
     """
     rng = random.Random(seed)
     classes = [
@@ -81,7 +81,7 @@ def scramble_texts(seed: int, count: int) -> list[str]:
 
 
 def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int, name: str | None = None) -> Path:
-    """A smallest model around a tokenizer, called `name`."""
+    """Write a tiny model with this tokenizer and `general.name`; return the path."""
     model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=32, vocab=vocab)
     values = {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
     write_model(path, model, values, tokenizer, general={"name": name} if name else None)
@@ -89,9 +89,9 @@ def write_untrained(path: Path, tokenizer: Tokenizer | None, vocab: int, name: s
 
 
 def hard_pieces(prefix: bool) -> SentencePiece:
-    """A SentencePiece of the texts' words with scores of their own, all bytes, and two tokens found as spelled.
+    """Return a SentencePiece tokenizer: substrings of NASTY with distinct scores, all bytes, two user-defined tokens.
 
-    Whoever takes it says which tokens stand at the beginning and the end of a text.
+    The caller sets the tokens at the beginning and the end of a text.
     """
     text = BLANK + "".join(NASTY[2:14]).replace(" ", BLANK).replace("\0", "")
     words = sorted({text[n : n + k] for n in range(400) for k in (1, 2, 3)} - {""})

@@ -1,4 +1,4 @@
-"""Small plans of the real models, for tests."""
+"""Small models, plans, batches and GGUF files for tests."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from toyexp_recipes.scratch import Scratch
 VOCAB, CONTEXT = 40, 12
 
 SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 4, "context": CONTEXT}
-# Settings away from their defaults: every one that a family has.
+# All settings of a model family, with values other than the defaults.
 ROPE = {"head_dim": 12, "rope_base": 500.0, "rope_scale": 2.5}
 BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
 
@@ -44,7 +44,7 @@ def batches(rows=3, seed=0):
 
 
 def add_weights(batch, seed=0):
-    """The batch with uneven weights, some of them zero."""
+    """Return the batch with uneven target weights, some of them zero."""
     weights = np.random.default_rng(seed).uniform(0, 2, batch["weights"].shape).astype(np.float32)
     return {**batch, "weights": np.where(weights < 0.4, 0, weights).astype(np.float32)}
 
@@ -56,11 +56,11 @@ def plan(name, rows=3, accumulate=1, seed=0, recipe=None, **changes):
 
 
 def write_base(path, name, kind="f32", tokenizer=None, spoil=None, general=None, **sizes):
-    """A GGUF of random values to start from, one of them no number in the tensor `spoil`, and its model."""
+    """Write a GGUF with random weights and return its model; the tensor `spoil` gets one NaN."""
     model = replace(MODELS[name], **{"vocab": tokenizer.vocab if tokenizer else VOCAB, **sizes})
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
     for name in values.keys() & {"token_embd.weight", "position_embd.weight", "output.weight"}:
-        values[name] *= 15  # so that its logits differ
+        values[name] *= 15  # so that the logits of tokens differ clearly
     if spoil:
         values[spoil].flat[5] = np.nan
     write_model(path, model, values, tokenizer, kind, general)
@@ -68,7 +68,7 @@ def write_base(path, name, kind="f32", tokenizer=None, spoil=None, general=None,
 
 
 def split_gguf(path):
-    """The file once more in parts, as llama.cpp's gguf-split writes them: keys first, then one tensor in each."""
+    """Split a GGUF as llama.cpp's gguf-split does: the first file has the keys, each other file one tensor."""
     with GGUFFile(path) as file:
         count = len(file.tensors) + 1
         paths = [path.with_name(f"{path.stem}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
@@ -86,7 +86,7 @@ def split_gguf(path):
 
 
 def chat_tokenizer():
-    """Bytes, the two tokens of ChatML, and its template."""
+    """Return a byte tokenizer with the two special tokens and the template of ChatML."""
     base = Bytes()
     tokenizer = BPE([*base.pieces, "<|im_start|>", "<|im_end|>"], [], base.eos)
     tokenizer.controls, tokenizer.chat_template = frozenset([257, 258]), CHATML
@@ -94,7 +94,7 @@ def chat_tokenizer():
 
 
 def replace_initial_values(plan, values):
-    """The same plan starting from `values` where they name its tensors."""
+    """Return the plan with the initial values of the tensors named in `values` replaced."""
     return replace(
         plan,
         tensors=tuple(replace(t, values=ArrayValues(values[t.name])) if t.name in values else t for t in plan.tensors),

@@ -1,8 +1,8 @@
-"""What transformers makes of directories: `python transformers_ids.py < questions.json > answers.json`.
+"""Tokenize texts with transformers: `python transformers_ids.py < questions.json > answers.json`.
 
-A process of its own for a version of transformers that is not the one installed. A question is {"path", "texts",
-"chat", "options"}, the last for AutoTokenizer; its answer holds the ids of the texts alone and with what goes around
-them, the texts of those ids, the ids of the conversation, how many tokens there are, and which are special.
+Runs as its own process, so that it can use another version of transformers than the installed one. A question is
+{"path", "texts", "chat", "options"}; the options go to AutoTokenizer. Its answer holds the ids of the texts without and
+with special tokens, the decoded texts, the ids of the chat, the vocabulary size and the special ids.
 """
 
 import json
@@ -10,14 +10,14 @@ import os
 import sys
 
 
-def answers(questions):
-    """transformers' version, and an answer to each question."""
+def answer_all(questions):
+    """Return the version of transformers and an answer to each question."""
     import transformers
 
-    return {"version": transformers.__version__, "answers": [answer(transformers, q) for q in questions]}
+    return {"version": transformers.__version__, "answers": [answer_question(transformers, q) for q in questions]}
 
 
-def answer(transformers, question):
+def answer_question(transformers, question):
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         question["path"], local_files_only=True, **question["options"]
     )
@@ -36,5 +36,4 @@ def answer(transformers, question):
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
-    told = answers(json.load(sys.stdin))
-    json.dump(told, sys.stdout)
+    json.dump(answer_all(json.load(sys.stdin)), sys.stdout)

@@ -218,7 +218,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_plugin_is_reported_and_stops_nobody(install, how):
+def test_a_broken_plugin_is_reported_and_does_not_stop_others(install, how):
     source, words = BROKEN[how]
     registry = load(installed=install(GOOD, ("bad", source), ("later", callback("later_one"))))
     assert sorted(registry.offers["callbacks"]) == ["good_one", "later_one"]
@@ -237,7 +237,7 @@ def test_a_plugin_with_one_bad_class_offers_none_of_its_classes(install):
     assert registry.problems[0].offered[0] == ("callbacks", "first")
 
 
-def test_asking_for_what_a_broken_plugin_offers_says_that_it_is_broken(install):
+def test_using_a_part_of_a_broken_plugin_reports_that_it_is_broken(install):
     registry = load(installed=install(GOOD, ("bad", callback("wanted", "def on_step(self):\n    pass"))))
     with pytest.raises(UserError) as error:
         registry.get("callbacks", "wanted")
@@ -245,7 +245,7 @@ def test_asking_for_what_a_broken_plugin_offers_says_that_it_is_broken(install):
     assert text.startswith("callbacks=wanted comes from plugin bad, which is broken: Mine.on_step has a hook's name")
 
 
-def test_asking_for_what_a_plugin_has_in_its_name_that_cannot_be_loaded_offers_nothing_near(install):
+def test_a_name_like_that_of_an_unloadable_plugin_suggests_nothing_else(install):
     registry = load(installed=install(GOOD, ("toyexp_good_on", "raise OSError('no driver')")))
     with pytest.raises(UserError) as error:
         registry.get("callbacks", "good_on")
@@ -253,7 +253,7 @@ def test_asking_for_what_a_plugin_has_in_its_name_that_cannot_be_loaded_offers_n
     assert str(error.value) == told
 
 
-def test_asking_for_what_nobody_has_names_the_broken_plugins_that_may_have_had_it(install):
+def test_an_unknown_part_names_the_broken_plugins_that_may_provide_it(install):
     registry = load(installed=install(GOOD, ("bad", "raise OSError('no driver')")))
     with pytest.raises(UserError) as error:
         registry.get("callbacks", "good_oen")
@@ -300,7 +300,7 @@ def distribution(tmp_path, monkeypatch):
         ([], None),
     ],
 )
-def test_a_plugin_for_another_toyexp_is_passed_over_before_it_is_imported(distribution, requires, reason):
+def test_a_plugin_for_another_toyexp_version_is_skipped_before_importing(distribution, requires, reason):
     explodes = "import sys; sys.exit('imported')" if reason else None
     distribution(*requires, source=explodes)
     registry = load()
@@ -309,7 +309,7 @@ def test_a_plugin_for_another_toyexp_is_passed_over_before_it_is_imported(distri
     assert ("wanted_stranger" in registry.offers["callbacks"]) is not bool(reason)
 
 
-def test_a_package_that_is_installed_meanwhile_is_found(distribution):
+def test_a_newly_installed_package_is_found(distribution):
     assert "wanted_stranger" not in load().offers["callbacks"]
     distribution()
     assert "wanted_stranger" in load().offers["callbacks"]
@@ -340,7 +340,7 @@ def test_a_run_warns_once_of_a_broken_plugin_that_it_does_not_use(distribution, 
     assert "callbacks=wanted_stranger: unknown name" in err and "needs toyexp >=99" in err and "no driver" in err
 
 
-def test_a_plugin_that_changes_the_working_directory_moves_no_run(distribution, tmp_path, monkeypatch, capsys):
+def test_a_plugin_that_changes_the_working_directory_does_not_move_runs(distribution, tmp_path, monkeypatch, capsys):
     distribution(source=f"import os; os.chdir({os.sep!r})\n{callback('wanted_mover')}", package="mover")
     monkeypatch.chdir(tmp_path)
     words = ["plugins=toyexp.testing.null", "engine=noop", "data=random", "steps=2", "eval_every=0"]
@@ -350,7 +350,7 @@ def test_a_plugin_that_changes_the_working_directory_moves_no_run(distribution, 
     assert f"warning: plugin req changed the working directory; it was changed back to {tmp_path}" in out
 
 
-def test_a_working_directory_that_was_deleted_is_told_as_that(tmp_path, monkeypatch, capsys):
+def test_a_deleted_working_directory_is_reported(tmp_path, monkeypatch, capsys):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -360,9 +360,7 @@ def test_a_working_directory_that_was_deleted_is_told_as_that(tmp_path, monkeypa
         assert "the working directory was deleted" in capsys.readouterr().err
 
 
-def test_an_installed_plugin_whose_fields_hold_what_no_setting_can_is_left_out_of_a_run(
-    distribution, tmp_path, monkeypatch, capsys
-):
+def test_a_plugin_with_invalid_setting_types_is_not_loaded(distribution, tmp_path, monkeypatch, capsys):
     source = callback("unsettled").replace("every: int = 1", "every: complex = 1j")
     distribution(source=source)
     monkeypatch.chdir(tmp_path)
@@ -389,7 +387,7 @@ def test_loading_twice_leaks_nothing_from_one_registry_into_the_other(install):
     assert load(installed=[]).offers["callbacks"] == {}
 
 
-def test_what_there_is_is_listed_in_columns(capsys):
+def test_plugins_are_listed_in_columns(capsys):
     assert main(["plugins"]) == 0
     rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  ")]
     names = {name for offers in load().offers.values() for name in offers}
@@ -410,7 +408,7 @@ def test_what_there_is_is_listed_in_columns(capsys):
                              "  -m recipe.rank=1,2,4,8,16"]),
     ],
 )  # fmt: skip
-def test_a_name_shows_what_it_stands_for(capsys, name, lines):
+def test_a_named_part_shows_its_description(capsys, name, lines):
     assert main(["plugins", name]) == 0
     shown = capsys.readouterr().out.splitlines()
     for line in lines:
@@ -424,7 +422,7 @@ def test_every_preset_of_conf_shows_its_settings(capsys):
         assert f"{path.parent.name}={path.stem} " in capsys.readouterr().out
 
 
-def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):
+def test_a_local_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = f"local_module_{next(COUNTER)}"
     (tmp_path / f"{name}.py").write_text(callback("local_one"))
@@ -439,7 +437,7 @@ def test_a_local_module_is_found_beside_the_users_files(tmp_path, monkeypatch):
     ("source", "words"),
     [("raise ValueError('typo')", "ValueError: typo"), (callback("good_one"), "already registered by good")],
 )
-def test_a_broken_local_module_was_asked_for_so_it_is_an_error(install, tmp_path, monkeypatch, source, words):
+def test_a_broken_local_module_is_an_error(install, tmp_path, monkeypatch, source, words):
     monkeypatch.chdir(tmp_path)
     name = f"local_module_{next(COUNTER)}"
     (tmp_path / f"{name}.py").write_text(source)
@@ -448,7 +446,7 @@ def test_a_broken_local_module_was_asked_for_so_it_is_an_error(install, tmp_path
     assert str(error.value).startswith(f"plugins=[{name}]: ") and words in str(error.value)
 
 
-def test_a_local_module_that_is_not_there_is_an_error():
+def test_a_missing_local_module_is_an_error():
     with pytest.raises(UserError, match="no_such_local_module"):
         load(["no_such_local_module"], installed=[])
 
@@ -494,7 +492,7 @@ def test_every_hook_is_documented_and_registration_hooks_share_one_shape():
     assert {hook for _, hook in KINDS.values()} == {n for n in vars(Registration) if n.startswith("register_")}
 
 
-def test_finding_the_shipped_plugins_imports_nothing_heavy():
+def test_discovering_the_shipped_plugins_imports_no_framework():
     program = (
         "import sys; from toyexp.plugins.discovery import load; registry = load(); "
         "assert 'cpu' in registry.offers['engine'] and 'wandb' in registry.offers['callbacks']; "
@@ -600,12 +598,12 @@ def test_plugins_import_neither_one_another_nor_anything_private(package):
 
 
 @pytest.mark.parametrize("package", SHIPPED, ids=lambda p: p.name)
-def test_the_head_of_a_plugin_package_imports_only_toyexp(package):
+def test_the_init_of_a_plugin_package_imports_only_toyexp(package):
     heads = {top(module) for module, _, at_head in imports(package / "__init__.py") if at_head}
     assert heads <= {"toyexp", *sys.stdlib_module_names}
 
 
-def test_nobody_asks_with_hasattr():
+def test_hasattr_is_not_used():
     # What a thing is stands in its class; asking for attributes hides a missing contract.
     for path in [*sources(CORE), *(p for package in SHIPPED for p in sources(package))]:
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]

@@ -33,7 +33,7 @@ def data_of(page):
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
-def test_the_page_is_whole_in_itself_and_has_the_numbers_of_the_runs(swept):
+def test_the_page_is_self_contained_and_has_the_numbers_of_the_runs(swept):
     page = swept / "report.html"
     text = page.read_text()
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text[: text.index('id="library"')])
@@ -51,7 +51,7 @@ def test_the_page_is_whole_in_itself_and_has_the_numbers_of_the_runs(swept):
         assert run["again"] == f"toyexp --config-path {run['path']} --config-name config"
 
 
-def test_a_thinned_curve_keeps_what_stands_out():
+def test_a_thinned_curve_keeps_its_extremes():
     """Every stretch's lowest and highest, at their own steps; the mean is that of all steps."""
     values = np.random.default_rng(0).normal(size=25_000)
     values[[3_333, 17_001]] = 50, -50
@@ -67,14 +67,14 @@ def test_a_thinned_curve_keeps_what_stands_out():
     assert thin_curve(*curve, 30_000)[1].tolist() == values.tolist()
 
 
-def test_of_many_held_out_scores_the_last_is_always_drawn(tmp_path):
+def test_the_last_of_many_held_out_scores_is_always_drawn(tmp_path):
     run = write_run(tmp_path / "run", steps=62, eval_every=1)
     (told,) = Report("")._data(Comparison.build([read_run(run)]), 100)["runs"]
     steps, losses = told["held"]["loss"]
     assert len(steps) == len(losses) < 62 and (steps[0], steps[-1]) == (1, 62)
 
 
-def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
+def test_unreadable_events_are_skipped(tmp_path):
     run = write_run(tmp_path / "run", steps=20, eval_every=10)
     with open(run / "events.jsonl", "a") as file:
         file.write(
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_of_events_is_passed_over(tmp_path):
     assert history.curve("loss")[0].tolist() == list(range(1, 21)) and len(history.held_out["loss"]) == 2
 
 
-def test_steps_that_no_curve_can_have_are_passed_over_and_tokens_add_up(tmp_path):
+def test_impossible_steps_are_skipped_and_tokens_are_summed(tmp_path):
     """Beside more steps than are parsed at once: no time, no tokens, tokens and steps below 0, one beyond 64 bits."""
     run = write_run(tmp_path / "run", steps=1200, eval_every=1200)
     odd = [{"step": 1201, "tokens": 5, "wall_us": 0}, {"step": 1202, "wall_us": 9}, {"step": 1203, "tokens": -7},
@@ -108,7 +108,7 @@ def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
     assert "a run repeats another's settings and seed" in " ".join(found.notes())
 
 
-def test_of_several_points_one_is_the_best_and_of_one_none(tmp_path):
+def test_the_best_point_is_marked_only_among_several(tmp_path):
     for number, lr in enumerate((1e-2, 3e-3), 1):
         write_run(tmp_path / f"runs/{lr}", lr=lr, steps=5)
         page = tmp_path / f"{number}.html"
@@ -141,7 +141,7 @@ def test_importance_of_a_grid_and_none_of_seven_runs(tmp_path, seven):
         (["--html", "new.html", "--json"], ["--json", "cannot be combined"]),
     ],
 )
-def test_a_page_that_cannot_be_is_told_and_replaces_nothing(swept, monkeypatch, capsys, words, told):
+def test_an_impossible_page_is_reported_and_replaces_nothing(swept, monkeypatch, capsys, words, told):
     monkeypatch.chdir(swept)
     Path("mine.html").write_text("my own notes")
     assert main(["compare", "runs", *words]) == 2
@@ -156,7 +156,7 @@ SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "
          "eval_every=2", "callbacks=[events]", "sweep.isolate=false", "steps=4"]  # fmt: skip
 
 
-def test_a_sweep_leaves_its_report_unless_told_otherwise(tmp_path, monkeypatch, capsys):
+def test_a_sweep_writes_its_report_by_default(tmp_path, monkeypatch, capsys):
     pytest.importorskip("ggml", reason="the ggml engine: pip install 'toyexp[ggml]'")
     monkeypatch.chdir(tmp_path)
     assert main(["-m", *SMALL, "lr=1e-2,1e-3", "seed=0,1", "hydra.sweep.dir=s"]) == 0
@@ -172,7 +172,7 @@ def test_a_sweep_leaves_its_report_unless_told_otherwise(tmp_path, monkeypatch, 
     assert "report" not in capsys.readouterr().out and not (tmp_path / "none/report.html").exists()
 
 
-def test_a_sweep_without_what_draws_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_a_sweep_without_the_plotting_package_says_what_to_install(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "s/0", steps=5)
     pack_library.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly", None)
@@ -180,7 +180,7 @@ def test_a_sweep_without_what_draws_says_what_to_install(tmp_path, monkeypatch, 
     assert "pip install 'toyexp[report]'; or switch it off: sweep.report=false" in capsys.readouterr().out
 
 
-def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_new(tmp_path, monkeypatch, capsys):
+def test_a_report_is_refreshed_within_a_time_budget_and_reads_only_new_events(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("toyexp.results.report.time.monotonic", lambda: now[0])
     read = []
@@ -203,7 +203,7 @@ def test_a_report_is_refreshed_as_often_as_takes_little_time_and_reads_what_is_n
     assert len(data_of(page)["runs"]) == 2 and read == ["0", "1"] and not capsys.readouterr().out
 
 
-def test_of_very_many_runs_the_best_are_shown(tmp_path, monkeypatch):
+def test_only_the_best_of_very_many_runs_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("toyexp.results.report.MAX_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))

@@ -124,7 +124,7 @@ BEST = {"recipe": "warm", "lr": 0.003}
 LABEL = "recipe=warm  data=stdlib  lr=0.003"
 
 
-def test_hovering_tells_the_value_of_a_point_and_of_a_mean_its_deviation(page, swept):
+def test_hovering_shows_a_points_value_and_a_means_deviation(page, swept):
     x, y = page.evaluate(PLACE, -1)
     page.mouse.move(x - 3, y)
     page.mouse.move(x, y)
@@ -136,7 +136,7 @@ def test_hovering_tells_the_value_of_a_point_and_of_a_mean_its_deviation(page, s
     page.mouse.move(5, 5)
 
 
-def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(page):
+def test_dragging_zooms_all_charts_and_a_double_click_resets_them(page):
     box = page.locator("#main .nsewdrag").first.bounding_box()
     x, y = box["x"], box["y"]
     below_all, above_all = axis(page, "yaxis")
@@ -164,12 +164,12 @@ def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(page):
     until(page, "document.getElementById('main')._fullLayout.xaxis.range[1] > 300")
 
 
-def test_no_button_of_a_chart_sends_it_away(page):
+def test_no_button_of_a_chart_uploads_it(page):
     titles = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
     assert "Zoom in" in titles and not [title for title in titles if re.search("share|cloud|send|edit", title, re.I)]
 
 
-def test_the_legend_hides_a_point_everywhere_shows_it_again_and_singles_one_out(page):
+def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
     first = page.locator("#legend button").first
     first.click()
     assert first.get_attribute("aria-pressed") == "false"
@@ -181,7 +181,7 @@ def test_the_legend_hides_a_point_everywhere_shows_it_again_and_singles_one_out(
     assert page.locator("#legend [aria-pressed=true]").count() == 1 and column(page, "lr") == ["0.003"]
 
 
-def test_words_in_the_filter_choose_points(page):
+def test_the_filter_selects_points(page):
     page.fill("#filter", "warm lr=0.003")
     until(page, "document.querySelectorAll('#legend button').length == 1")
     assert column(page, "recipe") == ["warm"]
@@ -192,7 +192,7 @@ def test_words_in_the_filter_choose_points(page):
     until(page, "document.querySelectorAll('#legend button').length == 7")
 
 
-def test_a_column_sorts_both_ways_and_long_tables_open(page, swept):
+def test_columns_sort_both_ways_and_long_tables_expand(page, swept):
     assert column(page, "held-out loss")[0].startswith("best")
     losses = [lines[-1]["loss"] for lines in events(swept, "step", **BEST)]
     assert float(column(page, "smoothed train loss")[0]) == pytest.approx(np.mean(losses), abs=1e-4)
@@ -217,7 +217,7 @@ def test_a_column_sorts_both_ways_and_long_tables_open(page, swept):
         assert last == "–" and [float(share) for share in shares] == sorted(map(float, shares), reverse=falling)
 
 
-def test_a_drag_along_an_axis_of_settings_chooses_points_and_a_click_takes_it_back(page):
+def test_dragging_along_a_settings_axis_selects_points_and_a_click_resets_it(page):
     grip = page.locator("#parallel .grip[data-axis='recipe']")
     grip.scroll_into_view_if_needed()
     box = grip.bounding_box()
@@ -241,7 +241,7 @@ def test_a_drag_along_an_axis_of_settings_chooses_points_and_a_click_takes_it_ba
     assert page.locator("#table tbody tr").count() == 7
 
 
-def test_words_of_an_axis_of_settings_lie_over_no_curve_and_over_no_other_word(page):
+def test_labels_of_a_settings_axis_overlap_neither_curves_nor_each_other(page):
     overlaps = page.evaluate("""(() => {
       const texts = [...document.querySelectorAll("#parallel text")].map((t) => t.getBBox()), found = [];
       const inside = (b, x, y) => x > b.x && x < b.x + b.width && y > b.y + 2 && y < b.y + b.height - 2;
@@ -272,7 +272,7 @@ def test_axes_are_linear_or_logarithmic(page):
         assert linear[1] / linear[0] == pytest.approx(ratio, rel=0.01) and log[1] / log[0] == pytest.approx(1, rel=0.01)
 
 
-def test_curves_stand_over_steps_tokens_or_time(page, swept):
+def test_curves_can_be_drawn_over_steps_tokens_or_time(page, swept):
     (lines, *_) = events(swept, "step", **BEST, seed=0)
     tokens = np.cumsum([line["tokens"] for line in lines])
     for word, last in (("tokens", tokens[-1]), ("time", lines[-1]["t"]), ("steps", lines[-1]["step"])):
@@ -306,7 +306,7 @@ def test_smoothing_is_an_exponential_mean_of_the_steps(page, swept):
     until(page, "document.querySelectorAll('#legend button').length == 7")
 
 
-def test_seeds_are_a_mean_in_a_band_of_a_deviation_or_a_curve_each(page, swept):
+def test_seeds_are_drawn_as_mean_and_deviation_or_separately(page, swept):
     page.evaluate("(() => { const s = document.getElementById('smooth'); s.value = 0;"
                   "s.dispatchEvent(new Event('input')); })()")  # fmt: skip
     losses = np.array([[line["loss"] for line in lines] for lines in events(swept, "step", **BEST)])
@@ -326,7 +326,7 @@ def test_seeds_are_a_mean_in_a_band_of_a_deviation_or_a_curve_each(page, swept):
     assert [name for name, *_ in traces(page)].count(LABEL) == 4
 
 
-def test_raw_held_out_scores_and_what_lies_far_outside_can_be_left_out(page, swept):
+def test_raw_held_out_scores_and_outliers_can_be_hidden(page, swept):
     assert page.evaluate("document.getElementById('outliers-label').offsetParent !== null")
     every, (low, high) = len(traces(page)), axis(page, "yaxis")
     assert 6 < high < 10  # a step of a run has a loss of 30
@@ -342,7 +342,7 @@ def test_raw_held_out_scores_and_what_lies_far_outside_can_be_left_out(page, swe
     assert traces(page)[-1][2][-1] == pytest.approx(np.mean([16, 17, 18, 19]) / 30, rel=1e-4)
 
 
-def test_it_is_dark_where_that_is_asked_for_fits_a_phone_and_has_samples_warnings_and_how_to_repeat(chromium, swept):
+def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(chromium, swept):
     window = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True, "is_mobile": True}
     opened = Opened(chromium, swept / "report.html", **window)
     page = opened.page

@@ -48,7 +48,7 @@ def listed(capsys, *words):
     return json.loads(answered(capsys, "runs", *words, "--json"))["runs"]
 
 
-def test_runs_says_of_each_what_it_was_and_how_far_it_came(here, capsys):
+def test_runs_lists_settings_and_progress_of_each_run(here, capsys):
     runs = listed(capsys)
     assert len(runs) == 9
     one = next(run for run in runs if run["path"].endswith("sweep/7"))
@@ -66,7 +66,7 @@ def test_runs_says_of_each_what_it_was_and_how_far_it_came(here, capsys):
     assert table[-1] == "9 runs: 8 completed, 1 killed"
 
 
-def test_a_run_that_diverged_is_called_so_and_counts(here, capsys):
+def test_a_diverged_run_is_marked_and_counted(here, capsys):
     place = here / "outputs/sweep/0/result.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), "diverged": True}))
     assert [run["path"] for run in listed(capsys, "state=diverged")] == ["outputs/sweep/0"]
@@ -84,13 +84,13 @@ def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
     assert listed(capsys, "state=unreadable")[0]["why"].startswith("config.yaml is a pipe")
 
 
-def test_a_score_is_found_by_the_four_decimals_of_a_table_and_a_rate_by_its_value_alone(tmp_path, capsys):
+def test_filters_match_metrics_by_four_decimals_and_rates_exactly(tmp_path, capsys):
     write_run(tmp_path / "a", steps=5, lr=0.00304, held_out=1.23456)
     for word, found in (("loss=1.2346", 1), ("loss=1.235", 0), ("lr=0.0030", 0), ("lr=0.00304", 1)):
         assert len(listed(capsys, str(tmp_path), word)) == found, word
 
 
-def test_a_run_on_auto_is_of_the_engine_that_it_took(here, capsys):
+def test_a_run_with_engine_auto_lists_the_chosen_engine(here, capsys):
     place = here / "outputs/sweep/0/config.yaml"
     place.write_text(place.read_text().replace("- engine: ggml", "- engine: auto"))
     assert "- engine: auto" in place.read_text() and "ggml)" in repr(toyexp.open(place.parent))
@@ -100,7 +100,7 @@ def test_a_run_on_auto_is_of_the_engine_that_it_took(here, capsys):
     assert [len(point["runs"]) for point in told["points"]] == [2] * 4 and "engine" not in told["differ"]
 
 
-def test_a_run_that_a_process_writes_runs(here, capsys):
+def test_a_locked_run_is_listed_as_running(here, capsys):
     held = lock(here / "outputs/killed")
     try:
         assert [run["state"] for run in listed(capsys, "state=running")] == ["running"]
@@ -147,7 +147,7 @@ def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):
 
 
 @pytest.mark.parametrize("width", [80, 70])
-def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatch, width):
+def test_tables_fit_the_terminal_and_name_hidden_columns(here, capsys, monkeypatch, width):
     for number, lr in enumerate((3e-3, 1e-2)):
         settings = {"optim__weight_decay": 0.1, "optim__beta2": 0.9 + number / 100, "recipe": "warm", "steps": 50}
         write_run(f"outputs/other/{number}", lr=lr, scores={"accuracy": 0.5}, **settings)
@@ -166,7 +166,7 @@ def test_tables_fit_the_terminal_and_say_what_they_lack(here, capsys, monkeypatc
     assert any(line.startswith("columns left out to fit the terminal: speed, smoothed train loss") for line in compared)
 
 
-def test_of_one_run_alone_nothing_is_said_to_be_in_all_of_them(here, capsys, monkeypatch):
+def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
     told = answered(capsys, "runs", "seed=9").splitlines()
@@ -208,14 +208,14 @@ def test_compare_takes_runs_sweeps_patterns_and_filters(here, capsys):
     assert runs("outputs", "seed=9") == ["outputs/killed"] and len(runs("outputs/s*p", "lr>0.003")) == 4
 
 
-def test_a_run_that_did_not_end_counts_for_nothing_and_is_told(here, capsys):
+def test_an_unfinished_run_is_not_counted_and_noted(here, capsys):
     told = answered(capsys, "compare", "outputs")
     assert "not counted: 1 killed" in told
     (row,) = [line for line in told.splitlines() if line.split()[:2] == ["scratch", "0.003"] and "2/3" in line]
     assert "2-" not in row.split()[3]  # nor do its steps
 
 
-def test_settings_that_go_along_with_another_stand_below_it(tmp_path, capsys):
+def test_settings_that_change_together_share_a_column(tmp_path, capsys):
     for number, (model, d_model, layers) in enumerate([("llama", 32, 1), ("gpt2", 64, 2), ("gpt2", 64, 2)]):
         write_run(
             tmp_path / str(number), model=model, model__d_model=d_model, model__n_layers=layers, seed=number, steps=5
@@ -224,7 +224,7 @@ def test_settings_that_go_along_with_another_stand_below_it(tmp_path, capsys):
     assert table[0].split()[:2] == ["model", "runs"] and "with model: model.d_model" in "\n".join(table)
 
 
-def test_runs_of_two_lengths_are_said_to_be_where_the_table_has_no_column_of_it(tmp_path, capsys):
+def test_different_run_lengths_are_noted_if_the_table_has_no_column_for_them(tmp_path, capsys):
     for recipe, steps in (("scratch", 5), ("warm", 12)):
         write_run(tmp_path / recipe, recipe=recipe, steps=steps)
     assert "runs were planned with 5 or 12 steps" in answered(capsys, "compare", str(tmp_path))
@@ -235,7 +235,7 @@ def test_runs_of_two_lengths_are_said_to_be_where_the_table_has_no_column_of_it(
     assert len(heads) == len(set(heads))
 
 
-def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
+def test_a_metric_that_should_rise_is_ranked_descending(tmp_path, capsys):
     for number, accuracy in enumerate((0.5, 0.9, 0.7)):
         write_run(tmp_path / str(number), lr=10.0**-number, steps=5, scores={"accuracy": accuracy})
     told = json.loads(answered(capsys, "compare", str(tmp_path), "--metric", "accuracy", "--json"))
@@ -244,13 +244,13 @@ def test_a_score_that_rises_decides_by_metric(tmp_path, capsys):
     assert [row["held-out accuracy"] for row in rows] == ["0.9", "0.7", "0.5"] and rows[0]["best"] == "best"
 
 
-def test_where_no_run_was_evaluated_no_score_is_offered(tmp_path, capsys):
+def test_without_evaluations_no_metric_is_offered(tmp_path, capsys):
     write_run(tmp_path / "a", steps=20, eval_every=50, until=10)
     assert main(["compare", str(tmp_path), "--metric", "accuracy"]) == 2
     assert "no run was evaluated; leave out --metric to compare the training loss" in capsys.readouterr().err
 
 
-def test_losses_over_other_data_are_said_not_to_compare(here, capsys):
+def test_losses_on_different_data_are_noted_as_not_comparable(here, capsys):
     write_run("outputs/other", steps=50, data__max_mb=2.0)
     events = here / "outputs/other/events.jsonl"
     events.write_text(events.read_text().replace('"tokens_sha256": "ab"', '"tokens_sha256": "cd"'))
@@ -273,7 +273,7 @@ def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
     assert max(map(len, told.splitlines())) < 250
 
 
-def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
+def test_without_finite_losses_no_run_is_the_best(tmp_path, capsys):
     for lr in (3e-3, 1e-2):
         write_run(tmp_path / str(lr), reason=None, until=30, lr=lr, steps=50)
     assert "best" not in answered(capsys, "compare", str(tmp_path))
@@ -312,19 +312,19 @@ def test_among_runs_without_a_number_none_is_the_best(tmp_path, capsys):
         (["runs", "--sorted"], ["did you mean --sort"]),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(here, capsys, words, told):
+def test_invalid_arguments_give_a_one_line_error(here, capsys, words, told):
     (here / "dangling.html").symlink_to("nowhere.html")
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and len(error) < 400 and all(word in error for word in told), error
 
 
-def test_nothing_here_says_what_to_type(tmp_path, monkeypatch, capsys):
+def test_an_empty_directory_says_what_to_type(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "start one with `toyexp`" in answered(capsys, "runs")
 
 
-def test_what_others_broke_is_passed_over(here, capsys):
+def test_damaged_run_directories_are_skipped(here, capsys):
     """A run directory may come from anyone: nothing in it hangs, raises, or reaches the terminal as it is."""
     bad = here / "outputs/bad"
     bad.mkdir()
@@ -336,7 +336,7 @@ def test_what_others_broke_is_passed_over(here, capsys):
     assert "\x1b" not in answered(capsys, "runs")
 
 
-def test_whole_numbers_that_no_float_holds_are_passed_over(here, capsys):
+def test_integers_too_large_for_float_are_skipped(here, capsys):
     one = here / "outputs/sweep/7"
     result = json.loads((one / "result.json").read_text())
     (one / "result.json").write_text(json.dumps({**result, "tokens_per_second": 10**400}))
@@ -349,7 +349,7 @@ def test_whole_numbers_that_no_float_holds_are_passed_over(here, capsys):
     assert sum(point["counted"] for point in points) == 8
 
 
-def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothing(here, capsys):
+def test_a_run_with_unreadable_settings_belongs_to_no_point(here, capsys):
     before = answered(capsys, "compare", "outputs/sweep", "--json")
     write_run("outputs/sweep/bad\nname", recipe="warm", lr=1e-2, seed=7, steps=50)
     (here / "outputs/sweep/bad\nname/config.yaml").write_text("a: [")
@@ -363,7 +363,7 @@ def test_a_run_whose_settings_cannot_be_read_is_of_no_point_and_counts_for_nothi
         assert "bad\\nname" in answered(capsys, command, "outputs/sweep/bad\nname")  # among no others
 
 
-def test_thousands_of_runs_take_a_moment(tmp_path):
+def test_thousands_of_runs_are_listed_quickly(tmp_path):
     """Links to the files of one run: what is measured is how much is opened, and how much of it is read."""
     run = write_run(tmp_path / "one", steps=2000)
     for number in range(2_000):
@@ -391,7 +391,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_configuration_whose_aliases_explode_ends_neither_runs_nor_compare(tmp_path, capsys, bomb):
+def test_exploding_yaml_aliases_stop_neither_runs_nor_compare(tmp_path, capsys, bomb):
     for name in "ab":
         write_run(tmp_path / name, steps=5)
     config = tmp_path / "b/config.yaml"
@@ -400,7 +400,7 @@ def test_a_configuration_whose_aliases_explode_ends_neither_runs_nor_compare(tmp
     assert len(listed(capsys, str(tmp_path), "engine.threads=1")) == 1
 
 
-def test_a_boolean_and_a_loss_are_found_as_they_are_typed_and_printed(here, capsys):
+def test_filters_match_booleans_and_losses_as_printed(here, capsys):
     write_run("outputs/tied", model__tied=False, steps=5, held_out=3.03947)
     paths = [
         listed(capsys, *words)[0]["path"] for words in (["model.tied=False"], ["loss=3.0395"], ["model.tied=false"])
@@ -408,7 +408,7 @@ def test_a_boolean_and_a_loss_are_found_as_they_are_typed_and_printed(here, caps
     assert paths == ["outputs/tied"] * 3 and not listed(capsys, "model.tied=True") and not listed(capsys, "lr=0.0031")
 
 
-def test_runs_of_today_and_those_of_a_sweep_are_found(here, capsys):
+def test_filters_find_todays_runs_and_those_of_a_sweep(here, capsys):
     (here / "outputs/sweep/sweep.json").write_text("{}")
     assert len(listed(capsys, "sweep=sweep")) == 8 and "sweep" in answered(capsys, "runs").splitlines()[0].split()
     now = datetime.now(UTC)
@@ -425,7 +425,7 @@ def test_yesterday_begins_a_day_before_today():
     assert [one.matches(late.isoformat()) for one in filters] == [True, False]
 
 
-def test_a_run_that_cannot_be_read_is_said_not_to_have_been_asked():
+def test_an_unreadable_run_is_noted_as_not_filtered():
     notes = []
     run = Run(Path("a"), unread="config.yaml is a pipe")
     assert filter_runs([run], split_filters(["recipe=warm"])[1], notes) == []
@@ -472,7 +472,7 @@ def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys
 
 
 @pytest.mark.parametrize("wrong", ["abc", [1], 10**400])
-def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, monkeypatch, wrong):
+def test_a_nan_loss_is_noted(tmp_path, capsys, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)
     for seed in range(2):
         write_run(f"runs/{seed}", seed=seed, steps=5, held_out=1.0)
@@ -483,7 +483,7 @@ def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, monkeypatch, wrong):
         assert any("runs/1, result.json has " in note and note.endswith(" for eval_loss") for note in notes)
 
 
-def test_compare_and_eval_go_by_the_same_record_of_sources(tmp_path):
+def test_compare_and_eval_use_the_same_recorded_digests(tmp_path):
     run = write_run(tmp_path / "run", steps=5, sources=sources("of run_start"))
     assert Entry(0, read_run(run), {}).sources == read_origin(run).sources == sources("of run_start")
     result = run / "result.json"
@@ -491,7 +491,7 @@ def test_compare_and_eval_go_by_the_same_record_of_sources(tmp_path):
     assert Entry(0, read_run(run), {}).sources == read_origin(run).sources == sources("of result.json")
 
 
-def test_runs_without_a_record_of_their_data_are_told_apart_by_what_they_say_of_it(tmp_path, capsys):
+def test_runs_without_digests_are_told_apart_by_facts_about_their_data(tmp_path, capsys):
     for seed in range(2):
         run = write_run(tmp_path / str(seed), seed=seed, steps=5)
         events = run / "events.jsonl"
@@ -524,7 +524,7 @@ def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, c
     assert points("flat")[0] == [("cy", 1.0), ("di", 2.0)]
 
 
-def test_runs_of_a_class_copied_flat_are_told_apart_by_the_directories_they_were_begun_in(tmp_path, capsys):
+def test_copied_runs_are_told_apart_by_their_working_directories(tmp_path, capsys):
     for person in ("ann", "bob"):
         for seed in (0, 1):
             run = write_run(tmp_path / f"{person}{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
@@ -552,7 +552,7 @@ def test_runs_of_a_class_copied_flat_are_told_apart_by_the_directories_they_were
     assert points(tmp_path) == [(None, 2.0)]  # seeds that one person may have begun in two places
 
 
-def test_repeats_side_by_side_are_told_apart_unless_others_have_other_seeds(tmp_path, capsys):
+def test_repeated_runs_are_told_apart_unless_they_have_other_seeds(tmp_path, capsys):
     def points():
         told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]
         return [(point["settings"].get("whose"), point["mean"]) for point in told]
@@ -591,13 +591,13 @@ def test_a_zip_of_runs_is_listed_and_compared(here, capsys):
     assert means[0] == means[1]
 
 
-def test_a_zip_whose_names_have_backslashes_holds_its_runs(here, capsys):
+def test_a_zip_with_backslashes_in_names_is_read(here, capsys):
     one = here / "outputs/killed"
     archive("class.zip", **{f"ann\\run\\{path.name}": path.read_bytes() for path in one.iterdir() if path.is_file()})
     assert [run["path"] for run in listed(capsys, "class.zip")] == ["class.zip/ann/run"]
 
 
-def test_a_zip_with_a_password_is_told_as_encrypted(here, capsys):
+def test_a_zip_with_a_password_is_reported_as_encrypted(here, capsys):
     archive("class.zip", **{"a/config.yaml": "a: 1"})
     data = bytearray((here / "class.zip").read_bytes())
     data[6] |= 1  # the flag of the member, and of its entry in the directory
@@ -608,7 +608,7 @@ def test_a_zip_with_a_password_is_told_as_encrypted(here, capsys):
     assert "is encrypted, password required" in error
 
 
-def test_of_a_zip_the_archives_name_is_told_and_no_temporary_directory(here, capsys):
+def test_messages_name_the_zip_and_not_its_temporary_directory(here, capsys):
     shutil.make_archive("class", "zip", "outputs")
     archive("none.zip", **{"a/config.yaml": "a: 1"})
     assert {run["path"] for run in listed(capsys, "class.zip", "seed=9")} == {"class.zip/killed"}
@@ -627,7 +627,7 @@ def test_of_a_zip_the_archives_name_is_told_and_no_temporary_directory(here, cap
 
 
 @pytest.mark.parametrize("words", [["runs"], ["compare"], ["resume="], ["sweep.resume="]])
-def test_a_name_that_is_too_long_is_bad_input(here, capsys, words):
+def test_a_name_that_is_too_long_is_a_user_error(here, capsys, words):
     for name in ("x" * 300, "x" * 300 + ".zip"):
         assert main([f"{words[0]}{name}"] if "=" in words[0] else [*words, name]) == 2
         error = capsys.readouterr().err
@@ -656,7 +656,7 @@ def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys,
     assert not [*(here / "tmp").iterdir()] and not (here / "config.yaml").exists()
 
 
-def test_what_may_not_be_read_is_said(here, capsys, monkeypatch):
+def test_directories_without_permission_are_reported(here, capsys, monkeypatch):
     real, denied = os.scandir, here / "outputs/sweep/3"
 
     def scandir(path):
@@ -677,7 +677,7 @@ def test_what_may_not_be_read_is_said(here, capsys, monkeypatch):
     assert "not read: outputs/sweep/3" in capsys.readouterr().err
 
 
-def test_a_run_without_its_settings_is_listed_and_said_to_be_unreadable(here, capsys):
+def test_a_run_without_config_yaml_is_listed_as_unreadable(here, capsys):
     (here / "outputs/sweep/3/config.yaml").unlink()
     (here / "outputs/sweep/4/config.yaml").write_text("")
     records = {f"{n}/{name}": (here / "outputs/sweep" / n / name).read_text()
@@ -693,7 +693,7 @@ def test_a_run_without_its_settings_is_listed_and_said_to_be_unreadable(here, ca
     assert (alone["state"], alone["why"], alone["steps"]) == ("unreadable", "config.yaml is missing or empty", 50)
 
 
-def test_links_that_lead_away_are_not_followed_and_that_is_said(here, capsys):
+def test_links_to_the_outside_are_not_followed_with_a_note(here, capsys):
     (here / "outputs/latest").symlink_to("sweep/0")  # is listed as what it is
     (here / "outputs/broken").symlink_to("nowhere")
     (here / "outputs/loop").symlink_to("loop")
@@ -711,7 +711,7 @@ def test_links_that_lead_away_are_not_followed_and_that_is_said(here, capsys):
     assert len(listed(capsys, "alone/x")) == 1, "one that is named is followed"
 
 
-def test_of_a_zip_only_the_records_of_runs_are_extracted(here):
+def test_only_the_records_of_runs_are_extracted_from_a_zip(here):
     archive("class.zip", **{"a/config.yaml": "a: 1", "a/model.gguf": "x", "a/checkpoints/step-1/arrays": "x"})
     with unzip_archives(["class.zip", "outputs"]) as (place, other):
         assert [path.name for path in Path(place).rglob("*") if path.is_file()] == ["config.yaml"]
@@ -727,7 +727,7 @@ def test_the_loss_of_a_killed_run_is_the_smoothed_one(tmp_path):
     assert read_run(run).train_loss == pytest.approx(expected, rel=1e-12)
 
 
-def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
+def test_the_best_of_many_runs_are_ranked_as_among_all(tmp_path):
     runs = [
         read_run(write_run(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))
     ]
@@ -739,12 +739,12 @@ def test_of_many_runs_the_best_are_compared_as_all_were(tmp_path):
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+cmd|calc", "-x", "@SUM(A1)", "\tx"])
-def test_a_spreadsheet_runs_no_text_of_a_run(tmp_path, capsys, cell):
+def test_csv_cells_cannot_be_formulas(tmp_path, capsys, cell):
     write_run(tmp_path / "a", steps=5, name=cell)
     (row,) = csv.DictReader(io.StringIO(answered(capsys, "runs", str(tmp_path), "--csv")))
     assert row["name"] == f"'{cell}" and format_csv([[cell, "-1e-3"]]) == f"'{cell},-1e-3\n"
 
 
-def test_an_empty_place_is_no_directory_to_open():
+def test_an_empty_path_is_rejected():
     with pytest.raises(toyexp.UserError, match="must be a path, got ''"):
         toyexp.open("")

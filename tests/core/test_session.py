@@ -14,7 +14,7 @@ from toyexp.testing import NullEngine
 ENGINE = NullEngine()
 
 
-def test_a_snapshot_of_another_plan_is_refused():
+def test_a_snapshot_of_another_plan_is_rejected():
     with ENGINE.realize(op_plan("matmul")) as session:
         session.build()
         arrays = session.snapshot()

@@ -75,7 +75,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_while_native_code_tokenizes(start, tmp_path, tokenizer):
+def test_a_signal_during_native_tokenizing_ends_the_run(start, tmp_path, tokenizer):
     words = [*NOOP, *BOOK[:2], f"data.tokenizer={tokenizer}"]
     process = start("-c", BUSY, *words, wait=reached("there"))
     ends(process, *{"byte": (signal.SIGTERM, 143), "bpe": (signal.SIGINT, 130)}[tokenizer])
@@ -234,7 +234,7 @@ def test_a_closed_terminal_ends_a_run_as_sigterm_does(sent, heard):
     assert main(["resume=run", "plugins=[toyexp.testing.null,sends_plugin]", "callbacks.sends.signal=''"]) == 0
 
 
-def test_where_sighup_is_ignored_it_stays_so(sent):
+def test_an_ignored_sighup_stays_ignored(sent):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert sent("SIGHUP")[:2] == (0, [6])
@@ -243,12 +243,12 @@ def test_where_sighup_is_ignored_it_stays_so(sent):
 
 
 @pytest.mark.parametrize(("times", "exported"), [(1, True), (2, False)])
-def test_who_sends_a_second_signal_waits_for_no_export(sent, times, exported):
+def test_a_second_signal_does_not_wait_for_exports(sent, times, exported):
     assert sent("SIGTERM", f"callbacks.sends.times={times}")[0] == 143
     assert Path("run/model.gguf").exists() == exported
 
 
-def test_the_end_of_the_sweep_is_no_second_signal_and_another_one_is():
+def test_the_loss_of_the_sweep_is_not_a_second_signal():
     """Ray ends the worker of a job, which hands that on, and the job then loses its sweep."""
     with catch_signals() as signals:
         signals.defer_to_step_end()
@@ -259,7 +259,7 @@ def test_the_end_of_the_sweep_is_no_second_signal_and_another_one_is():
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_where_sigusr1_is_ignored_it_stays_so():
+def test_an_ignored_sigusr1_stays_ignored():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         with catch_signals() as signals:
@@ -270,13 +270,13 @@ def test_where_sigusr1_is_ignored_it_stays_so():
 
 
 @pytest.mark.parametrize("every", ["100", "0"])
-def test_sigusr1_saves_and_the_run_goes_on(sent, every):
+def test_sigusr1_saves_a_checkpoint_and_training_continues(sent, every):
     code, saved, (out, _) = sent("SIGUSR1", f"checkpoint_every={every}")
     assert (code, saved) == (0, [2, 6] if every == "100" else [2])
     assert "SIGUSR1: saving step 2;" in out
 
 
-def test_sigusr1_ends_a_run_where_the_job_says_so(sent, monkeypatch):
+def test_sigusr1_ends_a_run_of_a_job_that_requests_it(sent, monkeypatch):
     monkeypatch.setenv("TOYEXP_SIGUSR1", "end")
     code, saved, (_, err) = sent("SIGUSR1")
     assert (code, saved) == (128 + signal.SIGUSR1, [2]) and err.startswith("toyexp: interrupted by SIGUSR1; 2 of 6")
@@ -284,7 +284,7 @@ def test_sigusr1_ends_a_run_where_the_job_says_so(sent, monkeypatch):
     assert main(["plugins"]) == 2
 
 
-def test_a_terminal_that_is_gone_harms_no_run_that_goes_on_without_it(start, tmp_path):
+def test_a_run_continues_without_its_terminal(start, tmp_path):
     ours, theirs = os.openpty()
     words = [*NOOP, "data=random", "steps=100000000", "callbacks=[progress,events]"]
     here = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
@@ -311,7 +311,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_anything_is_loaded_is_one_line(number):
+def test_a_signal_before_imports_gives_one_line(number):
     done = subprocess.run([sys.executable, "-c", EARLY.format(number=int(number))], capture_output=True, text=True)
     assert done.returncode == 128 + number
     assert done.stderr == f"toyexp: interrupted by {number.name}\n"
@@ -360,7 +360,7 @@ def test_a_signal_while_python_tidies_up_after_an_import_is_not_lost():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_a_librarys_clean_up_is_no_bad_input(number, monkeypatch, capsys):
+def test_a_signal_during_a_librarys_cleanup_is_not_a_user_error(number, monkeypatch, capsys):
     def compose(*_):
         try:
             os.kill(os.getpid(), number)
@@ -373,7 +373,7 @@ def test_a_signal_in_the_middle_of_a_librarys_clean_up_is_no_bad_input(number, m
     assert capsys.readouterr().err == f"toyexp: interrupted by {signal.Signals(number).name}\n"
 
 
-def test_a_signal_that_native_code_lost_is_no_failure(monkeypatch, capsys):
+def test_a_signal_lost_in_native_code_is_not_a_failure(monkeypatch, capsys):
     def compose(*_):
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)

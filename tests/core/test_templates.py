@@ -99,7 +99,7 @@ def test_an_ordinary_template_makes_one_row_of_a_conversation():
     assert rendered(CHATML, messages).startswith(texts[0])
 
 
-def test_where_earlier_thoughts_are_dropped_each_answer_is_learned_behind_what_the_model_reads():
+def test_if_earlier_thoughts_are_dropped_each_answer_follows_its_inference_prompt():
     texts, learned = written(THINKING, THOUGHTS)
     assert learned == [[THOUGHTS[1].content + "<|im_end|>"], [THOUGHTS[3].content + "<|im_end|>"]]
     for n, (text, (answer,)) in enumerate(zip(texts, learned, strict=True)):
@@ -109,7 +109,7 @@ def test_where_earlier_thoughts_are_dropped_each_answer_is_learned_behind_what_t
     assert whole == all_learned[0] == [rendered(THINKING, THOUGHTS)], "all of one text is learned once"
 
 
-def test_an_answer_whose_beginning_the_template_writes_itself_is_learned_from_there_on():
+def test_the_loss_starts_after_the_part_of_an_answer_that_the_template_writes():
     texts, learned = written(BEGUN, THOUGHTS)
     assert learned == [["t1\n</think>\n\na1<|im_end|>"], ["t2\n</think>\n\na2<|im_end|>"]]
     assert texts[1] == rendered(BEGUN, THOUGHTS[:3], ask=True) + learned[1][0]
@@ -117,7 +117,7 @@ def test_an_answer_whose_beginning_the_template_writes_itself_is_learned_from_th
     assert (made.not_as_asked, made.thoughts_dropped) == (0, 0)
 
 
-def test_an_answer_without_the_thought_that_is_asked_for_is_learned_as_it_stands_and_counted():
+def test_an_answer_without_the_expected_thought_is_used_unchanged_and_counted():
     texts, learned = written(BEGUN, talk("q1", "a1", "q2", "a2"))
     assert learned == [["a1<|im_end|>", "a2<|im_end|>"]] and "think" not in texts[0]
     assert ChatTemplate(BEGUN, vocabulary(), "x").rows(talk("q1", "a1", "q2", "a2")).not_as_asked == 2
@@ -125,7 +125,7 @@ def test_an_answer_without_the_thought_that_is_asked_for_is_learned_as_it_stands
     assert begun == [["<b>x<|im_end|>"]] and split[0].endswith("assistant\n<b>x<|im_end|>"), "no tag is cut in two"
 
 
-def test_an_empty_thought_with_which_the_template_asks_stands_before_the_answer():
+def test_an_empty_thought_of_the_generation_prompt_precedes_the_answer():
     messages = talk("q1", "a1", "q2", "a2")
     texts, learned = written(NOT_TO_THINK, messages)
     assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
@@ -142,7 +142,7 @@ def test_an_empty_thought_with_which_the_template_asks_stands_before_the_answer(
         ("<think></think>", "", ""),
     ],
 )
-def test_what_the_template_asks_with_is_not_written_again_before_the_answer(asks, writes, left):
+def test_the_generation_prompt_is_not_repeated_before_the_answer(asks, writes, left):
     header = "<|im_start|>assistant\n"
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% else %}" + header + writes
@@ -158,14 +158,14 @@ def test_what_the_template_asks_with_is_not_written_again_before_the_answer(asks
     assert ChatTemplate(template, vocabulary(), "x").rows(messages).not_as_asked == 0
 
 
-def test_words_that_the_template_moves_are_read_where_the_model_is_asked():
+def test_text_that_the_template_moves_is_read_as_at_inference():
     messages = talk("q1", "a1", "q2", "a2", system="s")
     texts, learned = written(MOVED, messages)
     assert texts == ["[INST]s\nq1[/INST]a1<|im_end|>", "[INST]q1[/INST]a1<|im_end|>[INST]s\nq2[/INST]a2<|im_end|>"]
     assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
 
 
-def test_an_answer_ends_where_generation_does():
+def test_an_answer_ends_at_the_token_that_ends_generation():
     _, learned = written(ENDED, talk("q1", "a1", "q2", "a2"))
     assert learned == [["a1<|im_end|>", "a2<|im_end|>"]]
     unknown = vocabulary()
@@ -176,7 +176,7 @@ def test_an_answer_ends_where_generation_does():
     ]  # fmt: skip
 
 
-def test_every_row_without_an_end_of_its_own_is_closed_with_end_of_text():
+def test_rows_without_an_end_token_get_end_of_text():
     template = THINKING.replace("<|im_end|>", ";")
     rows = ChatTemplate(template, vocabulary(), "x").rows(THOUGHTS).rows
     assert [[part.end for part in row] for row in rows] == [[False, True], [False, True]]
@@ -188,7 +188,7 @@ def test_every_row_without_an_end_of_its_own_is_closed_with_end_of_text():
 # -- {% generation %} -------------------------------------------------------------------------------------------------
 
 
-def test_marks_say_what_is_learned():
+def test_generation_marks_select_the_trained_tokens():
     messages = talk("q1", "a1", "q2", "a2")
     assert written(MARKED, messages)[1] == [["a1<|im_end|>", "a2<|im_end|>"]]
     only_last = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and m.content == 'a2'")
@@ -206,12 +206,12 @@ def test_marks_say_what_is_learned():
     assert rendered(header, messages).startswith(texts[0])
 
 
-def test_a_conversation_in_which_nothing_is_marked_is_refused():
+def test_a_conversation_without_marked_tokens_is_rejected():
     with pytest.raises(BadExample, match="marks none of it"):
         written(MARKED.replace("'assistant' %}", "'nobody' %}"), talk("q", "a"))
 
 
-def test_an_answer_of_which_nothing_is_left_is_refused():
+def test_an_empty_answer_is_rejected():
     silent = [Message("user", "q"), Message("assistant", None, {"name": "x"})]
     with pytest.raises(BadExample, match="drops content of the assistant"):
         written("{% for m in messages %}{{ m.content }}{% endfor %}", silent)
@@ -225,7 +225,7 @@ def test_an_answer_of_which_nothing_is_left_is_refused():
         tokenize([Part("<|im_start|>", False, special=True), Part(" \n", True)], tokenizer, False)
 
 
-def test_marks_count_from_behind_a_bos_that_every_text_begins_with():
+def test_marks_are_counted_after_the_bos_token():
     tokenizer = vocabulary()
     tokenizer.bos, tokenizer.add_bos = 257, True
     made = Template("{{ bos_token }}x{% generation %}yz{% endgeneration %}", tokenizer, "x").render([], False)
@@ -235,7 +235,7 @@ def test_marks_count_from_behind_a_bos_that_every_text_begins_with():
 # -- what templates know ----------------------------------------------------------------------------------------------
 
 
-def test_messages_and_tools_reach_the_template_as_they_are():
+def test_messages_and_tools_are_passed_to_the_template_unchanged():
     template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson(indent=1) }}"
     call = {"function": {"name": "add", "arguments": {"ü": "<"}}}
     messages = [Message("user", "q"), Message("assistant", None, {"tool_calls": [call]}), Message("tool", "")]
@@ -258,12 +258,12 @@ def test_messages_and_tools_reach_the_template_as_they_are():
         ({"thinking": "I do.", "reasoning_content": "I add."}, "I add.|I do."),
     ],
 )
-def test_a_thought_is_seen_under_each_name_that_the_message_does_not_use_itself(further, seen):
+def test_a_thought_is_available_under_each_common_key(further, seen):
     template = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
     assert rendered(template, [Message("assistant", "4", further)]) == seen
 
 
-def test_a_control_token_is_found_wherever_a_message_holds_it():
+def test_control_tokens_are_found_in_any_field_of_a_message():
     call = Message("assistant", None, {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]})
     with pytest.raises(BadExample, match=r"what the assistant says contains the control token <\|im_end\|>"):
         written(CHATML, [Message("user", "q"), call])
@@ -271,7 +271,7 @@ def test_a_control_token_is_found_wherever_a_message_holds_it():
         written(CHATML, talk("q", "a"), tools=[{"<|im_start|>": 1}])
 
 
-def test_a_template_is_told_the_day():
+def test_a_template_gets_the_date():
     template = "{{ strftime_now('%d %b %Y') }}{% if strftime_now is defined %}!{% endif %}"
     made = Template(template, vocabulary(), "x", datetime(2024, 7, 26))
     assert not made.is_dated and made.render([], False).text == "26 Jul 2024!" and made.is_dated
@@ -281,12 +281,12 @@ def test_a_template_is_told_the_day():
 @pytest.mark.parametrize("template", ["{{ strftime_now.__globals__.x }}", "{{ raise_exception.__globals__['x'] }}",
                                       "{{ strftime_now.__self__._now }}", "{% generation %}{{ ''.__class__ }}"
                                       "{% endgeneration %}{{ messages.append(1) }}"])  # fmt: skip
-def test_the_functions_of_a_template_lead_nowhere(template):
+def test_template_functions_give_no_access_to_python(template):
     with pytest.raises(BadChat, match="refuses it"):
         Template(template, vocabulary(), "x").render([], False)
 
 
-def test_a_mark_that_is_never_closed_is_a_broken_template():
+def test_an_unclosed_mark_is_a_template_error():
     with pytest.raises(UserError, match=r"x\.gguf: its chat template is not valid \("):
         ChatTemplate("{% generation %}x", Bytes(), "x.gguf")
 
@@ -319,7 +319,7 @@ def test_conversations_that_make_several_rows_are_counted_and_held_out_whole(tmp
     assert everything.describe()["examples"] == 2 and everything.describe()["chats_in_rows"] == 0
 
 
-def test_what_a_template_does_otherwise_or_leaves_out_is_said(tmp_path):
+def test_changes_and_omissions_by_a_template_are_noted(tmp_path):
     _, dataset = opened(tmp_path, BEGUN, [talk("q", "a"), THOUGHTS, talk("q", "b")])
     assert dataset.describe()["answers_not_as_asked"] == 2 and "2 answers do not begin" in dataset.remarks()[1]
     _, dataset = opened(tmp_path, DROPPED + ASK % "", [THOUGHTS] * 2)
@@ -327,7 +327,7 @@ def test_what_a_template_does_otherwise_or_leaves_out_is_said(tmp_path):
     assert [words for words in dataset.remarks() if "4 answers are without their reasoning" in words]
 
 
-def test_a_refusal_is_told_with_the_line_and_the_templates_words(tmp_path):
+def test_a_template_error_names_the_line_and_the_templates_message(tmp_path):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system\nrole') }}{% endif %}" + CHATML
     chats = [talk("q", "a"), talk("q", "a"), talk("q", "a", system="s")]
     with pytest.raises(UserError, match=re.escape(r"x.jsonl:3: the chat template refuses it (No system\nrole)")):
@@ -336,7 +336,7 @@ def test_a_refusal_is_told_with_the_line_and_the_templates_words(tmp_path):
     assert (facts["examples"], facts["skipped"]) == (2, 1)
 
 
-def test_the_day_that_a_template_writes_becomes_the_setting_and_no_other_does(tmp_path):
+def test_the_date_used_by_a_template_is_recorded_as_a_setting(tmp_path):
     dated = "{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
     data, dataset = opened(tmp_path, dated, [talk("q", "a")] * 2)
     assert data.date == dataset.describe()["chat_date"] == date.today().isoformat()

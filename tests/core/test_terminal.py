@@ -20,7 +20,7 @@ from toyexp.cli.main import main
 from toyexp.config.words import parse
 
 
-def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):
+def test_characters_missing_in_the_encoding_are_replaced(tmp_path):
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
     for words in (["describe", "modèle.gguf"], ["name=日本", "steps=0"], ["plugins", "é"]):
         done = subprocess.run(
@@ -30,7 +30,7 @@ def test_what_the_encoding_lacks_is_replaced_and_never_a_traceback(tmp_path):
         assert done.stderr.startswith("toyexp: error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_what_the_encoding_lacks_is_a_question_mark_in_lines_and_in_errors(monkeypatch):
+def test_characters_missing_in_the_encoding_become_question_marks(monkeypatch):
     for name, errors in (("stdout", "strict"), ("stderr", "backslashreplace")):  # as Python opens them
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii", errors, write_through=True))
     replace_unencodable()
@@ -41,7 +41,7 @@ def test_what_the_encoding_lacks_is_a_question_mark_in_lines_and_in_errors(monke
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["--cfg", "job"]])
-def test_what_was_being_done_is_gone_before_an_answer_comes(words):
+def test_the_status_line_is_erased_before_output(words):
     ours, theirs = os.openpty()
     subprocess.run([sys.executable, "-m", "toyexp", *words], stdout=theirs, stdin=subprocess.DEVNULL)
     os.close(theirs)
@@ -54,12 +54,12 @@ def test_what_was_being_done_is_gone_before_an_answer_comes(words):
     assert began == b"\r\r" and answer.startswith(b"\r        \r") and b"starting" not in answer
 
 
-def test_only_a_word_that_is_longer_than_any_path_is_cut_in_an_error(capsys):
+def test_only_words_longer_than_any_path_are_cut_in_errors(capsys):
     print_error(f"{'a/' * 249}b and {'c' * 500}")
     assert capsys.readouterr().err == f"toyexp: {'a/' * 249}b and {'c' * 200}... (500 characters)\n"
 
 
-def test_the_public_names_are_loaded_when_they_are_asked_for():
+def test_public_names_are_imported_lazily():
     there = "print('numpy' in sys.modules)"
     program = f"import sys, toyexp; {there}; toyexp.Session; {there}"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\nTrue\n"
@@ -68,7 +68,7 @@ def test_the_public_names_are_loaded_when_they_are_asked_for():
 
 
 @pytest.mark.parametrize("package", PUBLIC)
-def test_each_public_name_is_the_one_that_type_checkers_see(package):
+def test_public_names_match_those_for_type_checkers(package):
     surface = importlib.import_module(package)
     tree = ast.parse(Path(surface.__file__).read_text())
     imports = [
@@ -146,13 +146,13 @@ def test_a_tilde_in_a_configuration_file_is_the_home_directory(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("words", [["recipe=lora", "recipe.base=smol.gguf"], ["describe", "smol.gguf"]])
-def test_a_missing_gguf_is_told_with_the_command_that_lists_those_that_are_here(words, capsys):
+def test_a_missing_gguf_names_the_command_that_lists_models(words, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert "smol.gguf: not found" in error and "toyexp models" in error
 
 
-def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monkeypatch, capsys, tmp_path):
+def test_busy_cores_are_a_separate_note(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("toyexp.base.threads._count_busy_now", lambda: 2)
     monkeypatch.setattr("toyexp.base.threads.machine_cores", lambda: 2)
@@ -175,7 +175,7 @@ def test_busy_cores_are_a_short_line_of_their_own_and_no_fact_of_the_device(monk
         (["parity", "engine=noop,noop:nan_at=9", "plugins=[toyexp.testing.null]", "data=random", "steps=2"], ""),
     ],
 )
-def test_a_full_disk_behind_the_output_is_called_that(words, unbuffered):
+def test_a_full_disk_behind_stdout_is_reported(words, unbuffered):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         done = subprocess.run(

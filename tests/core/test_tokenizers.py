@@ -106,7 +106,7 @@ def fields(path: Path) -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
-def test_control_tokens_come_from_text_only_when_they_are_meant(tmp_path, make):
+def test_control_tokens_are_parsed_from_text_only_on_request(tmp_path, make):
     tokenizer = read(tmp_path, make())
     control = tokenizer.pieces[tokenizer.eos]
     plain = tokenizer.encode(f"a{control}b")
@@ -118,7 +118,7 @@ def test_control_tokens_come_from_text_only_when_they_are_meant(tmp_path, make):
     assert tokenizer.token_bytes(user) == b"<b>" and tokenizer.token_bytes(tokenizer.eos) == b""
 
 
-def test_the_longest_special_token_is_cut_out_first_wherever_it_stands(tmp_path):
+def test_the_longest_special_token_is_matched_first(tmp_path):
     # llama.cpp looks for one token after the other, longest first: "<<b>>" is "<" and "<b>>", not "<<b" and so on.
     types = np.array([USER_DEFINED] * 3 + [NORMAL] * 256 + [CONTROL], np.int32)
     keys = {"tokens": ["<<b", "<b>>>", "b>", *SYMBOLS, END_OF_TEXT], "merges": ["ÿ ÿ"], "eos_token_id": 259}
@@ -142,7 +142,7 @@ def test_the_longest_special_token_is_cut_out_first_wherever_it_stands(tmp_path)
         (["</s>", "<|tool_response>"], {}, ["<|tool_response>"]),
     ],
 )
-def test_generation_ends_at_tokens_by_key_and_by_name(tmp_path, tokens, keys, ends):
+def test_end_tokens_are_found_by_key_and_by_name(tmp_path, tokens, keys, ends):
     count = 256 + len(tokens)
     keys = {"tokens": [*SYMBOLS, *tokens, "<end>"], "token_type": None, "eos_token_id": count, **keys}
     tokenizer = read(tmp_path, byte_level(merges=["ÿ ÿ"], **keys))
@@ -183,7 +183,7 @@ def test_special_tokens_of_a_file_called_phi_3_swallow_the_white_space_after_the
         ("a modern-bert", "a modern bert", "a modern bert (tokenizer of phi-3)"),
     ],
 )
-def test_an_export_is_called_so_that_llama_cpp_makes_the_ids_that_were_learned(tmp_path, name, plain, of_phi):
+def test_an_exports_pre_tokenizer_makes_llama_cpp_give_the_trained_ids(tmp_path, name, plain, of_phi):
     for tokenizer, expected in ((read(tmp_path, sentencepiece()), plain), (phi(tmp_path), of_phi)):
         model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=8, vocab=tokenizer.vocab)
         values = {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}
@@ -193,7 +193,7 @@ def test_an_export_is_called_so_that_llama_cpp_makes_the_ids_that_were_learned(t
             assert read_tokenizer(file).fingerprint() == tokenizer.fingerprint()
 
 
-def test_a_token_that_is_not_written_in_byte_symbols_is_in_no_text_and_stands_for_itself(tmp_path):
+def test_a_token_outside_the_byte_symbols_never_matches_text(tmp_path):
     tokens = [*SYMBOLS, "a☃", "ab", END_OF_TEXT, "☃"]
     tokenizer = read(tmp_path, byte_level(tokens=tokens, token_type=None, merges=["a ☃", "a b"], eos_token_id=258))
     assert tokenizer.encode("a☃ab").tolist() == [ord("a"), *"☃".encode(), 257]
@@ -216,7 +216,7 @@ def test_a_token_that_is_not_written_in_byte_symbols_is_in_no_text_and_stands_fo
         (sentencepiece(add_bos_token=False), [], []),
     ],
 )
-def test_a_prompt_and_a_document_begin_as_the_file_says(tmp_path, keys, start, end):
+def test_prompts_and_documents_start_with_the_files_tokens(tmp_path, keys, start, end):
     tokenizer = read(tmp_path, keys)
     ids = tokenizer.encode("The café").tolist()
     assert tokenizer.prompt("The café").tolist() == [*start, *ids, *end]
@@ -225,7 +225,7 @@ def test_a_prompt_and_a_document_begin_as_the_file_says(tmp_path, keys, start, e
     assert len(tokenizer.prompt("")) >= 1
 
 
-def test_sentencepiece_thinks_a_blank_before_a_text_and_after_special_tokens(tmp_path):
+def test_sentencepiece_adds_a_space_before_text_and_after_special_tokens(tmp_path):
     tokenizer = read(tmp_path, sentencepiece())
     whole, rest = tokenizer.encode("The"), tokenizer.encode("The", after=tokenizer.encode("x")[-1])
     assert tokenizer.token_bytes(whole[0])[:1] == b" " and b"".join(map(tokenizer.token_bytes, rest)) == b"The"
@@ -236,7 +236,7 @@ def test_sentencepiece_thinks_a_blank_before_a_text_and_after_special_tokens(tmp
     assert bare.encode(" The").tolist() == whole.tolist() and bare.decode(whole) == " The"
 
 
-def test_sentencepiece_writes_bytes_for_what_is_no_token(tmp_path):
+def test_sentencepiece_falls_back_to_bytes(tmp_path):
     tokenizer = read(tmp_path, sentencepiece())
     ids = tokenizer.encode("中🙃").tolist()
     assert ids[-4:] == [3 + b for b in "🙃".encode()]
@@ -244,7 +244,7 @@ def test_sentencepiece_writes_bytes_for_what_is_no_token(tmp_path):
     assert tokenizer.decode(ids) == "中🙃"
 
 
-def test_merging_a_long_text_takes_time_in_proportion(tmp_path):
+def test_merging_takes_linear_time(tmp_path):
     tokenizer = read(tmp_path, sentencepiece(tokens=None) | sentencepiece_of_letters())
     seconds = []
     for count in (10_000, 100_000):  # one word, which is merged as a whole
@@ -300,13 +300,13 @@ TYPES = byte_level()["token_type"]
         ),
     ],
 )
-def test_a_vocabulary_that_cannot_be_right_is_refused_in_one_line(tmp_path, keys, cause):
+def test_an_invalid_vocabulary_is_rejected_in_one_line(tmp_path, keys, cause):
     with pytest.raises(GGUFError) as caught:
         read(tmp_path, keys)
     assert cause in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_text_that_has_no_tokens_is_refused_by_its_character(tmp_path):
+def test_a_text_without_tokens_is_rejected_by_its_character(tmp_path):
     letters = read(tmp_path, sentencepiece_of_letters() | {"model": "llama"})
     with pytest.raises(Exception, match="the character 'é' is not in this tokenizer"):
         letters.encode("abé")
@@ -344,7 +344,7 @@ def test_every_key_of_a_files_tokenizer_survives_the_export(tmp_path, make):
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
-def test_an_embedding_of_another_length_pads_or_trims_the_list(tmp_path, make):
+def test_the_vocabulary_is_padded_or_trimmed_to_the_embedding(tmp_path, make):
     keys = make()
     tokenizer = read(tmp_path, keys)
     for rows in (tokenizer.vocab, len(keys["tokens"]) + 5):
@@ -357,7 +357,7 @@ def test_an_embedding_of_another_length_pads_or_trims_the_list(tmp_path, make):
             assert read_tokenizer(file).fingerprint() == tokenizer.fingerprint()
 
 
-def test_a_template_that_was_chosen_later_is_the_one_exported(tmp_path):
+def test_a_template_set_later_is_exported(tmp_path):
     tokenizer = read(tmp_path, byte_level(), **FURTHER)
     tokenizer.chat_template = "new"
     with GGUFFile(write(tmp_path / "model.gguf", tokenizer, len(TYPES))) as file:
@@ -381,7 +381,7 @@ def test_the_fingerprint_of_sentencepiece_covers_what_changes_ids(tmp_path, chan
     assert read(tmp_path, sentencepiece(**change)).fingerprint() != read(tmp_path, sentencepiece()).fingerprint()
 
 
-def test_the_fingerprints_of_the_trained_kinds_stay():
+def test_fingerprints_of_trained_tokenizers_are_stable():
     assert Bytes().fingerprint() == "ab74e5f0d4205c76"
     assert Characters.from_texts(["héllo"]).fingerprint() == "6c0c268f76e7aa2a"
     assert BPE.train(["hello hello world world"] * 3, 270).fingerprint() == "d1acfd6f9cd05b66"
@@ -425,7 +425,7 @@ def spaced(pieces, scores):
     return SentencePiece([*fixed, *pieces], scores, types, 2, frozenset({0, 1, 2}))
 
 
-def test_runs_of_blanks_with_one_score_grow_from_the_left_in_the_library_too():
+def test_runs_of_spaces_with_equal_scores_merge_from_the_left_in_the_library_too():
     """Llama's own vocabulary has them: 2 to 16 blanks are tokens, all with the same score."""
     from tokenizers import Tokenizer as Library
 
@@ -446,11 +446,11 @@ def test_runs_of_blanks_with_one_score_grow_from_the_left_in_the_library_too():
         (["a", "ab", "ac"], [0, -1, -2], 2),  # b and c are no tokens, and join here all the same
     ],
 )
-def test_tokens_that_the_library_may_join_otherwise_are_counted(pieces, scores, count):
+def test_tokens_that_the_library_may_merge_differently_are_counted(pieces, scores, count):
     assert spaced(pieces, scores).count_reordered() == count
 
 
-def test_a_token_that_byte_level_decoding_would_take_for_a_byte_is_marked_for_the_converter(tmp_path):
+def test_a_token_that_looks_like_a_byte_symbol_is_marked_for_the_converter(tmp_path):
     """DeepSeek's vocabularies have some: llama.cpp's converter decodes a token unless it is normalised."""
     tokenizer = BPE([*(s for s in SYMBOLS if s != "\u00f6"), "\u00f6", "<|endoftext|>"], [], 256)
     tokenizer.user_defined = frozenset({255})

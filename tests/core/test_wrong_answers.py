@@ -309,13 +309,13 @@ def run_told(capsys, *words):
         (["data.vocab=-3"], ["vocab is -3"]),
     ],
 )
-def test_data_that_are_none_are_named_before_anything_is_made(words, wanted, capsys):
+def test_invalid_data_is_named_before_anything_is_written(words, wanted, capsys):
     line = run_told(capsys, "data=odd", *words)
     assert line.startswith("data.odd") and all(word in line for word in wanted)
     assert not Path("run").exists()
 
 
-def test_batches_that_are_none_are_refused_before_anything_is_made(capsys):
+def test_invalid_batches_are_rejected_before_anything_is_written(capsys):
     line = run_told(capsys, "data=odd", "data.at=batches")
     assert line == "data.odd.batches() returned None, expected Batches"
     assert not Path("run").exists()
@@ -333,22 +333,22 @@ def test_batches_that_are_none_are_refused_before_anything_is_made(capsys):
         ("list", "arrays"),
     ],
 )
-def test_a_wrong_batch_is_its_datas_fault_and_not_the_engines(at, wanted, late, capsys):
+def test_a_wrong_batch_is_attributed_to_the_data_and_not_the_engine(at, wanted, late, capsys):
     line = run_told(capsys, "data=odd", f"data.at={at}", f"data.late={late}")
     assert line.startswith(f"data.odd at step {0 if late else 3}: ") and wanted in line
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_pixels_that_are_no_numbers_are_their_datas_fault(late, capsys):
+def test_nan_pixels_are_attributed_to_the_data(late, capsys):
     line = run_told(capsys, *IMAGES, "data.at=pixels", f"data.late={late}")
     assert line.startswith(f"data.odd_digits at step {0 if late else 3}: batch['patches'] contains NaN")
 
 
-def test_held_out_batches_that_are_no_sequence_are_told(capsys):
+def test_held_out_batches_must_be_a_sequence(capsys):
     assert run_told(capsys, "data=odd", "data.at=nothing").startswith("data.odd failed at step 0: TypeError")
 
 
-def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(capsys):
+def test_missing_held_out_batches_end_only_runs_that_evaluate(capsys):
     line = run_told(capsys, "data=odd", "data.at=empty", "data.late=true")
     assert line == "eval_every=4: data.odd has no held-out batches; eval_every=0 trains without"
     assert (
@@ -363,12 +363,12 @@ def test_held_out_batches_that_are_none_end_a_run_that_evaluates_and_no_other(ca
     )
 
 
-def test_data_that_describe_nothing_are_named(capsys):
+def test_data_without_a_description_is_named(capsys):
     line = run_told(capsys, "data=odd", "data.at=describe")
     assert line.startswith("data.odd.") and line.endswith(" returned None, expected Mapping")
 
 
-def test_ids_that_are_no_integers_are_refused_before_anything_is_made(capsys):
+def test_non_integer_ids_are_rejected_before_anything_is_written(capsys):
     line = run_told(capsys, "data=odd", "data.at=fractions")
     assert line == "the ids of the data's training part are float32; they must be integers"
     assert not Path("run").exists()
@@ -401,18 +401,18 @@ def test_eval_names_the_data_too(capsys):
         ("raises", ["IndexError", "(odd_plugin.py, line "]),
     ],
 )
-def test_an_update_that_no_engine_could_take_is_refused_at_the_plan(at, wanted, capsys):
+def test_an_invalid_optimiser_update_is_rejected_with_the_plan(at, wanted, capsys):
     line = run_told(capsys, "data=odd", "model.d_ff=50", "optim=odd_optim", f"optim.at={at}")
     assert line.startswith("optim.odd_optim") and all(word in line for word in wanted)
     assert not Path("run").exists()
 
 
-def test_an_elementwise_update_that_looks_at_a_whole_tensor_is_refused(capsys):
+def test_an_elementwise_update_that_reads_a_whole_tensor_is_rejected(capsys):
     assert "elementwise" in run_told(capsys, "optim=whole")
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_an_update_that_raises_on_an_engine_alone_is_its_optimisers_fault(engine, capsys):
+def test_an_update_that_raises_on_an_engine_is_attributed_to_the_optimiser(engine, capsys):
     line = run_told(capsys, "optim=odd_optim", "optim.at=later", f"engine={engine}")
     assert line.startswith("optim.odd_optim failed ") and "KeyError: 'later'" in line
 
@@ -428,7 +428,7 @@ def test_an_update_that_raises_on_an_engine_alone_is_its_optimisers_fault(engine
         ("odd_folder", "file", "format.odd_folder wrote a file, expected a directory"),
     ],
 )
-def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_replaced(form, at, wanted, capsys):
+def test_a_format_that_writes_no_file_is_named_and_replaces_nothing(form, at, wanted, capsys):
     name = f"{form}_export"
     assert run_told(capsys, f"callbacks=[{name}]", f"callbacks.{name}.at={at}").startswith(wanted)
     assert not list(Path("run").glob("*odd*"))
@@ -452,7 +452,7 @@ def test_a_format_that_writes_something_else_is_named_and_nothing_is_left_or_rep
         ("more", "x.odd: format.odd read a tensor nope, which its model.llama has not"),
     ],
 )
-def test_a_format_that_reads_what_is_not_its_model_is_named_and_nothing_is_written(text, wanted, capsys):
+def test_a_format_that_reads_a_wrong_model_is_named_and_nothing_is_written(text, wanted, capsys):
     Path("x.odd").write_text(text)
     assert told(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith(wanted)
     assert not list(Path().glob("*.gguf"))
@@ -460,12 +460,12 @@ def test_a_format_that_reads_what_is_not_its_model_is_named_and_nothing_is_writt
     assert main(["export", "x.odd", "--type", "f16", PLUGINS]) == 0
 
 
-def test_a_pipe_in_the_place_of_a_formats_file_is_refused_and_nobody_waits_for_it(capsys):
+def test_a_pipe_as_a_formats_file_is_rejected_without_blocking(capsys):
     os.mkfifo("x.odd")
     assert told(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith("x.odd: is a pipe")
 
 
-def test_a_session_that_is_not_open_is_told_at_once(capsys):
+def test_a_session_that_is_not_open_is_an_error(capsys):
     wanted = "realize() returned a NullSession that is not open; return Session(plan).open()"
     assert run_told(capsys, "engine=unopened") == wanted
     assert main([*NOOP, "steps=1", "hydra.run.dir=whole"]) == 0
@@ -482,7 +482,7 @@ def test_a_session_that_is_not_open_is_told_at_once(capsys):
         ("settings", "OddModel.settings() returned None, expected dict"),
     ],
 )
-def test_a_models_scores_and_sizes_that_are_none_are_named(at, wanted, capsys):
+def test_invalid_metrics_and_settings_of_a_model_are_named(at, wanted, capsys):
     assert wanted in run_told(capsys, "model=odd_model", f"model.at={at}", "callbacks=[]")
 
 
@@ -496,12 +496,12 @@ def test_a_models_scores_and_sizes_that_are_none_are_named(at, wanted, capsys):
         ("more", ": the snapshot has nope, unlike the plan"),
     ],
 )
-def test_a_snapshot_that_is_not_the_plans_is_its_engines_fault(at, wanted, capsys):
+def test_an_invalid_snapshot_is_attributed_to_the_engine(at, wanted, capsys):
     line = run_told(capsys, "data=odd", "engine=forgetful", f"engine.at={at}", "checkpoint_every=2")
     assert f"OddSession.do_snapshot(){wanted}" in line
 
 
-def test_a_schedule_that_looks_at_the_plan_itself_scales_what_is_there_all_the_same(capsys):
+def test_a_schedule_with_its_own_check_plan_still_checks_its_scaled_number(capsys):
     line = run_told(capsys, "callbacks=[odd_schedule]", "callbacks.odd_schedule.scales=nope")
     assert line.startswith("callbacks.odd_schedule.scales=nope: this optimiser has no such setting") and "lr" in line
     assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""What a plugin raises: one line that names it, exit 1, the traceback in the log, and what was trained is saved."""
+"""Errors of plugins: one line that names the plugin, exit code 1, the traceback in the log, and a checkpoint."""
 
 import json
 import shlex
@@ -244,12 +244,12 @@ CALLBACKS = "callbacks=[clumsy,events,heard,gguf_export]"
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("clumsy_plugin.py").write_text(PLUGIN)
 
 
-def run_failed(capsys, *words):
+def run_failing_noop(capsys, *words):
     return run_failing(capsys, *drop_repeated_keys(*NOOP, *words))
 
 
@@ -271,8 +271,8 @@ def last_event():
     ],
 )
 def test_a_failing_callback_is_named_with_its_step_and_a_checkpoint_is_saved(hook, when, saved, capsys):
-    line, out = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}")
-    if hook in ("on_checkpoint", "on_event"):  # written beside the training: heard of at the end, or a step before
+    line, out = run_failing_noop(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}")
+    if hook in ("on_checkpoint", "on_event"):  # written in a thread: reported at the end, or a step earlier
         when = "at step 6" if "at step 6" in line else when
     assert line.startswith(f"callbacks.clumsy failed {when}: KeyError: ") and line.endswith("; see " + log())
     text = Path("run/log.txt").read_text()
@@ -288,12 +288,12 @@ def test_a_failing_callback_is_named_with_its_step_and_a_checkpoint_is_saved(hoo
     ("hook", "when"), [("on_start", "at the start"), ("on_step", "at step 3"), ("on_end", "at the")]
 )
 def test_sys_exit_in_a_callback_counts_as_a_failure(hook, when, capsys):
-    line, _ = run_failed(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}", "callbacks.clumsy.kind=exit")
+    line, _ = run_failing_noop(capsys, CALLBACKS, f"callbacks.clumsy.at={hook}", "callbacks.clumsy.kind=exit")
     assert line.startswith(f"callbacks.clumsy failed {when}") and "SystemExit: 0" in line
 
 
 def test_a_run_whose_callback_failed_at_the_end_prints_the_command_that_resumes_it(capsys):
-    _, out = run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_end")
+    _, out = run_failing_noop(capsys, CALLBACKS, "callbacks.clumsy.at=on_end")
     command = out[out.index("to resume: toyexp ") :].splitlines()[0].removeprefix("to resume: toyexp ")
     assert main([*shlex.split(command), "callbacks.clumsy.at=nowhere"]) == 0
     assert last_event()["reason"] == "completed" and last_event()["exit_code"] == 0
@@ -304,7 +304,7 @@ def log():
 
 
 def test_a_run_resumed_after_a_failure_ends_like_an_uninterrupted_one(capsys):
-    run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step")
+    run_failing_noop(capsys, CALLBACKS, "callbacks.clumsy.at=on_step")
     assert main(["resume=run", PLUGINS, "callbacks.clumsy.at=nowhere"]) == 0
     assert main([*NOOP[:-1], CALLBACKS, "hydra.run.dir=whole"]) == 0
 
@@ -355,7 +355,7 @@ def test_an_error_without_a_message_is_reported_with_its_source_line(capsys):
 
 
 def test_a_full_disk_in_a_callback_is_attributed_to_the_callback(capsys):
-    line, _ = run_failed(capsys, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=os")
+    line, _ = run_failing_noop(capsys, CALLBACKS, "callbacks.clumsy.at=on_step", "callbacks.clumsy.kind=os")
     assert "callbacks.clumsy failed at step 3: OSError: [Errno 28] No space left on device" in line
 
 
@@ -373,7 +373,7 @@ def test_a_full_disk_in_a_callback_is_attributed_to_the_callback(capsys):
     ],
 )
 def test_a_plugin_failing_before_the_run_is_named_with_its_line_and_no_directory_is_created(words, told, capsys):
-    line, _ = run_failed(capsys, *words)
+    line, _ = run_failing_noop(capsys, *words)
     assert line.startswith(f"{told}: KeyError: ") and "(clumsy_plugin.py, line " in line
     assert not Path("run").exists()
 
@@ -381,17 +381,20 @@ def test_a_plugin_failing_before_the_run_is_named_with_its_line_and_no_directory
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([CALLBACKS, "callbacks.clumsy.at=text"], "Clumsy.warnings() returned 'a sentence', expected sentences"),
+        (
+            [CALLBACKS, "callbacks.clumsy.at=text"],
+            "Clumsy.warnings() returned 'a sentence', expected sentences in a list",
+        ),
         ([CALLBACKS, "callbacks.clumsy.at=nothing"], "Clumsy.warnings() returned None, expected sentences in a list"),
         (["engine=clumsy_engine", "engine.at=describe"], "Session.describe() returned None, expected dict"),
     ],
 )
 def test_a_return_value_of_the_wrong_type_is_reported(words, told, capsys):
-    assert run_failed(capsys, *words)[0] == told
+    assert run_failing_noop(capsys, *words)[0] == told
 
 
 def test_unexpected_errors_are_attributed_to_the_plugin_whose_method_raised(capsys):
-    line, _ = run_failed(capsys, "recipe=clumsy_recipe", "recipe.at=origin")
+    line, _ = run_failing_noop(capsys, "recipe=clumsy_recipe", "recipe.at=origin")
     assert line.startswith("recipe.clumsy_recipe failed in origin(): KeyError: ") and "(clumsy_plugin.py, line " in line
 
 
@@ -417,7 +420,7 @@ def test_a_bug_in_toyexp_keeps_its_traceback(monkeypatch):
 )
 def test_a_plugin_failing_during_the_run_is_named_and_the_last_valid_state_is_saved(words, told, saved, capsys):
     """A step that broke off is not whole; then the last checkpoint counts."""
-    line, _ = run_failed(capsys, *words)
+    line, _ = run_failing_noop(capsys, *words)
     assert told in line and line.endswith("; see " + log())
     assert "Traceback (most recent call last)" in Path("run/log.txt").read_text()
     assert next(iter(checkpoint.list_checkpoints(Path("run/checkpoints"))), None) == saved

@@ -17,7 +17,7 @@ COUNTER = itertools.count()
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """Notes every hook it hears, with its own label, and answers what it was told to."""
+    """Record every hook call with its own label, and return preset answers."""
 
     name = "recorder"
     label: str = ""
@@ -58,7 +58,7 @@ class Recorder(Callback):
 
 @dataclass(eq=False)
 class Answering(Recorder):
-    """Answers what it was told to, and is no Schedule."""
+    """Return preset answers without being a Schedule."""
 
     rate: object = None
 
@@ -197,7 +197,7 @@ def test_factors_of_other_numbers_are_requested_at_every_step():
 
 @dataclass(eq=False)
 class Scaling(Callback):
-    """Scales what it was told to, and is no Schedule."""
+    """Scale preset numbers without being a Schedule."""
 
     name = "scaling"
     by: object = None

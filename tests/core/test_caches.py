@@ -1,4 +1,4 @@
-"""toyexp models: every file once, with the truth about it, in trees as each program lays them out."""
+"""toyexp models: every file is listed once and correctly, in directory trees like those of each program."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def registry():
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home that holds nothing, and a working directory beside it."""
+    """Provide an empty home directory and a working directory beside it."""
     home = tmp_path / "home"
     work = tmp_path / "work"
     home.mkdir()
@@ -248,12 +248,12 @@ def test_an_unreadable_directory_is_noted(home, registry, monkeypatch):
     base(home / ".lmstudio/models/shut/b.gguf")
     scandir = os.scandir
 
-    def guarded(path):
+    def raise_if_guarded(path):
         if Path(path).name == "shut" or "ollama" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
-    monkeypatch.setattr(caches.os, "scandir", guarded)
+    monkeypatch.setattr(caches.os, "scandir", raise_if_guarded)
     found = find_models(registry)
     assert set(by_name(found)) == {"a"}
     notes = [n for p in found.places for n in p.notes]
@@ -265,12 +265,12 @@ def test_an_unreadable_file_is_listed_with_the_reason(tmp_path, registry, monkey
     base(tmp_path / "models/shut.gguf")
     opened = os.open
 
-    def guarded(path, *rest, **named):
+    def raise_if_guarded(path, *rest, **named):
         if str(path).endswith("shut.gguf"):
             raise PermissionError(13, "Permission denied")
         return opened(path, *rest, **named)
 
-    monkeypatch.setattr(os, "open", guarded)
+    monkeypatch.setattr(os, "open", raise_if_guarded)
     found = find_models(registry, [tmp_path / "models"])
     assert [(f.name, f.error) for f in found.unreadable] == [("shut", "cannot be opened: Permission denied")]
 

@@ -1,4 +1,4 @@
-"""`toyexp generate --chat`: turns that are kept, and what ends an answer, a line and the conversation."""
+"""`toyexp generate --chat`: which turns are kept, and how answers, lines and the conversation end."""
 
 import io
 import json
@@ -18,7 +18,7 @@ NOOP = ["plugins=[toyexp.testing.null]", "--engine", "noop"]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_base(tmp_path / "chat.gguf", "llama", tokenizer=chat_tokenizer(), context=120)
     write_base(tmp_path / "text.gguf", "llama", tokenizer=Bytes(), context=30)
@@ -26,7 +26,7 @@ def _here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def chat(monkeypatch, capsys):
-    """Holds a conversation through a pipe; returns its answers, and what was told beside them."""
+    """Hold a conversation through a pipe; return its answers and the text on stderr."""
 
     def hold(lines, *words, code=0, file="chat.gguf"):
         raw = lines if isinstance(lines, bytes) else lines.encode()
@@ -40,8 +40,8 @@ def chat(monkeypatch, capsys):
     return hold
 
 
-def rendered(*turns):
-    """The ids of turns in ChatML, by hand."""
+def chatml_ids(*turns):
+    """Return the ids of turns in ChatML, computed by hand."""
     words = []
     for role, ids in turns:
         words += [257, *f"{role}\n".encode(), *ids, 258, *b"\n"]
@@ -51,9 +51,9 @@ def rendered(*turns):
 def test_each_answer_follows_from_all_turns_before_it(chat):
     answers, told = chat("Hi\n\n  You?  \n", "--tokens", "4", "--temperature", "0", "--engine", "ggml:threads=1")
     first, second = answers
-    assert first["prompt_ids"] == rendered(("user", b"Hi"))
+    assert first["prompt_ids"] == chatml_ids(("user", b"Hi"))
     spoken = first["text"].encode("utf-8")
-    assert second["prompt_ids"] == rendered(("user", b"Hi"), ("assistant", spoken), ("user", b"You?"))
+    assert second["prompt_ids"] == chatml_ids(("user", b"Hi"), ("assistant", spoken), ("user", b"You?"))
     assert "chat template of chat.gguf" in told and told.count("(token limit, --tokens 4)") == 2
 
 
@@ -70,8 +70,8 @@ def test_the_first_answer_equals_that_of_a_single_prompt_on_all_engines(chat, ca
 def test_the_system_message_comes_first_and_is_kept_when_turns_are_dropped(chat, capsys):
     system = ["--system", "Be brief."]
     answers, told = chat("Hi\n" * 5, *system, "--tokens", "8", "--temperature", "0")
-    head = rendered(("system", b"Be brief."))[: -len(b"assistant\n") - 1]
-    assert answers[0]["prompt_ids"] == rendered(("system", b"Be brief."), ("user", b"Hi"))
+    head = chatml_ids(("system", b"Be brief."))[: -len(b"assistant\n") - 1]
+    assert answers[0]["prompt_ids"] == chatml_ids(("system", b"Be brief."), ("user", b"Hi"))
     assert all(answer["prompt_ids"][: len(head)] == head for answer in answers)
     assert "the oldest messages are dropped" in told
     asked = ["generate", "chat.gguf", "--chat", "--prompt", "Hi", "--json", *system, *NOOP]
@@ -104,7 +104,7 @@ def test_without_a_template_the_text_is_continued(chat):
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full_with_one_note(chat):
-    """Whole exchanges, so that the template sees what it was made for."""
+    """Only complete exchanges are dropped, so that the template sees valid conversations."""
     answers, told = chat("".join(f"message {i}\n" for i in range(6)), "--tokens", "8", "--temperature", "0")
     assert told.count("the context of 120 tokens is full; the oldest messages are dropped") == 1
     for i, answer in enumerate(answers):
@@ -120,15 +120,15 @@ def test_turns_leave_room_for_the_answers_tokens_or_a_quarter_of_the_context(cha
     """An earlier exchange stays where all takes just that, and is left out where it takes one token more."""
     before = ("user", b"a"), ("assistant", b"\0" * tokens)  # what this engine says
     for more in (0, 1):
-        message = b"c" * (room + more - len(rendered(*before, ("user", b""))))
+        message = b"c" * (room + more - len(chatml_ids(*before, ("user", b""))))
         answers, _ = chat(b"a\n" + message + b"\n", "--tokens", str(tokens), "--temperature", "0")
-        assert answers[1]["prompt_ids"] == rendered(*(() if more else before), ("user", message))
+        assert answers[1]["prompt_ids"] == chatml_ids(*(() if more else before), ("user", message))
 
 
 def test_a_message_that_is_too_long_is_reported_and_the_chat_continues(chat):
     answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2", code=1)
     assert "the message has 219 tokens and the context only 120: skipped" in told
-    assert [answer["prompt_ids"] for answer in answers] == [rendered(("user", b"Hi"))]
+    assert [answer["prompt_ids"] for answer in answers] == [chatml_ids(("user", b"Hi"))]
 
 
 def test_an_answer_may_be_longer_than_the_context(chat):
@@ -162,7 +162,7 @@ class Terminal:
         self.shown = ""
 
     def waits_for(self, text, seconds=60):
-        """Until that was shown since the last time."""
+        """Wait until `text` appears after the last match."""
         end = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < end, self.shown
@@ -175,7 +175,7 @@ class Terminal:
         return before
 
     def waits_for_more(self, characters, seconds=60):
-        """Until so much was shown since what was waited for."""
+        """Wait until that many characters have appeared since the last match."""
         end = time.monotonic() + seconds
         while len(self.shown) < characters:
             assert time.monotonic() < end, self.shown
@@ -186,7 +186,7 @@ class Terminal:
         os.write(self._terminal, text.encode())
 
     def ends(self):
-        """Its exit code."""
+        """Return the exit code."""
         with open(self._terminal, "rb", buffering=0, closefd=True) as rest:
             while True:
                 try:
@@ -203,11 +203,11 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_chat():
     terminal = Terminal("text.gguf", *words)
     terminal.waits_for("> ")
     terminal.types("ab\n")
-    terminal.waits_for("it goes on from")  # in the middle of the answer
+    terminal.waits_for("continuing from")  # in the middle of the answer
     terminal.types("\x03")
     terminal.waits_for("(stopped)")
     terminal.waits_for("> ")
-    time.sleep(0.5)  # readline shows its prompt a moment before it waits, and hears what comes between at the next key
+    time.sleep(0.5)  # readline prints its prompt before it waits; a signal in between acts at the next key
     terminal.types("\x03")
     terminal.waits_for("/quit or end of input")
     terminal.types("cd\n")

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: whole or not there, verified when read, and never too few."""
+"""Checkpoints on disk: written atomically, verified when read, and kept as configured."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from toyexp.training.settings import Interval
 ARRAY = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "w@m": np.array([1e-30, -0.0, np.pi])}
 
 
-def given(arrays: dict[str, np.ndarray]):
-    """A session's snapshot() that gives these."""
+def constant_snapshot(arrays: dict[str, np.ndarray]):
+    """Return a session's snapshot() that always returns these arrays."""
     return lambda into: arrays
 
 
@@ -50,42 +50,42 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def checkpoint_path(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "checkpoints", 7, ARRAY, {"outcome": {"steps": 7}, "third": 1 / 3})
 
 
 @pytest.mark.parametrize("evals", [[], {"2": 1.0}, {"2": {"loss": "low"}}, {"8": {"loss": 1.0}}, {"x": {}}])
-def test_invalid_evals_in_a_checkpoint_are_rejected(saved, evals):
+def test_invalid_evals_in_a_checkpoint_are_rejected(checkpoint_path, evals):
     """A run of 7 steps writes the scores of an evaluation by its step, each a number or null."""
     state = {"outcome": asdict(Outcome(steps=7)), "scores": {}}
-    whole = replace(read_checkpoint(saved), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
+    whole = replace(read_checkpoint(checkpoint_path), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
     assert _outcome(whole).steps == _outcome(replace(whole, state=state)).steps == 7
     with pytest.raises(UserError, match="evals are invalid"):
         _outcome(replace(whole, state={**state, "evals": evals}))
 
 
-def test_a_checkpoint_is_read_back_bit_for_bit(saved):
-    found = read_checkpoint(saved)
-    assert (found.step, found.path) == (7, saved)
+def test_a_checkpoint_is_read_back_bit_for_bit(checkpoint_path):
+    found = read_checkpoint(checkpoint_path)
+    assert (found.step, found.path) == (7, checkpoint_path)
     assert {n: (a.dtype, a.tobytes()) for n, a in found.arrays.items()} == {
         n: (a.dtype, a.tobytes()) for n, a in ARRAY.items()
     }
     assert found.state["third"] == 1 / 3
 
 
-def test_a_change_of_any_byte_is_detected(saved):
+def test_a_change_of_any_byte_is_detected(checkpoint_path):
     """A changed, missing or added byte anywhere is noticed."""
-    for path in sorted(saved.iterdir()):
+    for path in sorted(checkpoint_path.iterdir()):
         good = path.read_bytes()
         for at in range(0, len(good), max(len(good) // 60, 1)):
             for bad in (good[:at] + bytes([good[at] ^ 0x20]) + good[at + 1 :], good[:at], good[:at] + b" " + good[at:]):
                 path.write_bytes(bad)
                 if path.name == MANIFEST and _same_manifest(bad, good):
                     continue
-                with pytest.raises(DamagedCheckpoint, match=str(saved)):
-                    read_checkpoint(saved)
+                with pytest.raises(DamagedCheckpoint, match=str(checkpoint_path)):
+                    read_checkpoint(checkpoint_path)
         path.write_bytes(good)
-    read_checkpoint(saved)
+    read_checkpoint(checkpoint_path)
 
 
 def _same_manifest(bad: bytes, good: bytes) -> bool:
@@ -108,8 +108,8 @@ def _same_manifest(bad: bytes, good: bytes) -> bool:
         (ARRAYS, "", "does not match the manifest"),
     ],
 )
-def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(saved, file, content, cause):
-    folder = saved.parent
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(checkpoint_path, file, content, cause):
+    folder = checkpoint_path.parent
     write_checkpoint(folder, 9, ARRAY, {})
     (folder / "step-9" / file).write_text(content)
     found, damaged = read_newest(folder)
@@ -118,40 +118,40 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(saved, fi
 
 
 @pytest.mark.parametrize("file", [ARRAYS, STATE, MANIFEST])
-def test_a_link_inside_a_checkpoint_is_not_followed(saved, tmp_path, file):
-    write_checkpoint(saved.parent, 9, ARRAY, {})
-    (saved.parent / "step-9" / file).rename(tmp_path / file)
-    (saved.parent / "step-9" / file).symlink_to(tmp_path / file)
+def test_a_link_inside_a_checkpoint_is_not_followed(checkpoint_path, tmp_path, file):
+    write_checkpoint(checkpoint_path.parent, 9, ARRAY, {})
+    (checkpoint_path.parent / "step-9" / file).rename(tmp_path / file)
+    (checkpoint_path.parent / "step-9" / file).symlink_to(tmp_path / file)
     with pytest.raises(UserError, match=f"step-9/{file}: is a link"):
-        read_checkpoint(saved.parent / "step-9")
-    found, (line,) = read_newest(saved.parent)
+        read_checkpoint(checkpoint_path.parent / "step-9")
+    found, (line,) = read_newest(checkpoint_path.parent)
     assert found is not None and found.step == 7 and f"step-9/{file}: is a link" in line
 
 
-def test_a_checkpoint_whose_manifest_names_another_step_is_damaged(saved):
-    shutil.copytree(saved, saved.with_name("step-8"))
-    found, damaged = read_newest(saved.parent)
+def test_a_checkpoint_whose_manifest_names_another_step_is_damaged(checkpoint_path):
+    shutil.copytree(checkpoint_path, checkpoint_path.with_name("step-8"))
+    found, damaged = read_newest(checkpoint_path.parent)
     assert found is not None and found.step == 7
     assert "names step 7" in damaged[0]
 
 
-def test_other_files_in_the_checkpoint_directory_are_ignored(saved):
+def test_other_files_in_the_checkpoint_directory_are_ignored(checkpoint_path):
     for name in ("step-", "step-1x", ".tmp-8-1", "step--1"):
-        (saved.parent / name).mkdir()
-    (saved.parent / "step-11").write_text("a file")
-    assert list(list_checkpoints(saved.parent)) == [7]
-    assert read_newest(saved.parent / "nowhere") == (None, [])
+        (checkpoint_path.parent / name).mkdir()
+    (checkpoint_path.parent / "step-11").write_text("a file")
+    assert list(list_checkpoints(checkpoint_path.parent)) == [7]
+    assert read_newest(checkpoint_path.parent / "nowhere") == (None, [])
 
 
-def test_a_failed_write_keeps_the_existing_checkpoint(saved, monkeypatch):
+def test_a_failed_write_keeps_the_existing_checkpoint(checkpoint_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_checkpoint(saved.parent, 7, ARRAY, {})
-    assert [p.name for p in saved.parent.iterdir()] == ["step-7"]
-    read_checkpoint(saved)
+        write_checkpoint(checkpoint_path.parent, 7, ARRAY, {})
+    assert [p.name for p in checkpoint_path.parent.iterdir()] == ["step-7"]
+    read_checkpoint(checkpoint_path)
 
 
 def _file(place):
@@ -186,12 +186,12 @@ def _whole(place):
 
 
 @pytest.mark.parametrize("put", [_file, _link, _with_notes, _names_alone, _torn_manifest])
-def test_a_foreign_file_at_the_path_of_a_checkpoint_is_moved_aside(saved, put, caplog):
-    place, aside = saved.parent / "step-8", saved.parent / "step-8.1"
+def test_a_foreign_file_at_the_path_of_a_checkpoint_is_moved_aside(checkpoint_path, put, caplog):
+    place, aside = checkpoint_path.parent / "step-8", checkpoint_path.parent / "step-8.1"
     put(place)
     before = _whole(place)
-    keeper = CheckpointKeeper(saved.parent, Interval(1), keep=9)
-    keeper.save(8, given(ARRAY), {})
+    keeper = CheckpointKeeper(checkpoint_path.parent, Interval(1), keep=9)
+    keeper.save(8, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert [done.step for done in keeper.pop_written_checkpoints()] == [8]
     read_checkpoint(place)
@@ -224,12 +224,12 @@ def test_an_invalid_interval_is_rejected_with_what_to_type(text):
 
 
 def keep(folder: Path, upto: int, scores: dict[int, float] | None = None, **settings) -> list[int]:
-    """Which checkpoints stand after `upto` steps."""
+    """Return the steps of the checkpoints on disk after `upto` steps."""
     keeper = CheckpointKeeper(folder, settings.pop("interval", Interval(10)), **{"keep": 2, **settings})
     for step in range(1, upto + 1):
         score = {"loss": scores[step]} if scores and step in scores else {}
         if keeper.is_due(step, score, last=step == upto):
-            keeper.save(step, given(ARRAY), {})
+            keeper.save(step, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert keeper.trouble is None
     return sorted(list_checkpoints(folder))
@@ -253,7 +253,7 @@ def test_of_a_metric_that_should_rise_the_highest_is_the_best(tmp_path):
     for step in range(1, 41):
         looked = {"loss": 1.0, "accuracy": scores[step]} if step in scores else {}
         if keeper.is_due(step, looked, last=step == 40):
-            keeper.save(step, given(ARRAY), {})
+            keeper.save(step, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert sorted(list_checkpoints(tmp_path)) == [12, 40]
 
@@ -272,15 +272,15 @@ def test_an_unknown_best_metric_is_rejected_and_nan_is_never_the_best(tmp_path):
 
 def test_weights_that_are_not_finite_are_never_written(tmp_path):
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=2)
-    keeper.save(10, given(ARRAY), {})
-    keeper.save(20, given({**ARRAY, "w": ARRAY["w"] * np.nan}), {})
+    keeper.save(10, constant_snapshot(ARRAY), {})
+    keeper.save(20, constant_snapshot({**ARRAY, "w": ARRAY["w"] * np.nan}), {})
     keeper.wait()
     assert [s.step for s in keeper.pop_written_checkpoints()] == [10] and sorted(list_checkpoints(tmp_path)) == [10]
     assert keeper.trouble == (
         "checkpoint of step 20: not written (w is not finite; the previous checkpoint stays the newest)"
     )
-    # A moment that overflowed slows its weight down for good, and no more: such a run can go on.
-    keeper.save(30, given({**ARRAY, "w@m": np.array([np.inf])}), {})
+    # An overflowed moment only slows its weight down: such a run can be resumed.
+    keeper.save(30, constant_snapshot({**ARRAY, "w@m": np.array([np.inf])}), {})
     keeper.wait()
     assert sorted(list_checkpoints(tmp_path)) == [10, 30]
 
@@ -288,10 +288,12 @@ def test_weights_that_are_not_finite_are_never_written(tmp_path):
 def test_the_keeper_needs_attention_when_a_checkpoint_is_due_or_was_written(tmp_path):
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=2)
     assert [step for step in range(1, 22) if keeper.needs_attention(step)] == [10, 20]
-    keeper.save(10, given(ARRAY), {})
+    keeper.save(10, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert keeper.needs_attention(11)
-    assert [saved.step for saved in keeper.pop_written_checkpoints()] == [10] and not keeper.needs_attention(11)
+    assert [checkpoint_path.step for checkpoint_path in keeper.pop_written_checkpoints()] == [
+        10
+    ] and not keeper.needs_attention(11)
 
 
 def test_a_time_interval_makes_a_checkpoint_due(tmp_path, monkeypatch):
@@ -302,7 +304,7 @@ def test_a_time_interval_makes_a_checkpoint_due(tmp_path, monkeypatch):
     assert not keeper.is_due(1, {}, last=False)
     now = 1060.0
     assert keeper.is_due(2, {}, last=False)
-    keeper.save(2, given(ARRAY), {})
+    keeper.save(2, constant_snapshot(ARRAY), {})
     now = 1119.0
     assert not keeper.is_due(3, {}, last=False)
     keeper.wait()
@@ -313,7 +315,7 @@ def test_the_resumed_checkpoint_is_kept_until_two_others_exist(tmp_path):
     keeper = CheckpointKeeper(tmp_path, Interval(10), keep=1, resumed=resumed)
     assert not keeper.is_due(100, {}, last=False), "it stands already"
     for step, standing in ((110, [100, 110]), (120, [120])):
-        keeper.save(step, given(ARRAY), {})
+        keeper.save(step, constant_snapshot(ARRAY), {})
         keeper.wait()
         assert sorted(list_checkpoints(tmp_path)) == standing
 
@@ -321,21 +323,21 @@ def test_the_resumed_checkpoint_is_kept_until_two_others_exist(tmp_path):
 def test_a_failed_write_is_reported_once_and_the_next_checkpoint_is_tried(tmp_path):
     folder = tmp_path / "checkpoints"
     keeper = CheckpointKeeper(folder, Interval(1), keep=2)
-    keeper.save(1, given(ARRAY), {})
+    keeper.save(1, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.pop_written_checkpoints()] == [1]
     shutil.rmtree(folder)
     folder.write_text("in the way")
     told = []
     for step in (2, 3):
-        keeper.save(step, given(ARRAY), {})
+        keeper.save(step, constant_snapshot(ARRAY), {})
         keeper.wait()
         assert not keeper.pop_written_checkpoints()
         told.append(keeper.trouble)
         keeper.trouble = None
     assert told[0] is not None and "step 2" in told[0] and told[1] is None
     folder.unlink()
-    keeper.save(4, given(ARRAY), {})
+    keeper.save(4, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.pop_written_checkpoints()] == [4]
 
@@ -345,7 +347,7 @@ def test_a_damaged_later_checkpoint_does_not_displace_a_valid_one(tmp_path):
     (write_checkpoint(tmp_path, 90, ARRAY, {}) / STATE).write_text("damaged")
     keeper = CheckpointKeeper(tmp_path, Interval(1), keep=1, resumed=resumed)
     for step in (8, 9, 10):
-        keeper.save(step, given(ARRAY), {})
+        keeper.save(step, constant_snapshot(ARRAY), {})
         keeper.wait()
         found, _ = read_newest(tmp_path)
         assert found is not None and found.step == step
@@ -354,16 +356,16 @@ def test_a_damaged_later_checkpoint_does_not_displace_a_valid_one(tmp_path):
 def test_the_result_of_the_last_write_is_known_after_earlier_failures(tmp_path):
     folder = tmp_path / "checkpoints"
     keeper = CheckpointKeeper(folder, Interval(1), keep=2)
-    keeper.save(1, given(ARRAY), {})
+    keeper.save(1, constant_snapshot(ARRAY), {})
     keeper.wait()
     shutil.rmtree(folder)
     folder.write_text("in the way")
-    keeper.save(2, given(ARRAY), {})
+    keeper.save(2, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.pop_written_checkpoints()] == [1]
     assert keeper.missing is not None and "checkpoint of step 2: not written" in keeper.missing
     folder.unlink()
-    keeper.save(3, given(ARRAY), {})
+    keeper.save(3, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert [s.step for s in keeper.pop_written_checkpoints()] == [3]
     assert keeper.missing is None
@@ -413,7 +415,7 @@ def test_arrays_being_written_are_never_overwritten_and_two_snapshots_suffice(tm
         keeper.save(step, slow.snapshot, {})
     keeper.wait()
     assert slow.found == {step: [step, step] for step in range(1, 6)} and len(slow.made) == 2
-    assert [saved.step for saved in keeper.pop_written_checkpoints()] == [1, 2, 3, 4, 5]
+    assert [checkpoint_path.step for checkpoint_path in keeper.pop_written_checkpoints()] == [1, 2, 3, 4, 5]
     assert read_checkpoint(tmp_path / "checkpoints" / "step-5").arrays["w@m"].tolist() == [5.0] * 1000
 
 
@@ -458,16 +460,19 @@ def test_arrays_are_released_after_a_failed_write(tmp_path):
 
 
 def test_files_that_a_checkpoint_refers_to_are_synced_before_it_is_written(tmp_path):
-    """By what its callbacks bring there, in the thread that writes; where that fails there is no checkpoint."""
+    """Callbacks sync their files in the writing thread; if that fails, no checkpoint is written."""
     folder, seen = tmp_path / "checkpoints", []
     keeper = CheckpointKeeper(folder, Interval(1), keep=9)
     keeper.save(
-        1, given(ARRAY), {}, lambda: seen.append((threading.current_thread().name, list(list_checkpoints(folder))))
+        1,
+        constant_snapshot(ARRAY),
+        {},
+        lambda: seen.append((threading.current_thread().name, list(list_checkpoints(folder)))),
     )
-    keeper.save(2, given(ARRAY), {}, lambda: os.fsync(10**6))
+    keeper.save(2, constant_snapshot(ARRAY), {}, lambda: os.fsync(10**6))
     keeper.wait()
     assert seen == [("checkpoint", [])] and list(list_checkpoints(folder)) == [1]
-    assert [saved.step for saved in keeper.pop_written_checkpoints()] == [1]
+    assert [checkpoint_path.step for checkpoint_path in keeper.pop_written_checkpoints()] == [1]
     assert keeper.missing == "checkpoint of step 2: not written (Bad file descriptor)"
 
 

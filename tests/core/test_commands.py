@@ -1,4 +1,4 @@
-"""Sub-commands of strangers: one like any other where it is right, and harmless where it is not."""
+"""Commands of plugins: they work like built-in commands, and broken ones do no harm."""
 
 import importlib
 import os
@@ -41,7 +41,7 @@ HELLO = "print('hello', *arguments.rest, end='!' * arguments.loud * arguments.ti
 
 @pytest.fixture
 def toyexp(tmp_path, monkeypatch, capsys):
-    """Runs toyexp beside an installed plugin with a sub-command; `alone`: in a process of its own."""
+    """Run toyexp with an installed plugin that has a command; `alone`: in a subprocess."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the plugin changes between two calls
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""TAB: what may come next is offered, in the shells as they are."""
+"""Shell completion: what is offered, tested in the real shells."""
 
 import dataclasses
 import re
@@ -24,8 +24,8 @@ from toyexp_optimisers.adamw import AdamWOptimiser
 
 
 @pytest.fixture
-def offered(tmp_path, monkeypatch):
-    """What is offered for a command line, whose words stand between single spaces, in a directory with these files."""
+def complete_line(tmp_path, monkeypatch):
+    """Return the completions of a command line (split at spaces) in a directory with some files."""
     for name in ("tiny.gguf", "my model.gguf", "a:b=c.gguf", "book.txt", ".hidden.gguf"):
         (tmp_path / name).touch()
     (tmp_path / "texts").mkdir()
@@ -109,28 +109,28 @@ def offered(tmp_path, monkeypatch):
         ("toyexp new e", ["engine"]),
     ],
 )  # fmt: skip
-def test_completions_of_a_partial_command_line(offered, line, words):
-    assert offered(line) == words
+def test_completions_of_a_partial_command_line(complete_line, line, words):
+    assert complete_line(line) == words
 
 
-def test_a_hidden_file_is_offered_once_its_dot_is_typed(offered):
-    assert "data.path=.hidden.gguf" in offered("toyexp data.path=.")
-    found = offered("toyexp data.path=")
+def test_a_hidden_file_is_offered_once_its_dot_is_typed(complete_line):
+    assert "data.path=.hidden.gguf" in complete_line("toyexp data.path=.")
+    found = complete_line("toyexp data.path=")
     assert "data.path=tiny.gguf" in found and "data.path=.hidden.gguf" not in found
 
 
-def test_the_newest_runs_are_offered_whatever_they_are_called(offered):
+def test_the_newest_runs_are_offered_whatever_they_are_called(complete_line):
     for day in range(1, RUNS + 1):
         place = Path("outputs", "yours", f"2026-11-{day:02}_1")
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.yaml").touch()
-    found = {word for word in offered("toyexp resume=") if "2026" in word}
+    found = {word for word in complete_line("toyexp resume=") if "2026" in word}
     assert len(found) == RUNS
     assert "resume=outputs/mine/2026-11-21_1" in found and "resume=outputs/yours/2026-11-01_1" not in found
 
 
-def test_an_empty_line_offers_all_commands_and_keys(offered):
-    found = offered("toyexp ")
+def test_an_empty_line_offers_all_commands_and_keys(complete_line):
+    found = complete_line("toyexp ")
     assert set(COMMANDS) <= set(found)
     assert {f"{f.name}=" for f in dataclasses.fields(schema.Root)} - {"sweep="} <= set(found)
     assert {f"{group}=" for group in GROUPS} <= set(found) and "sweep." in found
@@ -153,11 +153,11 @@ def test_the_default_of_a_setting_is_among_its_choices():
                     assert setting.default in choices, (offer.name, setting)
 
 
-def test_every_flag_and_every_option_of_every_command_is_offered(offered):
-    assert set(FLAGS) <= set(offered("toyexp -"))
+def test_every_flag_and_every_option_of_every_command_is_offered(complete_line):
+    assert set(FLAGS) <= set(complete_line("toyexp -"))
     for name, command in COMMANDS.items():
-        assert set(command().parser().options) <= set(offered(f"toyexp {name} -")), name
-    assert {"--tokens", "--chat"} <= set(offered("toyexp generate -"))
+        assert set(command().parser().options) <= set(complete_line(f"toyexp {name} -")), name
+    assert {"--tokens", "--chat"} <= set(complete_line("toyexp generate -"))
     assert [c.help for c in complete(["bench", "--ro"])] == ["number of timed rounds per engine (7)"]
 
 
@@ -208,7 +208,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_tab_completes_the_word(offered, tmp_path, name):
+def test_tab_completes_the_word(complete_line, tmp_path, name):
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
     shell = shells.Shell(name, tmp_path)
@@ -220,7 +220,7 @@ def test_tab_completes_the_word(offered, tmp_path, name):
         shell.close()
 
 
-def test_fish_gets_completions_with_descriptions(offered, tmp_path):
+def test_fish_gets_completions_with_descriptions(complete_line, tmp_path):
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     assert shells.complete_in_fish("toyexp recipe=wa", tmp_path) == ["recipe=warm"]

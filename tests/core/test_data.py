@@ -46,8 +46,8 @@ def corpus(train, held_out=100, eval_batches=4):
     return TokenDataset(ids[:train], ids[train:], None, train + held_out, eval_batches, {})
 
 
-def rows_of(batches, count):
-    """The first `count` rows of the stream, whatever batches they come in."""
+def take_rows(batches, count):
+    """Return the first `count` rows of a stream of batches."""
     rows = np.concatenate([batches.batch(k)["tokens"] for k in range(-(-count // batches.batch(0)["tokens"].shape[0]))])
     return rows[:count]
 
@@ -61,7 +61,7 @@ def test_a_batch_depends_only_on_seed_and_number(train, context, rows, seed, k):
     train = max(train, context + 1)
     fresh = corpus(train).batches(context, rows, seed).batch(k)
     used = corpus(train).batches(context, rows, seed)
-    for other in (k + 7, 0, k // 2):  # whatever was asked before leaves no trace
+    for other in (k + 7, 0, k // 2):  # earlier calls have no effect
         used.batch(other)
     assert batch_digest(used.batch(k)) == batch_digest(fresh)
 
@@ -70,20 +70,20 @@ def test_data_and_model_seeds_are_independent():
     registry = load(["toyexp.testing.null"])
     small = ["engine=noop", "data=random", "model.d_model=16", "model.n_layers=1", "model.d_ff=16"]
 
-    def drawn(*words):
-        """The digests of the first batch and of the initial values."""
+    def batch_digests(*words):
+        """Return the digests of the first batch and of the initial values."""
         run = prepare(Request([], registry, ["toyexp.testing.null"]).build_config(*small, *words))
         return batch_digest(run.batches.batch(0)), run.plan.initial_values(run.plan.tensors[0]).tobytes()
 
-    (order, values), (other_order, other_values) = drawn("seed=1"), drawn("seed=2")
+    (order, values), (other_order, other_values) = batch_digests("seed=1"), batch_digests("seed=2")
     assert order != other_order and values != other_values
-    assert drawn("seed=1", "data_seed=2") == (other_order, values)
-    assert drawn("seed=1", "model_seed=2") == (order, other_values)
-    assert drawn("seed=3", "data_seed=1", "model_seed=2") == (order, other_values)
+    assert batch_digests("seed=1", "data_seed=2") == (other_order, values)
+    assert batch_digests("seed=1", "model_seed=2") == (order, other_values)
+    assert batch_digests("seed=3", "data_seed=1", "model_seed=2") == (order, other_values)
     with pytest.raises(UserError, match=r"unknown key data\.seed; did you mean data_seed\?"):
-        drawn("data.seed=2")
+        batch_digests("data.seed=2")
     with pytest.raises(UserError, match="model_seed=-1: must be an integer from 0"):
-        drawn("model_seed=-1")
+        batch_digests("model_seed=-1")
 
 
 def test_another_seed_gives_another_order():
@@ -123,7 +123,7 @@ def test_an_epoch_visits_every_window_once(train, context, rows, seed):
     train = max(train, context + 1)
     batches = corpus(train).batches(context, rows, seed)
     windows = max((train - 1) // context - 1, 1)
-    starts = rows_of(batches, 3 * windows)[:, 0]
+    starts = take_rows(batches, 3 * windows)[:, 0]
     for epoch in range(3):
         seen = sorted(starts[epoch * windows : (epoch + 1) * windows])
         assert all(b - a == context for a, b in itertools.pairwise(seen)), "side by side, none twice, none left out"
@@ -155,7 +155,7 @@ def test_a_large_batch_equals_its_concatenated_micro_batches(rows, accumulate, k
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 30))
 @settings(deadline=None, max_examples=40)
 def test_a_block_equals_its_concatenated_batches(rows, count, k):
-    """Also where it goes on into the next epoch."""
+    """Also across the end of an epoch."""
     batches = corpus(60).batches(7, rows, seed=1)
     block, each = batches.block(k, count), [batches.batch(k + i) for i in range(count)]
     for name, values in block.items():
@@ -318,7 +318,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def opened(path, **changes):
+def open_text(path, **changes):
     data = Text(**{"path": str(path), "tokenizer": "byte", "val_fraction": 0.25, **changes})
     data.check()
     return data.open(None)
@@ -328,18 +328,18 @@ def test_a_folder_is_read_in_path_order_with_the_chosen_suffixes(tmp_path):
     for name, text in {"b.txt": "bbbb", "a/z.txt": "zzzz", "c.md": "cccc", "d.bin": "dddd"}.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(text)
-    dataset = opened(tmp_path / "in")
+    dataset = open_text(tmp_path / "in")
     assert dataset.tokenizer.decode(dataset.train) == "zzzbbbccc"
     assert dataset.tokenizer.decode(dataset.held_out) == "zbc"
     assert dataset.describe()["documents"] == 3
-    only = opened(tmp_path / "in", suffixes=".bin")
+    only = open_text(tmp_path / "in", suffixes=".bin")
     assert only.tokenizer.decode(only.train) == "ddd"
 
 
 def test_max_mb_limits_reading_with_a_note_and_has_no_default_for_own_text(tmp_path):
     (tmp_path / "t.txt").write_text("x" * 3000)
     sizes = ({"max_mb": 0.001}, {"max_mb": 1e-8}, {"max_mb": 0}, {})
-    found = [opened(tmp_path / "t.txt", **size) for size in sizes]
+    found = [open_text(tmp_path / "t.txt", **size) for size in sizes]
     lengths = [len(d.train) + len(d.held_out) for d in found]
     assert lengths == [1000 + 2, 1 + 1, 3000 + 2, 3000 + 2], "the least that is asked for is not everything"
     told = ["0.001 of 0.003 MB: data.max_mb"], ["0.000001 of 0.003000 MB: data.max_mb"], [], []
@@ -365,7 +365,7 @@ def test_omissions_are_in_the_data_line_the_log_and_run_start(tmp_path, capsys):
 
 def test_reported_megabytes_are_bytes_for_any_script(tmp_path):
     (tmp_path / "t.txt").write_text("я" * 600_000)
-    assert opened(tmp_path / "t.txt", max_mb=0.5).omissions() == ["1.0 of 1.2 MB: data.max_mb"]
+    assert open_text(tmp_path / "t.txt", max_mb=0.5).omissions() == ["1.0 of 1.2 MB: data.max_mb"]
 
 
 def test_the_stdlib_data_reports_how_much_is_read():
@@ -382,10 +382,10 @@ def test_other_files_in_a_directory_are_counted(tmp_path):
     os.mkfifo(tmp_path / "in" / "pipe.txt")
     (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "in" / "link").symlink_to(tmp_path, target_is_directory=True)
-    others, strange = opened(tmp_path / "in").omissions()
+    others, strange = open_text(tmp_path / "in").omissions()
     assert others == "2 of 4 files: data.suffixes"
     assert strange.startswith("3 skipped, such as ")
-    everything = opened(tmp_path / "in", suffixes="*")
+    everything = open_text(tmp_path / "in", suffixes="*")
     assert everything.describe()["documents"] == 4 and len(everything.omissions()) == 1
 
 
@@ -393,14 +393,14 @@ def test_files_that_are_not_text_are_rejected_or_skipped_and_counted(tmp_path):
     for name, raw in {"a.txt": b"good text", "b.txt": b"bad \xff", "c.txt": b"more of it"}.items():
         (tmp_path / name).write_bytes(raw)
     with pytest.raises(UserError, match=r"b\.txt: not UTF-8 text \(byte 4 is 0xff\).*data\.on_error=skip"):
-        opened(tmp_path)
-    dataset = opened(tmp_path, on_error="skip", val_fraction=0.5)
+        open_text(tmp_path)
+    dataset = open_text(tmp_path, on_error="skip", val_fraction=0.5)
     assert dataset.tokenizer.decode(dataset.train) == "good more " and dataset.describe()["documents"] == 2
     good = tmp_path / "good"
     good.mkdir()
     for name in ("a.txt", "c.txt"):
         (good / name).write_bytes((tmp_path / name).read_bytes())
-    assert opened(good).describe()["text_sha256"] == dataset.describe()["text_sha256"], "what it left is no trace"
+    assert open_text(good).describe()["text_sha256"] == dataset.describe()["text_sha256"], "what it left is no trace"
     (told,) = dataset.omissions()
     assert told.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in told
 
@@ -409,11 +409,11 @@ def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b1.txt", "b2.rst", "c.txt", "[x].txt"):
         Path(name).write_text(name[:2] * 4)
-    dataset = opened("b*")
+    dataset = open_text("b*")
     assert dataset.tokenizer.decode(dataset.train) == "b1b1b1b2b2b2"
-    assert opened("[x].txt").describe()["documents"] == 1, "a file of that name comes first"
+    assert open_text("[x].txt").describe()["documents"] == 1, "a file of that name comes first"
     with pytest.raises(UserError, match="matches no file"):
-        opened("z*.txt")
+        open_text("z*.txt")
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
 def test_invalid_utf8_is_rejected_with_the_byte_and_a_remedy(tmp_path, raw, words):
     (tmp_path / "t.txt").write_bytes(raw)
     with pytest.raises(UserError, match=r"t\.txt: not UTF-8 text") as error:
-        opened(tmp_path / "t.txt")
+        open_text(tmp_path / "t.txt")
     assert words in str(error.value)
 
 
@@ -448,12 +448,12 @@ def test_invalid_utf8_is_rejected_with_the_byte_and_a_remedy(tmp_path, raw, word
 def test_a_text_with_a_nul_is_rejected_with_its_offset_or_skipped(tmp_path, monkeypatch, raw, place, words):
     monkeypatch.setattr(reading, "CHUNK", 4096)
     (tmp_path / "t.txt").write_bytes(raw)
-    for read in (opened, read_text):
+    for read in (open_text, read_text):
         with pytest.raises(UserError, match=rf"t\.txt: not text \(byte {place} is NUL\)") as error:
             read(tmp_path / "t.txt")
         assert words in str(error.value)
     (tmp_path / "u.txt").write_text("good text")
-    dataset = opened(tmp_path, on_error="skip")
+    dataset = open_text(tmp_path, on_error="skip")
     assert dataset.describe()["documents"] == 1 and f"byte {place} is NUL" in dataset.omissions()[0]
 
 
@@ -461,14 +461,14 @@ def test_a_character_across_two_read_blocks_is_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "CHUNK", 5)
     text = "aé日🙂\r\nb" * 40
     (tmp_path / "t.txt").write_bytes(text.encode())
-    dataset = opened(tmp_path / "t.txt", tokenizer="char", val_fraction=0.5)
+    dataset = open_text(tmp_path / "t.txt", tokenizer="char", val_fraction=0.5)
     assert dataset.tokenizer.decode(dataset.train) + dataset.tokenizer.decode(dataset.held_out) == text
 
 
 def test_empty_text_is_refused(tmp_path):
     (tmp_path / "t.txt").write_text("")
     with pytest.raises(UserError, match="found no text in"):
-        opened(tmp_path / "t.txt")
+        open_text(tmp_path / "t.txt")
 
 
 def test_a_character_missing_in_a_files_tokenizer_names_both_files(tmp_path):
@@ -534,7 +534,7 @@ ASKED = {
 def test_special_files_are_rejected_immediately_everywhere(no_files, asked, name):
     with pytest.raises(UserError) as error:
         ASKED[asked](name).check()
-    words = NO_FILES[name].partition(",")[0]  # only where a file is wanted is there a remedy
+    words = NO_FILES[name].partition(",")[0]  # only the error about a file has a remedy
     assert f"={name}: {words}" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -568,11 +568,11 @@ def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
 def test_virtual_system_files_are_rejected_without_blocking(tmp_path):
     for name in ("kmsg" if os.access("/proc/kmsg", os.R_OK) else "stat", "cpuinfo", "self/mem"):
         with pytest.raises(UserError, match=rf"/proc/{name}: is a system file in /proc, not a text file"):
-            opened(f"/proc/{name}")
+            open_text(f"/proc/{name}")
     with pytest.raises(UserError, match="contains no file with the suffix"):
-        opened("/proc/self/net")
+        open_text("/proc/self/net")
     with pytest.raises(UserError, match=r"found no text in .*is a system file"):
-        opened("/proc/sys/kernel", suffixes="*", on_error="skip")
+        open_text("/proc/sys/kernel", suffixes="*", on_error="skip")
 
 
 def test_a_long_directory_search_shows_progress(tmp_path, monkeypatch):
@@ -582,7 +582,7 @@ def test_a_long_directory_search_shows_progress(tmp_path, monkeypatch):
     for name in "abc":
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "t.txt").write_text("text")
-    opened(tmp_path / "in")
+    open_text(tmp_path / "in")
     assert [line.rpartition("in ")[2] for line in told] == ["2 folders", "4 folders", "reading the text"]
 
 
@@ -596,7 +596,7 @@ def test_an_impossible_vocabulary_size_is_rejected_before_reading(tmp_path, voca
 
 
 def split(*parts):
-    """What `load_or_pack` takes: parts that come in pieces."""
+    """Return arguments of `load_or_pack`: parts that come in pieces."""
     return lambda: [np.array_split(np.array(part, np.int32), 3) for part in parts]
 
 
@@ -644,13 +644,13 @@ def test_mapped_ids_make_the_same_batches_as_ids_in_memory():
 def test_another_tokenizer_or_split_has_its_own_cached_tokens(tmp_path):
     (tmp_path / "t.txt").write_text("abcd" * 100)
     byte, char, quarter = (
-        opened(tmp_path / "t.txt", **c) for c in ({}, {"tokenizer": "char"}, {"val_fraction": 0.5})
+        open_text(tmp_path / "t.txt", **c) for c in ({}, {"tokenizer": "char"}, {"val_fraction": 0.5})
     )  # fmt: skip
     assert byte.train.max() == 256 and char.train.max() == 4 and len(quarter.train) < len(byte.train)
 
 
-def damaged(kind, whole):
-    """The bytes of a cache file that was hurt in one of the ways files are."""
+def damage_bytes(kind, whole):
+    """Return the bytes of a cache file with one kind of damage."""
     middle = len(whole) // 2
     return {
         "empty": b"",
@@ -677,7 +677,7 @@ def test_a_damaged_cache_file_is_made_again(cache, kind):
     load_or_pack("key", 500, make)
     (path,) = cache.iterdir()
     whole = path.read_bytes()
-    path.write_bytes(damaged(kind, whole))
+    path.write_bytes(damage_bytes(kind, whole))
     again = load_or_pack("key", 500, make)
     assert [p.tolist() for p in again.parts] == [[*range(500)], [*range(200)]]
     assert path.read_bytes() == whole, "and the next run finds a good one"
@@ -688,7 +688,7 @@ def test_a_damaged_cached_fact_is_ignored(cache, kind):
     remember("text", "key", {"digest": "a" * 600})
     (path,) = cache.iterdir()
     assert recall("text", "key") == {"digest": "a" * 600}
-    path.write_bytes(damaged(kind, path.read_bytes()))
+    path.write_bytes(damage_bytes(kind, path.read_bytes()))
     assert recall("text", "key") is None
 
 
@@ -701,7 +701,7 @@ def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, how):
         place.write_text("not a folder")
     monkeypatch.setenv("TOYEXP_CACHE", str(place / "below" if how == "the parent is a file" else place))
     (tmp_path / "t.txt").write_text("abcd" * 100)
-    assert len(opened(tmp_path / "t.txt").train) == 301
+    assert len(open_text(tmp_path / "t.txt").train) == 301
 
 
 def test_a_pipe_at_the_path_of_a_cache_file_is_replaced_without_blocking(cache):
@@ -783,12 +783,12 @@ def test_the_second_run_does_not_read_the_text_again(tmp_path, monkeypatch, toke
     monkeypatch.setattr(reading, "SETTLE_TIME", -9.0)
     (tmp_path / "t.txt").write_text("the cat sat on the mat. " * 500)
     settings = {"tokenizer": tokenizer, "bpe_vocab": 270, "max_mb": 0.01}
-    first = opened(tmp_path / "t.txt", **settings)
+    first = open_text(tmp_path / "t.txt", **settings)
     with monkeypatch.context() as patch:
         for name in ("chunks", "open_file"):
             patch.setattr(reading, name, None)
         patch.setattr(BPE, "train", None)
-        again = opened(tmp_path / "t.txt", **settings)
+        again = open_text(tmp_path / "t.txt", **settings)
     assert again.describe() == first.describe() and again.omissions() == first.omissions() != []
     assert np.array_equal(again.train, first.train) and again.tokenizer.pieces == first.tokenizer.pieces
 
@@ -798,15 +798,15 @@ def test_a_text_that_changed_is_read_again_even_when_its_time_was_set_back(tmp_p
     path = tmp_path / "t.txt"
     path.write_text("abcd" * 100)
     times = path.stat()
-    first = opened(path).describe()["text_sha256"]
+    first = open_text(path).describe()["text_sha256"]
     path.write_text("abce" * 100)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert opened(path).describe()["text_sha256"] != first
+    assert open_text(path).describe()["text_sha256"] != first
 
 
 def test_a_text_modified_just_now_is_not_taken_from_the_cache(tmp_path):
     (tmp_path / "t.txt").write_text("abcd" * 100)
-    opened(tmp_path / "t.txt")
+    open_text(tmp_path / "t.txt")
     assert [p.suffix for p in caching.cache_dir().iterdir()] == [".ids"], "its times may not tell the next change"
 
 
@@ -821,26 +821,26 @@ def test_a_text_that_changes_while_it_is_read_is_rejected(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Bytes, "encode_pieces", meanwhile)
     with pytest.raises(UserError, match=r"t\.txt: changed while it was read"):
-        opened(path)
+        open_text(path)
     assert not list(tmp_path.glob("cache/*.ids"))
 
 
 def test_a_bpe_of_a_long_text_learns_from_a_part_with_a_note(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 12_000)
     settings = {"tokenizer": "bpe", "bpe_vocab": 270, "val_fraction": 0.05}
-    assert opened(tmp_path / "t.txt", **settings).omissions() == []
-    (told,) = opened(tmp_path / "t.txt", **settings, bpe_mb=0.1).omissions()
+    assert open_text(tmp_path / "t.txt", **settings).omissions() == []
+    (told,) = open_text(tmp_path / "t.txt", **settings, bpe_mb=0.1).omissions()
     assert told == "bpe learned from 0.1 of 0.3 MB: data.bpe_mb"
 
 
 def test_a_bpe_that_learns_fewer_tokens_than_requested_reports_it(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 40)
     (tmp_path / "t.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 40)
-    for _ in range(2):  # the second finds what the first has learned
-        (told,) = opened(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=10_000).remarks()
+    for _ in range(2):  # the second run finds the cached result of the first
+        (told,) = open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=10_000).remarks()
         assert re.fullmatch(r"2\d\d of data\.bpe_vocab=10000 tokens learned: the text has no more pairs", told)
     assert told in Jsonl(path=str(tmp_path / "t.jsonl"), tokenizer="bpe", bpe_vocab=10_000).open(None).remarks()
-    assert opened(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=260).remarks() == []
+    assert open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=260).remarks() == []
 
 
 @given(st.integers(1, 60), st.floats(0.1, 1))

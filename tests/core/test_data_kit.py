@@ -1,4 +1,4 @@
-"""The data that ships, held to the conformance kit, and the kit held against data with one thing wrong each."""
+"""The conformance kit on the shipped data, and on data with one fault each."""
 
 import itertools
 
@@ -123,7 +123,7 @@ class TestSounds(DataSuite):
     expected_words = ("data.limit",)
 """
 
-# what is wrong: the line that makes it so, and the tests that say it
+# by fault: the line that causes it, and the tests that must fail
 FAULTS = {
     "nothing": ("", set()),
     "it counts what it was asked": (
@@ -177,7 +177,7 @@ def _outcomes(pytester, words):
 def test_the_kit_reports_exactly_what_is_wrong(pytester):
     names = {f"test_fault_{number}": fault for number, fault in enumerate(FAULTS)}
     pytester.makepyfile(**{name: SOUND.replace("#FAULT", FAULTS[fault][0]) for name, fault in names.items()})
-    # The other process takes as long as all the rest: it is asked of two alone, of which one should fail there.
+    # The subprocess takes as long as the rest, so only two cases run there, of which one should fail.
     apart = [name for name, fault in names.items() if fault in ("nothing", "its record hangs on Python's hashes")]
     passed, skipped, failed = [], [], []
     for words in (["-k", "not another_process"], ["-k", "another_process", *(f"{name}.py" for name in apart)]):

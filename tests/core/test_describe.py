@@ -1,4 +1,4 @@
-"""toyexp describe: what it says of a file is what is in the file, and the file cannot make it say anything else."""
+"""toyexp describe: its output matches the file, and no file can make it print anything else."""
 
 import json
 import math
@@ -61,19 +61,19 @@ def registry():
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def shown(capsys, *words):
-    """What a command prints, with exit code 0."""
+def run_and_print(capsys, *words):
+    """Run a command that must exit with 0, and return its output."""
     capsys.readouterr()
     assert main(["describe", *map(str, words)]) == 0
     return capsys.readouterr().out
 
 
 def told(capsys, *words):
-    return json.loads(shown(capsys, *words, "--json"))
+    return json.loads(run_and_print(capsys, *words, "--json"))
 
 
 # -- the forward pass -------------------------------------------------------------------------------------------------
@@ -81,12 +81,12 @@ def told(capsys, *words):
 
 def test_the_listing_of_a_gpt2_verbatim(capsys):
     write_base(Path("model.gguf"), "gpt2", kind="q8_0", n_layers=4, d_ff=80)
-    out = shown(capsys, "model.gguf")
+    out = run_and_print(capsys, "model.gguf")
     assert out.partition("forward pass, ")[2].partition("\n")[2].rstrip() == GPT2
 
 
 def test_rope_and_grouped_attention_are_described():
-    lines = traced(replace(MODELS["llama"], vocab=VOCAB, rope_base=5e5)).all()
+    lines = list_forward(replace(MODELS["llama"], vocab=VOCAB, rope_base=5e5)).all()
     details = {line.op: line.detail for line in lines}
     assert (details["rope"], details["attention"]) == ("base 500000", "causal, 4 heads on 2")
     ops = ListedOps({})
@@ -117,7 +117,7 @@ class Shapes(ReferenceOps):
 ALL = {**MODELS, "vit": VIT, "vit_rmsnorm": replace(VIT, block="rmsnorm_silu"), "vit_1": replace(VIT, n_layers=1)}
 
 
-def traced(model):
+def list_forward(model):
     return listing(model, [WeightInfo(t.shape, t.name, "F32") for t in model.tensors()])
 
 
@@ -133,7 +133,7 @@ def test_every_op_has_the_shape_that_the_reference_computes(name):
     }
     ops = Shapes()
     model.forward(ops, Params({t.name: draw.normal(size=t.shape) for t in model.tensors()}), batch)
-    lines = traced(model).all()
+    lines = list_forward(model).all()
     assert [(line.op, tuple(sizes.get(n, n) for n in line.result)) for line in lines] == ops.found
     assert {w.name for line in lines for w in line.weights} == {t.name for t in model.tensors()}
 
@@ -151,14 +151,14 @@ def test_operations_count_two_per_weight_and_position_plus_attention(name):
         patches = 2 * model.patches * model.d_model * model.channels * model.patch**2
         attention = 4 * model.d_model * model.n_layers * positions**2
         expected = {"": 2 * head + 2 * (matrices - head) * positions + patches + attention}
-    assert traced(model).operations() == expected
+    assert list_forward(model).operations() == expected
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "gpt2_untied", "vit"])
 def test_the_head_is_listed_apart_from_the_last_block(name, layers):
     model = replace(ALL[name], n_layers=layers, **({"vocab": VOCAB} if name != "vit" else {}))
-    parts = traced(model)
+    parts = list_forward(model)
     assert list(parts.blocks) == list(range(layers))
     assert all(line.block == i for i, block in parts.blocks.items() for line in block)
     assert all(f"blk.{i}." in w.name for i, block in parts.blocks.items() for line in block for w in line.weights)
@@ -174,7 +174,7 @@ def test_blocks_of_other_types_or_shapes_are_listed_separately():
         WeightInfo(t.shape, t.name, "Q6_K" if t.name == "blk.2.attn_v.weight" else "Q4_K") for t in model.tensors()
     ]
     assert "blocks 1..3 are alike, but for types: attn_v.weight Q4_K or Q6_K" in listing(model, weights).lines()
-    parts = traced(model)
+    parts = list_forward(model)
     odd = replace(parts, blocks={**parts.blocks, 2: [*parts.blocks[2], parts.blocks[2][-1]]}).lines()
     assert "block 1 is like it" in odd
     assert "block 2" in odd
@@ -219,7 +219,7 @@ def test_the_flags_add_every_key_and_every_tensor(capsys):
     assert [(t["name"], t["offset"], t["bytes"]) for t in found["tensors"]] == [
         (t.name, t.data_offset, t.n_bytes) for t in reader.tensors
     ]
-    lines = shown(capsys, "model.gguf", "--metadata", "--tensors").splitlines()
+    lines = run_and_print(capsys, "model.gguf", "--metadata", "--tensors").splitlines()
     assert any(line.split()[:1] == ["gpt2.context_length"] for line in lines)
     assert sum(line.startswith("blk.1.") for line in lines) == len(model.tensors()) // 2 - 2
     assert max(map(len, lines)) < 160
@@ -230,7 +230,7 @@ def test_the_origin_of_a_model_is_shown(capsys):
             "general.base_model.0.repo_url": "https://example.org/big", "general.run_id": "2026-11-21",
             "general.step": 200}  # fmt: skip
     write_foreign(Path("model.gguf"), keys=keys)
-    out = shown(capsys, "model.gguf")
+    out = run_and_print(capsys, "model.gguf")
     assert "name        Big One\n" in out
     assert "licence     apache-2.0\n" in out
     assert "base model  Bigger One, https://example.org/big\n" in out
@@ -250,7 +250,7 @@ def test_an_adapter_lists_its_targets(capsys):
     commands = {u["what"]: u["command"] for u in found["uses"]}
     assert commands["train on"] == "toyexp recipe=lora recipe.base=BASE.gguf recipe.adapter=adapter.gguf lr=1e-3"
     assert commands["merge"] == "toyexp merge BASE.gguf adapter.gguf --out merged.gguf"
-    assert "a base of architecture llama, rank 4, alpha 6" in shown(capsys, "adapter.gguf")
+    assert "a base of architecture llama, rank 4, alpha 6" in run_and_print(capsys, "adapter.gguf")
 
 
 def test_a_directory_with_only_an_adapter_describes_the_adapter(capsys, tmp_path):
@@ -268,7 +268,7 @@ def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
     assert [u["what"] for u in found["uses"] if u["command"]] == [
         "train on", "train on", "eval", "predict", "export",
     ]  # fmt: skip
-    assert "operations an image" in shown(capsys, "vit.gguf")
+    assert "operations an image" in run_and_print(capsys, "vit.gguf")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_an_architecture_without_a_model_is_described_too(keys, tensors, reason,
     assert found["sizes"] == {"embedding_length": 32, "block_count": 2}
     donor = next(u for u in found["uses"] if u["what"] == "donor")
     assert (donor["command"] is None) == (tensors == {})
-    assert f"train on  no: {reason}" in shown(capsys, "model.gguf")
+    assert f"train on  no: {reason}" in run_and_print(capsys, "model.gguf")
 
 
 def test_a_model_with_an_unsupported_key_is_only_a_donor(capsys):
@@ -331,13 +331,13 @@ def test_text_from_a_file_is_escaped_for_the_terminal(capsys):
     for name, extra in (("a.gguf", {}), ("b.gguf", {"general.type": "adapter"}), ("c.gguf", {"general.type": NASTY})):
         write_foreign(Path(name), architecture="phi3", keys={**keys, **extra}, tensors=tensors)
         for flags in ([], ["--metadata", "--tensors"], ["--json", "--metadata"]):
-            out = shown(capsys, name, *flags)
+            out = run_and_print(capsys, name, *flags)
             assert out.isascii()
             assert all(c.isprintable() or c == "\n" for c in out)
             assert "49" not in out.replace("{{ 7*7 }}", "")
             assert os.environ["HOME"] not in out
     write_foreign(Path("d.gguf"), architecture=NASTY.replace("\n", ""))
-    assert shown(capsys, "d.gguf").isascii()
+    assert run_and_print(capsys, "d.gguf").isascii()
 
 
 def test_special_tokens_out_of_range_have_no_text(capsys):
@@ -417,8 +417,8 @@ def test_64_bit_numbers_are_shown_exactly(registry):
         writer.add(f"x.{name}", value)
     writer.save(Path("x.gguf"))
     lines = describe(Path("x.gguf"), registry, metadata=True).lines()
-    shown = dict(line.split() for line in lines if line.startswith("x."))
-    assert shown == {"x.large": "1e+300", "x.fine": "0.3333333333333333", "x.single": "1e-05"}
+    run_and_print = dict(line.split() for line in lines if line.startswith("x."))
+    assert run_and_print == {"x.large": "1e+300", "x.fine": "0.3333333333333333", "x.single": "1e-05"}
 
 
 def test_a_product_of_two_weights_is_counted_too():

@@ -1,4 +1,4 @@
-"""The Python door: run, train, sweep and open, what they return, and what they leave behind in the process."""
+"""The Python API: run, train, sweep and open, their results, and the process state after a call."""
 
 import contextlib
 import json
@@ -42,8 +42,8 @@ SETTINGS = {"steps": 8, "batch_size": 2, "eval_every": 4, "checkpoint_every": "4
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    """A directory with a book, in which all of it happens."""
+def book_directory(tmp_path_factory):
+    """Change to a directory with a text file."""
     folder, before = tmp_path_factory.mktemp("door"), Path.cwd()
     (folder / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen.\n" * 60)
     os.chdir(folder)
@@ -56,7 +56,7 @@ WORDS = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1"]
 
 
 @pytest.fixture(scope="module")
-def trained(here):
+def trained(book_directory):
     return toyexp.run(*WORDS, model=MODEL, **SETTINGS, directory="first", quiet=True)
 
 
@@ -82,8 +82,8 @@ def test_the_history_is_read_from_the_events(trained):
     assert set(history) == {"step", "loss", "lr", "grad_norm", "tokens", "seconds", "speed"}
 
 
-def test_a_result_has_the_outcome_of_the_run(trained, here):
-    told = json.loads((here / "first" / "result.json").read_text())
+def test_a_result_has_the_outcome_of_the_run(trained, book_directory):
+    told = json.loads((book_directory / "first" / "result.json").read_text())
     assert (trained.state, trained.steps, trained.loss) == ("completed", 8, told["train_loss"])
     assert trained.held_out == {"loss": told["eval_loss"]}
     assert trained.settings["model"] == "llama" and trained.settings["model.d_model"] == 16
@@ -129,7 +129,7 @@ def test_a_data_frame_has_a_row_per_step_or_names_the_missing_package(trained):
     np.testing.assert_array_equal(frame.loss[1:], trained.history.loss)
 
 
-def test_open_takes_runs_and_model_files_and_rejects_other_paths(trained, here):
+def test_open_takes_runs_and_model_files_and_rejects_other_paths(trained, book_directory):
     again = toyexp.open("first")
     assert (again.state, again.held_out) == (trained.state, trained.held_out)
     for place, reason in (("nowhere", "nowhere"), ("book.txt", "holds no run"), (".", "holds no run")):
@@ -140,7 +140,7 @@ def test_open_takes_runs_and_model_files_and_rejects_other_paths(trained, here):
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(trained, here):
+def test_a_resumed_run_equals_an_uninterrupted_one(trained, book_directory):
     whole = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **{**SETTINGS, "steps": 12}, quiet=True)
     part = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **SETTINGS, name="part", quiet=True)
     assert toyexp.run(resume=part, steps=12, quiet=True).directory == part.directory
@@ -152,7 +152,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trained, here):
         toyexp.run(resume=part, quiet=True)
 
 
-def test_a_result_does_not_change_when_its_run_is_resumed(here):
+def test_a_result_does_not_change_when_its_run_is_resumed(book_directory):
     given = toyexp.run(*WORDS, model=MODEL, **SETTINGS, name="stays", checkpoint_best="loss", quiet=True)
     assert given.best == {"step": given.best["step"], "metric": "loss", "score": given.held_out["loss"]}
     weights, held = given.parameters, {"held_out": given.held_out, "settings": given.settings, "best": given.best}
@@ -168,12 +168,12 @@ def test_a_result_does_not_change_when_its_run_is_resumed(here):
                 look(result)
     assert longer.steps == len(longer.history.loss) == 12 and "checkpoints/step-12" in longer.files
     assert toyexp.open(given.directory / "checkpoints" / "step-8").logits("It was").ndim == 2
-    given.directory.rename(here / "moved")
+    given.directory.rename(book_directory / "moved")
     with pytest.raises(UserError, match="or moved after this result was read"):
         longer.files  # noqa: B018
 
 
-def test_a_sweep_result_does_not_change_when_one_of_its_runs_is_resumed(here):
+def test_a_sweep_result_does_not_change_when_one_of_its_runs_is_resumed(book_directory):
     swept = toyexp.sweep(*WORDS, model=MODEL, **SETTINGS, seed=[0, 1], sweep={"isolate": False}, quiet=True)
     best, before = swept.best, swept.best.held_out
     toyexp.run(resume=best, steps=12, quiet=True)
@@ -216,7 +216,7 @@ def parts(*callbacks, **more):
     }  # fmt: skip
 
 
-def test_an_interrupted_run_is_saved_and_can_be_resumed(trained, here):
+def test_an_interrupted_run_is_saved_and_can_be_resumed(trained, book_directory):
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as caught:
         toyexp.train(**parts(Interrupting()), directory="stopped")
@@ -230,7 +230,7 @@ def test_an_interrupted_run_is_saved_and_can_be_resumed(trained, here):
     np.testing.assert_array_equal(done.history.loss, trained.history.loss)
 
 
-def test_a_failing_run_names_the_faulty_part_and_the_saved_checkpoint(here):
+def test_a_failing_run_names_the_faulty_part_and_the_saved_checkpoint(book_directory):
     with pytest.raises(RunFailed, match=r"callbacks\.failing failed at step 6: RuntimeError: no more") as caught:
         toyexp.train(**parts(Failing()), directory="failed")
     assert "toyexp.open('failed')" in caught.value.__notes__[0]
@@ -240,7 +240,7 @@ def test_a_failing_run_names_the_faulty_part_and_the_saved_checkpoint(here):
 # -- finished objects -------------------------------------------------------------------------------------------------
 
 
-def test_objects_train_like_the_settings_that_describe_them(trained, here):
+def test_objects_train_like_the_settings_that_describe_them(trained, book_directory):
     objects = parts()
     result = toyexp.train(**objects, directory="objects")
     np.testing.assert_array_equal(result.history.loss, trained.history.loss)
@@ -249,9 +249,9 @@ def test_objects_train_like_the_settings_that_describe_them(trained, here):
     assert toyexp.run(resume="objects", steps=9, quiet=True).steps == 9  # by the words of its config.yaml
 
 
-def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(here):
-    base = write_base(here / "base.gguf", "llama", tokenizer=Bytes())
-    recipe = Lora(base=str(here / "base.gguf"), rank=2)
+def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(book_directory):
+    base = write_base(book_directory / "base.gguf", "llama", tokenizer=Bytes())
+    recipe = Lora(base=str(book_directory / "base.gguf"), rank=2)
     result = toyexp.train(data=Text(path="book.txt"), recipe=recipe, engine="ggml", optim="adamw",
                           **{**SETTINGS, "lr": 0.1}, directory="adapter", quiet=True)  # fmt: skip
     assert result.model == base and result.settings["recipe.rank"] == 2
@@ -261,12 +261,13 @@ def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(here):
     pairs = [name for name in result.parameters if name.endswith("lora_a")]
     assert pairs and all(result.parameters[name].shape[0] == 2 for name in pairs)
     np.testing.assert_allclose(result.logits([1, 2, 3], engine="ggml"), merged, atol=1e-3 * np.abs(merged).max())
-    before = toyexp.train(data=Text(path="book.txt"), recipe=Lora(base=str(here / "base.gguf"), rank=2), engine="ggml",
+    lora = Lora(base=str(book_directory / "base.gguf"), rank=2)
+    before = toyexp.train(data=Text(path="book.txt"), recipe=lora, engine="ggml",
                           **{**SETTINGS, "lr": 0.0, "steps": 1}, directory="none", quiet=True)  # fmt: skip
     changed = np.abs(result.logits([1, 2, 3], engine="ggml") - before.logits([1, 2, 3], engine="ggml")).max()
     assert changed > 1e-3
     with pytest.raises(UserError, match="leave model out"):
-        toyexp.train(model="llama", recipe=Lora(base=str(here / "base.gguf")), quiet=True)
+        toyexp.train(model="llama", recipe=Lora(base=str(book_directory / "base.gguf")), quiet=True)
 
 
 @pytest.mark.parametrize(("given", "parts_of_it"), [
@@ -323,7 +324,7 @@ def test_an_impossible_file_name_is_a_user_error_in_every_call(trained, name):
         assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, here):
+def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, book_directory):
     found = toyexp.evaluate(trained, **ON_GGML)
     assert found.loss == pytest.approx(trained.held_out["loss"], abs=1e-6) and found.own
     part = {"data.val_fraction": trained.settings["data.val_fraction"]}
@@ -375,11 +376,11 @@ def test_a_result_can_be_pickled(trained):
 @pytest.mark.parametrize(("method", "told"), [
     ("on_step", "put @hookimpl above it"), ("on_steps", "did you mean on_step"), ("on_train_end", "there is: .*on_end"),
 ])  # fmt: skip
-def test_a_misspelt_hook_is_named(here, method, told):
+def test_a_misspelt_hook_is_named(book_directory, method, told):
     silent = type("Silent", (Callback,), {"name": "silent", method: lambda self, step: None})
     with pytest.raises(UserError, match=rf"Silent\.{method} .*{told}"):
         toyexp.train(**parts(silent()), directory="silent")
-    assert not (here / "silent").exists()
+    assert not (book_directory / "silent").exists()
 
 
 def test_callbacks_are_told_apart_by_their_names(trained):
@@ -426,7 +427,7 @@ def test_only_the_last_samples_are_kept(tmp_path):
     ["recip=warm"], ["recipe=wram"], ["steps=ten"], ["steps"], ["seed=1,2"], ["engine=nothing"], ["sweep.jobs=3"],
     ["--config-dir=nowhere"], ["model.d_model=30", "model.n_heads=4"], ["resume=nowhere"], ["--nonsense"],
 ])  # fmt: skip
-def test_bad_settings_are_reported_as_on_the_command_line(here, capsys, words):
+def test_bad_settings_are_reported_as_on_the_command_line(book_directory, capsys, words):
     assert main(words) == 2
     line = re.sub(r" \(more: toyexp help \w+\)$", "", capsys.readouterr().err.removeprefix("toyexp: error: ").rstrip())
     with pytest.raises(UserError) as caught:
@@ -435,7 +436,7 @@ def test_bad_settings_are_reported_as_on_the_command_line(here, capsys, words):
     assert capsys.readouterr() == ("", "")
 
 
-def test_arguments_for_another_call_name_the_call_to_use(here):
+def test_arguments_for_another_call_name_the_call_to_use(book_directory):
     for words, reason in ((["-m", "seed=1,2"], "toyexp.sweep"), (["--dry-run"], "toyexp --dry-run"),
                           (["sweep.resume=x"], r"toyexp\.sweep\(resume=DIR\)")):  # fmt: skip
         with pytest.raises(UserError, match=reason):
@@ -447,7 +448,7 @@ def test_arguments_for_another_call_name_the_call_to_use(here):
             call({"steps": 3})
 
 
-def test_keywords_keep_their_values(here):
+def test_keywords_keep_their_values(book_directory):
     given = {
         "steps": 100, "lr": 1e-3, "name": "a b", "data.path": "it's \"here\"\\", "resume": None, "x": True, "y": "true",
         "z": "12", "list": ["a", 1, None], "u": np.float32(0.5), "place": Path("a/b c"), "café": "é",
@@ -467,7 +468,7 @@ def test_keywords_keep_their_values(here):
 # -- many -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(here, capsys):
+def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(book_directory, capsys):
     swept = toyexp.sweep(
         *WORDS, model=MODEL, seed=[0, 1], **{**SETTINGS, "lr": [0.0, 0.01]}, callbacks=["events"],
         sweep={"isolate": False, "report": False}, directory="swept", quiet=True,
@@ -485,7 +486,7 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(here, capsys):
     assert again._repr_html_().count("<tr>") == 5
 
 
-def test_invalid_jobs_are_listed_and_if_all_are_invalid_an_error_is_raised(here):
+def test_invalid_jobs_are_listed_and_if_all_are_invalid_an_error_is_raised(book_directory):
     words = ["data=random", "data.vocab=32", "engine=ggml", "eval_every=0", "callbacks=[events]", "sweep.report=false"]
     some = toyexp.sweep(*words, "model.n_heads=2,3", steps=1, model={"d_model": 16, "context": 8, "d_ff": 8},
                         sweep={"isolate": False}, quiet=True)  # fmt: skip
@@ -493,13 +494,13 @@ def test_invalid_jobs_are_listed_and_if_all_are_invalid_an_error_is_raised(here)
     with pytest.raises(UserError, match="n_heads"):
         toyexp.sweep(*words, "model.n_heads=3,5", steps=1, model={"d_model": 16}, quiet=True)
     with pytest.raises(UserError, match=r"holds no sweep"):
-        toyexp.sweep(resume=here / "first", quiet=True)
+        toyexp.sweep(resume=book_directory / "first", quiet=True)
     with pytest.raises(UserError, match=r"needs settings, such as toyexp\.sweep\(seed="):
-        toyexp.sweep(directory=here / "bare")
-    assert not (here / "bare").exists()
+        toyexp.sweep(directory=book_directory / "bare")
+    assert not (book_directory / "bare").exists()
 
 
-def test_interrupting_a_sweep_before_it_begins_is_not_a_user_error(here, monkeypatch):
+def test_interrupting_a_sweep_before_it_begins_is_not_a_user_error(book_directory, monkeypatch):
     monkeypatch.setattr("toyexp.sweeps.runner.Runner.run", lambda runner: 128 + signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="SIGINT"):
         toyexp.sweep(*WORDS, seed=[0, 1], quiet=True)
@@ -553,12 +554,12 @@ BESIDE = (
 )
 
 
-def test_a_run_leaves_the_process_as_it_was(here):
+def test_a_run_leaves_the_process_as_it_was(book_directory):
     """And a person's own Hydra, with files that toyexp's would refuse."""
-    (here / "app").mkdir()
-    (here / "app" / "config.yaml").write_text("thing:\n  _target_: builtins.dict\n  a: 1\n")
-    (here / "beside.py").write_text(BESIDE)
-    done = environments.run(sys.executable, "-c", AS_IT_WAS, cwd=here)
+    (book_directory / "app").mkdir()
+    (book_directory / "app" / "config.yaml").write_text("thing:\n  _target_: builtins.dict\n  a: 1\n")
+    (book_directory / "beside.py").write_text(BESIDE)
+    done = environments.run(sys.executable, "-c", AS_IT_WAS, cwd=book_directory)
     told = ["steps=0: must be an integer from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told and done.stderr == ""
@@ -594,7 +595,7 @@ def test_calls_compute_under_torchs_defaults_whatever_the_caller_has_set():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_run_gives_the_same_numbers_in_any_state_of_torch(here):
+def test_a_run_gives_the_same_numbers_in_any_state_of_torch(book_directory):
     torch = pytest.importorskip("torch")
     words = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "callbacks=[events]"]
     told = []
@@ -620,33 +621,33 @@ def test_a_run_gives_the_same_numbers_in_any_state_of_torch(here):
 # The interrupt may come while pathlib reads a directory, which it then leaves to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("call", ["a name that is loaded", "a run"])
-def test_an_interrupt_waits_for_the_end_of_an_import(here, call, monkeypatch):
+def test_an_interrupt_waits_for_the_end_of_an_import(book_directory, call, monkeypatch):
     """Or every later call would fail over the half that was loaded."""
-    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.syspath_prepend(str(book_directory))
     name = f"slowly_{len(call)}"
-    (here / f"{name}.py").write_text(
+    (book_directory / f"{name}.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\n" + BESIDE
     )
-    (here / "names.py").write_text(f"    from {name} import Beside\n")
+    (book_directory / "names.py").write_text(f"    from {name} import Beside\n")
     sys.modules["names"] = types.ModuleType("names")
     with pytest.raises(KeyboardInterrupt):
         if call == "a run":
             toyexp.run(*WORDS, "callbacks=[beside]", model=MODEL, **SETTINGS, plugins=[name], quiet=True)
-        lazy("names", str(here / "names.py"))[0]("Beside")
+        lazy("names", str(book_directory / "names.py"))[0]("Beside")
         time.sleep(1)
     assert sys.modules[name].Beside.name == "beside"
 
 
-def test_plugin_modules_of_an_opened_run_are_found_after_a_change_of_directory(trained, here, monkeypatch):
-    (here / "of_opening.py").write_text(BESIDE.replace("eside", "eyond"))
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(here))])
+def test_plugin_modules_of_an_opened_run_are_found_after_a_change_of_directory(trained, book_directory, monkeypatch):
+    (book_directory / "of_opening.py").write_text(BESIDE.replace("eside", "eyond"))
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(book_directory))])
     before = list(sys.path)
     assert toyexp.open("first", plugins=["of_opening"]).steps == 8
     assert sys.path == before
 
 
-def test_an_edited_preset_is_used_by_the_next_run_of_the_same_process(here, monkeypatch):
-    presets = shutil.copytree(CONF, here / "presets")
+def test_an_edited_preset_is_used_by_the_next_run_of_the_same_process(book_directory, monkeypatch):
+    presets = shutil.copytree(CONF, book_directory / "presets")
     for module in (beforehand, schema):
         monkeypatch.setattr(module, "CONF", presets)
     for steps in (3, 4):  # more often than what is chosen is composed anew
@@ -655,7 +656,7 @@ def test_an_edited_preset_is_used_by_the_next_run_of_the_same_process(here, monk
             assert beforehand.compose_cached(["experiment=edited"], schema.Source(presets)).steps == steps
 
 
-def test_runs_of_several_threads_take_turns(here):
+def test_runs_of_several_threads_take_turns(book_directory):
     results = []
 
     def work(seed):
@@ -671,7 +672,7 @@ def test_runs_of_several_threads_take_turns(here):
     assert len(losses) == 3 and losses[0] == losses[1] != losses[2]
 
 
-def test_progress_in_a_notebook_is_one_output_that_is_updated(here, monkeypatch, capsys):
+def test_progress_in_a_notebook_is_one_output_that_is_updated(book_directory, monkeypatch, capsys):
     shown = []
 
     class Handle:

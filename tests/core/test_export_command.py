@@ -26,7 +26,7 @@ OWN = ("general.file_type", "general.quantization_version")
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # where there is no llama-quantize
 

@@ -65,7 +65,7 @@ class Npz(Format):
 
 @dataclass
 class Folder(Npz):
-    """The same in a directory."""
+    """A format that writes a directory."""
 
     name: ClassVar[str] = "folder"
     suffix: ClassVar[str] = "-npz"
@@ -80,7 +80,7 @@ class Folder(Npz):
 
 
 class Torn(UserDict):
-    """Tensors of which the last cannot be read, as on a disk that fails."""
+    """Tensors of which the last cannot be read, as on a failing disk."""
 
     def __getitem__(self, name):
         if name == list(self.data)[-1]:
@@ -92,7 +92,7 @@ class Suite(FormatSuite):
     """The kit's, and what holds of every format by the run that writes it."""
 
     def test_safetensors_are_written_atomically(self, tmp_path, monkeypatch):
-        """Where a tensor cannot be read, nothing is left, and an earlier export stays as it was."""
+        """If a tensor cannot be read, no file is left and an earlier export is unchanged."""
         run, callback = a_run(tmp_path, self.models[0]), self.callback()
         end(callback, run, step=2)
         before = {p.name: content(p) for p in tmp_path.iterdir()}
@@ -135,7 +135,7 @@ class Tall(Format):
     types: ClassVar[dict] = {"tall-short": {"digits": 2}}
 
     digits: int = 9  # of a number
-    names: list[str] | None = None  # of tensors, where not all are meant
+    names: list[str] | None = None  # of tensors, if not all
 
     def check(self):
         if self.digits < 1:
@@ -175,7 +175,7 @@ def register_formats(register):
 
 @pytest.fixture
 def tall(tmp_path, monkeypatch):
-    """A directory with a model, and the format as somebody's plugin."""
+    """Provide a directory with a model, and the format as a plugin."""
     import sys
 
     monkeypatch.chdir(tmp_path)
@@ -327,7 +327,7 @@ def test_written_safetensors_are_read_by_the_safetensors_library(tmp_path):
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc"])
 def test_tensor_data_in_safetensors_is_aligned_to_eight_bytes(tmp_path, name):
-    """As the library writes them, for who maps the file."""
+    """Aligned like the library does, for programs that memory-map the file."""
     write_safetensors(tmp_path / "x", {name: ((2,), lambda: np.ones(2, np.float32))}, "F32", {"gguf": "{}"})
     raw = (tmp_path / "x").read_bytes()
     assert int.from_bytes(raw[:8], "little") % 8 == 0 and len(raw) % 8 == 0
@@ -421,7 +421,7 @@ def bare(tall, capsys):
     return tall
 
 
-def evaluated(what, capsys):
+def evaluate_json(what, capsys):
     capsys.readouterr()
     assert main(["eval", what, "--json", "plugins=[bare_model]", "engine=ggml"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)["loss"]
@@ -429,9 +429,9 @@ def evaluated(what, capsys):
 
 def test_a_model_without_a_form_can_be_evaluated_trained_on_and_generated_with(bare, capsys):
     said = toyexp.open("run", plugins=["bare_model"])
-    loss = evaluated("run", capsys)
+    loss = evaluate_json("run", capsys)
     assert loss == pytest.approx(said.held_out["loss"], abs=1e-6)
-    assert evaluated("run/checkpoints/step-4", capsys) == pytest.approx(loss, abs=1e-6)
+    assert evaluate_json("run/checkpoints/step-4", capsys) == pytest.approx(loss, abs=1e-6)
     earlier = toyexp.open("run/checkpoints/step-2", plugins=["bare_model"])
     assert earlier.directory == said.directory and earlier.model == said.model and "step-2" in repr(earlier)
     last, ggml = toyexp.open("run/checkpoints/step-4", ["bare_model"]), "ggml:threads=1"
@@ -439,7 +439,7 @@ def test_a_model_without_a_form_can_be_evaluated_trained_on_and_generated_with(b
     assert written == again and len(written) == 4
     assert np.abs(earlier.logits([1, 2, 3], ggml) - said.logits([1, 2, 3], ggml)).max() > 1e-4
     (bare / "run" / "model.gguf").unlink()  # as of a run that was killed
-    assert evaluated("run", capsys) == pytest.approx(loss, abs=1e-6)
+    assert evaluate_json("run", capsys) == pytest.approx(loss, abs=1e-6)
     assert main(["generate", "run", "--ids", "1,2", "--engine", ggml, "plugins=[bare_model]"]) == 0
     assert main(["recipe=full", "recipe.base=run", *NEXT]) == 0, capsys.readouterr().err
     assert toyexp.open("next", plugins=["bare_model"]).history.held_out["loss"][0] == pytest.approx(loss, abs=1e-6)
@@ -465,7 +465,7 @@ NEXT = ["data=random", "data.vocab=32", "model.context=8", "steps=1", "engine=gg
 def test_a_file_that_a_format_reads_can_be_a_base(bare, kind, capsys):
     word = {"npz": "m.npz", "folder": "m-npz"}[kind]
     assert main(["export", "run", "--type", kind, "--to", word, "plugins=[bare_model]"]) == 0, capsys.readouterr().err
-    loss = evaluated("run", capsys)
+    loss = evaluate_json("run", capsys)
     assert main(["recipe=full", f"recipe.base={word}", *NEXT]) == 0, capsys.readouterr().err
     assert toyexp.open("next", plugins=["bare_model"]).history.held_out["loss"][0] == pytest.approx(loss, abs=1e-6)
 

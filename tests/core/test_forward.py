@@ -1,4 +1,4 @@
-"""A model that no engine could compute: one line that names it, whatever the engine, before anything is made."""
+"""Models that no engine can compute: a one-line error on every engine, before anything is written."""
 
 from pathlib import Path
 
@@ -178,15 +178,15 @@ RUN = [PLUGINS, *(word for word in TINY if not word.startswith("model.")), *OWN,
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("odd_model.py").write_text(PLUGIN)
     Path("broken_engine.py").write_text(ENGINE)
     return tmp_path
 
 
-def refused(capsys, *words):
-    """The one line by which a run is refused before anything is made."""
+def rejected_line(capsys, *words):
+    """Return the one-line error of a run that is rejected before anything is written."""
     line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, *words), codes=(2,))
     assert not Path("run").exists()
     return line
@@ -223,18 +223,18 @@ def refused(capsys, *words):
         ("escape", ["named 'a\\"]),
     ],
 )
-def test_an_uncomputable_model_is_named_before_anything_is_written(at, wanted, here, capsys):
-    line = refused(capsys, f"model.at={at}")
+def test_an_uncomputable_model_is_named_before_anything_is_written(at, wanted, change_directory, capsys):
+    line = rejected_line(capsys, f"model.at={at}")
     assert line.startswith("model.odd") and all(word in line for word in wanted)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_the_error_is_the_same_on_every_engine(engine, here, capsys):
-    assert refused(capsys, "model.at=adds") == refused(capsys, "model.at=adds", f"engine={engine}")
+def test_the_error_is_the_same_on_every_engine(engine, change_directory, capsys):
+    assert rejected_line(capsys, "model.at=adds") == rejected_line(capsys, "model.at=adds", f"engine={engine}")
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_eval_and_generate_name_the_model_too(engine, here, capsys):
+def test_eval_and_generate_name_the_model_too(engine, change_directory, capsys):
     assert main([*drop_repeated_keys(*RUN, "callbacks=[gguf_export]", "eval_every=3")]) == 0
     own = ["run", PLUGINS, f"engine={engine}"]
     assert main(["eval", *own]) == 0
@@ -245,7 +245,7 @@ def test_eval_and_generate_name_the_model_too(engine, here, capsys):
         assert line.startswith("model.odd: in its forward pass ops.add takes tensors, got 1 (odd_model.py, line ")
 
 
-def test_an_engine_failing_on_a_valid_model_is_the_engines_error(here, capsys):
+def test_an_engine_failing_on_a_valid_model_is_the_engines_error(change_directory, capsys):
     line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, "engine=broken"), codes=(1,))
     assert line.startswith("engine.broken failed while it built the training step: AttributeError")
     assert main([*drop_repeated_keys(*RUN, "callbacks=[gguf_export]", "eval_every=3", "hydra.run.dir=other")]) == 0
@@ -254,23 +254,23 @@ def test_an_engine_failing_on_a_valid_model_is_the_engines_error(here, capsys):
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [(8, "no tensor out.weight"), (0, "has the shape (16, 0)")])
-def test_missing_or_changed_tensors_of_a_plan_are_attributed_to_the_recipe(shape, wanted, here, capsys):
-    line = refused(capsys, "recipe=odd_recipe", f"recipe.shape={shape}")
+def test_missing_or_changed_tensors_of_a_plan_are_attributed_to_the_recipe(shape, wanted, change_directory, capsys):
+    line = rejected_line(capsys, "recipe=odd_recipe", f"recipe.shape={shape}")
     assert line.startswith("recipe.odd_recipe: ") and wanted in line
 
 
-def test_a_plan_without_trainable_tensors_is_rejected(here, capsys):
-    line = refused(capsys, "recipe=odd_recipe", "recipe.trains=false")
+def test_a_plan_without_trainable_tensors_is_rejected(change_directory, capsys):
+    line = rejected_line(capsys, "recipe=odd_recipe", "recipe.trains=false")
     assert line == "recipe.odd_recipe: its plan trains no tensor"
 
 
 @pytest.mark.parametrize(("at", "wanted"), [("slots", "its slots of [16, 8] are {'m': 'shape'}"), ("list", "[0.0")])
-def test_invalid_numbers_and_slots_of_an_optimiser_are_reported(at, wanted, here, capsys):
-    line = refused(capsys, "optim=late", f"optim.at={at}")
+def test_invalid_numbers_and_slots_of_an_optimiser_are_reported(at, wanted, change_directory, capsys):
+    line = rejected_line(capsys, "optim=late", f"optim.at={at}")
     assert line.startswith("optim.late: ") and wanted in line
 
 
-def test_an_optimiser_that_fails_on_scheduled_numbers_is_named(here, capsys):
+def test_an_optimiser_that_fails_on_scheduled_numbers_is_named(change_directory, capsys):
     line, _ = run_failing(capsys, *drop_repeated_keys(*RUN, "optim=late"), codes=(1,))
     assert line.startswith("optim.late failed ") and "ZeroDivisionError" in line and "(odd_model.py, line " in line
 

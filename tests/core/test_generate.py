@@ -1,4 +1,4 @@
-"""Text from a model: how tokens are drawn, and what the command line does with them. No framework computes here."""
+"""Text generation: sampling of tokens, and the command line. No framework is used."""
 
 import contextlib
 import io
@@ -46,8 +46,8 @@ def softmax(logits):
     return shares / shares.sum()
 
 
-def drawn(logits, count=4000, **cuts):
-    """How often each token is chosen by numbers spread evenly over [0, 1)."""
+def token_shares(logits, count=4000, **cuts):
+    """Return the share of each token for random numbers spread evenly over [0, 1)."""
     sampling = Sampling(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **cuts})
     chosen = [sampling.choose(logits, (i + 0.5) / count) for i in range(count)]
     return np.bincount(chosen, minlength=len(logits)) / count
@@ -56,7 +56,7 @@ def drawn(logits, count=4000, **cuts):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_tokens_are_sampled_with_softmax_probabilities(temperature):
     # Even spacing puts each share within one draw of its value at either border.
-    assert drawn(LOGITS, temperature=temperature) == pytest.approx(softmax(LOGITS / temperature), abs=2 / 4000)
+    assert token_shares(LOGITS, temperature=temperature) == pytest.approx(softmax(LOGITS / temperature), abs=2 / 4000)
 
 
 # The probabilities of LOGITS: 0.126, 0.563, 0.028, 0.207, 0.076.
@@ -80,7 +80,7 @@ def test_tokens_are_sampled_with_softmax_probabilities(temperature):
 def test_filtered_tokens_are_never_sampled_and_the_rest_is_renormalised(cuts, kept):
     shares = np.zeros(5)
     shares[kept] = softmax(LOGITS[kept] / cuts.get("temperature", 1.0))
-    assert drawn(LOGITS, **cuts) == pytest.approx(shares, abs=2 / 4000)
+    assert token_shares(LOGITS, **cuts) == pytest.approx(shares, abs=2 / 4000)
 
 
 @given(st.lists(st.floats(-8, 8, width=16), min_size=1, max_size=30), st.floats(0.01, 1), st.integers(0, 40))
@@ -115,7 +115,7 @@ def test_the_ends_of_the_unit_interval_choose_a_token(uniform):
 
 
 def test_equal_logits_are_sampled_equally():
-    assert drawn(np.zeros(4, np.float32)) == pytest.approx([0.25] * 4, abs=2 / 4000)
+    assert token_shares(np.zeros(4, np.float32)) == pytest.approx([0.25] * 4, abs=2 / 4000)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -125,7 +125,7 @@ def test_logits_that_are_not_finite_end_the_generation(wrong):
 
 
 class Counting(Decoder):
-    """Says that the next token is one more than the last, and keeps what it was fed."""
+    """Predict the last token plus one, and record the fed ids."""
 
     def __init__(self, context):
         self.context, self.position, self.fed = context, 0, []
@@ -193,7 +193,7 @@ NOOP = ["plugins=[toyexp.testing.null]", "--engine", "noop"]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -219,8 +219,8 @@ def files(tmp_path):
 
 
 @pytest.fixture
-def generated(files, capsys):
-    """Runs the command line on the engine that computes nothing; returns what came, and the JSON when it is that."""
+def run_generate(files, capsys):
+    """Run the command line on the null engine; return its output, parsed if it is JSON."""
 
     def run(*words):
         capsys.readouterr()
@@ -232,14 +232,14 @@ def generated(files, capsys):
     return run
 
 
-def test_text_goes_to_stdout_and_the_speed_to_stderr(generated):
-    found = generated("text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0")
+def test_text_goes_to_stdout_and_the_speed_to_stderr(run_generate):
+    found = run_generate("text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0")
     assert found.out == "\0" * 5 + "\n"  # of equal logits the first is taken: the byte 0
     assert found.err.startswith("5 tokens in ") and "token limit" in found.err and found.err.count("\n") == 1
 
 
-def test_json_is_one_object_on_one_line(generated, capsys):
-    found = generated("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
+def test_json_is_one_object_on_one_line(run_generate, capsys):
+    found = run_generate("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
     assert found.keys() == {
         "file", "engine", "prompt", "prompt_ids", "text", "ids", "tokens", "reason", "seconds", "seed",
         "template", "slides", "tokens_per_second",
@@ -249,86 +249,86 @@ def test_json_is_one_object_on_one_line(generated, capsys):
     assert found["text"] == Bytes().decode(found["ids"])
 
 
-def test_the_same_seed_repeats_and_another_differs(generated):
+def test_the_same_seed_repeats_and_another_differs(run_generate):
     one, again, other = (
-        generated("text.gguf", "--prompt", "ab", "--top-k", "0", "--seed", seed, "--json")["ids"] for seed in "112"
+        run_generate("text.gguf", "--prompt", "ab", "--top-k", "0", "--seed", seed, "--json")["ids"] for seed in "112"
     )
     assert one == again != other
 
 
-def test_generation_continues_beyond_the_context_with_one_note(generated):
-    found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
+def test_generation_continues_beyond_the_context_with_one_note(run_generate):
+    found = run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
     assert found.err.count("the context of 30 tokens is full; continuing from the last 15") == 1
     assert "64 tokens in" in found.err and found.err.count("\n") == 2
     with contextlib.redirect_stdout(io.StringIO()) as seen, contextlib.redirect_stderr(seen):  # as on a terminal
-        generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
+        run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
     assert seen.getvalue().startswith("\0" * 64 + "\nnote: the context"), "behind the text, and not in it"
-    found = generated("text.gguf", "--prompt", "x" * 28, "--temperature", "0", "--json")
+    found = run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0", "--json")
     assert (found["tokens"], found["reason"], found["slides"]) == (64, "token limit", 4)  # 3, and 16 after each
 
 
 @pytest.mark.parametrize("engine", ["cpu:threads=1", "ggml:threads=1"])
-def test_beyond_the_context_each_token_follows_from_the_second_half(generated, engine):
+def test_beyond_the_context_each_token_follows_from_the_second_half(run_generate, engine):
     words = ["--temperature", "0", "--json", "--engine", engine, "--tokens"]
-    ids = generated("ids.gguf", "--ids", "1,2,3", *words, "40")["ids"]  # with a context of 12
+    ids = run_generate("ids.gguf", "--ids", "1,2,3", *words, "40")["ids"]  # with a context of 12
     seen = [1, 2, 3, *ids]
     for full in (13, 20, 27):  # tokens that there are when it is read anew: each time the later 6
-        again = generated("ids.gguf", "--ids", ",".join(map(str, seen[full - 6 : full])), *words, "7")["ids"]
+        again = run_generate("ids.gguf", "--ids", ",".join(map(str, seen[full - 6 : full])), *words, "7")["ids"]
         assert seen[full : full + 7] == again
 
 
-def test_an_end_token_ends_the_generation_and_is_not_written(generated):
-    ends = [generated("chat.gguf", "--prompt", "x", "--top-k", "0", "--top-p", "1", "--tokens", "70", "--seed", str(s),
-                      "--json") for s in range(4)]  # fmt: skip
+def test_an_end_token_ends_the_generation_and_is_not_written(run_generate):
+    ends = [run_generate("chat.gguf", "--prompt", "x", "--top-k", "0", "--top-p", "1", "--tokens", "70",
+                         "--seed", str(s), "--json") for s in range(4)]  # fmt: skip
     assert "end of text" in {found["reason"] for found in ends}
     for found in ends:
         assert not set(found["ids"]) & {256, 257, 258}
 
 
-def test_only_the_first_of_several_devices_is_used(generated, monkeypatch):
+def test_only_the_first_of_several_devices_is_used(run_generate, monkeypatch):
     torch_cpu = load().offers["engine"]["cpu"].cls
     monkeypatch.setattr(torch_cpu, "available_devices", lambda self: (2, "2 cores"))
     words = ["text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0", "--json", "--engine"]
-    one, two = (generated(*words, f"cpu:threads=1{more}") for more in ("", ":devices=2:shard=true"))
+    one, two = (run_generate(*words, f"cpu:threads=1{more}") for more in ("", ":devices=2:shard=true"))
     assert one["ids"] == two["ids"]
     assert one["engine"] in two["engine"] and two["engine"].endswith("its first device only")
 
 
-def test_a_run_directory_stands_for_its_model(generated):
-    assert generated("run", "--prompt", "a", "--json")["file"] == "run/model.gguf"
+def test_a_run_directory_stands_for_its_model(run_generate):
+    assert run_generate("run", "--prompt", "a", "--json")["file"] == "run/model.gguf"
 
 
-def test_a_prompt_can_be_piped(generated, monkeypatch):
+def test_a_prompt_can_be_piped(run_generate, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode())))
-    assert generated("text.gguf", "--prompt", "-", "--json")["prompt_ids"] == [0xC3, 0xA9, 0x0A]
+    assert run_generate("text.gguf", "--prompt", "-", "--json")["prompt_ids"] == [0xC3, 0xA9, 0x0A]
 
 
-def test_a_prompt_too_long_for_any_context_is_rejected_before_tokenizing(generated, monkeypatch, capsys):
+def test_a_prompt_too_long_for_any_context_is_rejected_before_tokenizing(run_generate, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * ((16 << 20) + 1))))
     assert main(["generate", "text.gguf", "--prompt", "-"]) == 2
     assert "--prompt -: more than 16 MiB, which fits no context" in capsys.readouterr().err
 
 
-def test_an_empty_prompt_starts_with_end_of_text(generated):
-    assert generated("text.gguf", "--prompt", "", "--json")["prompt_ids"] == [256]
+def test_an_empty_prompt_starts_with_end_of_text(run_generate):
+    assert run_generate("text.gguf", "--prompt", "", "--json")["prompt_ids"] == [256]
 
 
-def test_a_closed_stdin_is_reported(generated, monkeypatch, capsys):
+def test_a_closed_stdin_is_reported(run_generate, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["generate", "text.gguf", "--prompt", "-"]) == 2
     assert capsys.readouterr().err.startswith("toyexp: error: --prompt -: standard input is closed; ")
 
 
-def test_ids_may_be_the_prompt_and_text_is_returned_if_there_is_a_tokenizer(generated):
-    found = generated("text.gguf", "--ids", "97, 98", "--json", "--temperature", "0", "--tokens", "2")
+def test_ids_may_be_the_prompt_and_text_is_returned_if_there_is_a_tokenizer(run_generate):
+    found = run_generate("text.gguf", "--ids", "97, 98", "--json", "--temperature", "0", "--tokens", "2")
     assert (found["prompt"], found["prompt_ids"], found["text"]) == (None, [97, 98], "\0\0")
-    found = generated("ids.gguf", "--ids", "1,2", "--temperature", "0", "--tokens", "3")
+    found = run_generate("ids.gguf", "--ids", "1,2", "--temperature", "0", "--tokens", "3")
     assert found.out == "0,0,0\n"
-    assert generated("ids.gguf", "--ids", "1", "--json", "--tokens", "2")["text"] is None
+    assert run_generate("ids.gguf", "--ids", "1", "--json", "--tokens", "2")["text"] is None
 
 
-def test_a_chat_uses_the_chat_template_of_the_file(generated):
-    found = generated("chat.gguf", "--chat", "--prompt", "Hi", "--tokens", "1", "--json")
+def test_a_chat_uses_the_chat_template_of_the_file(run_generate):
+    found = run_generate("chat.gguf", "--chat", "--prompt", "Hi", "--tokens", "1", "--json")
     words = [257, *b"user\nHi", 258, *b"\n", 257, *b"assistant\n"]
     assert found["prompt_ids"] == words and found["prompt"] == "Hi"
 
@@ -400,8 +400,8 @@ def test_bad_arguments_give_a_one_line_error(words, said, files, capsys):
     assert said in err and err.count("\n") == 1 and err.startswith("toyexp: error: ")
 
 
-def adapter_with(files, change):
-    """adapter.gguf with some of its tensors or keys changed."""
+def changed_adapter(files, change):
+    """Write adapter.gguf with some of its tensors or keys changed."""
     from gguf import GGUFWriter
 
     from toyexp.formats.gguf.read import GGUFFile
@@ -437,7 +437,7 @@ Q = "blk.0.attn_q.weight"
     ],
 )
 def test_an_adapter_that_does_not_fit_is_rejected_by_name(change, said, files, capsys):
-    adapter_with(files, change)
+    changed_adapter(files, change)
     assert main(["generate", "base.gguf", "--ids", "1", "--adapter", "changed.gguf", *NOOP]) == 2
     err = capsys.readouterr().err
     assert said in err and "changed.gguf" in err and err.count("\n") == 1
@@ -480,7 +480,7 @@ def test_help_names_every_option(capsys):
     assert all(f"\n  {flag} " in out for flag in COMMANDS["generate"]().parser().options)
 
 
-def test_a_missing_llama_cpp_is_reported(generated, files, monkeypatch, capsys):
+def test_a_missing_llama_cpp_is_reported(run_generate, files, monkeypatch, capsys):
     monkeypatch.setattr("toyexp.inference.llamacpp.PACKAGES", ())
     assert main(["generate", "text.gguf", "--prompt", "x", "--engine", "llama.cpp"]) == 2
     assert "pip install xllamacpp" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""GGUF files: what is written is what is read, and no broken file does more than raise a GGUFError."""
+"""GGUF files: they are read back as written, and a broken file raises only GGUFError."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ GOOD = gguf_file(
 
 @pytest.fixture
 def put(tmp_path):
-    """Writes bytes to a file and returns its path."""
+    """Return a function that writes bytes to a file and returns its path."""
 
     def write(data: bytes) -> Path:
         path = tmp_path / "file.gguf"
@@ -167,7 +167,7 @@ def test_every_type_reads_as_gguf_py_dequantises_it(put, kind):
 def test_rows_reads_only_the_requested_rows(put):
     path = put(gguf_file(tensors=(tensor("a", (4, 100)),), data=np.arange(400, dtype="<f4").tobytes()))
     with GGUFFile(path) as file:
-        os.truncate(path, path.stat().st_size - 90 * 16)  # what is left are the first ten rows
+        os.truncate(path, path.stat().st_size - 90 * 16)  # only the first ten rows are left
         assert file.read("a", rows=10).tolist() == np.arange(40.0).reshape(10, 4).tolist()
         with pytest.raises(GGUFError, match=r"a needs 1600 bytes .* the file gave 160"):
             file.read("a")
@@ -306,14 +306,14 @@ def test_a_broken_file_is_an_error_with_its_path_and_one_cause(put, name):
 
 
 def sparse(path: Path, head: bytes, size: int) -> Path:
-    """A file that begins with `head` and goes on with zeros."""
+    """Return a file of `head` followed by zeros."""
     path.write_bytes(head)
     os.truncate(path, size)
     return path
 
 
 def test_a_header_too_large_for_memory_is_rejected_before_reading(tmp_path):
-    """Things that are short in the file and long in Python, as many as fit into 40 MB."""
+    """Return a header with 40 MB of values that need more memory in Python than in the file."""
     empty = key("k", ARRAY, u32(STRING) + u64(3_900_000))
     for head, cause in (
         (b"GGUF" + u32(3) + u64(0) + u64(2_900_000), "2900000 keys: its header takes more than 256 MiB"),
@@ -430,7 +430,7 @@ def llama_keys(**changes: Any) -> dict[str, Any]:
 
 
 def put_llama(path: Path, keys: dict[str, Any], tensors: dict[str, Any] | None = None, kind: str = "F32") -> Path:
-    """A small llama with these keys; tensors of zeros, but for those given, of which None is left out."""
+    """Write a small llama with these keys. Tensors are zeros unless given; None omits one."""
     writer = Writer()
     for name, value in {"general.architecture": "llama", **keys}.items():
         writer.add(name, value)
@@ -542,7 +542,7 @@ def test_a_weight_that_is_not_finite_is_named_when_a_run_reads_it(tmp_path, name
             for rows in (8, None):
                 with pytest.raises(GGUFError, match=re.escape(cause)):
                     file.check_finite(Q, rows)
-            assert not np.isfinite(file.read(Q)[7]).all()  # as it stands there
+            assert not np.isfinite(file.read(Q)[7]).all()  # as stored
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES, ids=lambda k: GGUF_TYPES[k][0])
@@ -592,7 +592,7 @@ def test_a_changed_byte_never_crashes_the_reader(put, value):
 
 
 def test_a_large_vocabulary_is_read_within_a_second(put):
-    """128,000 tokens and 280,000 merges, some longer than what is read at once; 0.2 s where it was made."""
+    """Write 128,000 tokens and 280,000 merges, some longer than the read buffer. Reading took 0.2 s."""
     words = [f"wörd{i}" if i % 50_000 else "long" * 400_000 for i in range(408_000)]
     tokens = key("tokens", ARRAY, array(STRING, [text(w) for w in words[:128_000]]))
     merges = key("merges", ARRAY, array(STRING, [text(w) for w in words[128_000:]]))
@@ -613,7 +613,7 @@ def test_reading_needs_little_memory_beyond_the_data(put):
     raw = np.random.default_rng(0).integers(0, 0x3C, (4096, 144 * 8), dtype=np.uint8)  # Q4_K, 8M numbers
     path = put(gguf_file(tensors=(tensor("a", (2048, 4096), 12),), data=raw.tobytes()))
     with GGUFFile(path) as file:
-        file.read("a", rows=1)  # imports what it needs
+        file.read("a", rows=1)  # import its dependencies first
         tracemalloc.start()
         found = file.read("a")
         peak = tracemalloc.get_traced_memory()[1]
@@ -752,7 +752,7 @@ def test_every_type_is_rounded_and_read_like_gguf_py(tmp_path, kind, tied):
         del tensors["output.weight"]
     write_model(path, Tiny(), tensors, Bytes(), kind)
     upper, blocks = kind.upper(), kind.startswith("q")
-    output = "Q8_0" if blocks else upper  # what the logits come from is rounded less
+    output = "Q8_0" if blocks else upper  # the output matrix is rounded less
     types = dict.fromkeys(tensors, "F32") | {"output.weight": output, "token_embd.weight": output if tied else upper}
     types["blk.0.ffn_down.weight"] = "F16" if blocks else upper  # rows of 80 are no whole blocks of 32
     found = read_all(path)
@@ -820,7 +820,7 @@ def test_values_keep_their_type_and_value(tmp_path):
     ],
 )
 def test_tensors_out_of_range_are_written_with_a_warning(tmp_path, kind, value, said):
-    tensors = weights(Tiny(vocab=5000))  # more than what is encoded at once
+    tensors = weights(Tiny(vocab=5000))  # more than is encoded at once
     tensors["output.weight"][4999, 0] = value
     problems = write_model(tmp_path / "m.gguf", Tiny(vocab=5000), tensors, Bytes(), kind)
     assert problems == ([f"output.weight {said}"] if said else [])
@@ -910,7 +910,7 @@ def test_an_export_replaces_the_file_atomically(tmp_path):
     write_model(path, Tiny(), weights(Tiny()), Bytes())
     with GGUFFile(path) as before:
         write_model(path, Tiny(vocab=300), weights(Tiny(vocab=300)), Bytes())
-        assert before.read("output.weight").shape == (257, 64)  # whoever has the old one open keeps it
+        assert before.read("output.weight").shape == (257, 64)  # processes that have the old file open keep it
     assert read_all(path)["output.weight"].shape == (300, 64)
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 

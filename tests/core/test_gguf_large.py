@@ -1,4 +1,4 @@
-"""A file of a gigabyte with a large vocabulary is opened as quickly as a small one, and only what is needed is read."""
+"""A file of 1 GB with a large vocabulary is opened quickly, and only the requested parts are read."""
 
 import json
 import shutil

@@ -34,7 +34,7 @@ FILES = [CARD, "config.json", "generation_config.json", "model.safetensors", "to
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -42,14 +42,14 @@ def names(folder="."):
     return sorted(p.name for p in Path(folder).iterdir())
 
 
-def json_of(path):
+def load_json(path):
     return json.loads(Path(path).read_text())
 
 
 # -- rope's scaling ---------------------------------------------------------------------------------------------------
 
 
-def converted(base, size, factor, low, high, original):
+def llama3_factors(base, size, factor, low, high, original):
     """Frequency factors as the converters for GGUF compute them, in float32 from Meta's formula."""
     out = []
     for i in range(0, size, 2):
@@ -63,7 +63,7 @@ def converted(base, size, factor, low, high, original):
 
 @pytest.mark.parametrize(("size", "factor"), [(128, 8.0), (64, 32.0)])
 def test_llama_3_rope_factors_are_exported_as_its_parameters(size, factor):
-    factors = converted(500000.0, size, factor, 1, 4, 8192)
+    factors = llama3_factors(500000.0, size, factor, 1, 4, 8192)
     assert rope_scaling(Rotary(500000.0, factors=factors), size, 131072) == {
         "rope_type": "llama3",
         "factor": factor,
@@ -74,20 +74,20 @@ def test_llama_3_rope_factors_are_exported_as_its_parameters(size, factor):
 
 
 def test_rope_factors_of_the_same_formula_get_matching_parameters():
-    """Whatever the number of pairs between the fast and the slow ones, which pins the parameters or does not."""
+    """For any number of pairs between the fast and the slow ones, which may or may not determine the parameters."""
     rng, between = np.random.default_rng(0), set()
     for _ in range(300):
         base, size = float(10 ** rng.uniform(2, 6)), int(rng.choice([4, 8, 16, 64, 128]))
         factor, low = float(rng.uniform(1.5, 40)), float(rng.uniform(0.3, 2))
         given = (factor, low, low * float(rng.uniform(1.05, 6)), int(rng.integers(20, 10_000)))
-        factors = converted(base, size, *given)
+        factors = llama3_factors(base, size, *given)
         between.add(min(3, sum(1 < f < max(factors) for f in factors)))
         told = rope_scaling(Rotary(base, factors=factors), size, 4096)
         if told is None or told["rope_type"] == "linear":
             assert len(set(factors)) == 1
             continue
         assert json.loads(json.dumps(told)) == told and told["high_freq_factor"] > told["low_freq_factor"] > 0
-        found = converted(base, size, *(told[k] for k in list(told)[1:]))
+        found = llama3_factors(base, size, *(told[k] for k in list(told)[1:]))
         np.testing.assert_allclose(found, factors, rtol=2e-5)
     assert between == {0, 1, 2, 3}
 
@@ -130,12 +130,12 @@ def test_export_writes_the_directory(capsys, kind, word):
     assert told["path"] == f"m-{kind}" and told["tensors"] == {word: len(model.tensors())} and told["warnings"] == []
     assert names() == ["m-" + kind, "m.gguf"] and names(f"m-{kind}") == FILES
     assert told["bytes"] == sum(f.stat().st_size for f in Path(f"m-{kind}").iterdir())
-    config = json_of(f"m-{kind}/config.json")
+    config = load_json(f"m-{kind}/config.json")
     assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 260
     assert config["torch_dtype"] == {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[word]
     assert config["transformers_version"] < "4.57"  # else that version warns of large vocabularies
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
-    assert json_of(f"m-{kind}/generation_config.json")["eos_token_id"] == 256
+    assert load_json(f"m-{kind}/generation_config.json")["eos_token_id"] == 256
     if word == "BF16":  # which numpy does not have
         return
     stored = load_file(f"m-{kind}/model.safetensors")
@@ -169,7 +169,7 @@ def test_missing_or_mismatching_parts_are_reported(capsys):
     assert main(["export", "ids.gguf", "--type", "hf"]) == 0
     assert "warning: written without a tokenizer: ids.gguf: it has no tokenizer" in capsys.readouterr().out
     assert names("ids-hf") == [CARD, "config.json", "generation_config.json", "model.safetensors"]
-    config = json_of("ids-hf/config.json")
+    config = load_json("ids-hf/config.json")
     assert config["eos_token_id"] is None and config["bos_token_id"] is None and config["pad_token_id"] is None
     model = write_base(Path("big.gguf"), "llama", tokenizer=Bytes())
     values = {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}
@@ -187,7 +187,7 @@ def test_force_replaces_only_directories_of_the_same_format(capsys):
     assert main(words) == 0
     Path("out/config.json").write_text("old")
     assert main(words) == 2 and "out: already exists" in capsys.readouterr().err
-    assert main([*words, "--force"]) == 0 and json_of("out/config.json")["model_type"] == "llama"
+    assert main([*words, "--force"]) == 0 and load_json("out/config.json")["model_type"] == "llama"
     assert names("out") == FILES and names() == ["m.gguf", "out"]
     Path("out/mine.txt").write_text("mine")
     Path("file").write_text("mine")
@@ -324,7 +324,7 @@ def test_a_sentencepiece_vocabulary_is_also_written_to_its_own_file(capsys):
     assert "note: " not in capsys.readouterr().out
     assert names("m-hf") == sorted([*FILES, "tokenizer.model"])
     assert Path("m-hf/tokenizer.model").read_bytes().hex() == MODEL_FILE
-    config = json_of("m-hf/tokenizer_config.json")
+    config = load_json("m-hf/tokenizer_config.json")
     assert (config["unk_token"], config["add_prefix_space"], config["add_bos_token"]) == ("<unk>", True, True)
     (found,) = config["added_tokens_decoder"].items()
     assert found[0] == "4" and (found[1]["content"], found[1]["special"]) == ("  ", False)
@@ -338,14 +338,14 @@ def test_the_padding_token_is_that_of_the_file_or_the_end_token(named, padding):
     zeros = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
     write_folder(Path("out"), ModelExport(model, zeros, tokenizer))
     for name in ("config.json", "generation_config.json"):
-        assert json_of(f"out/{name}")["pad_token_id"] == padding
+        assert load_json(f"out/{name}")["pad_token_id"] == padding
 
 
 def test_a_directory_names_its_tokenizer_class_if_transformers_would_use_another():
     for name in ("llama", "qwen2", "qwen3", "gemma", "gpt2"):
         write_base(Path(f"{name}.gguf"), name, tokenizer=Bytes())
         assert main(["export", f"{name}.gguf", "--type", "hf"]) == 0
-        own = "auto_map" in json_of(f"{name}-hf/tokenizer_config.json")
+        own = "auto_map" in load_json(f"{name}-hf/tokenizer_config.json")
         assert own == Path(f"{name}-hf/tokenization.py").exists() == (name == "qwen2")
     assert main(["export", "qwen2.gguf", "--type", "hf", "--force"]) == 0
 
@@ -355,12 +355,12 @@ def test_settings_that_the_converter_reads_from_gpt2_and_gemma():
     write_base(Path("gemma.gguf"), "gemma", tokenizer=sentencepiece(prefix=False))
     for name in ("gpt2", "gemma"):
         assert main(["export", f"{name}.gguf", "--type", "hf"]) == 0
-    config = json_of("gpt2-hf/config.json")
+    config = load_json("gpt2-hf/config.json")
     assert config["n_ctx"] == config["n_positions"] == 12
-    assert json_of("gemma-hf/config.json")["eot_token_id"] == 2  # unless named, it takes token 107
+    assert load_json("gemma-hf/config.json")["eot_token_id"] == 2  # unless named, it takes token 107
 
 
-def published(vocab=257, **keys):
+def foreign_bpe(vocab=257, **keys):
     """A BPE as a GGUF from elsewhere has it, whose vocabulary the converter may know."""
     made = BPE([*SYMBOLS, "<|endoftext|>", *(f"word{i}" for i in range(257, vocab))], [], 256)
     made.source = {"ggml.pre": "qwen2", **keys}
@@ -374,22 +374,22 @@ def published(vocab=257, **keys):
         ("qwen2", {}, Characters.from_texts(["abc"]), "it has no char tokenizer"),
         ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "trained by toyexp"),
         ("llama", {}, None, "no tokenizer"),
-        ("llama", {}, published(), ""),
+        ("llama", {}, foreign_bpe(), ""),
         ("llama", {}, sentencepiece(), ""),
         ("llama", {}, sentencepiece(prefix=False), ""),
         ("llama", {}, sentencepiece(unknown=0), "token of type unknown"),
         ("qwen2", {}, sentencepiece(), ""),
         ("qwen2", {}, sentencepiece(prefix=False), "add_space_prefix=true"),
-        ("qwen3", {}, published(), ""),
-        ("qwen3", {"qkv_bias": True}, published(), "no bias on attn_output"),
+        ("qwen3", {}, foreign_bpe(), ""),
+        ("qwen3", {"qkv_bias": True}, foreign_bpe(), "no bias on attn_output"),
         ("gemma", {}, sentencepiece(prefix=False), ""),
         ("gemma", {}, sentencepiece(), "add_space_prefix=false"),
-        ("gemma", {}, published(), "no bpe tokenizer"),
+        ("gemma", {}, foreign_bpe(), "no bpe tokenizer"),
         ("gemma", {"rope_scale": 2.0}, sentencepiece(prefix=False), "rope_scale"),
-        ("gpt2", {"d_ff": 128}, published(), ""),
-        ("gpt2", {"d_ff": 128}, published(50257, **{"ggml.pre": "gpt-2"}), ""),
-        ("gpt2", {"d_ff": 128}, published(50256, **{"ggml.pre": "gpt-2"}), "trained by toyexp"),
-        ("gpt2", {}, published(), "d_ff=4*d_model"),
+        ("gpt2", {"d_ff": 128}, foreign_bpe(), ""),
+        ("gpt2", {"d_ff": 128}, foreign_bpe(50257, **{"ggml.pre": "gpt-2"}), ""),
+        ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "trained by toyexp"),
+        ("gpt2", {}, foreign_bpe(), "d_ff=4*d_model"),
         ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
     ],
 )
@@ -427,7 +427,7 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
     ]
     assert main([*RUN, *words, "callbacks.hf_export.dtype=bfloat16"]) == 0
     assert names("run/model-hf") == names("run/model-2-hf") == FILES
-    card, score = Path("run/model-hf", CARD).read_text(), json_of("run/result.json")["eval_loss"]
+    card, score = Path("run/model-hf", CARD).read_text(), load_json("run/result.json")["eval_loss"]
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n") and "base" not in card
     for row in (f"held-out loss | {score:.6g}", "data file | book.txt", "recipe | scratch", "step | 3", "seed | 0",
                 "learning rate | 0.003", "engine | noop"):  # fmt: skip
@@ -445,11 +445,11 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
     for what in (
         "run/model-2.gguf",
         "other/model.gguf",
-    ):  # of a step without an eval, and beside another run's settings
+    ):  # of a step without an evaluation, and next to another run's settings
         assert main(["export", what, "--type", "hf", "--to", "again", "--force"]) == 0
         assert "held-out" not in Path("again", CARD).read_text()
     assert "data file" not in Path("again", CARD).read_text()
-    assert json_of("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
+    assert load_json("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
     assert f"model-hf  {format_bytes(size)}" in capsys.readouterr().out
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
@@ -491,7 +491,7 @@ def test_a_lora_run_also_exports_its_adapter(merged):
     assert Path("run/model-hf").exists() is (merged == "true")
     assert names("run/adapter-hf") == [CARD, "adapter_config.json", "adapter_model.safetensors"]
     assert "| base | base.gguf |" in Path("run/adapter-hf", CARD).read_text()
-    config = json_of("run/adapter-hf/adapter_config.json")
+    config = load_json("run/adapter-hf/adapter_config.json")
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 3.0, "LORA")
     assert config["base_model_name_or_path"] == "base.gguf"
     assert config["target_modules"] == [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]

@@ -1,4 +1,4 @@
-"""Prompts, conversations and text in JSON lines: what is learned, to the token, and what is refused."""
+"""Prompts, conversations and text in JSON lines: which tokens are trained on, and which lines are rejected."""
 
 import itertools
 import json
@@ -29,14 +29,14 @@ def pairs(count):
     return [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}"} for i in range(count)]
 
 
-def written(path, lines):
+def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def opened(path, lines=None, **changes):
+def open_jsonl(path, lines=None, **changes):
     if lines is not None:
-        written(path, lines)
+        write_lines(path, lines)
     data = Jsonl(path=str(path), **{"tokenizer": "byte", **changes})
     data.check()
     return data.open(None)
@@ -55,7 +55,7 @@ class TestJsonl(DataSuite):
 
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path):
-        self.data = Jsonl(path=str(written(tmp_path / "x.jsonl", pairs(60))), val_fraction=0.2)
+        self.data = Jsonl(path=str(write_lines(tmp_path / "x.jsonl", pairs(60))), val_fraction=0.2)
 
     def subject(self):
         return Jsonl
@@ -67,7 +67,9 @@ class TestJsonlPacked(TestJsonl):
 
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path):
-        path = written(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "bc"[: 1 + i % 2] * 2} for i in range(60)])
+        path = write_lines(
+            tmp_path / "x.jsonl", [{"prompt": "a", "completion": "bc"[: 1 + i % 2] * 2} for i in range(60)]
+        )
         self.data = Jsonl(path=str(path), val_fraction=0.2, pack=True)
 
 
@@ -216,13 +218,13 @@ def test_answers_in_a_template_are_learned_up_to_their_end_token(template, messa
 
 def test_conversations_use_the_template_and_export_it(tmp_path, chatml):
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
-    dataset = opened(tmp_path / "x.jsonl", [chat] * 4, tokenizer=str(chatml))
+    dataset = open_jsonl(tmp_path / "x.jsonl", [chat] * 4, tokenizer=str(chatml))
     assert dataset.describe()["chat_template"] == "gguf" and dataset.tokenizer.chat_template == CHATML
     assert dataset.train.ids[dataset.train.learned].tolist() == [*b"ho", END] * 3
-    flat = opened(tmp_path / "x.jsonl", tokenizer=str(chatml), template="plain")
+    flat = open_jsonl(tmp_path / "x.jsonl", tokenizer=str(chatml), template="plain")
     assert flat.describe()["chat_template"] == "plain" and flat.tokenizer.chat_template == PLAIN_TEMPLATE
     assert flat.train.ids[flat.train.learned].tolist() == [*b"ho", 257] * 3
-    no_chat = opened(tmp_path / "y.jsonl", pairs(4), tokenizer=str(chatml))
+    no_chat = open_jsonl(tmp_path / "y.jsonl", pairs(4), tokenizer=str(chatml))
     assert no_chat.describe()["chat_template"] is None and no_chat.tokenizer.chat_template == CHATML
 
 
@@ -287,7 +289,7 @@ def of_lengths(lengths):
 @settings(deadline=None, max_examples=60)
 def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory, pack, lengths, context, rows, seed):
     path = tmp_path_factory.getbasetemp() / "lengths.jsonl"
-    dataset = opened(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
+    dataset = open_jsonl(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
     held = spread_held_out(len(lengths), 0.2)
     fits = [min(c + 1, context + 1 - p) for p, c in lengths]
     wanted = {n: f for n, (f, h) in enumerate(zip(fits, held, strict=True)) if f > 0 and not h}
@@ -309,7 +311,7 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
     assert (weights.sum(axis=1) > 0).all(), "every row teaches something"
     assert weights.sum() == sum(wanted.values()) and set(np.unique(weights)) <= {0.0, 1.0}
     assert np.array_equal(tokens[:, 1:], targets[:, :-1])
-    # Completions are told apart by their character; the last id is end-of-text.
+    # Completions are identified by their character; the last id is end-of-text.
     texts = [dataset.tokenizer.decode([i]) for i in targets[weights > 0] if i != dataset.tokenizer.eos]
     counts = {n: texts.count(chr(0x100 + n)) for n in wanted}
     assert counts == {n: min(f, lengths[n][1]) for n, f in wanted.items()}
@@ -317,7 +319,7 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
 
 
 def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
-    dataset = opened(tmp_path / "x.jsonl", [{"prompt": "ab", "completion": "cd"}] * 2)
+    dataset = open_jsonl(tmp_path / "x.jsonl", [{"prompt": "ab", "completion": "cd"}] * 2)
     batch = dataset.batches(7, 1, 0).batch(0)
     assert batch["tokens"].tolist() == [[*b"abcd", EOS, EOS, EOS]]
     assert batch["targets"].tolist() == [[*b"bcd", EOS, EOS, EOS, EOS]]
@@ -326,7 +328,7 @@ def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
 
 def test_examples_are_packed_into_rows_and_a_truncated_one_fills_its_own(tmp_path):
     lines = [{"prompt": "a", "completion": "bc"}, {"prompt": "a" * 9, "completion": "b" * 9}] * 3
-    batches = opened(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
+    batches = open_jsonl(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
     found = {
         bytes(np.where(ids == EOS, ord("."), ids).tolist()) for k in range(9) for ids in batches.batch(k)["tokens"]
     }
@@ -339,7 +341,7 @@ def test_a_batch_depends_only_on_seed_and_number_and_equals_its_micro_batches(
     tmp_path_factory, k, rows, accumulate, pack
 ):
     path = tmp_path_factory.getbasetemp() / "pairs.jsonl"
-    small, large = (opened(path, pairs(30), pack=pack).batches(20, n, 3) for n in (rows, rows * accumulate))
+    small, large = (open_jsonl(path, pairs(30), pack=pack).batches(20, n, 3) for n in (rows, rows * accumulate))
     expected = batch_digest(large.batch(k))
     parts = [small.batch(k * accumulate + i) for i in range(accumulate)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -351,14 +353,16 @@ def test_a_batch_depends_only_on_seed_and_number_and_equals_its_micro_batches(
 def test_held_out_examples_are_spread_evenly_and_never_trained_on(tmp_path):
     assert np.flatnonzero(spread_held_out(20, 0.2)).tolist() == [4, 9, 14, 19]
     assert spread_held_out(3, 0.01).sum() == 1 and spread_held_out(2, 0.99).sum() == 1
-    dataset = opened(tmp_path / "x.jsonl", of_lengths([(1, 2)] * 20), tokenizer="char", val_fraction=0.2)
+    dataset = open_jsonl(tmp_path / "x.jsonl", of_lengths([(1, 2)] * 20), tokenizer="char", val_fraction=0.2)
     one, two = (dataset.batches(6, 3, seed).held_out() for seed in (0, 1))
     assert [batch_digest(b) for b in one] == [batch_digest(b) for b in two]
     texts = [dataset.tokenizer.decode(t[w > 0]) for b in one for t, w in zip(b["targets"], b["weights"], strict=True)]
     assert texts == [chr(0x100 + n) * 2 for n in (4, 9, 14, 19)] + ["", ""], "the last rows repeat and weigh nothing"
     train = dataset.tokenizer.decode(dataset.train.ids)
     assert not {chr(0x100 + n) for n in (4, 9, 14, 19)} & set(train)
-    few = opened(tmp_path / "x.jsonl", tokenizer="char", val_fraction=0.2, eval_batches=1).batches(6, 2, 0).held_out()
+    few = (
+        open_jsonl(tmp_path / "x.jsonl", tokenizer="char", val_fraction=0.2, eval_batches=1).batches(6, 2, 0).held_out()
+    )
     assert len(few) == 1
 
 
@@ -409,11 +413,11 @@ def test_an_invalid_line_is_reported_or_counted(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join([GOOD, b"", line, GOOD, b""]))
     with pytest.raises(UserError) as error:
-        opened(path)
+        open_jsonl(path)
     message = str(error.value)
     assert message.startswith(f"{path}:3: {words}") and message.endswith("(data.on_error=skip leaves such lines out)")
     assert "\n" not in message and len(message) < len(str(path)) + 250
-    facts = opened(path, on_error="skip").describe()
+    facts = open_jsonl(path, on_error="skip").describe()
     assert (facts["examples"], facts["skipped"]) == (2, 1)
     assert facts["skipped_lines"][0].startswith(f"x.jsonl:3: {words}")
 
@@ -423,10 +427,10 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
     path = tmp_path / "x.jsonl"
     path.write_bytes(line + b"\n" + line)
     with pytest.raises(UserError, match=rf"x\.jsonl:1: {words}") as error:
-        opened(path)
+        open_jsonl(path)
     assert "on_error" not in str(error.value)
     with pytest.raises(UserError, match=rf"0 examples; .*\(x\.jsonl:1: {words}"):
-        opened(path, on_error="skip")
+        open_jsonl(path, on_error="skip")
 
 
 @pytest.mark.parametrize(
@@ -442,27 +446,27 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
 def test_a_file_of_another_format_is_named_as_such(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{re.escape(name)}: is not a JSON lines file; it is .*{words}"):
-        opened(tmp_path / name, on_error="skip")
+        open_jsonl(tmp_path / name, on_error="skip")
 
 
 def test_a_pattern_selects_the_matching_files(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "other.json"):
         (tmp_path / name).write_text("\n".join(json.dumps({"text": name[0] * 3}) for _ in range(2)))
-    dataset = opened(tmp_path / "*.jsonl", val_fraction=0.25)
+    dataset = open_jsonl(tmp_path / "*.jsonl", val_fraction=0.25)
     assert dataset.tokenizer.decode(dataset.train.ids[dataset.train.learned]).count("aaa") == 2
     assert dataset.describe()["examples"] == 4
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{}')
     with pytest.raises(UserError, match=r"b\.jsonl:2: has the keys none"):
-        opened(tmp_path / "*.jsonl")
+        open_jsonl(tmp_path / "*.jsonl")
     with pytest.raises(UserError, match=r"\*\.txt: matches no file"):
-        opened(tmp_path / "*.txt")
+        open_jsonl(tmp_path / "*.txt")
 
 
 def test_files_of_other_programs_are_read(tmp_path):
     path = tmp_path / "x.jsonl"
     line = '{"id": 7, "prompt": "a\u2028b", "completion": "é\\ud83d\\ude42"}'
     path.write_bytes(b"\xef\xbb\xbf" + (line + "\r\n" + line).encode())
-    dataset = opened(path)
+    dataset = open_jsonl(path)
     assert dataset.tokenizer.decode(dataset.train.ids) == "a\u2028bé🙂"
 
 
@@ -472,9 +476,9 @@ def test_text_that_the_tokenizer_cannot_encode_is_a_bad_line(tmp_path):
     write_model(tmp_path / "char.gguf", model, values, Characters.from_texts(["0123456789+= "]))
     lines = [*pairs(5), {"prompt": "z", "completion": "1"}]
     with pytest.raises(UserError, match=r"x\.jsonl:6: the character 'z' is not in this character tokenizer"):
-        opened(tmp_path / "x.jsonl", lines, tokenizer=str(tmp_path / "char.gguf"))
+        open_jsonl(tmp_path / "x.jsonl", lines, tokenizer=str(tmp_path / "char.gguf"))
     skips = {"tokenizer": str(tmp_path / "char.gguf"), "on_error": "skip", "val_fraction": 0.3}
-    facts = opened(tmp_path / "x.jsonl", [lines[-1], *lines], **skips).describe()
+    facts = open_jsonl(tmp_path / "x.jsonl", [lines[-1], *lines], **skips).describe()
     assert (facts["examples"], facts["skipped"]) == (5, 2)
 
 
@@ -484,7 +488,7 @@ def test_text_that_the_tokenizer_cannot_encode_is_a_bad_line(tmp_path):
 def test_too_few_examples_are_rejected(tmp_path, raw, words):
     (tmp_path / "x.jsonl").write_bytes(raw)
     with pytest.raises(UserError, match=words):
-        opened(tmp_path / "x.jsonl", on_error="skip")
+        open_jsonl(tmp_path / "x.jsonl", on_error="skip")
 
 
 @pytest.mark.parametrize(
@@ -501,14 +505,14 @@ def test_too_few_examples_are_rejected(tmp_path, raw, words):
     ],
 )
 def test_invalid_settings_are_rejected(tmp_path, changes, words):
-    path = written(tmp_path / "x.jsonl", pairs(3))
+    path = write_lines(tmp_path / "x.jsonl", pairs(3))
     with pytest.raises(UserError, match=re.escape(words)):
         Jsonl(**{"path": str(path), **changes}).check()
 
 
 def test_describe_counts_read_and_trained_tokens(tmp_path):
     lines = [{"prompt": "ab", "completion": "cd"}] * 9 + [{"text": "xyz"}]
-    facts = opened(tmp_path / "x.jsonl", lines, val_fraction=0.1).describe()
+    facts = open_jsonl(tmp_path / "x.jsonl", lines, val_fraction=0.1).describe()
     assert facts["examples"] == 10 and facts["tokens"] == 9 * 5 + 5
     assert (facts["train_examples"], facts["train_tokens"]) == (9, 27)
     assert (facts["held_out_examples"], facts["held_out_tokens"]) == (1, 4)

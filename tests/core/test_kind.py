@@ -1,4 +1,4 @@
-"""The kinds of data: which goes with which, and what a kind says for itself."""
+"""Kinds of data: which fit together, and the metrics of each kind."""
 
 import math
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def test_the_default_data_is_the_first_registered_of_the_models_kind():
 @pytest.mark.parametrize(("tokenizer", "bits"), [(Bytes(), 2.0), (None, None)])
 def test_text_has_perplexity_and_bits_per_byte(tokenizer, bits):
     dataset = TokenDataset(np.arange(9), np.arange(9), tokenizer, 257, 1, {})
-    batch = {"targets": np.array([[97, 98, 99]]), "weights": np.array([[1, 0, 1]])}  # a byte each, of which two count
+    batch = {"targets": np.array([[97, 98, 99]]), "weights": np.array([[1, 0, 1]])}  # one byte each, of which two count
     figures = TOKENS.derived_metrics(2 * math.log(2), [batch], dataset)
     values = {figure.name: figure.value for figure in figures}
     assert values == {"perplexity": pytest.approx(4), "bits_per_byte": bits and pytest.approx(bits)}

@@ -1,4 +1,4 @@
-"""The training loop alone, on an engine that computes nothing and reports what a test has written down."""
+"""The training loop on an engine that returns scripted metrics."""
 
 import math
 import traceback
@@ -27,7 +27,7 @@ GOOD, BAD = StepMetrics(1.5, 0.5), StepMetrics(math.nan, 0.5)
 
 
 class Scripted(NullSession):
-    """Reports the metrics of a script step by step, then good ones, and keeps what it was given."""
+    """Return scripted metrics step by step, then finite ones, and record the inputs."""
 
     def __init__(self, plan, script):
         super().__init__(plan, NullEngine())
@@ -76,7 +76,7 @@ class Noting(Stack):
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """Notes every hook that it hears, and answers what it was told to."""
+    """Record every hook call, and return preset answers."""
 
     name = "recorder"
     rate: float | None = None
@@ -131,7 +131,7 @@ class Failing(Recorder):
 
 
 class Notes(Saver):
-    """Notes when it could save, what it was told and whether that was the last time."""
+    """Record when it could save, with which metrics, and whether it was the last call."""
 
     def __init__(self, heard):
         self.heard, self.told, self.wanted = heard, [], ()
@@ -149,7 +149,7 @@ class Notes(Saver):
 
 
 class Scored(OpModel):
-    """Also reports how many held-out batches there are."""
+    """Also report the number of held-out batches."""
 
     def scores(self, logits, batches):
         return {"seen": sum(1 for _ in batches)}
@@ -157,7 +157,7 @@ class Scored(OpModel):
 
 @dataclass
 class Stage:
-    """One training, set up: `train()` it, then look at `session` and `recorder`."""
+    """A prepared training: call `train()`, then inspect `session` and `recorder`."""
 
     session: Scripted
     recorder: Recorder
@@ -170,7 +170,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path):
-    """Sets up a training of so many steps on a script, every field of Training and Plan at choice."""
+    """Return a function that prepares a scripted training, with any field of Training and Plan."""
 
     def make(
         steps=4,
@@ -205,7 +205,7 @@ def stage(tmp_path):
 
 
 def test_a_finite_step_resets_the_count_of_skipped_steps(stage):
-    """However many there are in all: only a row of them says that nothing changes any more."""
+    """Only consecutive skipped steps count, however many there are in all."""
     outcome = stage(3 * MAX_CONSECUTIVE_SKIPS, [BAD, GOOD] * MAX_CONSECUTIVE_SKIPS, skip=True).train()
     assert (outcome.reason, outcome.steps, outcome.skipped) == (
         "completed",
@@ -418,7 +418,7 @@ def test_a_signal_before_the_first_step_prevents_all_steps(stage):
 
 @pytest.mark.parametrize("batches_seen", [1, 3])
 def test_an_interrupted_evaluation_stops_between_batches_and_is_not_reported(stage, batches_seen):
-    """Also while the model's own scores are worked out, which go through the two batches once more."""
+    """Also while the model's own metrics are computed, in a second pass over the two batches."""
     asked = []
 
     def should_stop():
@@ -436,15 +436,15 @@ def test_an_interrupted_evaluation_stops_between_batches_and_is_not_reported(sta
 # -- a run that is resumed ------------------------------------------------------------------------------------------
 
 
-def resumed(**changes):
-    """What a checkpoint of step 3 brings along, of a run that was interrupted."""
+def resumed_outcome(**changes):
+    """Return the outcome in a checkpoint at step 3 of an interrupted run."""
     known = {"steps": 3, "reason": "interrupted", "why": "a signal", "train_loss": 1.75, "tokens": 45, "skipped": 2}
     known |= {"seconds": 100.0, "training_seconds": 50.0, "first_eval_loss": 2.0, "eval_loss": 1.5, "eval_step": 2}
     return Outcome(**{**known, **changes})
 
 
 def test_resume_continues_with_the_next_step_and_its_counts(stage):
-    it = stage(5, adamw=AdamW.for_lora(), outcome=resumed())
+    it = stage(5, adamw=AdamW.for_lora(), outcome=resumed_outcome())
     outcome = it.train()
     assert (outcome.reason, outcome.why, outcome.steps) == ("completed", None, 5)
     assert (outcome.tokens, outcome.skipped) == (45 + 2 * 15, 2)
@@ -455,7 +455,7 @@ def test_resume_continues_with_the_next_step_and_its_counts(stage):
 
 
 def test_a_resumed_run_that_fails_immediately_names_its_step_and_adds_its_time(stage, monkeypatch):
-    it = stage(5, eval_every=3, outcome=resumed())
+    it = stage(5, eval_every=3, outcome=resumed_outcome())
 
     def gone(batches):
         raise ValueError("no such row")
@@ -468,19 +468,19 @@ def test_a_resumed_run_that_fails_immediately_names_its_step_and_adds_its_time(s
 
 @pytest.mark.parametrize(("eval_step", "evals"), [(2, [3, 5]), (3, [5])], ids=["stopped before it", "done before"])
 def test_an_evaluation_missed_by_a_stopped_run_is_made_once_on_resume(stage, eval_step, evals):
-    it = stage(5, eval_every=3, outcome=resumed(eval_step=eval_step))
+    it = stage(5, eval_every=3, outcome=resumed_outcome(eval_step=eval_step))
     outcome = it.train()
     assert it.recorder.evals() == evals
     assert (outcome.first_eval_loss, outcome.eval_step) == (2.0, 5), "the first eval was the first process's"
 
 
 def test_resume_resets_the_count_of_skipped_steps(stage):
-    it = stage(3 + MAX_CONSECUTIVE_SKIPS, [BAD] * (MAX_CONSECUTIVE_SKIPS - 1), skip=True, outcome=resumed())
+    it = stage(3 + MAX_CONSECUTIVE_SKIPS, [BAD] * (MAX_CONSECUTIVE_SKIPS - 1), skip=True, outcome=resumed_outcome())
     assert (it.train().reason, it.training.outcome.skipped) == ("completed", 2 + MAX_CONSECUTIVE_SKIPS - 1)
 
 
 def test_a_complete_run_takes_no_step(stage):
-    it = stage(3, outcome=resumed())
+    it = stage(3, outcome=resumed_outcome())
     assert (it.train().reason, it.session.hps) == ("completed", [])
 
 
@@ -495,7 +495,7 @@ def together(*runs, stack=None):
 
 
 def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
-    """One that ends leaves; the other goes on, and each has its own numbers, metrics and evaluations."""
+    """When one loop ends, the other continues; each has its own numbers, metrics and evaluations."""
     long, short = stage(5, eval_every=2), stage(2, [StepMetrics(2.5, 0.1)], eval_every=1)
     waiting = {id(it): (it, it.training.requests()) for it in (long, short)}
     requests = {key: next(loop) for key, (_, loop) in waiting.items()}
@@ -529,7 +529,7 @@ def test_two_loops_are_answered_in_turn_by_a_driver_of_ten_lines(stage):
 
 
 def test_all_loops_launch_their_steps_before_any_is_waited_for(stage):
-    """Whatever one has to evaluate; one that ends leaves."""
+    """Also if only one loop evaluates; a loop that ends drops out."""
     heard = []
     recorders = [Recorder(looked_at=(), heard=heard) for _ in range(3)]
     runs = [
@@ -545,7 +545,7 @@ def test_all_loops_launch_their_steps_before_any_is_waited_for(stage):
 
 
 def test_all_evaluations_of_a_round_are_launched_before_any_is_waited_for(stage):
-    """One that fails fails for its loop alone; where none can begin, all of them fail."""
+    """A failing evaluation fails only its loop; if none can be launched, all loops fail."""
     heard = []
 
     class Held(Stack):
@@ -643,7 +643,7 @@ def test_a_signal_between_an_answer_and_the_next_request_reaches_the_run(stage):
 
 
 def test_an_error_of_the_driver_is_raised_at_the_loops_request(stage):
-    """So the loop blames who it was, and saves what was trained."""
+    """The loop can then attribute the error and save a checkpoint."""
     it = stage(5)
     loop = it.training.requests()
     loop.send(None)
@@ -668,21 +668,21 @@ def test_an_error_of_an_answer_keeps_its_traceback(stage):
 # -- steps that are launched while another is taken ------------------------------------------------------------------
 
 
-def queued(stage, steps=6, looked_at=(), **options):
-    """A training on a session that runs ahead, with a callback that looks at those steps alone."""
+def queued_training(stage, steps=6, looked_at=(), **options):
+    """Return a training on a session that launches early, with a callback that waits at certain steps."""
     return stage(steps, recorder=Recorder(looked_at=looked_at), kind=Queued, **options)
 
 
-def told(it, *kinds):
+def heard_hooks(it, *kinds):
     return [hook for hook in it.recorder.heard if hook.split()[0] in kinds]
 
 
 def test_the_next_step_is_launched_early_if_nothing_reads_the_weights(stage):
-    """One, never two; and what is heard, batch by batch, is what a session that waits gives."""
-    it, plain = queued(stage), stage(6)
+    """At most one step is launched early; the reported metrics equal those without it."""
+    it, plain = queued_training(stage), stage(6)
     assert it.train().steps == plain.train().steps == 6
     wanted = ["launch", *(hook for k in range(1, 6) for hook in ("launch", f"on_step {k}")), "on_step 6"]
-    assert told(it, "launch", "on_step") == wanted
+    assert heard_hooks(it, "launch", "on_step") == wanted
     assert it.session.digests == plain.session.digests and np.array_equal(it.session.hps, plain.session.hps)
     assert [m["tokens"] for m in it.recorder.metrics] == [m["tokens"] for m in plain.recorder.metrics]
     assert sum(m["wall_us"] for m in it.recorder.metrics) <= it.training.outcome.seconds * 1e6
@@ -691,51 +691,51 @@ def test_the_next_step_is_launched_early_if_nothing_reads_the_weights(stage):
 @pytest.mark.parametrize("by", ["callback", "checkpoint", "eval", "unknown callback"])
 def test_no_step_is_launched_early_if_something_reads_the_weights(stage, by):
     """At the steps that a callback, a checkpoint or an evaluation needs, and after all of them for an unknown one."""
-    it = queued(stage, looked_at={"callback": (2, 4), "unknown callback": None}.get(by, ()))
+    it = queued_training(stage, looked_at={"callback": (2, 4), "unknown callback": None}.get(by, ()))
     it.saver.wanted = (2, 4) if by == "checkpoint" else ()
     it.training.eval_every = 2 if by == "eval" else 0
     it.train()
     before = {
-        hook: told(it, "launch", "on_step")[: i + 1].count("launch")
-        for i, hook in enumerate(told(it, "launch", "on_step"))
+        hook: heard_hooks(it, "launch", "on_step")[: i + 1].count("launch")
+        for i, hook in enumerate(heard_hooks(it, "launch", "on_step"))
     }
     ahead = [k for k in range(1, 7) if before[f"on_step {k}"] == k + 1]
     assert ahead == ([] if by == "unknown callback" else [1, 3, 5])
-    assert told(it, "stop_reason") == [f"stop_reason {k}" for k in range(1, 7) if k not in ahead]
-    assert told(it, "after") == [f"after {k}" for k in range(1, 7) if k not in ahead]
+    assert heard_hooks(it, "stop_reason") == [f"stop_reason {k}" for k in range(1, 7) if k not in ahead]
+    assert heard_hooks(it, "after") == [f"after {k}" for k in range(1, 7) if k not in ahead]
 
 
 def test_a_signal_ends_the_run_after_the_step_that_is_under_way(stage):
-    """With the session as that step left it."""
-    it = queued(stage, 50)
+    """The saved session is in the state after that step."""
+    it = queued_training(stage, 50)
     it.training.should_stop = lambda: "on_step 3" in it.recorder.heard
     outcome = it.train()
     assert (outcome.reason, outcome.steps, len(it.session.hps)) == ("interrupted", 4, 4)
-    assert told(it, "on_step", "after")[-3:] == ["on_step 3", "on_step 4", "after 4"]
+    assert heard_hooks(it, "on_step", "after")[-3:] == ["on_step 3", "on_step 4", "after 4"]
 
 
 def test_a_failing_callback_saves_a_checkpoint_including_the_launched_step(stage):
-    """Its callbacks hear of that step first, so that all can go on from there."""
+    """Callbacks are called for that step first, so that the run can be resumed after it."""
     it = stage(50, recorder=Failing(looked_at=(), at=3), kind=Queued)
     with pytest.raises(PluginFailed, match=r"callbacks\.recorder failed at step 3: ValueError: boom"):
         it.train()
-    assert told(it, "on_step", "after")[-2:] == ["on_step 4", "after 4"]
+    assert heard_hooks(it, "on_step", "after")[-2:] == ["on_step 4", "after 4"]
     assert it.training.outcome.steps == len(it.session.hps) == 4 and it.saver.told[-1][2]
 
 
 def test_nonfinite_numbers_end_the_run_at_their_own_step(stage):
     """Though the next one was launched; and where they are skipped, it counts from its own numbers."""
-    it = queued(stage, 50, script=[GOOD, GOOD, BAD])
+    it = queued_training(stage, 50, script=[GOOD, GOOD, BAD])
     with pytest.raises(RunFailed, match=r"step 3 \(batch 2, digest"):
         it.train()
-    it = queued(stage, 6, script=[GOOD, BAD, BAD], skip=True)
+    it = queued_training(stage, 6, script=[GOOD, BAD, BAD], skip=True)
     assert it.train().skipped == 2
     assert [fields["step"] for kind, fields in it.recorder.events if kind == "skipped"] == [2, 3]
 
 
 @pytest.mark.parametrize("looked_at", [None, ()], ids=["alone", "with another behind it"])
 def test_no_checkpoint_is_saved_if_a_launched_step_fails(stage, looked_at):
-    """Nobody knows how much of it the weights have."""
+    """The step may be half applied to the weights."""
 
     class Fails(Queued):
         def do_step(self, micros, numbers):
@@ -747,13 +747,13 @@ def test_no_checkpoint_is_saved_if_a_launched_step_fails(stage, looked_at):
     it = stage(9, recorder=Recorder(looked_at=looked_at), kind=Fails)
     with pytest.raises(PluginFailed, match=r"engine\.noop failed at step 4: ValueError: no device"):
         it.train()
-    assert it.training.outcome.steps == 3 and told(it, "on_step")[-1] == "on_step 3"
+    assert it.training.outcome.steps == 3 and heard_hooks(it, "on_step")[-1] == "on_step 3"
     assert not any(last for _, _, last in it.saver.told)
 
 
 def test_a_rejected_batch_still_saves_a_checkpoint(stage):
-    """It is found before anything changes, whether or not a step is under way."""
-    for it, ahead in ((queued(stage, 9), False), (stage(9), False), (stage(9), True)):
+    """The batch is rejected before the weights change, whether or not a step is launched."""
+    for it, ahead in ((queued_training(stage, 9), False), (stage(9), False), (stage(9), True)):
         whole = it.training.batches
 
         class Torn(type(whole)):
@@ -788,13 +788,13 @@ def test_steps_launched_together_equal_single_steps_and_end_before_a_reader_of_t
     assert at_once(it) == [4, 2, 4, 1]
     assert it.session.digests == alone.session.digests
     np.testing.assert_array_equal(it.session.hps, alone.session.hps)
-    assert told(it, "lr", "on_step", "on_eval", "after")[-1] == "after 11" and it.recorder.evals() == [0, 6, 11]
+    assert heard_hooks(it, "lr", "on_step", "on_eval", "after")[-1] == "after 11" and it.recorder.evals() == [0, 6, 11]
     ours, theirs = ([{**m, "wall_us": 0} for m in run.recorder.metrics] for run in (it, alone))
     assert ours == theirs and end.tokens == alone.training.outcome.tokens
     assert end.training_seconds == pytest.approx(sum(m.get("wall_us", 0) for m in it.recorder.metrics) / 1e6)
     looks = several(stage, 9, looked_at=(3,))
     together(looks)
-    assert at_once(looks) == [3, 4, 2] and told(looks, "launch", "after")[3] == "after 3"
+    assert at_once(looks) == [3, 4, 2] and heard_hooks(looks, "launch", "after")[3] == "after 3"
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -807,24 +807,27 @@ def test_nonfinite_numbers_after_a_failing_callback_are_counted_or_not_saved(sta
 
 
 def test_loops_take_as_many_steps_at_once_as_all_of_them_request(stage):
-    """So that none computes while another one waits; what was made ready is not made again."""
+    """No device is idle while a loop waits, and prefetched inputs are reused."""
     one, two = several(stage, 9, eval_every=3), several(stage, 9)
     ends = together(one, two)
     assert [end.steps for end in ends] == [9, 9] and one.recorder.evals() == [0, 3, 6, 9]
-    assert 3 in at_once(two) and len(two.session.digests) == len(told(two, "lr")) == 9
+    assert 3 in at_once(two) and len(two.session.digests) == len(heard_hooks(two, "lr")) == 9
     assert two.session.digests == [batch_digest({"tokens": two.training.batches.batch(k)["tokens"]}) for k in range(9)]
 
 
 def test_an_error_among_steps_launched_together_ends_the_run_at_the_same_step(stage):
     it = several(stage, 50, script=[GOOD, GOOD, BAD])
     (error,) = together(it)
-    assert "step 3 (batch 2, digest" in str(error) and told(it, "on_step")[-1] == "on_step 3"
+    assert "step 3 (batch 2, digest" in str(error) and heard_hooks(it, "on_step")[-1] == "on_step 3"
     assert not any(last for _, _, last in it.saver.told)
     it = several(stage, 50, recorder=Failing(looked_at=(), at=3))
     (error,) = together(it)
     assert "callbacks.recorder failed at step 3: ValueError: boom" in str(error)
-    taken = len(it.session.hps)  # all that was launched, which is what the session has
-    assert taken == it.training.outcome.steps == it.saver.told[-1][0] and told(it, "on_step")[-1] == f"on_step {taken}"
+    taken = len(it.session.hps)  # all launched steps, which the session has taken
+    assert (
+        taken == it.training.outcome.steps == it.saver.told[-1][0]
+        and heard_hooks(it, "on_step")[-1] == f"on_step {taken}"
+    )
 
     it = several(stage, 50)
     whole = it.training.batches
@@ -848,7 +851,7 @@ def test_an_error_among_steps_launched_together_ends_the_run_at_the_same_step(st
 
 
 def test_a_schedule_needs_no_wait_unless_it_has_on_step():
-    """Its factor goes by the step; one that learns from what a step gave, or stops by it, must hear of it first."""
+    """A factor depends on the step only; callbacks with on_step must be called before the next launch."""
 
     @dataclass(eq=False)
     class Flat(Schedule):

@@ -1,4 +1,4 @@
-"""What goes with what: each kind of refusal, and the table that `toyexp plugins --matrix` prints."""
+"""Which parts fit together: each kind of mismatch, and the table of `toyexp plugins --matrix`."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""What a model must do: those that ship do it, and the suite finds each kind of wrong."""
+"""The conformance suite of models: shipped models pass, and each kind of fault is found."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -58,7 +58,7 @@ class Branching(Llama):
 
 
 class Unused(Llama):
-    """Has a norm that nothing goes through."""
+    """A model with an unused norm."""
 
     def block(self, ops, x, p):
         return super().block(ops, x, Params({**p, "ffn_norm.weight": p["attn_norm.weight"]}))

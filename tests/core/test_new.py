@@ -63,7 +63,7 @@ def test_a_part_may_be_named_like_its_template_and_its_directory_is_created(tmp_
 
 @pytest.mark.release
 def test_every_template_passes_the_conformance_suite_and_its_own_tests(made):
-    """All in one process, in which nothing of them is installed."""
+    """Run all templates in one process, without installing them."""
     tests = [place(made, kind) / f"test_toyexp_own_{kind}_2.py" for kind in KINDS]
     done = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *tests, cwd=made)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -79,7 +79,7 @@ def test_without_pytest_the_printed_commands_install_it(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("kind", ["model", "recipe", "data", "callback", "optimiser", "format", "engine"])
 def test_the_command_in_the_readme_runs(made, monkeypatch, capsys, kind):
-    """With fewer steps of a smaller model; what it is named there takes part in the run."""
+    """With fewer steps and a smaller model."""
     monkeypatch.chdir(place(made, kind))
     line = next(line for line in Path("README.md").read_text().splitlines() if line.startswith("toyexp 'plugins"))
     words = [word for word in shlex.split(line)[1:] if not word.startswith(("steps=", "eval_every="))]
@@ -164,7 +164,7 @@ def test_the_templates_name_is_replaced_in_every_spelling():
 
 
 def check(path, tmp_path, *more):
-    """A check in a process of its own, since what it imports stays."""
+    """Run a check in a subprocess, because its imports persist."""
     done = environments.run(sys.executable, "-m", "toyexp", "plugins", "--check", path, *more, cwd=tmp_path)
     assert "Traceback" not in done.stdout + done.stderr
     return done

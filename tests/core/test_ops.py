@@ -1,4 +1,4 @@
-"""The op vocabulary: what is made of primitives is what its definition says, and a new op breaks nobody's engine."""
+"""Ops: composed ops equal their definitions, and a new op breaks no engine."""
 
 from dataclasses import replace
 from inspect import isfunction
@@ -16,7 +16,7 @@ from toyexp_models.llama import Llama
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.ops import CachedDecoder, CachedOps, TorchOps
 
-# What an engine's author writes, and nothing else: the rest is as Ops makes it of these.
+# A minimal engine: its author writes only these ops, and Ops composes the others.
 Primitives = type("Primitives", (Ops,), {name: getattr(ReferenceOps, name) for name in Ops.__abstractmethods__})
 LOOKS_FURTHER = {"reshape", "part", "concat", "first_rows", "prepend", "select", "rope", "attention", "cross_entropy"}
 
@@ -40,7 +40,7 @@ def test_every_op_declares_whether_it_is_positionwise():
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in ("block", "prepend", "concat_positions")])
 def test_a_positionwise_op_computes_each_position_independently(case):
-    """Alone it would be the first: what an op of the table gives does not depend on that either."""
+    """The position alone would be the first one; positionwise table ops do not depend on that either."""
     used = set()
 
     class Noting(ReferenceOps):
@@ -114,7 +114,7 @@ def test_a_decoder_gives_the_logits_of_the_full_sequence_for_custom_ops(kind, en
 
 
 class Positions(OpModel):
-    """A whole table of positions added to what is read, in place of its first rows."""
+    """A model that adds the whole position table instead of its first rows."""
 
     def forward(self, ops, p, batch):
         return ops.add(ops.embed(p["x"], batch["tokens"]), p["table"])
@@ -131,7 +131,7 @@ def test_a_decoder_recomputes_with_a_table_for_a_whole_sequence():
 
 
 class Wider(TorchOps):
-    """Somebody's ops: two new ones, of which one says that it keeps to its position."""
+    """Custom ops: two new ones, one of them declared positionwise."""
 
     positionwise = TorchOps.positionwise | {"relu"}
 
@@ -149,7 +149,7 @@ class WiderPieces(CachedOps, Wider):
 
 
 class Knowing(WiderPieces):
-    """One that knows the other op as well."""
+    """Custom ops that also declare the other op."""
 
     def flip(self, x):
         return x

@@ -91,7 +91,7 @@ def test_every_setting_is_passed_in_its_slot_in_both_modes(mode):
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
 def test_a_beta_of_0_is_accepted_in_lora_mode_only(name):
-    """Without a memory the bias correction is 1; constant betas would multiply the moment by 0."""
+    """With beta 0 the bias correction is 1; constant betas would multiply the moment by 0."""
     settings = AdamWOptimiser(**{name: 0.0})
     settings.check()
     slot = {"beta1": 5, "beta2": 6}[name]

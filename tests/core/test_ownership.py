@@ -1,4 +1,4 @@
-"""A run begins in an empty directory, and nothing that it writes replaces what it did not write."""
+"""A run starts in an empty directory and never replaces a file that it did not write."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ NOOP = [PLUGINS, *TINY, "steps=4", "checkpoint_every=2"]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -43,15 +43,15 @@ def contents(folder="."):
     return {str(p): p.read_bytes() if p.is_file() else None for p in Path(folder).rglob("*")}
 
 
-def refused(capsys, *words):
-    """The one line in which a command line is refused, and with which nothing changes."""
+def rejected_line(capsys, *words):
+    """Return the one-line error of a rejected command, which changes no file."""
     before = contents()
     line, _ = run_failing(capsys, *words, codes=(2,))
     assert contents() == before
     return line
 
 
-def put(name, text="mine"):
+def write_file(name, text="mine"):
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -63,7 +63,7 @@ def put(name, text="mine"):
 
 @pytest.mark.parametrize("name", ["model.gguf", "model-hf/weights.bin", "notes.txt", ".env", "run.lock"])
 def test_a_nonempty_run_directory_is_rejected_with_what_to_type(name):
-    put(f"D/{name}")
+    write_file(f"D/{name}")
     with pytest.raises(UserError, match=rf"D is not empty \({name.partition('/')[0]}\).*hydra\.run\.dir=\.\.\."):
         require_empty(Path("D"), "hydra.run.dir")
 
@@ -72,38 +72,40 @@ def test_a_base_cannot_be_overwritten_by_the_run_that_starts_from_it(capsys):
     assert main([*NOOP, "hydra.run.dir=first"]) == 0
     Path("D").mkdir()
     shutil.copy("first/model.gguf", "D/model.gguf")
-    line = refused(capsys, "recipe=full", "recipe.base=D/model.gguf", "model.context=16", *NOOP[:3], "hydra.run.dir=D")
+    line = rejected_line(
+        capsys, "recipe=full", "recipe.base=D/model.gguf", "model.context=16", *NOOP[:3], "hydra.run.dir=D"
+    )
     assert "D is not empty (model.gguf)" in line
 
 
 @pytest.mark.parametrize("place", ["/", ".", ".."])
 def test_the_root_and_the_working_directory_are_no_run_directories(place, capsys):
-    put("mine.txt")
-    assert "is not empty" in refused(capsys, *NOOP, f"hydra.run.dir={place}")
+    write_file("mine.txt")
+    assert "is not empty" in rejected_line(capsys, *NOOP, f"hydra.run.dir={place}")
 
 
 def test_a_link_counts_as_its_target(capsys):
-    put("full/mine.txt")
+    write_file("full/mine.txt")
     Path("empty").mkdir()
     for name in ("full", "empty", "full/mine.txt", "nowhere"):
         Path(f"to-{Path(name).stem}").symlink_to(Path(name).absolute())
-    assert "is not empty (mine.txt)" in refused(capsys, *NOOP, "hydra.run.dir=to-full")
-    assert "to-mine: cannot be written" in refused(capsys, *NOOP, "hydra.run.dir=to-mine")
-    assert "to-nowhere: is a link to " in refused(capsys, *NOOP, "hydra.run.dir=to-nowhere")
+    assert "is not empty (mine.txt)" in rejected_line(capsys, *NOOP, "hydra.run.dir=to-full")
+    assert "to-mine: cannot be written" in rejected_line(capsys, *NOOP, "hydra.run.dir=to-mine")
+    assert "to-nowhere: is a link to " in rejected_line(capsys, *NOOP, "hydra.run.dir=to-nowhere")
     assert main([*NOOP, "hydra.run.dir=to-empty"]) == 0
     assert Path("empty/model.gguf").exists()
 
 
 def test_system_files_in_an_empty_directory_are_ignored():
     for name in (".DS_Store", "Thumbs.db", "lost+found", ".gitkeep"):
-        put(f"D/{name}")
+        write_file(f"D/{name}")
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     assert all(Path("D", name).read_text() == "mine" for name in (".DS_Store", "Thumbs.db", "lost+found", ".gitkeep"))
 
 
 def test_the_file_that_stdout_is_redirected_to_is_ignored(tmp_path):
-    """`toyexp hydra.run.dir=D > D/out.txt`, and what a cluster keeps of a job."""
-    put("D/out.txt")
+    """`toyexp hydra.run.dir=D > D/out.txt`, and log files of a cluster job."""
+    write_file("D/out.txt")
     kept = os.dup(2)
     with open("D/out.txt", "a") as file:
         os.dup2(file.fileno(), 2)
@@ -119,7 +121,7 @@ def test_the_file_that_stdout_is_redirected_to_is_ignored(tmp_path):
 @pytest.mark.parametrize("name", ["log.txt", "model.gguf", "events.jsonl"])
 def test_redirecting_output_to_a_file_of_the_run_is_rejected(name):
     """`mkdir D; toyexp hydra.run.dir=D > D/log.txt`."""
-    put(f"D/{name}")
+    write_file(f"D/{name}")
     kept = os.dup(2)
     with open(f"D/{name}", "a") as file:
         os.dup2(file.fileno(), 2)
@@ -132,17 +134,17 @@ def test_redirecting_output_to_a_file_of_the_run_is_rejected(name):
 
 
 def test_a_directory_locked_by_another_process_counts_as_a_run():
-    put("D/run.lock", "1234 on host\n")
-    put("D/log.txt", "")
+    write_file("D/run.lock", "1234 on host\n")
+    write_file("D/log.txt", "")
     with pytest.raises(UserError, match="already holds a run"):
         require_empty(Path("D"), "hydra.run.dir")
 
 
 def test_a_failed_lock_on_a_full_disk_leaves_an_empty_directory():
     for text in ("", "12", "1234 on", "1234 on host"):
-        put("D/run.lock", text)
+        write_file("D/run.lock", text)
         require_empty(Path("D"), "hydra.run.dir")
-    put("D/run.lock", "mine")
+    write_file("D/run.lock", "mine")
     with pytest.raises(UserError, match=r"is not empty \(run.lock\)"):
         require_empty(Path("D"), "hydra.run.dir")
 
@@ -159,10 +161,10 @@ def test_a_pipe_at_the_path_of_a_runs_file_is_rejected_without_blocking(name, ca
 
 def test_the_error_about_an_existing_run_says_how_to_resume_it(capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
-    line = refused(capsys, *NOOP, "hydra.run.dir=D")
+    line = rejected_line(capsys, *NOOP, "hydra.run.dir=D")
     assert "already holds a run; continue it: resume=" in line and "hydra.run.dir=..." in line
     shutil.rmtree("D/checkpoints")
-    line = refused(capsys, *NOOP, "hydra.run.dir=D")
+    line = rejected_line(capsys, *NOOP, "hydra.run.dir=D")
     assert "without a checkpoint" in line and "resume=" not in line
 
 
@@ -181,8 +183,8 @@ def test_a_failed_start_leaves_the_directory_unchanged(monkeypatch, capsys):
 
 
 def test_a_sweep_needs_an_empty_directory_too(capsys):
-    put("D/0-scratch-llama/mine.txt")
-    line = refused(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D")
+    write_file("D/0-scratch-llama/mine.txt")
+    line = rejected_line(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D")
     assert "D is not empty (0-scratch-llama)" in line and "hydra.sweep.dir=..." in line
 
 
@@ -208,8 +210,8 @@ def test_resume_does_not_replace_foreign_files(capsys):
     for name in ("model.gguf", "model-hf/mine.txt", "events.jsonl", "result.json"):
         path = Path("D", name)
         before = path.read_bytes() if path.exists() else b""
-        put(path)
-        line = refused(capsys, "resume=D", PLUGINS, "steps=6")
+        write_file(path)
+        line = rejected_line(capsys, "resume=D", PLUGINS, "steps=6")
         assert f"D/{name.partition('/mine')[0]} was not written by this run" in line and "move it" in line
         path.write_bytes(before) if before else path.unlink()
     Path("D/model.gguf").unlink()
@@ -218,7 +220,7 @@ def test_resume_does_not_replace_foreign_files(capsys):
 
 def test_a_locked_run_is_left_unchanged():
     for name in ("config.yaml", "log.txt", LEDGER):
-        put(f"D/{name}", "{}")
+        write_file(f"D/{name}", "{}")
     held = lock(Path("D"))
     before = contents()
     try:
@@ -231,8 +233,8 @@ def test_a_locked_run_is_left_unchanged():
 
 def test_files_that_only_the_resumed_run_would_write_are_checked_too(capsys):
     assert main([*NOOP, "callbacks=[events]", "hydra.run.dir=D"]) == 0
-    put("D/model.gguf")
-    line = refused(capsys, "resume=D", PLUGINS, "steps=6", "callbacks=[events,gguf_export]")
+    write_file("D/model.gguf")
+    line = rejected_line(capsys, "resume=D", PLUGINS, "steps=6", "callbacks=[events,gguf_export]")
     assert "D/model.gguf was not written by this run" in line
 
 
@@ -245,7 +247,7 @@ def test_a_copied_or_renamed_run_still_knows_its_files():
 
 def test_a_file_that_appears_during_a_run_is_kept_and_the_export_fails():
     run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
-    put("model.gguf")
+    write_file("model.gguf")
     refusal = r"model.gguf: could not be written: .* was not written by this run"
     with pytest.raises(RunFailed, match=refusal), run.output(Path("model.gguf").absolute()) as place:
         place.write_text("ours")
@@ -254,7 +256,7 @@ def test_a_file_that_appears_during_a_run_is_kept_and_the_export_fails():
 
 def test_an_export_keeps_foreign_files_beside_it():
     run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
-    put("model-f32.gguf")
+    write_file("model-f32.gguf")
     with run.output(Path("model.gguf").absolute()) as place:
         for path in (place, place.with_name("model-f32.gguf"), place.with_name("model-f16.gguf")):
             path.write_text("ours")
@@ -263,8 +265,8 @@ def test_an_export_keeps_foreign_files_beside_it():
 
 
 def test_a_link_to_a_directory_is_replaced_without_leftovers():
-    put("theirs/mine.txt")
-    put("new", "ours")
+    write_file("theirs/mine.txt")
+    write_file("new", "ours")
     Path("model.gguf").symlink_to("theirs")
     swap(Path("new"), Path("model.gguf"))
     assert contents() == {"theirs": None, "theirs/mine.txt": b"mine", "model.gguf": b"ours"}
@@ -292,14 +294,14 @@ def test_after_a_kill_between_ledger_and_file_both_contents_are_owned(monkeypatc
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model.gguf": "x"}', '{"model.gguf": [1]}', "[" * 100_000])
 def test_a_damaged_ledger_is_named(text):
-    put(LEDGER, text)
+    write_file(LEDGER, text)
     with pytest.raises(UserError, match=f"{LEDGER}: is damaged"):
         Ledger.open(Path.cwd())
 
 
 def test_a_checkpoint_with_a_foreign_file_is_neither_removed_nor_replaced():
     assert main([*NOOP, "hydra.run.dir=D", "checkpoint_keep=1"]) == 0
-    put("D/checkpoints/step-4/notes.txt")
+    write_file("D/checkpoints/step-4/notes.txt")
     assert main(["resume=D", PLUGINS, "steps=12"]) == 0
     assert Path("D/checkpoints/step-4/notes.txt").read_text() == "mine"
     assert sorted(p.name for p in Path("D/checkpoints").iterdir()) == ["step-12", "step-4"]
@@ -309,29 +311,29 @@ def test_an_export_replaces_links_only_with_force(capsys):
     assert main([*NOOP, "hydra.run.dir=D"]) == 0
     Path("out.gguf").symlink_to("nowhere.gguf")
     Path("out-hf").symlink_to("nowhere")
-    assert "already exists" in refused(capsys, "export", "D", "--type", "q8_0", "--to", "out.gguf")
-    assert "already exists" in refused(capsys, "export", "D", "--type", "hf", "--to", "out-hf")
+    assert "already exists" in rejected_line(capsys, "export", "D", "--type", "q8_0", "--to", "out.gguf")
+    assert "already exists" in rejected_line(capsys, "export", "D", "--type", "hf", "--to", "out-hf")
 
 
 # -- files of others --------------------------------------------------------------------------------------------------
 
 
 def test_a_shared_experiment_file_cannot_choose_the_output_directory(capsys):
-    put("theirs/experiment/plain.yaml", "# @package _global_\nhydra: {run: {dir: chosen}}\n")
-    put("theirs/experiment/swept.yaml", "# @package _global_\nhydra: {sweep: {dir: chosen}}\n")
+    write_file("theirs/experiment/plain.yaml", "# @package _global_\nhydra: {run: {dir: chosen}}\n")
+    write_file("theirs/experiment/swept.yaml", "# @package _global_\nhydra: {sweep: {dir: chosen}}\n")
     for name, key in (("plain", "run"), ("swept", "sweep")):
-        line = refused(capsys, "--config-dir", "theirs", f"experiment={name}", *NOOP)
+        line = rejected_line(capsys, "--config-dir", "theirs", f"experiment={name}", *NOOP)
         assert f"{name}.yaml, line 2: a preset cannot set hydra.{key}" in line and f"hydra.{key}.dir=..." in line
-    put("theirs/experiment/sly.yaml", "# @package _global_\ndefaults: [/model@hydra.run: place]\n")
-    put("theirs/model/place.yaml", "dir: chosen")
-    line = refused(capsys, "--config-dir", "theirs", "experiment=sly", *NOOP)
+    write_file("theirs/experiment/sly.yaml", "# @package _global_\ndefaults: [/model@hydra.run: place]\n")
+    write_file("theirs/model/place.yaml", "dir: chosen")
+    line = rejected_line(capsys, "--config-dir", "theirs", "experiment=sly", *NOOP)
     assert "sly.yaml, line 2: /model@hydra.run" in line and not Path("chosen").exists()
 
 
 @pytest.mark.parametrize("name", ["link", "link/below"])
 def test_a_dangling_link_is_reported(capsys, name):
     Path("link").symlink_to("gone")
-    assert "link: is a link to gone, which does not exist" in refused(capsys, *NOOP, f"hydra.run.dir={name}")
+    assert "link: is a link to gone, which does not exist" in rejected_line(capsys, *NOOP, f"hydra.run.dir={name}")
     assert not Path("gone").exists()
 
 
@@ -347,7 +349,7 @@ def run_of_a_stranger(tmp_path_factory):
 
 
 def put_link(place, kind):
-    """Put a link in the place of a file or folder of a run, and what it leads to beside the run."""
+    """Replace a file or directory of a run by a link to its contents outside the run."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     place.unlink(missing_ok=True)
@@ -355,10 +357,10 @@ def put_link(place, kind):
     Path("outside").mkdir()
     target = Path("outside", {"file": "thesis.txt", "nothing": "gone", "folder": "folder"}[kind]).absolute()
     if kind == "folder":
-        put("outside/folder/step-2/manifest.json", "mine")
-        put("outside/folder/mine.txt")
+        write_file("outside/folder/step-2/manifest.json", "mine")
+        write_file("outside/folder/mine.txt")
     elif kind == "file":
-        put("outside/thesis.txt", '{"kind": "run_start"}\n')
+        write_file("outside/thesis.txt", '{"kind": "run_start"}\n')
     place.symlink_to(target)
 
 
@@ -372,7 +374,7 @@ LINKED = ("run.lock", "log.txt", "events.jsonl", "config.yaml", "result.json", "
 def test_a_link_in_a_run_is_rejected_before_anything_is_written(name, kind, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     put_link(Path("D", name), kind)
-    line = refused(capsys, "resume=D", PLUGINS, "steps=9", "checkpoint_every=1")
+    line = rejected_line(capsys, "resume=D", PLUGINS, "steps=9", "checkpoint_every=1")
     assert f"D/{name}: it is a link, not a {'folder' if name in RUN_DIRECTORIES else 'file'}; move it away" in line
     with pytest.raises(UserError, match=f"D/{name}: it is a link"):
         RunDir(Path("D"), {}, resumed=True)
@@ -382,8 +384,8 @@ def test_a_link_in_a_run_is_rejected_before_anything_is_written(name, kind, run_
 def test_a_file_at_the_path_of_a_runs_directory_is_rejected(name, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     shutil.rmtree(Path("D", name), ignore_errors=True)
-    put(f"D/{name}")
-    line = refused(capsys, "resume=D", PLUGINS, "steps=9")
+    write_file(f"D/{name}")
+    line = rejected_line(capsys, "resume=D", PLUGINS, "steps=9")
     assert line == f"D/{name}: it is a file, not a folder; move it away"
     with pytest.raises(UserError, match=f"D/{name}: it is a file"):
         toyexp.run(PLUGINS, resume="D", steps=9, quiet=True)
@@ -393,7 +395,7 @@ def test_a_file_at_the_path_of_a_runs_directory_is_rejected(name, run_of_a_stran
 def test_an_appended_file_with_a_hard_link_is_rejected(name, run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     os.link(f"D/{name}", "mine")
-    line = refused(capsys, "resume=D", PLUGINS, "steps=9")
+    line = rejected_line(capsys, "resume=D", PLUGINS, "steps=9")
     assert f"D/{name}" in line and "hard link" in line
 
 
@@ -444,16 +446,18 @@ def test_an_appended_file_of_a_sweep_with_a_hard_link_is_rejected(name):
 
 def test_a_forged_ledger_does_not_allow_truncating_other_files(run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
-    put("thesis.txt", "mine\n" * 1000)
+    write_file("thesis.txt", "mine\n" * 1000)
     Path("D/events.jsonl").unlink()
     os.link("thesis.txt", "D/events.jsonl")
-    put("D/written.json", '{"events.jsonl": ["0+e3b0c44298fc1c14"]}')  # the digest of no bytes, with which all begin
-    assert "D/events.jsonl" in refused(capsys, "resume=D", PLUGINS, "steps=9", "callbacks=[events]")
+    write_file(
+        "D/written.json", '{"events.jsonl": ["0+e3b0c44298fc1c14"]}'
+    )  # the digest of no bytes, with which all begin
+    assert "D/events.jsonl" in rejected_line(capsys, "resume=D", PLUGINS, "steps=9", "callbacks=[events]")
 
 
 def test_links_with_temporary_names_are_removed_and_not_followed(run_of_a_stranger):
     shutil.copytree(run_of_a_stranger, "D")
-    put("outside/config.yaml")
+    write_file("outside/config.yaml")
     for name in (f".tmp-{os.getpid()}", f".written.json.{os.getpid()}.tmp"):
         Path("D", name).symlink_to(Path("outside").absolute())
     Path("D/.#config.yaml").symlink_to("user@host.1234")  # an editor's lock, which is no harm
@@ -480,11 +484,11 @@ def test_links_in_parent_directories_are_followed(capsys):
 )
 def test_the_error_about_a_locked_directory_names_the_process_and_not_rm(key, files, capsys):
     for name in files:
-        put(f"D/{name}")
+        write_file(f"D/{name}")
     held = lock(Path("D"))
     try:
         words = ["-m", "seed=0,1"] if key == "hydra.sweep.dir" else []
-        line = refused(capsys, *words, *NOOP, f"{key}=D")
+        line = rejected_line(capsys, *words, *NOOP, f"{key}=D")
     finally:
         os.close(held)
     assert f"D: is being written by process {os.getpid()} on " in line and f"{key}=..." in line and "remove" not in line
@@ -496,9 +500,9 @@ def test_a_checkpoint_of_a_newer_format_is_rejected_and_kept(resume, run_of_a_st
     manifest = Path("outputs/D/checkpoints/step-4/manifest.json")
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     line = (
-        refused(capsys, *NOOP, "hydra.run.dir=outputs/${name}", resume, "steps=9")
+        rejected_line(capsys, *NOOP, "hydra.run.dir=outputs/${name}", resume, "steps=9")
         if "auto" in resume
-        else refused(capsys, resume, PLUGINS, "steps=9")
+        else rejected_line(capsys, resume, PLUGINS, "steps=9")
     )
     assert "step-4: has format 2" in line and "update toyexp" in line
 
@@ -506,20 +510,20 @@ def test_a_checkpoint_of_a_newer_format_is_rejected_and_kept(resume, run_of_a_st
 def test_a_sweep_inside_a_run_directory_is_rejected(run_of_a_stranger, capsys):
     shutil.copytree(run_of_a_stranger, "D")
     for words in ([], ["--dry-run"]):
-        line = refused(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D/more/s", *words)
+        line = rejected_line(capsys, "-m", *NOOP, "seed=0,1", "hydra.sweep.dir=D/more/s", *words)
         assert "D/more/s is inside" in line and "hydra.sweep.dir=..." in line
     assert main([*NOOP, "hydra.run.dir=D/more/run"]) == 0  # a single run may be there
 
 
 def test_an_unreadable_file_of_a_run_is_not_called_foreign(run_of_a_stranger, capsys, monkeypatch):
     shutil.copytree(run_of_a_stranger, "D")
-    put("D/events.jsonl")
+    write_file("D/events.jsonl")
 
     def denied(path):
         raise UserError(f"{path}: cannot be read: Permission denied")
 
     monkeypatch.setattr("toyexp.training.resume.open_file", denied)  # a test may run as root, who reads everything
-    line = refused(capsys, "resume=D", PLUGINS, "steps=9", "callbacks=[events]")
+    line = rejected_line(capsys, "resume=D", PLUGINS, "steps=9", "callbacks=[events]")
     assert "D/events.jsonl: cannot be read: Permission denied" in line
 
 

@@ -1,4 +1,4 @@
-"""Packages that are missing or broken in any way: one line with the reason, and what else works goes on working."""
+"""Missing or broken packages: one line with the reason; everything else keeps working."""
 
 import itertools
 import os
@@ -68,7 +68,7 @@ def test_a_broken_package_gives_one_line_with_the_reason_each_time(package, how)
     source, words = BREAKAGES[how]
     name = package(source)
     said = []
-    for _ in range(2):  # what is left of a first attempt may fail in another way
+    for _ in range(2):  # leftovers of a first import may fail differently
         with pytest.raises(Broken) as error, require_package(name, "pip install it", "Some-Package"):
             module = __import__(name)
             if source is not None:
@@ -247,8 +247,8 @@ SMOKE = ["experiment=smoke", "steps=1", "callbacks=[]", "hydra.run.dir=run", "da
 
 
 @pytest.fixture
-def beside(tmp_path):
-    """Runs `python -m toyexp WORDS` where the packages that are named are broken."""
+def run_without(tmp_path):
+    """Return a function that runs `python -m toyexp WORDS` with some packages broken."""
 
     def run(names, *words):
         for name in names:
@@ -263,8 +263,8 @@ def beside(tmp_path):
     return run
 
 
-def test_auto_takes_the_next_engine_if_torch_cannot_be_imported(beside, tmp_path):
-    done = beside(["torch"], *SMOKE)
+def test_auto_takes_the_next_engine_if_torch_cannot_be_imported(run_without, tmp_path):
+    done = run_without(["torch"], *SMOKE)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("engine ")]
     assert line.startswith("engine  ggml: ")
@@ -291,8 +291,8 @@ def test_without_packages_for_any_engine_auto_says_what_to_install(tmp_path):
         (["torch", "ggml"], "auto", ["engine=auto: no engine works here; torch is", "; ggml-python is", "doctor"]),
     ],
 )
-def test_a_named_engine_that_cannot_be_loaded_is_rejected_with_the_reason(beside, tmp_path, names, asked, words):
-    done = beside(names, *SMOKE, *f"engine={asked}".split())
+def test_a_named_engine_that_cannot_be_loaded_is_rejected_with_the_reason(run_without, tmp_path, names, asked, words):
+    done = run_without(names, *SMOKE, *f"engine={asked}".split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("toyexp: error: ") and done.stderr.count("\n") == 1
     for word in words:
@@ -300,8 +300,8 @@ def test_a_named_engine_that_cannot_be_loaded_is_rejected_with_the_reason(beside
     assert not (tmp_path / "run").exists()
 
 
-def test_doctor_lists_everything_that_is_broken(beside):
-    done = beside([name for name in FAKES if name != "numpy"], "doctor")
+def test_doctor_lists_everything_that_is_broken(run_without):
+    done = run_without([name for name in FAKES if name != "numpy"], "doctor")
     assert (done.returncode, done.stderr) == (0, "")
     for pattern in (
         r"  cpu +no +torch is installed but cannot be loaded \(OSError: libnothing",
@@ -319,17 +319,17 @@ def test_doctor_lists_everything_that_is_broken(beside):
         assert re.search(f"^{pattern}", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_plugins_lists_everything_and_says_which_engines_are_broken(beside):
-    done = beside(["torch"], "plugins")
+def test_plugins_lists_everything_and_says_which_engines_are_broken(run_without):
+    done = run_without(["torch"], "plugins")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n  cpu " in done.stdout and "\n  plots " in done.stdout
     assert "\nnot here: engine=cuda,cpu: torch is installed but cannot be loaded (OSError: libnothing" in done.stdout
 
 
-def test_a_broken_requirement_gives_one_line_too(beside, tmp_path):
+def test_a_broken_requirement_gives_one_line_too(run_without, tmp_path):
     (tmp_path / "book.txt").write_text("of all that could be written, only this was\n" * 99)
     words = ["data=text", "data.path=book.txt", "data.tokenizer=bpe", "engine=ggml", "hydra.run.dir=run"]
-    done = beside(["tokenizers"], *words)
+    done = run_without(["tokenizers"], *words)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "toyexp: error: tokenizers is installed but cannot be loaded (OSError: libnothing.so.1: cannot open shared "
@@ -338,8 +338,8 @@ def test_a_broken_requirement_gives_one_line_too(beside, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_broken_numpy_gives_one_line_in_any_command(beside):
-    done = beside(["numpy"], "describe", "model.gguf")
+def test_a_broken_numpy_gives_one_line_in_any_command(run_without):
+    done = run_without(["numpy"], "describe", "model.gguf")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(
         "toyexp: error: numpy is installed but cannot be loaded (ImportError: undefined symbol"

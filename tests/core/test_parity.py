@@ -1,4 +1,4 @@
-"""What parity reports: the differences by hand, and what counts as too far apart."""
+"""Parity: differences against values computed by hand, and its tolerances."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from toyexp.cli.main import main
 from toyexp.cli.parity import Measured, loss_difference, tensor_differences
 
 
-def measured(start, gradients, weights, losses=(1.0,)):
+def measure_arrays(start, gradients, weights, losses=(1.0,)):
     def arrays(values):
         return {name: np.array(value, np.float32) for name, value in values.items()}
 
@@ -22,8 +22,8 @@ def differences(ours, theirs):
 
 
 def test_differences_match_values_computed_by_hand():
-    reference = measured({"w": [1, 1]}, {"w": [3, 4]}, {"w": [1, 3]})
-    other = measured({"w": [1, 1]}, {"w": [3, 5]}, {"w": [1.5, 3]})
+    reference = measure_arrays({"w": [1, 1]}, {"w": [3, 4]}, {"w": [1, 3]})
+    other = measure_arrays({"w": [1, 1]}, {"w": [3, 5]}, {"w": [1.5, 3]})
     found = differences(other, reference)["w"]
     assert found.gradient == pytest.approx(1 / 5)
     assert found.cosine == pytest.approx((3 * 3 + 4 * 5) / (5 * math.sqrt(34)))
@@ -41,24 +41,24 @@ def test_losses_have_absolute_and_relative_differences():
 
 def test_gradients_that_are_zero_on_one_engine_only_differ():
     zero, some = {"w": [0, 0], "v": [1, 1]}, {"w": [0, 1], "v": [1, 1]}
-    both = differences(measured(zero, zero, zero), measured(zero, zero, zero))["w"]
+    both = differences(measure_arrays(zero, zero, zero), measure_arrays(zero, zero, zero))["w"]
     assert (both.gradient, both.cosine, both.weights, both.of_norm) == (0, 1, 0, 0)
-    one = differences(measured(zero, some, zero), measured(zero, zero, zero))["w"]
+    one = differences(measure_arrays(zero, some, zero), measure_arrays(zero, zero, zero))["w"]
     assert one.gradient > 1e5
     assert one.cosine == 0
 
 
 def test_a_tensor_moved_only_by_rounding_does_not_count():
-    """As the bias of the keys without rope: its gradient is noise, of which AdamW makes steps all the same."""
+    """Like the key bias without RoPE: its gradient is rounding noise, which AdamW still turns into steps."""
     start = {"w": [0] * 4, "bias": [0] * 4}
-    reference = measured(start, {"w": [1] * 4, "bias": [1e-8] * 4}, {"w": [0.1] * 4, "bias": [0.05] * 4})
-    other = measured(start, {"w": [1] * 4, "bias": [-1e-8] * 4}, {"w": [0.1] * 4, "bias": [-0.05] * 4})
+    reference = measure_arrays(start, {"w": [1] * 4, "bias": [1e-8] * 4}, {"w": [0.1] * 4, "bias": [0.05] * 4})
+    other = measure_arrays(start, {"w": [1] * 4, "bias": [-1e-8] * 4}, {"w": [0.1] * 4, "bias": [-0.05] * 4})
     bias = differences(other, reference)["bias"]
     assert bias.gradient == pytest.approx(2e-8, rel=1e-3)
     assert bias.weights == 0
     for gradient in (0, 1e-6):  # none at all (a LoRA's A before its first step), and a small one that is real
-        reference = measured(start, {"w": [1] * 4, "bias": [gradient] * 4}, {"w": [0.1] * 4, "bias": [0.05] * 4})
-        other = measured(start, {"w": [1] * 4, "bias": [gradient] * 4}, {"w": [0.1] * 4, "bias": [-0.05] * 4})
+        reference = measure_arrays(start, {"w": [1] * 4, "bias": [gradient] * 4}, {"w": [0.1] * 4, "bias": [0.05] * 4})
+        other = measure_arrays(start, {"w": [1] * 4, "bias": [gradient] * 4}, {"w": [0.1] * 4, "bias": [-0.05] * 4})
         assert differences(other, reference)["bias"].weights == pytest.approx(0.1 / 0.0790569, rel=1e-3)
 
 
@@ -67,7 +67,7 @@ def test_nan_is_infinitely_far(bad):
     fine = {"w": [1, 1], "v": [1, 1]}
     broken = {"w": [1, bad], "v": [1, 1]}
     for ours, theirs in ((broken, fine), (fine, broken), (broken, broken)):
-        found = differences(measured(fine, ours, ours), measured(fine, theirs, theirs))
+        found = differences(measure_arrays(fine, ours, ours), measure_arrays(fine, theirs, theirs))
         assert (found["w"].gradient, found["w"].weights) == (math.inf, math.inf)
         assert found["v"].gradient == found["v"].weights == 0
     assert loss_difference([1, bad], [1, bad]).largest == math.inf
@@ -79,7 +79,7 @@ LINE = ["parity", "plugins=[toyexp.testing.null]", "data=text", "data.path=book.
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
@@ -142,7 +142,7 @@ def register_engines(register):
 
 
 def test_the_tolerance_is_that_of_the_less_precise_engine(tmp_path, capsys):
-    """Its tolerances are those of the report, but for what was asked for."""
+    """The tolerances are those of the report unless given."""
     (tmp_path / "rounding_engine.py").write_text(ROUNDING)
     line = [LINE[0], "plugins=[rounding_engine]", *LINE[2:], "steps=1"]
     engines = "engine=rounding:to=float16,rounding:to=bfloat16,rounding"

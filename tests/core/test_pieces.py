@@ -21,7 +21,7 @@ RUNS = [
 
 
 def nasty(seed, size):
-    """A text in which what is hard to cut into words stands side by side: runs of all lengths, and some prose."""
+    """Return a text that is hard to cut into words: runs of characters of all lengths, and prose."""
     rng = random.Random(seed)
     pool = [*NASTY, *scramble_texts(seed, 100), *[PROSE] * 20]
     found = []
@@ -51,7 +51,7 @@ def test_every_pre_tokenizer_finds_the_same_words_in_pieces(name):
 
 
 def byte_level(name):
-    """A BPE in which <b> is a token of its own."""
+    """Return a BPE with <b> as a token."""
     trained = BPE.train([PROSE], 300)
     made = BPE([*trained.pieces[:-1], "<b>", END_OF_TEXT], trained.merges, 300, PRE_TOKENIZERS[name])
     made.user_defined = frozenset([299])
@@ -84,7 +84,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_every_tokenizer_gives_the_same_ids_in_pieces(name):
     tokenizer = TOKENIZERS[name]()
-    text = nasty(1, 20_000).replace("12", "<b>")  # which is a token of its own, wherever it stands
+    text = nasty(1, 20_000).replace("12", "<b>")  # a token wherever it occurs
     found = [part.text for part in split_text(in_chunks(text, 1), tokenizer.cuts, size=600)]
     assert len(found) > 8 and "".join(found) == text
     ids = np.concatenate(tokenizer.encode_pieces(found, [True, *[False] * (len(found) - 1)]))

@@ -1,4 +1,4 @@
-"""What a Plan refuses, and what it says of its tensors."""
+"""Validation and properties of plans."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ MASK = {"w.dropout": InputSpec((5, 8), "float32", optional=True)}
 
 
 def plan(**changes):
-    """A plan of three matrices, with what a test changes."""
+    """Return a plan of three matrices with some fields changed."""
     settings = {"tensors": (*TENSORS, *PAIR), "inputs": INPUTS, "rows": 3, **changes}
     return Plan(OpModel("matmul"), **settings)
 

@@ -1,4 +1,4 @@
-"""Pictures of sweeps and searches: what is written into them, what they show, and what they never replace."""
+"""Plots of sweeps and searches: their texts, their contents, and files that they never replace."""
 
 import json
 import re
@@ -24,8 +24,8 @@ SWEEP = ["-m", "engine=ggml", "data=random", "model.n_layers=1", "model.d_model=
          "eval_every=2", "steps=4", "lr=5,1e-2", "seed=0,1", "sweep.isolate=false", "sweep.report=false"]  # fmt: skip
 
 
-def drawn(capsys, *words):
-    """The texts of what `compare --plot` draws to the last of the words."""
+def plot_texts(capsys, *words):
+    """Return the texts in the plot that `compare --plot` writes."""
     assert main(["compare", *words[:-1], "--plot", words[-1]]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"plot    {words[-1]}, ") and out.count("\n") == 1
@@ -45,12 +45,12 @@ def grid(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
-    words = drawn(capsys, str(grid / "runs"), "curves.svg")
+    words = plot_texts(capsys, str(grid / "runs"), "curves.svg")
     assert "recipe scratch, warm × lr 0.001, 0.003, 0.01, 0.5 × 4 seeds" in words
     common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not complete"
     assert common in " ".join(words), "in one line or two, by how long the place is"
@@ -96,7 +96,7 @@ def test_curves_are_distinguishable_without_colour_and_fill_the_page(grid, capsy
 def test_of_many_points_only_the_best_are_coloured(tmp_path, capsys):
     for number in range(30):
         write_run(tmp_path / f"runs/{number}", steps=5, lr=1e-3 * (number + 1), held_out=2.0 + number / 10)
-    words = drawn(capsys, "runs", "curves.svg")
+    words = plot_texts(capsys, "runs", "curves.svg")
     assert "lr 0.001 to 0.03 (30 values)" in words
     assert "22 others, grey" in words and "2.8 to 4.9" in words
     assert Path("curves.svg").stat().st_size < 200_000
@@ -106,7 +106,7 @@ def test_of_many_points_only_the_best_are_coloured(tmp_path, capsys):
 
 def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
     write_run(tmp_path / "one", steps=50)
-    assert "scratch-llama" in drawn(capsys, "one", "one.svg")
+    assert "scratch-llama" in plot_texts(capsys, "one", "one.svg")
     for name, lr in (("a", 1e-3), ("b", 3e-3)):
         write_run(tmp_path / "none" / name, steps=50, lr=lr, eval_every=1000)
         for file in ("result.json", "events.jsonl"):
@@ -116,7 +116,7 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
             if "eval_loss" in kept[0]:
                 kept[0]["eval_loss"] = None
             path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    assert "smoothed train loss" in drawn(capsys, "none", "none.svg")
+    assert "smoothed train loss" in plot_texts(capsys, "none", "none.svg")
 
 
 def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):
@@ -126,11 +126,11 @@ def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):
         write_run(tmp_path / f"runs/{number}", name=name, lr=10.0**-number, steps=5, held_out=held_out)
     write_run(tmp_path / "runs/none", until=0, lr=7.0, steps=5)
     for place in ("runs", *(f"runs/{number}" for number in range(3))):
-        drawn(capsys, place, "curves.svg")
+        plot_texts(capsys, place, "curves.svg")
         assert xml.dom.minidom.parse("curves.svg").documentElement.tagName == "svg"
 
 
-def search_of(place, scores, metric="loss"):
+def write_search(place, scores, metric="loss"):
     """A search as its directory keeps it: of each trial its rate, its optimiser and a score; one was stopped."""
     write_run(place / "0", steps=5)
     draw = np.random.default_rng(0)
@@ -147,8 +147,8 @@ def search_of(place, scores, metric="loss"):
 @pytest.mark.parametrize(("metric", "best"), [("loss", 7), ("accuracy", 9)])
 def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metric, best):
     scores = [3.0, 2.5, 2.9, 5.0, 2.2, None, 2.6, 1.75, 2.0, 90.0]
-    trials = search_of(tmp_path / "s", scores, metric)
-    words = drawn(capsys, "s", "search.svg")
+    trials = write_search(tmp_path / "s", scores, metric)
+    words = plot_texts(capsys, "s", "search.svg")
     assert "tpe search of lr, optim: 10 trials" in words
     values = trials[best]["values"]
     assert f"best {scores[best]:g}, trial {best}: lr={values['lr']} optim={values['optim']}" in words, words
@@ -164,7 +164,7 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
 
 
 def test_long_labels_of_a_search_are_rotated_to_avoid_overlap(tmp_path):
-    search_of(tmp_path / "s", [3.0, 2.0, 2.5, 1.0])
+    write_search(tmp_path / "s", [3.0, 2.0, 2.5, 1.0])
     file = tmp_path / "s/search.json"
     for names, turned in ((("adamw", "lion"), 0), (("adafactor_factored", "muon_nesterov_long"), 30)):
         told = json.loads(file.read_text())
@@ -176,18 +176,18 @@ def test_long_labels_of_a_search_are_rotated_to_avoid_overlap(tmp_path):
 
 
 def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
-    search_of(tmp_path / "s", [3.0, 2.0])
+    write_search(tmp_path / "s", [3.0, 2.0])
     told = json.loads((tmp_path / "s/search.json").read_text())
     told["trials"][0]["values"]["lr"] = 10**400
     (tmp_path / "s/search.json").write_text(json.dumps(told))
-    assert "best 2, trial 1" in " ".join(drawn(capsys, "s", "search.svg"))
+    assert "best 2, trial 1" in " ".join(plot_texts(capsys, "s", "search.svg"))
 
 
 def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
-    search_of(tmp_path / "s", [3.0, 2.0])
-    assert "held-out loss at the end" in drawn(capsys, "s", "lr>0", "curves.svg")
+    write_search(tmp_path / "s", [3.0, 2.0])
+    assert "held-out loss at the end" in plot_texts(capsys, "s", "lr>0", "curves.svg")
     (tmp_path / "s/search.json").write_text('{"trials": [{"trial": "x"}]}')
-    assert "held-out loss at the end" in drawn(capsys, "s", "curves.svg")
+    assert "held-out loss at the end" in plot_texts(capsys, "s", "curves.svg")
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_an_unknown_part_names_the_broken_plugins_that_may_provide_it(install):
 
 @pytest.fixture
 def distribution(tmp_path, monkeypatch):
-    """Installs a package with one plugin that says what it requires; returns the directory of its module."""
+    """Install a package with one plugin and its requirements; return the module's directory."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(*requires, source=None, package="stranger"):
@@ -455,20 +455,22 @@ def test_a_missing_local_module_is_an_error():
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def shipped_registry():
     return load()
 
 
-def test_nothing_that_ships_is_broken(shipped):
-    own = [p for p in shipped.problems if p.package.startswith("toyexp ")]
+def test_nothing_that_ships_is_broken(shipped_registry):
+    own = [p for p in shipped_registry.problems if p.package.startswith("toyexp ")]
     assert own == []
-    assert {p.name for p in SHIPPED} <= {o.plugin for offers in shipped.offers.values() for o in offers.values()}
+    assert {p.name for p in SHIPPED} <= {
+        o.plugin for offers in shipped_registry.offers.values() for o in offers.values()
+    }
 
 
-def test_every_setting_that_ships_has_a_comment_in_the_help(shipped):
+def test_every_setting_that_ships_has_a_comment_in_the_help(shipped_registry):
     missing = [
         f"{kind}={name} {setting.name}"
-        for kind, offers in shipped.offers.items()
+        for kind, offers in shipped_registry.offers.items()
         for name, offer in offers.items()
         for setting in list_settings(offer.cls)
         if not setting.comment
@@ -476,8 +478,8 @@ def test_every_setting_that_ships_has_a_comment_in_the_help(shipped):
     assert missing == []
 
 
-def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped):
-    found = {s.name: (s.default, s.type, s.comment) for s in list_settings(shipped.get("callbacks", "cosine"))}
+def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped_registry):
+    found = {s.name: (s.default, s.type, s.comment) for s in list_settings(shipped_registry.get("callbacks", "cosine"))}
     told = "warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run"
     assert found["warmup"] == (5, "int | float", told)
     assert found["floor"][:2] == (0.01, "float")
@@ -604,7 +606,7 @@ def test_the_init_of_a_plugin_package_imports_only_toyexp(package):
 
 
 def test_hasattr_is_not_used():
-    # What a thing is stands in its class; asking for attributes hides a missing contract.
+    # Interfaces are defined in classes; checks for attributes hide a missing contract.
     for path in [*sources(CORE), *(p for package in SHIPPED for p in sources(package))]:
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
         assert not any(isinstance(c.func, ast.Name) and c.func.id == "hasattr" for c in calls), path

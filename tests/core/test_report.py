@@ -1,4 +1,4 @@
-"""report.html: what its file holds, and when a sweep writes it; test_report_page.py opens it in a browser."""
+"""report.html: its contents, and when a sweep writes it; test_report_page.py opens it in a browser."""
 
 import base64
 import gzip
@@ -28,7 +28,7 @@ def swept(tmp_path_factory):
     return here
 
 
-def data_of(page):
+def page_data(page):
     packed = re.search(r'id="data">([^<]*)<', page.read_text())[1]
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
@@ -38,7 +38,7 @@ def test_the_page_is_self_contained_and_has_the_numbers_of_the_runs(swept):
     text = page.read_text()
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text[: text.index('id="library"')])
     assert "default-src 'none'" in text and page.stat().st_size < 3_000_000
-    told = data_of(page)
+    told = page_data(page)
     assert len(told["runs"]) == 25 and len(told["points"]) == 7
     for run in told["runs"]:
         events = [json.loads(line) for line in (Path(run["path"]) / "events.jsonl").read_text().splitlines()]
@@ -86,7 +86,7 @@ def test_unreadable_events_are_skipped(tmp_path):
 
 
 def test_impossible_steps_are_skipped_and_tokens_are_summed(tmp_path):
-    """Beside more steps than are parsed at once: no time, no tokens, tokens and steps below 0, one beyond 64 bits."""
+    """More steps than are parsed at once, with missing, negative and overflowing fields."""
     run = write_run(tmp_path / "run", steps=1200, eval_every=1200)
     odd = [{"step": 1201, "tokens": 5, "wall_us": 0}, {"step": 1202, "wall_us": 9}, {"step": 1203, "tokens": -7},
            {"step": -1, "tokens": 5, "wall_us": 9}, {"step": 1 << 64, "tokens": 5, "wall_us": 9}]  # fmt: skip
@@ -113,7 +113,7 @@ def test_the_best_point_is_marked_only_among_several(tmp_path):
         write_run(tmp_path / f"runs/{lr}", lr=lr, steps=5)
         page = tmp_path / f"{number}.html"
         assert main(["compare", str(tmp_path / "runs"), "--html", str(page)]) == 0
-        assert data_of(page)["best"] is (number > 1)
+        assert page_data(page)["best"] is (number > 1)
 
 
 @pytest.mark.parametrize("seven", [False, True])
@@ -161,7 +161,7 @@ def test_a_sweep_writes_its_report_by_default(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["-m", *SMALL, "lr=1e-2,1e-3", "seed=0,1", "hydra.sweep.dir=s"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "report  s/report.html"
-    told = data_of(tmp_path / "s/report.html")
+    told = page_data(tmp_path / "s/report.html")
     results = [json.loads(path.read_text())["eval_loss"] for path in sorted(tmp_path.glob("s/*/result.json"))]
     assert sorted(run["loss"] for run in told["runs"]) == pytest.approx(sorted(results))
     assert [point["counted"] for point in told["points"]] == [2, 2] and told["keys"] == ["lr"]
@@ -194,13 +194,13 @@ def test_a_report_is_refreshed_within_a_time_budget_and_reads_only_new_events(tm
     assert not page.exists()
     now[0] = FIRST_DELAY
     report(tmp_path / "s", False)
-    assert len(data_of(page)["runs"]) == 1
+    assert len(page_data(page)["runs"]) == 1
     write_run(tmp_path / "s/1", steps=5, seed=1)
     report(tmp_path / "s", False)
-    assert len(data_of(page)["runs"]) == 1
+    assert len(page_data(page)["runs"]) == 1
     now[0] += FIRST_DELAY
     report(tmp_path / "s", False)
-    assert len(data_of(page)["runs"]) == 2 and read == ["0", "1"] and not capsys.readouterr().out
+    assert len(page_data(page)["runs"]) == 2 and read == ["0", "1"] and not capsys.readouterr().out
 
 
 def test_only_the_best_of_very_many_runs_are_shown(tmp_path, monkeypatch):
@@ -208,6 +208,6 @@ def test_only_the_best_of_very_many_runs_are_shown(tmp_path, monkeypatch):
     for number in range(5):
         write_run(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
     Report("five").write(Comparison.build([read_run(path) for path in find_runs(tmp_path / "s")]), tmp_path / "r.html")
-    told = data_of(tmp_path / "r.html")
+    told = page_data(tmp_path / "r.html")
     assert [run["loss"] for run in told["runs"]] == [1.0, 2.0, 3.0]
     assert "the best 3 of 5 runs are shown" in told["notes"]

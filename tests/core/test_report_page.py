@@ -1,4 +1,4 @@
-"""report.html in a browser: each thing that a person does there, what it then shows, and that it asks no network."""
+"""report.html in a browser: every interaction, and no network access."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ def chromium():
 
 
 class Opened:
-    """A page, with what it complained of or asked a network for."""
+    """A page that records console errors and network requests."""
 
     def __init__(self, chromium, path, **window):
         self.context = chromium.new_context(**window)
@@ -57,16 +57,16 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def opened(chromium, swept):
+def open_page(chromium, swept):
     return Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900}, color_scheme="light")
 
 
 @pytest.fixture
-def page(opened):
+def page(open_page):
     """The page as it was when it opened, once a test is done with it."""
-    yield opened.page
-    assert opened.trouble == []
-    opened.page.evaluate("""() => {
+    yield open_page.page
+    assert open_page.trouble == []
+    open_page.page.evaluate("""() => {
       const by = (id) => document.getElementById(id), tell = (box, kind) => box.dispatchEvent(new Event(kind));
       for (const [id, on] of Object.entries({ xlog: 0, ylog: 0, raw: 1, held: 1, bands: 1, outliers: 0 }))
         if (by(id).checked !== Boolean(on)) by(id).click();
@@ -99,7 +99,7 @@ def axis(page, name, chart="main"):
 
 
 def traces(page, chart="main"):
-    """What is drawn: name, points, values."""
+    """Return the drawn curves: name, points, values."""
     told = "t => [t.name, [...t.x], [...t.y], t.error_y ? [...t.error_y.array] : null]"
     return page.evaluate(f"document.getElementById('{chart}').data.map({told})")
 
@@ -110,7 +110,7 @@ def column(page, head):
 
 
 def events(swept, kind, **settings):
-    """The runs' own lines of a kind, of the runs with these settings: what the page is held against."""
+    """Return the events of a kind of the runs with these settings, to compare with the page."""
     found = []
     for path in sorted(find_runs(swept / "runs")):
         run = read_run(path)
@@ -149,7 +149,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_resets_them(page):
     assert 60 < low < 90 and 130 < high < 170 and axis(page, "xaxis", "speed") == (low, high)
     assert axis(page, "yaxis")[0] > below_all and axis(page, "yaxis")[1] < above_all
     smooth = next(xs for name, xs, *_ in traces(page) if name == LABEL)
-    assert min(smooth) <= low + 2 and max(smooth) >= high - 2  # drawn anew for what is seen
+    assert min(smooth) <= low + 2 and max(smooth) >= high - 2  # redrawn for the visible range
     page.mouse.dblclick(x + 200, y + 200)
     until(page, "document.getElementById('main')._fullLayout.xaxis.range[1] > 300")
     assert axis(page, "xaxis")[0] < 1 and axis(page, "yaxis") == (below_all, above_all)
@@ -159,7 +159,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_resets_them(page):
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 42, steps=4)
     page.mouse.up()
     until(page, "document.getElementById('main')._fullLayout.xaxis.range[0] > 100")  # and it follows them
-    assert axis(page, "yaxis")[1] < above_all - 1  # fitted to what is seen
+    assert axis(page, "yaxis")[1] < above_all - 1  # scaled to the visible range
     page.mouse.dblclick(box["x"] + 40, box["y"] + 40)
     until(page, "document.getElementById('main')._fullLayout.xaxis.range[1] > 300")
 
@@ -284,7 +284,7 @@ def test_curves_can_be_drawn_over_steps_tokens_or_time(page, swept):
 
 
 def test_smoothing_is_an_exponential_mean_of_the_steps(page, swept):
-    """Beside the sum written out, of one run; none at the left end of the slider."""
+    """Compared with the explicit sum for one run; no smoothing at the left end of the slider."""
     page.set_checked("#bands", False)
     page.set_checked("#held", False)
     page.fill("#filter", "lr=0.003 warm")
@@ -344,8 +344,8 @@ def test_raw_held_out_scores_and_outliers_can_be_hidden(page, swept):
 
 def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(chromium, swept):
     window = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True, "is_mobile": True}
-    opened = Opened(chromium, swept / "report.html", **window)
-    page = opened.page
+    open_page = Opened(chromium, swept / "report.html", **window)
+    page = open_page.page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     cell = page.locator("#table tbody td.best").first.bounding_box()
     assert cell["x"] > 0 and cell["x"] + cell["width"] < 390  # the score of the best, without a swipe
@@ -360,8 +360,8 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     assert page.locator("#ways a.best").inner_text() == "warnings (8)"
     assert page.locator("#warnings summary").all_inner_texts() == ["the loss climbs (8)"]
     assert page.locator("#samples .card").count() == 6
-    assert page.locator("#samples .card b").count() == 0  # what a run wrote stays text
+    assert page.locator("#samples .card b").count() == 0  # text of a run is not interpreted
     page.locator("#runs details").first.locator("summary").click()
     assert page.locator("#runs details pre").first.inner_text().startswith("toyexp --config-path ")
-    assert opened.trouble == []
-    opened.context.close()
+    assert open_page.trouble == []
+    open_page.context.close()

@@ -1,4 +1,4 @@
-"""`toyexp runs` and `toyexp compare`: what is here, what differs, how well it did."""
+"""`toyexp runs` and `toyexp compare`: listing, filtering and comparing runs."""
 
 import csv
 import io
@@ -28,28 +28,28 @@ from toyexp.training.rundir import lock
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Runs of two recipes and rates below outputs/, one that was killed, and what is no run."""
+    """Make runs of two recipes and rates below outputs/, a killed one, and other directories."""
     monkeypatch.chdir(tmp_path)
     for number, (recipe, lr, seed) in enumerate((r, lr, s) for r in ("scratch", "warm") for lr in (3e-3, 1e-2)
                                                 for s in (0, 1)):  # fmt: skip
         write_run(f"outputs/sweep/{number}", recipe=recipe, lr=lr, seed=seed, steps=50)
     write_run("outputs/killed", reason=None, until=30, seed=9, steps=50)
     (tmp_path / "outputs/conf").mkdir()
-    (tmp_path / "outputs/conf/config.yaml").write_text("steps: 3\n")  # somebody's configuration
+    (tmp_path / "outputs/conf/config.yaml").write_text("steps: 3\n")  # a foreign configuration
     return tmp_path
 
 
-def answered(capsys, *words):
+def run_command(capsys, *words):
     assert main(words) == 0
     return capsys.readouterr().out
 
 
-def listed(capsys, *words):
-    return json.loads(answered(capsys, "runs", *words, "--json"))["runs"]
+def list_runs(capsys, *words):
+    return json.loads(run_command(capsys, "runs", *words, "--json"))["runs"]
 
 
 def test_runs_lists_settings_and_progress_of_each_run(here, capsys):
-    runs = listed(capsys)
+    runs = list_runs(capsys)
     assert len(runs) == 9
     one = next(run for run in runs if run["path"].endswith("sweep/7"))
     result = json.loads((here / "outputs/sweep/7/result.json").read_text())
@@ -61,7 +61,7 @@ def test_runs_lists_settings_and_progress_of_each_run(here, capsys):
     last = [json.loads(line) for line in (here / "outputs/killed/events.jsonl").read_text().splitlines()]
     evals = [event["loss"] for event in last if event["kind"] == "eval"]
     assert (killed["state"], killed["steps"], killed["of"], killed["loss"]) == ("killed", 30, 50, evals[-1])
-    table = answered(capsys, "runs").splitlines()
+    table = run_command(capsys, "runs").splitlines()
     assert "30/50" in table[-3] and "killed" in table[-3]  # begun last
     assert table[-1] == "9 runs: 8 completed, 1 killed"
 
@@ -69,9 +69,9 @@ def test_runs_lists_settings_and_progress_of_each_run(here, capsys):
 def test_a_diverged_run_is_marked_and_counted(here, capsys):
     place = here / "outputs/sweep/0/result.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), "diverged": True}))
-    assert [run["path"] for run in listed(capsys, "state=diverged")] == ["outputs/sweep/0"]
-    assert "9 runs: 7 completed, 1 diverged, 1 killed" in answered(capsys, "runs")
-    told = json.loads(answered(capsys, "compare", "outputs/sweep", "--json"))
+    assert [run["path"] for run in list_runs(capsys, "state=diverged")] == ["outputs/sweep/0"]
+    assert "9 runs: 7 completed, 1 diverged, 1 killed" in run_command(capsys, "runs")
+    told = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
     assert [point["counted"] for point in told["points"]] == [2] * 4
 
 
@@ -79,34 +79,34 @@ def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
     for name, file in (("0", "events.jsonl"), ("1", "config.yaml")):
         (here / "outputs/sweep" / name / file).unlink()
         os.mkfifo(here / "outputs/sweep" / name / file)
-    states = {run["path"][-1]: run["state"] for run in listed(capsys)}
+    states = {run["path"][-1]: run["state"] for run in list_runs(capsys)}
     assert (states["0"], states["1"]) == ("completed", "unreadable")
-    assert listed(capsys, "state=unreadable")[0]["why"].startswith("config.yaml is a pipe")
+    assert list_runs(capsys, "state=unreadable")[0]["why"].startswith("config.yaml is a pipe")
 
 
 def test_filters_match_metrics_by_four_decimals_and_rates_exactly(tmp_path, capsys):
     write_run(tmp_path / "a", steps=5, lr=0.00304, held_out=1.23456)
     for word, found in (("loss=1.2346", 1), ("loss=1.235", 0), ("lr=0.0030", 0), ("lr=0.00304", 1)):
-        assert len(listed(capsys, str(tmp_path), word)) == found, word
+        assert len(list_runs(capsys, str(tmp_path), word)) == found, word
 
 
 def test_a_run_with_engine_auto_lists_the_chosen_engine(here, capsys):
     place = here / "outputs/sweep/0/config.yaml"
     place.write_text(place.read_text().replace("- engine: ggml", "- engine: auto"))
     assert "- engine: auto" in place.read_text() and "ggml)" in repr(toyexp.open(place.parent))
-    assert len(listed(capsys, "engine=ggml")) == 9
+    assert len(list_runs(capsys, "engine=ggml")) == 9
     place.write_text(place.read_text().replace("name: ggml", "name: auto"))
-    told = json.loads(answered(capsys, "compare", "outputs/sweep", "--json"))
+    told = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
     assert [len(point["runs"]) for point in told["points"]] == [2] * 4 and "engine" not in told["differ"]
 
 
 def test_a_locked_run_is_listed_as_running(here, capsys):
     held = lock(here / "outputs/killed")
     try:
-        assert [run["state"] for run in listed(capsys, "state=running")] == ["running"]
+        assert [run["state"] for run in list_runs(capsys, "state=running")] == ["running"]
     finally:
         os.close(held)
-    assert not listed(capsys, "state=running")  # this process is still there, and the run is not
+    assert not list_runs(capsys, "state=running")  # this process is still there, and the run is not
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_locked_run_is_listed_as_running(here, capsys):
     ],
 )
 def test_filters_take_columns_and_settings(here, capsys, words, count):
-    assert len(listed(capsys, *words)) == count
+    assert len(list_runs(capsys, *words)) == count
 
 
 @pytest.mark.parametrize(("key", "order"), [("loss", "cab"), ("-loss", "acb")])
@@ -140,10 +140,10 @@ def test_runs_without_the_value_that_sorts_come_last_both_ways(key, order):
 
 
 def test_runs_are_sorted_by_a_column_or_a_setting(here, capsys):
-    losses = [run["loss"] for run in listed(capsys, "--sort", "-loss")]
+    losses = [run["loss"] for run in list_runs(capsys, "--sort", "-loss")]
     assert losses == sorted(losses, reverse=True)
-    assert [run["seed"] for run in listed(capsys, "--sort", "seed", "--last", "1")] == [9]
-    assert listed(capsys, "--sort", "optim.weight_decay")
+    assert [run["seed"] for run in list_runs(capsys, "--sort", "seed", "--last", "1")] == [9]
+    assert list_runs(capsys, "--sort", "optim.weight_decay")
 
 
 @pytest.mark.parametrize("width", [80, 70])
@@ -151,16 +151,16 @@ def test_tables_fit_the_terminal_and_name_hidden_columns(here, capsys, monkeypat
     for number, lr in enumerate((3e-3, 1e-2)):
         settings = {"optim__weight_decay": 0.1, "optim__beta2": 0.9 + number / 100, "recipe": "warm", "steps": 50}
         write_run(f"outputs/other/{number}", lr=lr, scores={"accuracy": 0.5}, **settings)
-    whole = answered(capsys, "runs").splitlines()
+    whole = run_command(capsys, "runs").splitlines()
     assert max(map(len, whole)) > width and "ggml" in whole[1]  # to a file or a pipe everything goes
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
-    table = answered(capsys, "runs").splitlines()
+    table = run_command(capsys, "runs").splitlines()
     assert max(map(len, table)) <= width
     assert table[-1] == "11 runs: 10 completed, 1 killed" and "same for all runs: engine ggml" in table[-3]
     assert "columns left out to fit the terminal: name" in table[-2] and table[-2].endswith("; --csv has all")
     assert {"recipe", "lr", "held-out", "accuracy", "run"} < set(table[0].split()) and len(table) == 12 + 4
-    compared = answered(capsys, "compare", "outputs").splitlines()
+    compared = run_command(capsys, "compare", "outputs").splitlines()
     assert max(map(len, compared)) <= width and "weight_decay" in compared[0] and "beta2" in compared[0]
     assert "held-out loss" in compared[0] and compared[1].endswith("best") and "speed" not in compared[0]
     assert any(line.startswith("columns left out to fit the terminal: speed, smoothed train loss") for line in compared)
@@ -169,18 +169,18 @@ def test_tables_fit_the_terminal_and_name_hidden_columns(here, capsys, monkeypat
 def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
-    told = answered(capsys, "runs", "seed=9").splitlines()
+    told = run_command(capsys, "runs", "seed=9").splitlines()
     assert told[-1] == "1 of 9 runs: 1 killed" and told[-2].startswith("columns left out to fit the terminal: ")
     assert "same for all runs" not in "\n".join(told)
 
 
 def test_csv_has_a_row_for_each_run(here, capsys):
-    rows = list(csv.DictReader(io.StringIO(answered(capsys, "runs", "--csv", "recipe=warm"))))
+    rows = list(csv.DictReader(io.StringIO(run_command(capsys, "runs", "--csv", "recipe=warm"))))
     assert len(rows) == 4 and {row["recipe"] for row in rows} == {"warm"} and float(rows[0]["loss"]) > 0
 
 
 def test_compare_has_means_over_seeds_with_the_deviation_of_a_sample(here, capsys):
-    told = json.loads(answered(capsys, "compare", "outputs/sweep", "--json"))
+    told = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
     assert told["metric"] == "held-out loss" and len(told["points"]) == 4
     assert set(told["differ"]) == {"recipe", "lr", "seed", "name"}
     for point in told["points"]:
@@ -192,7 +192,7 @@ def test_compare_has_means_over_seeds_with_the_deviation_of_a_sample(here, capsy
         assert point["deviation"] == pytest.approx(np.std(losses, ddof=1))
     means = [point["mean"] for point in told["points"]]
     assert means == sorted(means) and [point["best"] for point in told["points"]] == [True, False, False, False]
-    table = answered(capsys, "compare", "outputs/sweep").splitlines()
+    table = run_command(capsys, "compare", "outputs/sweep").splitlines()
     assert table[0].split()[:4] == ["recipe", "lr", "runs", "steps"] and table[1].endswith("best")
     assert f"{means[0]:.4f} ± {told['points'][0]['deviation']:.4f}" in table[1]
     assert "8 runs in 4 points" in table[6]
@@ -200,7 +200,7 @@ def test_compare_has_means_over_seeds_with_the_deviation_of_a_sample(here, capsy
 
 def test_compare_takes_runs_sweeps_patterns_and_filters(here, capsys):
     def runs(*words):
-        points = json.loads(answered(capsys, "compare", *words, "--json"))["points"]
+        points = json.loads(run_command(capsys, "compare", *words, "--json"))["points"]
         return sorted(run["path"] for point in points for run in point["runs"])
 
     both = ["outputs/sweep/0", "outputs/sweep/5"]
@@ -209,7 +209,7 @@ def test_compare_takes_runs_sweeps_patterns_and_filters(here, capsys):
 
 
 def test_an_unfinished_run_is_not_counted_and_noted(here, capsys):
-    told = answered(capsys, "compare", "outputs")
+    told = run_command(capsys, "compare", "outputs")
     assert "not counted: 1 killed" in told
     (row,) = [line for line in told.splitlines() if line.split()[:2] == ["scratch", "0.003"] and "2/3" in line]
     assert "2-" not in row.split()[3]  # nor do its steps
@@ -220,27 +220,29 @@ def test_settings_that_change_together_share_a_column(tmp_path, capsys):
         write_run(
             tmp_path / str(number), model=model, model__d_model=d_model, model__n_layers=layers, seed=number, steps=5
         )
-    table = answered(capsys, "compare", str(tmp_path)).splitlines()
+    table = run_command(capsys, "compare", str(tmp_path)).splitlines()
     assert table[0].split()[:2] == ["model", "runs"] and "with model: model.d_model" in "\n".join(table)
 
 
 def test_different_run_lengths_are_noted_if_the_table_has_no_column_for_them(tmp_path, capsys):
     for recipe, steps in (("scratch", 5), ("warm", 12)):
         write_run(tmp_path / recipe, recipe=recipe, steps=steps)
-    assert "runs were planned with 5 or 12 steps" in answered(capsys, "compare", str(tmp_path))
+    assert "runs were planned with 5 or 12 steps" in run_command(capsys, "compare", str(tmp_path))
     write_run(tmp_path / "longer", recipe="warm", steps=20)
-    told = answered(capsys, "compare", str(tmp_path))  # steps are a column now
+    told = run_command(capsys, "compare", str(tmp_path))  # steps are a column now
     assert "runs were planned with" not in told and told.splitlines()[0].count("steps taken") == 1
-    heads = answered(capsys, "compare", str(tmp_path), "--csv").splitlines()[0].split(",")
+    heads = run_command(capsys, "compare", str(tmp_path), "--csv").splitlines()[0].split(",")
     assert len(heads) == len(set(heads))
 
 
 def test_a_metric_that_should_rise_is_ranked_descending(tmp_path, capsys):
     for number, accuracy in enumerate((0.5, 0.9, 0.7)):
         write_run(tmp_path / str(number), lr=10.0**-number, steps=5, scores={"accuracy": accuracy})
-    told = json.loads(answered(capsys, "compare", str(tmp_path), "--metric", "accuracy", "--json"))
+    told = json.loads(run_command(capsys, "compare", str(tmp_path), "--metric", "accuracy", "--json"))
     assert [point["mean"] for point in told["points"]] == [0.9, 0.7, 0.5] and told["points"][0]["best"]
-    rows = list(csv.DictReader(io.StringIO(answered(capsys, "compare", str(tmp_path), "--csv", "--metric=accuracy"))))
+    rows = list(
+        csv.DictReader(io.StringIO(run_command(capsys, "compare", str(tmp_path), "--csv", "--metric=accuracy")))
+    )
     assert [row["held-out accuracy"] for row in rows] == ["0.9", "0.7", "0.5"] and rows[0]["best"] == "best"
 
 
@@ -254,11 +256,13 @@ def test_losses_on_different_data_are_noted_as_not_comparable(here, capsys):
     write_run("outputs/other", steps=50, data__max_mb=2.0)
     events = here / "outputs/other/events.jsonl"
     events.write_text(events.read_text().replace('"tokens_sha256": "ab"', '"tokens_sha256": "cd"'))
-    told = answered(capsys, "compare", "outputs/other", "outputs/sweep")
+    told = run_command(capsys, "compare", "outputs/other", "outputs/sweep")
     assert "the data differ between points (tokens)" in told and "best" not in told
-    assert not any(p["best"] for p in json.loads(answered(capsys, "compare", "outputs", "--json"))["points"])
-    assert not any(row["best"] for row in csv.DictReader(io.StringIO(answered(capsys, "compare", "outputs", "--csv"))))
-    assert "data differ" not in answered(capsys, "compare", "outputs/sweep")
+    assert not any(p["best"] for p in json.loads(run_command(capsys, "compare", "outputs", "--json"))["points"])
+    assert not any(
+        row["best"] for row in csv.DictReader(io.StringIO(run_command(capsys, "compare", "outputs", "--csv")))
+    )
+    assert "data differ" not in run_command(capsys, "compare", "outputs/sweep")
 
 
 def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
@@ -266,8 +270,8 @@ def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
         write_run(tmp_path / f"{seed}", steps=5, seed=seed, held_out=2.0, scores={"accuracy": -12345678.9})
         file = tmp_path / f"{seed}/result.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": 1e300 * (seed + 1)}))
-    told = answered(capsys, "runs", str(tmp_path)) + answered(capsys, "compare", str(tmp_path))
-    told += answered(capsys, "compare", str(tmp_path), "--metric", "accuracy")
+    told = run_command(capsys, "runs", str(tmp_path)) + run_command(capsys, "compare", str(tmp_path))
+    told += run_command(capsys, "compare", str(tmp_path), "--metric", "accuracy")
     cells = "  1e+300  ", "1.5e+300 ± 7.071e+299", "  -1.235e+07  ", "-1.235e+07 ± 0"
     assert all(cell in told for cell in cells)
     assert max(map(len, told.splitlines())) < 250
@@ -276,8 +280,8 @@ def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
 def test_without_finite_losses_no_run_is_the_best(tmp_path, capsys):
     for lr in (3e-3, 1e-2):
         write_run(tmp_path / str(lr), reason=None, until=30, lr=lr, steps=50)
-    assert "best" not in answered(capsys, "compare", str(tmp_path))
-    points = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]
+    assert "best" not in run_command(capsys, "compare", str(tmp_path))
+    points = json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))["points"]
     assert [(point["mean"], point["best"]) for point in points] == [(None, False)] * 2
 
 
@@ -321,7 +325,7 @@ def test_invalid_arguments_give_a_one_line_error(here, capsys, words, told):
 
 def test_an_empty_directory_says_what_to_type(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "start one with `toyexp`" in answered(capsys, "runs")
+    assert "start one with `toyexp`" in run_command(capsys, "runs")
 
 
 def test_damaged_run_directories_are_skipped(here, capsys):
@@ -331,9 +335,9 @@ def test_damaged_run_directories_are_skipped(here, capsys):
     (bad / "config.yaml").write_bytes(b'name: "\\e[31mred"\nseed: [\n\xff\nsteps: 99999999999999999999\n')
     (bad / "result.json").write_text('{"steps": "many", "eval_loss": [1], "reason": 3, "eval_scores": {"a": "b"}}')
     os.mkfifo(bad / "events.jsonl")
-    (one,) = [run for run in listed(capsys) if run["path"].endswith("bad")]
+    (one,) = [run for run in list_runs(capsys) if run["path"].endswith("bad")]
     assert one["steps"] is None and one["loss"] is None and one["scores"] == {}
-    assert "\x1b" not in answered(capsys, "runs")
+    assert "\x1b" not in run_command(capsys, "runs")
 
 
 def test_integers_too_large_for_float_are_skipped(here, capsys):
@@ -342,29 +346,29 @@ def test_integers_too_large_for_float_are_skipped(here, capsys):
     (one / "result.json").write_text(json.dumps({**result, "tokens_per_second": 10**400}))
     text = (one / "config.yaml").read_text()
     (one / "config.yaml").write_text(text.replace("lr: 0.01", f"lr: {10**400}"))
-    (run,) = [run for run in listed(capsys) if run["path"].endswith("sweep/7")]
+    (run,) = [run for run in list_runs(capsys) if run["path"].endswith("sweep/7")]
     assert run["speed"] is None and run["loss"] == result["eval_loss"]
-    assert len(listed(capsys, "outputs", "lr>0")) == 9
-    points = json.loads(answered(capsys, "compare", "outputs", "--json"))["points"]
+    assert len(list_runs(capsys, "outputs", "lr>0")) == 9
+    points = json.loads(run_command(capsys, "compare", "outputs", "--json"))["points"]
     assert sum(point["counted"] for point in points) == 8
 
 
 def test_a_run_with_unreadable_settings_belongs_to_no_point(here, capsys):
-    before = answered(capsys, "compare", "outputs/sweep", "--json")
+    before = run_command(capsys, "compare", "outputs/sweep", "--json")
     write_run("outputs/sweep/bad\nname", recipe="warm", lr=1e-2, seed=7, steps=50)
     (here / "outputs/sweep/bad\nname/config.yaml").write_text("a: [")
     (here / "outputs/killed/result.json").write_text("[1, 2]")
-    after = json.loads(answered(capsys, "compare", "outputs/sweep", "outputs/killed", "--json"))
+    after = json.loads(run_command(capsys, "compare", "outputs/sweep", "outputs/killed", "--json"))
     assert [p["mean"] for p in after["points"] if p["counted"]] == [p["mean"] for p in json.loads(before)["points"]]
     assert [n for n in after["notes"] if "whose config.yaml cannot be read" in n and "bad" in n]
     assert [n for n in after["notes"] if "1 killed (result.json cannot be read)" in n]
     for command in ("runs", "compare"):
-        assert "bad\\nname" in answered(capsys, command, "outputs/sweep")
-        assert "bad\\nname" in answered(capsys, command, "outputs/sweep/bad\nname")  # among no others
+        assert "bad\\nname" in run_command(capsys, command, "outputs/sweep")
+        assert "bad\\nname" in run_command(capsys, command, "outputs/sweep/bad\nname")  # among no others
 
 
 def test_thousands_of_runs_are_listed_quickly(tmp_path):
-    """Links to the files of one run: what is measured is how much is opened, and how much of it is read."""
+    """Links to the files of one run: the test counts opened files and read bytes."""
     run = write_run(tmp_path / "one", steps=2000)
     for number in range(2_000):
         directory = tmp_path / "many" / f"{number // 100}" / f"{number}"
@@ -396,27 +400,31 @@ def test_exploding_yaml_aliases_stop_neither_runs_nor_compare(tmp_path, capsys, 
         write_run(tmp_path / name, steps=5)
     config = tmp_path / "b/config.yaml"
     config.write_text(config.read_text() + BOMBS[bomb])
-    assert "whose config.yaml cannot be read" in " ".join(answered(capsys, "compare", str(tmp_path)).split())
-    assert len(listed(capsys, str(tmp_path), "engine.threads=1")) == 1
+    assert "whose config.yaml cannot be read" in " ".join(run_command(capsys, "compare", str(tmp_path)).split())
+    assert len(list_runs(capsys, str(tmp_path), "engine.threads=1")) == 1
 
 
 def test_filters_match_booleans_and_losses_as_printed(here, capsys):
     write_run("outputs/tied", model__tied=False, steps=5, held_out=3.03947)
     paths = [
-        listed(capsys, *words)[0]["path"] for words in (["model.tied=False"], ["loss=3.0395"], ["model.tied=false"])
+        list_runs(capsys, *words)[0]["path"] for words in (["model.tied=False"], ["loss=3.0395"], ["model.tied=false"])
     ]
-    assert paths == ["outputs/tied"] * 3 and not listed(capsys, "model.tied=True") and not listed(capsys, "lr=0.0031")
+    assert (
+        paths == ["outputs/tied"] * 3
+        and not list_runs(capsys, "model.tied=True")
+        and not list_runs(capsys, "lr=0.0031")
+    )
 
 
 def test_filters_find_todays_runs_and_those_of_a_sweep(here, capsys):
     (here / "outputs/sweep/sweep.json").write_text("{}")
-    assert len(listed(capsys, "sweep=sweep")) == 8 and "sweep" in answered(capsys, "runs").splitlines()[0].split()
+    assert len(list_runs(capsys, "sweep=sweep")) == 8 and "sweep" in run_command(capsys, "runs").splitlines()[0].split()
     now = datetime.now(UTC)
     for days, name in enumerate(("scratch", "warm")):
         run = write_run(f"outputs/new/{name}", recipe=name, steps=5)
         events, when = run / "events.jsonl", (now - timedelta(days=4 * days)).isoformat()
         events.write_text(events.read_text().replace("2026-11-22T10:00:00.000+00:00", when))
-    assert [len(listed(capsys, "outputs/new", word)) for word in ("when>yesterday", "when<=yesterday")] == [1, 1]
+    assert [len(list_runs(capsys, "outputs/new", word)) for word in ("when>yesterday", "when<=yesterday")] == [1, 1]
 
 
 def test_yesterday_begins_a_day_before_today():
@@ -454,13 +462,13 @@ def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys
     for seed in range(4):
         read = sources(**({"base": "b1"} | {role: "1122334455667788"} if seed > 1 else {"base": "b1"}))
         write_run(f"pa/{seed}", seed=seed, steps=5, held_out=1.0 + seed, sources=read)
-    told = json.loads(answered(capsys, "compare", "pa", "--json"))
+    told = json.loads(run_command(capsys, "compare", "pa", "--json"))
     assert [(p["mean"], p["counted"], p["best"]) for p in told["points"]] == [
         (1.5, 2, role == "base"), (3.5, 2, False)]  # fmt: skip
     assert told["points"][1]["settings"] == {f"{role} digest": "11223344"}
     assert any(f"{role} digest" in note and "separate points" in note for note in told["notes"])
     assert any("cannot be compared" in note for note in told["notes"]) is (role == "data")
-    table = answered(capsys, "compare", "pa")
+    table = run_command(capsys, "compare", "pa")
     assert f"{role} digest" in table.splitlines()[0] and "1.5000 ± 0.7071" in table and "3.5000 ± 0.7071" in table
     assert main(["compare", "pa", "--csv"]) == 0
     out, err = capsys.readouterr()
@@ -479,7 +487,7 @@ def test_a_nan_loss_is_noted(tmp_path, capsys, monkeypatch, wrong):
     result = Path("runs/1/result.json")
     result.write_text(json.dumps({**json.loads(result.read_text()), "eval_loss": wrong}))
     for command in ("runs", "compare"):
-        notes = json.loads(answered(capsys, command, "runs", "--json"))["notes"]
+        notes = json.loads(run_command(capsys, command, "runs", "--json"))["notes"]
         assert any("runs/1, result.json has " in note and note.endswith(" for eval_loss") for note in notes)
 
 
@@ -496,7 +504,10 @@ def test_runs_without_digests_are_told_apart_by_facts_about_their_data(tmp_path,
         run = write_run(tmp_path / str(seed), seed=seed, steps=5)
         events = run / "events.jsonl"
         events.write_text(events.read_text().replace('"tokens_sha256": "ab"', f'"tokens_sha256": "{seed}"'))
-    assert [p["counted"] for p in json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]] == [1, 1]
+    assert [p["counted"] for p in json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))["points"]] == [
+        1,
+        1,
+    ]
 
 
 def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, capsys, monkeypatch):
@@ -506,7 +517,7 @@ def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, c
             write_run(f"class/{person}/outputs/{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
 
     def points(*words):
-        told = json.loads(answered(capsys, "compare", *words, "--json"))
+        told = json.loads(run_command(capsys, "compare", *words, "--json"))
         return [(point["settings"].get("whose"), point["mean"]) for point in told["points"]], told["notes"]
 
     apart, notes = points("class")
@@ -532,7 +543,7 @@ def test_copied_runs_are_told_apart_by_their_working_directories(tmp_path, capsy
             events.write_text(events.read_text().replace('"schema"', f'"cwd": "/home/{person}", "schema"'))
 
     def points(*words):
-        told = json.loads(answered(capsys, "compare", *map(str, words), "--json"))
+        told = json.loads(run_command(capsys, "compare", *map(str, words), "--json"))
         return [(point["settings"].get("whose"), point["mean"]) for point in told["points"]]
 
     assert points(tmp_path) == [("/home/ann", 1.5), ("/home/bob", 2.5)]
@@ -545,7 +556,7 @@ def test_copied_runs_are_told_apart_by_their_working_directories(tmp_path, capsy
     assert points(*zips) == [("ann.zip", 1.0), ("bob.zip", 1.0)]
     assert any(
         "2 points are equally good" in n
-        for n in json.loads(answered(capsys, "compare", *map(str, zips), "--json"))["notes"]
+        for n in json.loads(run_command(capsys, "compare", *map(str, zips), "--json"))["notes"]
     )
     shutil.rmtree(tmp_path / "bob0")
     shutil.rmtree(tmp_path / "ann1")
@@ -554,7 +565,7 @@ def test_copied_runs_are_told_apart_by_their_working_directories(tmp_path, capsy
 
 def test_repeated_runs_are_told_apart_unless_they_have_other_seeds(tmp_path, capsys):
     def points():
-        told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))["points"]
+        told = json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))["points"]
         return [(point["settings"].get("whose"), point["mean"]) for point in told]
 
     for held_out, name in enumerate("ab", 1):
@@ -572,7 +583,7 @@ def test_a_run_whose_settings_cannot_be_read_adds_no_digest_to_those_of_others(t
     for name, data in (("0", "d1"), ("1", "d1"), ("bad", "d2")):
         write_run(tmp_path / name, seed=int(name == "1"), steps=5, sources=sources(data))
     (tmp_path / "bad/config.yaml").write_text("")
-    told = json.loads(answered(capsys, "compare", str(tmp_path), "--json"))
+    told = json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))
     assert not any(point["settings"] for point in told["points"])
     assert not any("separate points" in note for note in told["notes"])
 
@@ -585,8 +596,10 @@ def archive(path, **members):
 
 def test_a_zip_of_runs_is_listed_and_compared(here, capsys):
     shutil.make_archive("class", "zip", "outputs")
-    assert len(listed(capsys, "class.zip")) == 9 and "9 runs: 8 completed" in answered(capsys, "runs", "class.zip")
-    means = [[p["mean"] for p in json.loads(answered(capsys, "compare", place, "--json"))["points"]]
+    assert len(list_runs(capsys, "class.zip")) == 9 and "9 runs: 8 completed" in run_command(
+        capsys, "runs", "class.zip"
+    )
+    means = [[p["mean"] for p in json.loads(run_command(capsys, "compare", place, "--json"))["points"]]
              for place in ("outputs", "class.zip")]  # fmt: skip
     assert means[0] == means[1]
 
@@ -594,7 +607,7 @@ def test_a_zip_of_runs_is_listed_and_compared(here, capsys):
 def test_a_zip_with_backslashes_in_names_is_read(here, capsys):
     one = here / "outputs/killed"
     archive("class.zip", **{f"ann\\run\\{path.name}": path.read_bytes() for path in one.iterdir() if path.is_file()})
-    assert [run["path"] for run in listed(capsys, "class.zip")] == ["class.zip/ann/run"]
+    assert [run["path"] for run in list_runs(capsys, "class.zip")] == ["class.zip/ann/run"]
 
 
 def test_a_zip_with_a_password_is_reported_as_encrypted(here, capsys):
@@ -611,8 +624,8 @@ def test_a_zip_with_a_password_is_reported_as_encrypted(here, capsys):
 def test_messages_name_the_zip_and_not_its_temporary_directory(here, capsys):
     shutil.make_archive("class", "zip", "outputs")
     archive("none.zip", **{"a/config.yaml": "a: 1"})
-    assert {run["path"] for run in listed(capsys, "class.zip", "seed=9")} == {"class.zip/killed"}
-    told = [answered(capsys, *words) for words in (
+    assert {run["path"] for run in list_runs(capsys, "class.zip", "seed=9")} == {"class.zip/killed"}
+    told = [run_command(capsys, *words) for words in (
         ["runs", "class.zip"], ["runs", "class.zip", "--csv"], ["compare", "class.zip", "--csv"],
         ["compare", "class.zip", "--json"], ["compare", "class.zip", "--plot", "x.svg"])]  # fmt: skip
     assert all("class.zip/sweep/3" in text for text in told[:4])
@@ -671,7 +684,7 @@ def test_directories_without_permission_are_reported(here, capsys, monkeypatch):
     (here / "outputs/sweep/4/events.jsonl").unlink()
     os.mkfifo(here / "outputs/sweep/4/events.jsonl")
     for command in (["runs", "outputs"], ["runs", "outputs", "optim.grad_clip=0"], ["compare", "outputs/sweep"]):
-        told = " ".join(answered(capsys, *command).split())
+        told = " ".join(run_command(capsys, *command).split())
         assert "sweep/3, config.yaml is a pipe" in told and "sweep/4, events.jsonl is a pipe" in told
     assert main(["runs", "outputs", "--csv"]) == 0
     assert "not read: outputs/sweep/3" in capsys.readouterr().err
@@ -684,31 +697,31 @@ def test_a_run_without_config_yaml_is_listed_as_unreadable(here, capsys):
                for n in ("2", "3") for name in ("events.jsonl", "result.json")}  # fmt: skip
     archive("all.zip", **records, **{"2/config.yaml": (here / "outputs/sweep/2/config.yaml").read_text()})
     for where, runs in (("outputs", ("sweep/3", "sweep/4")), ("all.zip", ("all.zip/3",))):
-        told = " ".join(answered(capsys, "runs", where).split())
-        compared = " ".join(answered(capsys, "compare", where).split())
+        told = " ".join(run_command(capsys, "runs", where).split())
+        compared = " ".join(run_command(capsys, "compare", where).split())
         for run in runs:
             assert f"{run}, config.yaml is missing or empty" in told and f"{len(runs)} unreadable" in told
             assert f"{run}, config.yaml is missing or empty" in compared
-    (alone,) = (run for run in listed(capsys) if run["path"].endswith("sweep/3"))
+    (alone,) = (run for run in list_runs(capsys) if run["path"].endswith("sweep/3"))
     assert (alone["state"], alone["why"], alone["steps"]) == ("unreadable", "config.yaml is missing or empty", 50)
 
 
 def test_links_to_the_outside_are_not_followed_with_a_note(here, capsys):
-    (here / "outputs/latest").symlink_to("sweep/0")  # is listed as what it is
+    (here / "outputs/latest").symlink_to("sweep/0")  # listed as unreadable
     (here / "outputs/broken").symlink_to("nowhere")
     (here / "outputs/loop").symlink_to("loop")
-    assert "not followed" not in answered(capsys, "runs")
+    assert "not followed" not in run_command(capsys, "runs")
     write_run(here / "elsewhere/one", steps=50)
     (here / "outputs/a-run").symlink_to("../elsewhere/one")
     (here / "outputs/sweep/all").symlink_to(here / "elsewhere")
     said = "not followed: 2 links below outputs, such as outputs/a-run"
-    assert said in " ".join(answered(capsys, "runs").split()) and len(listed(capsys)) == 9
-    assert said in " ".join(answered(capsys, "compare", "outputs").split())
+    assert said in " ".join(run_command(capsys, "runs").split()) and len(list_runs(capsys)) == 9
+    assert said in " ".join(run_command(capsys, "compare", "outputs").split())
     assert main(["runs", "--csv"]) == 0 and said in capsys.readouterr().err
     (here / "alone").mkdir()
     (here / "alone/x").symlink_to("../elsewhere/one")
-    assert "note: not followed: 1 link below alone, such as alone/x" in answered(capsys, "runs", "alone")
-    assert len(listed(capsys, "alone/x")) == 1, "one that is named is followed"
+    assert "note: not followed: 1 link below alone, such as alone/x" in run_command(capsys, "runs", "alone")
+    assert len(list_runs(capsys, "alone/x")) == 1, "one that is named is followed"
 
 
 def test_only_the_records_of_runs_are_extracted_from_a_zip(here):
@@ -741,7 +754,7 @@ def test_the_best_of_many_runs_are_ranked_as_among_all(tmp_path):
 @pytest.mark.parametrize("cell", ["=1+1", "+cmd|calc", "-x", "@SUM(A1)", "\tx"])
 def test_csv_cells_cannot_be_formulas(tmp_path, capsys, cell):
     write_run(tmp_path / "a", steps=5, name=cell)
-    (row,) = csv.DictReader(io.StringIO(answered(capsys, "runs", str(tmp_path), "--csv")))
+    (row,) = csv.DictReader(io.StringIO(run_command(capsys, "runs", str(tmp_path), "--csv")))
     assert row["name"] == f"'{cell}" and format_csv([[cell, "-1e-3"]]) == f"'{cell},-1e-3\n"
 
 

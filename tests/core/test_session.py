@@ -1,4 +1,4 @@
-"""A session's own checks, which hold whatever engine computes: states, names, shapes, numbers."""
+"""A session's own checks on every engine: states, names, shapes, numbers."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_misuse_is_a_named_error():
 
 
 class Counting(NullSession):
-    """Its logits are the tokens that it reads."""
+    """A session whose logits are its input tokens."""
 
     def do_logits(self, micro, rows):
         assert len(micro["tokens"]) == self.plan.rows

@@ -1,4 +1,4 @@
-"""Real processes that get SIGINT or SIGTERM, wherever they are, or whose output goes nowhere."""
+"""Signals and closed outputs in real processes."""
 
 import contextlib
 import json
@@ -49,18 +49,18 @@ def start(tmp_path, monkeypatch):
 def ends(process, number, code):
     """Sends the signal: the exit code, and its one line last, without a traceback."""
     process.send_signal(number)
-    out, _ = process.communicate(timeout=30)  # half of what it would be busy for
+    out, _ = process.communicate(timeout=30)  # half of its busy time
     assert process.returncode == code, out
     said, *_ = out.splitlines()[-1].split(";")
     assert said == f"toyexp: interrupted by {signal.Signals(number).name}" and "Traceback" not in out
     return out
 
 
-def reached(marker):
+def marker_exists(marker):
     return lambda process: (Path(f"/proc/{process.pid}/cwd") / marker).exists()
 
 
-# Native code that holds its thread for a minute, and lets Python go on beside it, as a tokenizer in Rust does.
+# Native code that blocks its thread for a minute without the GIL, like a tokenizer in Rust.
 BUSY = """
 import ctypes, sys
 from pathlib import Path
@@ -77,7 +77,7 @@ sys.exit(main())
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 def test_a_signal_during_native_tokenizing_ends_the_run(start, tmp_path, tokenizer):
     words = [*NOOP, *BOOK[:2], f"data.tokenizer={tokenizer}"]
-    process = start("-c", BUSY, *words, wait=reached("there"))
+    process = start("-c", BUSY, *words, wait=marker_exists("there"))
     ends(process, *{"byte": (signal.SIGTERM, 143), "bpe": (signal.SIGINT, 130)}[tokenizer])
     assert not (tmp_path / "run").exists()
     assert {p.name.partition("-")[0] for p in tmp_path.glob("cache/*")} <= {"text"}, "no ids, and nothing half written"
@@ -108,7 +108,7 @@ def register_callbacks(register):
 def test_a_second_signal_at_the_end_of_a_run_acts_at_once(start, tmp_path):
     (tmp_path / "slow_end.py").write_text(SLOW_END)
     words = [*BOOK, *NOOP[1:], "plugins=[toyexp.testing.null,slow_end]", "callbacks=[slow_end,events,gguf_export]"]
-    process = start("-m", "toyexp", *words, "steps=100000000", wait=reached("run/events.jsonl"))
+    process = start("-m", "toyexp", *words, "steps=100000000", wait=marker_exists("run/events.jsonl"))
     process.send_signal(signal.SIGTERM)
     while not (tmp_path / "ending").exists():
         assert process.poll() is None
@@ -153,7 +153,7 @@ sys.exit(main())
 
 def test_generate_ends_after_the_text_so_far(start):
     words = ["generate", str(next(DONOR.glob("*.gguf"))), "--prompt", "def ", "--engine", "ggml:threads=1"]
-    ends(start("-c", SLOW_TEXT, *words, wait=reached("there")), signal.SIGTERM, 143)
+    ends(start("-c", SLOW_TEXT, *words, wait=marker_exists("there")), signal.SIGTERM, 143)
 
 
 @pytest.mark.parametrize("output", [">&-", "<&- >&- 2>&-", ">/dev/full", "| head -n 1"])
@@ -203,8 +203,8 @@ def register_callbacks(register):
 
 
 @pytest.fixture
-def sent(tmp_path, monkeypatch, capsys):
-    """Runs in this process and sends it a signal after two steps of six; the exit code and the steps saved."""
+def run_with_signal(tmp_path, monkeypatch, capsys):
+    """Run in this process and send it a signal after two of six steps; return the exit code and saved steps."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sends_plugin.py").write_text(SENDS)
 
@@ -218,15 +218,15 @@ def sent(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def heard():
+def default_sighup():
     """SIGHUP as a terminal has it, also where the tests themselves run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_closed_terminal_ends_a_run_as_sigterm_does(sent, heard):
-    code, saved, (_, err) = sent("SIGHUP")
+def test_a_closed_terminal_ends_a_run_as_sigterm_does(run_with_signal, default_sighup):
+    code, saved, (_, err) = run_with_signal("SIGHUP")
     assert (code, saved) == (129, [2])
     assert err.startswith("toyexp: interrupted by SIGHUP; 2 of 6 steps are saved; to resume: toyexp resume=run")
     assert err.count("\n") == 1
@@ -234,17 +234,17 @@ def test_a_closed_terminal_ends_a_run_as_sigterm_does(sent, heard):
     assert main(["resume=run", "plugins=[toyexp.testing.null,sends_plugin]", "callbacks.sends.signal=''"]) == 0
 
 
-def test_an_ignored_sighup_stays_ignored(sent):
+def test_an_ignored_sighup_stays_ignored(run_with_signal):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert sent("SIGHUP")[:2] == (0, [6])
+        assert run_with_signal("SIGHUP")[:2] == (0, [6])
     finally:
         assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
 @pytest.mark.parametrize(("times", "exported"), [(1, True), (2, False)])
-def test_a_second_signal_does_not_wait_for_exports(sent, times, exported):
-    assert sent("SIGTERM", f"callbacks.sends.times={times}")[0] == 143
+def test_a_second_signal_does_not_wait_for_exports(run_with_signal, times, exported):
+    assert run_with_signal("SIGTERM", f"callbacks.sends.times={times}")[0] == 143
     assert Path("run/model.gguf").exists() == exported
 
 
@@ -270,15 +270,15 @@ def test_an_ignored_sigusr1_stays_ignored():
 
 
 @pytest.mark.parametrize("every", ["100", "0"])
-def test_sigusr1_saves_a_checkpoint_and_training_continues(sent, every):
-    code, saved, (out, _) = sent("SIGUSR1", f"checkpoint_every={every}")
+def test_sigusr1_saves_a_checkpoint_and_training_continues(run_with_signal, every):
+    code, saved, (out, _) = run_with_signal("SIGUSR1", f"checkpoint_every={every}")
     assert (code, saved) == (0, [2, 6] if every == "100" else [2])
     assert "SIGUSR1: saving step 2;" in out
 
 
-def test_sigusr1_ends_a_run_of_a_job_that_requests_it(sent, monkeypatch):
+def test_sigusr1_ends_a_run_of_a_job_that_requests_it(run_with_signal, monkeypatch):
     monkeypatch.setenv("TOYEXP_SIGUSR1", "end")
-    code, saved, (_, err) = sent("SIGUSR1")
+    code, saved, (_, err) = run_with_signal("SIGUSR1")
     assert (code, saved) == (128 + signal.SIGUSR1, [2]) and err.startswith("toyexp: interrupted by SIGUSR1; 2 of 6")
     monkeypatch.setenv("TOYEXP_SIGUSR1", "stop")
     assert main(["plugins"]) == 2
@@ -288,7 +288,7 @@ def test_a_run_continues_without_its_terminal(start, tmp_path):
     ours, theirs = os.openpty()
     words = [*NOOP, "data=random", "steps=100000000", "callbacks=[progress,events]"]
     here = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
-    process = start("-m", "toyexp", *words, wait=reached("run/events.jsonl"), **here)
+    process = start("-m", "toyexp", *words, wait=marker_exists("run/events.jsonl"), **here)
     os.close(theirs)
     os.close(ours)
     time.sleep(0.5)
@@ -344,7 +344,7 @@ def callback(_):
 
 
 def test_a_signal_while_python_tidies_up_after_an_import_is_not_lost():
-    """There it drops what is raised and goes on with the import lock held, so that other threads wait for ever."""
+    """Python ignores exceptions there and keeps the import lock, so that other threads would wait forever."""
     whole = []
     names = {"os": os, "signal": signal, "time": time, "whole": whole}
     exec(compile(LOCKED, "<frozen importlib._bootstrap>", "exec"), names)
@@ -377,7 +377,7 @@ def test_a_signal_lost_in_native_code_is_not_a_failure(monkeypatch, capsys):
     def compose(*_):
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-        raise ImportError("_multiarray failed to import")  # as NumPy's C API says, without what it was raised by
+        raise ImportError("_multiarray failed to import")  # as NumPy's C API reports it, without its cause
 
     monkeypatch.setattr("toyexp.config.compose.compose_cached", compose)
     assert main(["steps=1"]) == 143

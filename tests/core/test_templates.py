@@ -1,4 +1,4 @@
-"""Chat templates that do more than write one turn after another: what is read, what is learned, and in which rows.
+"""Chat templates that change or reorder turns: the resulting rows and the trained tokens.
 
 That their text is what transformers writes is tests/judge/test_templates.py.
 """
@@ -30,7 +30,7 @@ pytest.importorskip("jinja2", reason="chat templates: pip install 'toyexp[data]'
 TURN = "<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>\n"
 ASK = "{%% if add_generation_prompt %%}<|im_start|>assistant\n%s{%% endif %%}"
 CHATML = "{% for m in messages %}" + TURN % "m.content" + "{% endfor %}" + ASK % ""
-# Drops what was thought before every answer but the last, as Qwen's do.
+# A template that drops thoughts before all answers but the last, like Qwen's.
 THINKING = (
     "{% for m in messages %}{% set said = m.content if loop.last else m.content.split('</think>')[-1].lstrip() %}"
     + TURN % "said" + "{% endfor %}" + ASK % ""
@@ -45,7 +45,7 @@ MOVED = (
     "{% if m.role == 'user' %}[INST]{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n"
     "{% endif %}{{ m.content }}[/INST]{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
 )
-# Ends whatever it writes with end-of-text, as Phi 3.5's does.
+# A template that ends with end-of-text, like Phi 3.5's.
 ENDED = "{% for m in messages %}" + TURN % "m.content" + "{% endfor %}" + ASK % "" + (
     "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 )  # fmt: skip
@@ -58,7 +58,7 @@ MARKED = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _renderer():
-    """Keeps the process in which templates run, which ends with the last of them."""
+    """Keep the renderer process alive, which otherwise ends with the last template."""
     yield Template("", vocabulary(), "x")
 
 
@@ -69,13 +69,13 @@ def vocabulary() -> BPE:
 
 
 def talk(*said: str, system: str = "") -> list[Message]:
-    """What user and assistant say in turn."""
+    """Return messages of user and assistant in turn."""
     turns = [Message(("user", "assistant")[n % 2], text) for n, text in enumerate(said)]
     return [*([Message("system", system)] if system else []), *turns]
 
 
-def written(template: str, messages: Sequence[Message], **changes: Any) -> tuple[list[str], list[list[str]]]:
-    """The text of each row up to its last learned part, and the learned parts of each."""
+def rows_and_learned(template: str, messages: Sequence[Message], **changes: Any) -> tuple[list[str], list[list[str]]]:
+    """Return the text of each row up to its last trained part, and the trained parts."""
     rows = ChatTemplate(template, vocabulary(), "x.gguf").rows(messages, **changes).rows
     ends = [max(n for n, part in enumerate(row) if part.learned) + 1 for row in rows]
     texts = ["".join(part.text for part in row[:end]) for row, end in zip(rows, ends, strict=True)]
@@ -94,23 +94,23 @@ THOUGHTS = talk("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think
 
 def test_an_ordinary_template_makes_one_row_of_a_conversation():
     messages = talk("q1", "a1", "q2", "a2", "q3")
-    texts, learned = written(CHATML, messages)
+    texts, learned = rows_and_learned(CHATML, messages)
     assert learned == [["a1<|im_end|>", "a2<|im_end|>"]]
     assert rendered(CHATML, messages).startswith(texts[0])
 
 
 def test_if_earlier_thoughts_are_dropped_each_answer_follows_its_inference_prompt():
-    texts, learned = written(THINKING, THOUGHTS)
+    texts, learned = rows_and_learned(THINKING, THOUGHTS)
     assert learned == [[THOUGHTS[1].content + "<|im_end|>"], [THOUGHTS[3].content + "<|im_end|>"]]
     for n, (text, (answer,)) in enumerate(zip(texts, learned, strict=True)):
         assert text == rendered(THINKING, THOUGHTS[: 2 * n + 1], ask=True) + answer
     assert "t1" not in texts[1] and "a1" in texts[1]
-    whole, all_learned = written(THINKING, THOUGHTS, everything=True)
+    whole, all_learned = rows_and_learned(THINKING, THOUGHTS, everything=True)
     assert whole == all_learned[0] == [rendered(THINKING, THOUGHTS)], "all of one text is learned once"
 
 
 def test_the_loss_starts_after_the_part_of_an_answer_that_the_template_writes():
-    texts, learned = written(BEGUN, THOUGHTS)
+    texts, learned = rows_and_learned(BEGUN, THOUGHTS)
     assert learned == [["t1\n</think>\n\na1<|im_end|>"], ["t2\n</think>\n\na2<|im_end|>"]]
     assert texts[1] == rendered(BEGUN, THOUGHTS[:3], ask=True) + learned[1][0]
     made = ChatTemplate(BEGUN, vocabulary(), "x").rows(THOUGHTS)
@@ -118,16 +118,16 @@ def test_the_loss_starts_after_the_part_of_an_answer_that_the_template_writes():
 
 
 def test_an_answer_without_the_expected_thought_is_used_unchanged_and_counted():
-    texts, learned = written(BEGUN, talk("q1", "a1", "q2", "a2"))
+    texts, learned = rows_and_learned(BEGUN, talk("q1", "a1", "q2", "a2"))
     assert learned == [["a1<|im_end|>", "a2<|im_end|>"]] and "think" not in texts[0]
     assert ChatTemplate(BEGUN, vocabulary(), "x").rows(talk("q1", "a1", "q2", "a2")).not_as_asked == 2
-    split, begun = written(CHATML + "{% if add_generation_prompt %}<th{% endif %}", talk("q", "<b>x"))
+    split, begun = rows_and_learned(CHATML + "{% if add_generation_prompt %}<th{% endif %}", talk("q", "<b>x"))
     assert begun == [["<b>x<|im_end|>"]] and split[0].endswith("assistant\n<b>x<|im_end|>"), "no tag is cut in two"
 
 
 def test_an_empty_thought_of_the_generation_prompt_precedes_the_answer():
     messages = talk("q1", "a1", "q2", "a2")
-    texts, learned = written(NOT_TO_THINK, messages)
+    texts, learned = rows_and_learned(NOT_TO_THINK, messages)
     assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
     assert texts[1] == rendered(NOT_TO_THINK, messages[:3], ask=True) + "a2<|im_end|>"
     assert ChatTemplate(NOT_TO_THINK, vocabulary(), "x").rows(messages).not_as_asked == 0
@@ -150,7 +150,7 @@ def test_the_generation_prompt_is_not_repeated_before_the_answer(asks, writes, l
         + "{% if add_generation_prompt %}" + header + asks + "{% endif %}"
     )  # fmt: skip
     messages = talk("q1", "a1", "q2", "a2")
-    texts, learned = written(template, messages)
+    texts, learned = rows_and_learned(template, messages)
     assert learned == [[f"{left}a1<|im_end|>"], [f"{left}a2<|im_end|>"]]
     for n, text in enumerate(texts):
         assert text == rendered(template, messages[: 2 * n + 1], ask=True) + learned[n][0]
@@ -160,13 +160,13 @@ def test_the_generation_prompt_is_not_repeated_before_the_answer(asks, writes, l
 
 def test_text_that_the_template_moves_is_read_as_at_inference():
     messages = talk("q1", "a1", "q2", "a2", system="s")
-    texts, learned = written(MOVED, messages)
+    texts, learned = rows_and_learned(MOVED, messages)
     assert texts == ["[INST]s\nq1[/INST]a1<|im_end|>", "[INST]q1[/INST]a1<|im_end|>[INST]s\nq2[/INST]a2<|im_end|>"]
     assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
 
 
 def test_an_answer_ends_at_the_token_that_ends_generation():
-    _, learned = written(ENDED, talk("q1", "a1", "q2", "a2"))
+    _, learned = rows_and_learned(ENDED, talk("q1", "a1", "q2", "a2"))
     assert learned == [["a1<|im_end|>", "a2<|im_end|>"]]
     unknown = vocabulary()
     unknown.stops = frozenset()
@@ -190,33 +190,33 @@ def test_rows_without_an_end_token_get_end_of_text():
 
 def test_generation_marks_select_the_trained_tokens():
     messages = talk("q1", "a1", "q2", "a2")
-    assert written(MARKED, messages)[1] == [["a1<|im_end|>", "a2<|im_end|>"]]
+    assert rows_and_learned(MARKED, messages)[1] == [["a1<|im_end|>", "a2<|im_end|>"]]
     only_last = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and m.content == 'a2'")
-    assert written(only_last, messages)[1] == [["a2<|im_end|>"]]
+    assert rows_and_learned(only_last, messages)[1] == [["a2<|im_end|>"]]
     middle = MARKED.replace("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
                             "({% generation %}{{ m.content }}{% endgeneration %})<|im_end|>")  # fmt: skip
-    assert written(middle, messages)[1] == [["a1", "a2"]]
+    assert rows_and_learned(middle, messages)[1] == [["a1", "a2"]]
     header = MARKED.replace(
         "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}",
         "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n",
     )
     header = header.replace("{% else %}", "{% else %}<|im_start|>{{ m.role }}\n")  # fmt: skip
-    texts, learned = written(header, messages)
+    texts, learned = rows_and_learned(header, messages)
     assert learned == [[f"<|im_start|>assistant\n{answer}<|im_end|>" for answer in ("a1", "a2")]]
     assert rendered(header, messages).startswith(texts[0])
 
 
 def test_a_conversation_without_marked_tokens_is_rejected():
     with pytest.raises(BadExample, match="marks none of it"):
-        written(MARKED.replace("'assistant' %}", "'nobody' %}"), talk("q", "a"))
+        rows_and_learned(MARKED.replace("'assistant' %}", "'nobody' %}"), talk("q", "a"))
 
 
 def test_an_empty_answer_is_rejected():
     silent = [Message("user", "q"), Message("assistant", None, {"name": "x"})]
     with pytest.raises(BadExample, match="drops content of the assistant"):
-        written("{% for m in messages %}{{ m.content }}{% endfor %}", silent)
+        rows_and_learned("{% for m in messages %}{{ m.content }}{% endfor %}", silent)
     with pytest.raises(BadExample, match="marks none of it"):
-        written(
+        rows_and_learned(
             MARKED.replace("{% generation %}", "").replace("{% endgen", "{% generation %}{% endgen"), talk("q", "a")
         )
     tokenizer = vocabulary()
@@ -246,7 +246,7 @@ def test_messages_and_tools_are_passed_to_the_template_unchanged():
         '{"role": "tool", "content": ""}[\n {\n  "name": "add"\n }\n]'
     )
     with pytest.raises(BadExample, match="drops content of the assistant"):
-        written("{% for m in messages %}{{ m.role }}{% endfor %}", messages)
+        rows_and_learned("{% for m in messages %}{{ m.role }}{% endfor %}", messages)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_a_thought_is_available_under_each_common_key(further, seen):
 def test_control_tokens_are_found_in_any_field_of_a_message():
     call = Message("assistant", None, {"tool_calls": [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]})
     with pytest.raises(BadExample, match=r"what the assistant says contains the control token <\|im_end\|>"):
-        written(CHATML, [Message("user", "q"), call])
+        rows_and_learned(CHATML, [Message("user", "q"), call])
     with pytest.raises(BadExample, match=r"tools contains the control token <\|im_start\|>"):
-        written(CHATML, talk("q", "a"), tools=[{"<|im_start|>": 1}])
+        rows_and_learned(CHATML, talk("q", "a"), tools=[{"<|im_start|>": 1}])
 
 
 def test_a_template_gets_the_date():
@@ -294,8 +294,8 @@ def test_an_unclosed_mark_is_a_template_error():
 # -- in a data set ----------------------------------------------------------------------------------------------------
 
 
-def opened(folder: Path, template: str, chats: Sequence[Sequence[Message]], **changes: Any) -> tuple[Jsonl, Any]:
-    """Conversations as data=jsonl reads them, with a tokenizer whose file has the template."""
+def open_chats(folder: Path, template: str, chats: Sequence[Sequence[Message]], **changes: Any) -> tuple[Jsonl, Any]:
+    """Open conversations with data=jsonl and a tokenizer whose file has the template."""
     tokenizer = vocabulary()
     tokenizer.chat_template = template
     model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=8, vocab=tokenizer.vocab)
@@ -309,20 +309,20 @@ def opened(folder: Path, template: str, chats: Sequence[Sequence[Message]], **ch
 
 
 def test_conversations_that_make_several_rows_are_counted_and_held_out_whole(tmp_path):
-    _, dataset = opened(tmp_path, THINKING, [THOUGHTS, talk("q", "a")] * 3, val_fraction=0.3)
+    _, dataset = open_chats(tmp_path, THINKING, [THOUGHTS, talk("q", "a")] * 3, val_fraction=0.3)
     facts = dataset.describe()
     assert (facts["chats"], facts["chats_in_rows"], facts["rows_of_these"], facts["examples"]) == (6, 3, 6, 9)
     held = dataset.tokenizer.decode(dataset.held_out.ids)
     assert held.count("t1") == held.count("t2"), "an answer is not trained on whose question is held out"
     assert "3 conversations become 6 rows" in dataset.remarks()[0]
-    _, everything = opened(tmp_path, THINKING, [THOUGHTS] * 2, train_on="all")
+    _, everything = open_chats(tmp_path, THINKING, [THOUGHTS] * 2, train_on="all")
     assert everything.describe()["examples"] == 2 and everything.describe()["chats_in_rows"] == 0
 
 
 def test_changes_and_omissions_by_a_template_are_noted(tmp_path):
-    _, dataset = opened(tmp_path, BEGUN, [talk("q", "a"), THOUGHTS, talk("q", "b")])
+    _, dataset = open_chats(tmp_path, BEGUN, [talk("q", "a"), THOUGHTS, talk("q", "b")])
     assert dataset.describe()["answers_not_as_asked"] == 2 and "2 answers do not begin" in dataset.remarks()[1]
-    _, dataset = opened(tmp_path, DROPPED + ASK % "", [THOUGHTS] * 2)
+    _, dataset = open_chats(tmp_path, DROPPED + ASK % "", [THOUGHTS] * 2)
     assert dataset.describe()["thoughts_dropped"] == 4
     assert [words for words in dataset.remarks() if "4 answers are without their reasoning" in words]
 
@@ -331,18 +331,18 @@ def test_a_template_error_names_the_line_and_the_templates_message(tmp_path):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system\nrole') }}{% endif %}" + CHATML
     chats = [talk("q", "a"), talk("q", "a"), talk("q", "a", system="s")]
     with pytest.raises(UserError, match=re.escape(r"x.jsonl:3: the chat template refuses it (No system\nrole)")):
-        opened(tmp_path, template, chats)
-    facts = opened(tmp_path, template, chats, on_error="skip")[1].describe()
+        open_chats(tmp_path, template, chats)
+    facts = open_chats(tmp_path, template, chats, on_error="skip")[1].describe()
     assert (facts["examples"], facts["skipped"]) == (2, 1)
 
 
 def test_the_date_used_by_a_template_is_recorded_as_a_setting(tmp_path):
     dated = "{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
-    data, dataset = opened(tmp_path, dated, [talk("q", "a")] * 2)
+    data, dataset = open_chats(tmp_path, dated, [talk("q", "a")] * 2)
     assert data.date == dataset.describe()["chat_date"] == date.today().isoformat()
     assert f"{data.date} 00:00" in dataset.tokenizer.decode(dataset.train.ids)
-    data, dataset = opened(tmp_path, dated, [talk("q", "a")] * 2, date="2024-07-26T17:30")
+    data, dataset = open_chats(tmp_path, dated, [talk("q", "a")] * 2, date="2024-07-26T17:30")
     assert "2024-07-26 17:30" in dataset.tokenizer.decode(dataset.train.ids)
     assert "their template uses the date 2024-07-26T17:30 (data.date)" in dataset.remarks()
-    data, dataset = opened(tmp_path, CHATML, [talk("q", "a")] * 2)
+    data, dataset = open_chats(tmp_path, CHATML, [talk("q", "a")] * 2)
     assert data.date == "" and dataset.describe()["chat_date"] is None and dataset.remarks() == []

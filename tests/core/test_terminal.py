@@ -1,4 +1,4 @@
-"""What stands on a terminal, in which letters, and paths as people write them."""
+"""Terminal output, its encoding, and paths as users type them."""
 
 import ast
 import contextlib
@@ -46,7 +46,7 @@ def test_the_status_line_is_erased_before_output(words):
     subprocess.run([sys.executable, "-m", "toyexp", *words], stdout=theirs, stdin=subprocess.DEVNULL)
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # the end of what is there
+    with contextlib.suppress(OSError):  # the end of the file
         while more := os.read(ours, 1 << 16):
             shown += more
     os.close(ours)

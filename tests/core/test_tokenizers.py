@@ -1,4 +1,4 @@
-"""Tokenizers that come out of GGUF files: what is read, refused, kept for the export, and handed to other libraries.
+"""Tokenizers in GGUF files: reading, validation, export, and conversion for other libraries.
 
 That their ids are llama.cpp's own is tests/judge/test_tokenizers.py.
 """
@@ -66,7 +66,7 @@ def sentencepiece(**changes: Any) -> Keys:
     return {k: v for k, v in (keys | changes).items() if v is not None}
 
 
-def put(path: Path, keys: Keys, **further: Any) -> Path:
+def write_gguf(path: Path, keys: Keys, **further: Any) -> Path:
     """A GGUF with these `tokenizer.ggml.*` keys and `tokenizer.*` keys, by gguf-py."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {**{f"tokenizer.ggml.{k}": v for k, v in keys.items()}, **further}.items():
@@ -86,7 +86,7 @@ def put(path: Path, keys: Keys, **further: Any) -> Path:
 
 
 def read(path: Path, keys: Keys, **further: Any) -> Tokenizer:
-    with GGUFFile(put(path / "vocabulary.gguf", keys, **further)) as file:
+    with GGUFFile(write_gguf(path / "vocabulary.gguf", keys, **further)) as file:
         return read_tokenizer(file)
 
 

@@ -1,4 +1,4 @@
-"""What a plugin answers and should not: one line that names the plugin, whatever the engine, and no traceback."""
+"""Wrong return values of plugins: one line that names the plugin, on every engine, without a traceback."""
 
 import os
 from pathlib import Path
@@ -285,20 +285,20 @@ IMAGES = ["experiment=vit_digits", "data=odd_digits"]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def change_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("odd_plugin.py").write_text(PLUGIN)
 
 
-def told(capsys, *words):
-    """The one line with which a command line fails."""
+def error_line(capsys, *words):
+    """Return the one-line error of a failing command."""
     return run_failing(capsys, *words, codes=(1, 2))[0]
 
 
-def run_told(capsys, *words):
-    """The same of a run that computes nothing."""
+def run_error_line(capsys, *words):
+    """Return the one-line error of a run on the null engine."""
     own = words[0].startswith("experiment=")  # has sizes of its own
-    return told(capsys, *drop_repeated_keys(*(w for w in NOOP if not own or "model." not in w), *words))
+    return error_line(capsys, *drop_repeated_keys(*(w for w in NOOP if not own or "model." not in w), *words))
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def run_told(capsys, *words):
     ],
 )
 def test_invalid_data_is_named_before_anything_is_written(words, wanted, capsys):
-    line = run_told(capsys, "data=odd", *words)
+    line = run_error_line(capsys, "data=odd", *words)
     assert line.startswith("data.odd") and all(word in line for word in wanted)
     assert not Path("run").exists()
 
 
 def test_invalid_batches_are_rejected_before_anything_is_written(capsys):
-    line = run_told(capsys, "data=odd", "data.at=batches")
+    line = run_error_line(capsys, "data=odd", "data.at=batches")
     assert line == "data.odd.batches() returned None, expected Batches"
     assert not Path("run").exists()
 
@@ -334,22 +334,22 @@ def test_invalid_batches_are_rejected_before_anything_is_written(capsys):
     ],
 )
 def test_a_wrong_batch_is_attributed_to_the_data_and_not_the_engine(at, wanted, late, capsys):
-    line = run_told(capsys, "data=odd", f"data.at={at}", f"data.late={late}")
+    line = run_error_line(capsys, "data=odd", f"data.at={at}", f"data.late={late}")
     assert line.startswith(f"data.odd at step {0 if late else 3}: ") and wanted in line
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_nan_pixels_are_attributed_to_the_data(late, capsys):
-    line = run_told(capsys, *IMAGES, "data.at=pixels", f"data.late={late}")
+    line = run_error_line(capsys, *IMAGES, "data.at=pixels", f"data.late={late}")
     assert line.startswith(f"data.odd_digits at step {0 if late else 3}: batch['patches'] contains NaN")
 
 
 def test_held_out_batches_must_be_a_sequence(capsys):
-    assert run_told(capsys, "data=odd", "data.at=nothing").startswith("data.odd failed at step 0: TypeError")
+    assert run_error_line(capsys, "data=odd", "data.at=nothing").startswith("data.odd failed at step 0: TypeError")
 
 
 def test_missing_held_out_batches_end_only_runs_that_evaluate(capsys):
-    line = run_told(capsys, "data=odd", "data.at=empty", "data.late=true")
+    line = run_error_line(capsys, "data=odd", "data.at=empty", "data.late=true")
     assert line == "eval_every=4: data.odd has no held-out batches; eval_every=0 trains without"
     assert (
         main(
@@ -364,12 +364,12 @@ def test_missing_held_out_batches_end_only_runs_that_evaluate(capsys):
 
 
 def test_data_without_a_description_is_named(capsys):
-    line = run_told(capsys, "data=odd", "data.at=describe")
+    line = run_error_line(capsys, "data=odd", "data.at=describe")
     assert line.startswith("data.odd.") and line.endswith(" returned None, expected Mapping")
 
 
 def test_non_integer_ids_are_rejected_before_anything_is_written(capsys):
-    line = run_told(capsys, "data=odd", "data.at=fractions")
+    line = run_error_line(capsys, "data=odd", "data.at=fractions")
     assert line == "the ids of the data's training part are float32; they must be integers"
     assert not Path("run").exists()
 
@@ -378,9 +378,9 @@ def test_eval_names_the_data_too(capsys):
     assert main([*NOOP, "steps=1"]) == 0
     Path("x.txt").write_text("words")
     given = ["eval", "run", PLUGINS, "engine=noop"]
-    assert told(capsys, *given, "--data", "x.txt").startswith("data.odd failed in recognises(): KeyError")
-    assert told(capsys, *given, "data=odd", "data.at=open").startswith("data.odd.open() returned None, expected ")
-    line = told(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
+    assert error_line(capsys, *given, "--data", "x.txt").startswith("data.odd failed in recognises(): KeyError")
+    assert error_line(capsys, *given, "data=odd", "data.at=open").startswith("data.odd.open() returned None, expected ")
+    line = error_line(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
     assert line.startswith("data.odd ") and "-1 is not one of 0..49" in line
 
 
@@ -402,18 +402,18 @@ def test_eval_names_the_data_too(capsys):
     ],
 )
 def test_an_invalid_optimiser_update_is_rejected_with_the_plan(at, wanted, capsys):
-    line = run_told(capsys, "data=odd", "model.d_ff=50", "optim=odd_optim", f"optim.at={at}")
+    line = run_error_line(capsys, "data=odd", "model.d_ff=50", "optim=odd_optim", f"optim.at={at}")
     assert line.startswith("optim.odd_optim") and all(word in line for word in wanted)
     assert not Path("run").exists()
 
 
 def test_an_elementwise_update_that_reads_a_whole_tensor_is_rejected(capsys):
-    assert "elementwise" in run_told(capsys, "optim=whole")
+    assert "elementwise" in run_error_line(capsys, "optim=whole")
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_an_update_that_raises_on_an_engine_is_attributed_to_the_optimiser(engine, capsys):
-    line = run_told(capsys, "optim=odd_optim", "optim.at=later", f"engine={engine}")
+    line = run_error_line(capsys, "optim=odd_optim", "optim.at=later", f"engine={engine}")
     assert line.startswith("optim.odd_optim failed ") and "KeyError: 'later'" in line
 
 
@@ -430,14 +430,14 @@ def test_an_update_that_raises_on_an_engine_is_attributed_to_the_optimiser(engin
 )
 def test_a_format_that_writes_no_file_is_named_and_replaces_nothing(form, at, wanted, capsys):
     name = f"{form}_export"
-    assert run_told(capsys, f"callbacks=[{name}]", f"callbacks.{name}.at={at}").startswith(wanted)
+    assert run_error_line(capsys, f"callbacks=[{name}]", f"callbacks.{name}.at={at}").startswith(wanted)
     assert not list(Path("run").glob("*odd*"))
     assert main([*NOOP[:-1], "steps=1", "hydra.run.dir=whole"]) == 0
     target = Path("x.odd" if form == "odd" else "x-odd")
     target.write_text("before") if form == "odd" else target.mkdir()
     before = sorted(Path().iterdir())
     given = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", PLUGINS]
-    assert told(capsys, *given).startswith(wanted)
+    assert error_line(capsys, *given).startswith(wanted)
     assert sorted(Path().iterdir()) == before and (form != "odd" or target.read_text() == "before")
 
 
@@ -454,7 +454,7 @@ def test_a_format_that_writes_no_file_is_named_and_replaces_nothing(form, at, wa
 )
 def test_a_format_that_reads_a_wrong_model_is_named_and_nothing_is_written(text, wanted, capsys):
     Path("x.odd").write_text(text)
-    assert told(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith(wanted)
+    assert error_line(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith(wanted)
     assert not list(Path().glob("*.gguf"))
     Path("x.odd").write_text("whole")
     assert main(["export", "x.odd", "--type", "f16", PLUGINS]) == 0
@@ -462,14 +462,14 @@ def test_a_format_that_reads_a_wrong_model_is_named_and_nothing_is_written(text,
 
 def test_a_pipe_as_a_formats_file_is_rejected_without_blocking(capsys):
     os.mkfifo("x.odd")
-    assert told(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith("x.odd: is a pipe")
+    assert error_line(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith("x.odd: is a pipe")
 
 
 def test_a_session_that_is_not_open_is_an_error(capsys):
     wanted = "realize() returned a NullSession that is not open; return Session(plan).open()"
-    assert run_told(capsys, "engine=unopened") == wanted
+    assert run_error_line(capsys, "engine=unopened") == wanted
     assert main([*NOOP, "steps=1", "hydra.run.dir=whole"]) == 0
-    assert told(capsys, "eval", "whole", PLUGINS, "engine=unopened") == wanted
+    assert error_line(capsys, "eval", "whole", PLUGINS, "engine=unopened") == wanted
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_a_session_that_is_not_open_is_an_error(capsys):
     ],
 )
 def test_invalid_metrics_and_settings_of_a_model_are_named(at, wanted, capsys):
-    assert wanted in run_told(capsys, "model=odd_model", f"model.at={at}", "callbacks=[]")
+    assert wanted in run_error_line(capsys, "model=odd_model", f"model.at={at}", "callbacks=[]")
 
 
 @pytest.mark.parametrize(
@@ -497,11 +497,11 @@ def test_invalid_metrics_and_settings_of_a_model_are_named(at, wanted, capsys):
     ],
 )
 def test_an_invalid_snapshot_is_attributed_to_the_engine(at, wanted, capsys):
-    line = run_told(capsys, "data=odd", "engine=forgetful", f"engine.at={at}", "checkpoint_every=2")
+    line = run_error_line(capsys, "data=odd", "engine=forgetful", f"engine.at={at}", "checkpoint_every=2")
     assert f"OddSession.do_snapshot(){wanted}" in line
 
 
 def test_a_schedule_with_its_own_check_plan_still_checks_its_scaled_number(capsys):
-    line = run_told(capsys, "callbacks=[odd_schedule]", "callbacks.odd_schedule.scales=nope")
+    line = run_error_line(capsys, "callbacks=[odd_schedule]", "callbacks.odd_schedule.scales=nope")
     assert line.startswith("callbacks.odd_schedule.scales=nope: this optimiser has no such setting") and "lr" in line
     assert not Path("run").exists()

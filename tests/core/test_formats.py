@@ -250,7 +250,7 @@ def test_a_file_in_a_readable_format_is_accepted_wherever_a_gguf_is(tall, capsys
     assert "llama (model=llama)" in told and "trained on ids" not in told
     assert re.search(r"toyexp recipe=full recipe\.base=\S*model\.safetensors", told)
     assert main(["recipe=full", "recipe.base=model.safetensors", "model.context=64"]) == 2
-    assert "model.context=64: model.safetensors holds a model for up to 12 positions" in capsys.readouterr().err
+    assert "model.context=64: model.safetensors has a context of 12 tokens" in capsys.readouterr().err
     for words in (["generate", "model.safetensors", "--prompt", "a"], ["eval", "model.safetensors", "engine=ggml"]):
         assert main(words) == 2
         assert capsys.readouterr().err.startswith("toyexp: error: model.safetensors: ")

@@ -372,7 +372,7 @@ def foreign_bpe(vocab=257, **keys):
     [
         ("llama", {}, Bytes(), "it has no byte tokenizer"),
         ("qwen2", {}, Characters.from_texts(["abc"]), "it has no char tokenizer"),
-        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "trained by toyexp"),
+        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "not one trained by toyexp"),
         ("llama", {}, None, "no tokenizer"),
         ("llama", {}, foreign_bpe(), ""),
         ("llama", {}, sentencepiece(), ""),
@@ -388,7 +388,7 @@ def foreign_bpe(vocab=257, **keys):
         ("gemma", {"rope_scale": 2.0}, sentencepiece(prefix=False), "rope_scale"),
         ("gpt2", {"d_ff": 128}, foreign_bpe(), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(50257, **{"ggml.pre": "gpt-2"}), ""),
-        ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "trained by toyexp"),
+        ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "not one trained by toyexp"),
         ("gpt2", {}, foreign_bpe(), "d_ff=4*d_model"),
         ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
     ],

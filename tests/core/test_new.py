@@ -327,7 +327,7 @@ def test_a_missing_or_broken_plugin_is_reported_in_one_line(tmp_path, name, text
 
 
 def test_json_needs_check_and_check_takes_one_directory(capsys):
-    assert main(["plugins", "--json"]) == 2 and "goes with --check" in capsys.readouterr().err
+    assert main(["plugins", "--json"]) == 2 and "with --check" in capsys.readouterr().err
     assert main(["plugins", "--check", "x.py", "warm"]) == 2 and "takes one directory" in capsys.readouterr().err
 
 

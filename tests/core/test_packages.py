@@ -364,6 +364,6 @@ def test_a_module_inside_its_package_directory_is_suggested(tmp_path, monkeypatc
     with pytest.raises(UserError) as refused:
         load(["toyexp_pairs"])
     assert str(refused.value) == (
-        "plugins=[toyexp_pairs]: there is no module toyexp_pairs here; toyexp-pairs/toyexp_pairs.py is: go there with "
+        "plugins=[toyexp_pairs]: there is no module toyexp_pairs here, but toyexp-pairs/toyexp_pairs.py exists; type: "
         "cd toyexp-pairs, or pip install -e toyexp-pairs"
     )

@@ -196,7 +196,7 @@ def test_an_error_of_the_first_ten_minutes_names_the_page_that_explains_it(capsy
         ("the loss is nan at step 12", "symptoms"),
         ("writing q4_k takes llama-quantize, which is not here", "exports"),
         ("--type=q4_k: did you mean q4_k_s?", "exports"),
-        ("model.context=16: in none of the 3 training examples does what is learned begin within it", "data"),
+        ("model.context=16: none of the 3 training examples has a learned token within it", "data"),
         ("model.context=99: a.gguf has a context of 30 tokens; use model.context=30 or less", "recipes"),
         ("checkpoint_keep=0: must be at least 1", "resume"),
         ("a file: No space left on device", ""),

@@ -44,10 +44,11 @@ pictures: $(INSTALLED)  ## draw the documentation's pictures from real runs
 faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes on 2 cores; the figures go to tests/faults/figures.txt
 	TOYEXP_FIGURES=tests/faults/figures.txt $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(PYTEST)
 
-check: $(INSTALLED)  ## lint and types only
+check: $(INSTALLED)  ## lint, types, and clear sentences and names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/support/prose.py
 
 donor: $(INSTALLED)  ## train the shipped donor again and put it into the package
 	$(BIN)/python tests/make_donor.py

@@ -1,4 +1,4 @@
-"""LoRA adapters after their run: scored, merged, trained on from, and read from PEFT's directories."""
+"""LoRA adapters after their run: evaluated, merged, trained further, and read from PEFT's directories."""
 
 import json
 import math
@@ -27,7 +27,7 @@ NEW = ["recipe.targets=[q,k,o,down]", "recipe.rank=3", "recipe.alpha=5", "recipe
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A base, a LoRA run on it with checkpoints, and others that it has nothing to do with."""
+    """Create a base, a LoRA run on it with checkpoints, and two other models."""
     root = tmp_path_factory.mktemp("adapters")
     (root / "book.txt").write_text("It was a bright cold day in April. " * 200)
     write_base(root / "base.gguf", "llama", tokenizer=Bytes())
@@ -41,20 +41,20 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def here(trained, tmp_path, monkeypatch):
-    """A place for what a test writes, beside what all of them read."""
+def working_directory(trained, tmp_path, monkeypatch):
+    """Change to a directory that links to the files that all tests read."""
     for path in trained.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
 
 
-def told(capsys, *words, code=0):
+def run_json(capsys, *words, code=0):
     capsys.readouterr()
     assert main([*words, "--json"]) == code, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, *words):
+def run_rejected(capsys, *words):
     capsys.readouterr()
     assert main([*map(str, words)]) == 2
     error = capsys.readouterr().err
@@ -66,51 +66,51 @@ def result(directory):
     return json.loads(Path(directory, "result.json").read_text())
 
 
-def changed_peft(to, config=lambda c: None, tensors=lambda t: None):
-    """run/adapter-hf with its settings or its numbers changed."""
-    shutil.copytree("run/adapter-hf", to)
-    there = json.loads(Path(to, "adapter_config.json").read_text())
-    config(there)
-    Path(to, "adapter_config.json").write_text(json.dumps(there))
-    arrays = load_file(Path(to, "adapter_model.safetensors"))
-    tensors(arrays)
-    save_file(arrays, Path(to, "adapter_model.safetensors"))
+def write_changed_peft(directory, change_settings=lambda c: None, change_tensors=lambda t: None):
+    """Copy run/adapter-hf to `directory` and change its settings or its arrays."""
+    shutil.copytree("run/adapter-hf", directory)
+    settings = json.loads(Path(directory, "adapter_config.json").read_text())
+    change_settings(settings)
+    Path(directory, "adapter_config.json").write_text(json.dumps(settings))
+    arrays = load_file(Path(directory, "adapter_model.safetensors"))
+    change_tensors(arrays)
+    save_file(arrays, Path(directory, "adapter_model.safetensors"))
 
 
-def pairs_of(path):
-    """Its tensors and its alpha."""
+def read_pairs(path):
+    """Return the adapter's tensors and its alpha."""
     with GGUFFile("base.gguf") as base:
-        there = find_adapter_file(Path(path), lambda: read_model(Llama, base))
-    with GGUFFile(there) as file:
+        adapter_file = find_adapter_file(Path(path), lambda: read_model(Llama, base))
+    with GGUFFile(adapter_file) as file:
         return {name: file.read(name) for name in file.tensors}, file.metadata["adapter.lora.alpha"]
 
 
-# -- scored -----------------------------------------------------------------------------------------------------------
+# -- evaluated --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adapter", ["run", "run/adapter.gguf", "run/adapter-hf"])
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_a_base_with_its_adapter_scores_what_the_run_said(capsys, adapter, engine):
+def test_a_base_with_its_adapter_has_the_held_out_loss_of_the_run(capsys, adapter, engine):
     data = [] if adapter == "run" else ["data=text", "data.path=book.txt", "model.context=12", "batch_size=4"]
-    found = told(capsys, "eval", "base.gguf", "--adapter", adapter, f"engine={engine}", "engine.threads=1", *data)
-    assert found["loss"] == pytest.approx(result("run")["eval_loss"], abs=2e-5)
-    assert found["own"] is (adapter == "run") and found["adapter"].startswith("run/adapter" if data else "run")
-    assert abs(found["loss"] - result("run")["first_eval_loss"]) > 0.05
+    report = run_json(capsys, "eval", "base.gguf", "--adapter", adapter, f"engine={engine}", "engine.threads=1", *data)
+    assert report["loss"] == pytest.approx(result("run")["eval_loss"], abs=2e-5)
+    assert report["own"] is (adapter == "run") and report["adapter"].startswith("run/adapter" if data else "run")
+    assert abs(report["loss"] - result("run")["first_eval_loss"]) > 0.05
 
 
-# -- PEFT's -----------------------------------------------------------------------------------------------------------
+# -- PEFT's directories ------------------------------------------------------------------------------------------------
 
 
-def test_pefts_directory_is_read_as_what_was_written_there():
-    """That those who know PEFT's files compute the same with them is held in tests/judge."""
-    ours, alpha = pairs_of("run")
-    theirs, its = pairs_of("run/adapter-hf")
-    assert ours.keys() == theirs.keys() and alpha == its == 5
-    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+def test_pefts_directory_holds_the_tensors_of_the_adapter_file():
+    """tests/judge checks that PEFT computes the same with these files."""
+    tensors, alpha = read_pairs("run")
+    peft_tensors, peft_alpha = read_pairs("run/adapter-hf")
+    assert tensors.keys() == peft_tensors.keys() and alpha == peft_alpha == 5
+    assert all(np.array_equal(tensors[name], peft_tensors[name]) for name in tensors)
 
 
-def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
-    """Each pair's own update, alpha / r * B A, or alpha / sqrt(r) * B A."""
+def test_pefts_rank_and_alpha_patterns_and_rslora_are_applied_as_in_peft(capsys):
+    """The update of each pair is alpha / r * B A, or with rsLoRA alpha / sqrt(r) * B A."""
     module = "model.layers.1.mlp.down_proj"
 
     def widen(arrays):
@@ -119,25 +119,25 @@ def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
             arrays[name] = np.concatenate([arrays[name]] * 2, axis)
 
     patterns = {"rank_pattern": {"layers.1.mlp.down_proj": 6}, "alpha_pattern": {"down_proj": 8}, "use_rslora": True}
-    changed_peft("many", lambda c: c.update(patterns), widen)
-    plain, _ = pairs_of("run")
-    found, alpha = pairs_of("many")
+    write_changed_peft("many", lambda c: c.update(patterns), widen)
+    plain, _ = read_pairs("run")
+    patterned, alpha = read_pairs("many")
     for target in {name.rpartition(".")[0] for name in plain}:
         a, b = (plain[f"{target}.lora_{x}"].astype(np.float64) for x in "ab")
         a, b = (np.concatenate([a, a]), np.concatenate([b, b], 1)) if target == "blk.1.ffn_down.weight" else (a, b)
-        wanted = (8 if "ffn_down" in target else 5) / math.sqrt(len(a)) * b @ a
-        ours_a, ours_b = (found[f"{target}.lora_{x}"].astype(np.float64) for x in "ab")
-        np.testing.assert_allclose(alpha / len(ours_a) * ours_b @ ours_a, wanted, rtol=0, atol=1e-6)
+        expected = (8 if "ffn_down" in target else 5) / math.sqrt(len(a)) * b @ a
+        ours_a, ours_b = (patterned[f"{target}.lora_{x}"].astype(np.float64) for x in "ab")
+        np.testing.assert_allclose(alpha / len(ours_a) * ours_b @ ours_a, expected, rtol=0, atol=1e-6)
     words = ["recipe.adapter=many", "engine=ggml", "steps=1", "eval_every=0", "hydra.run.dir=on"]
     assert main([*QUICK, *words]) == 0, capsys.readouterr().err
     config = json.loads(Path("on/adapter-hf/adapter_config.json").read_text())
     assert (config["r"], config["rank_pattern"]) == (3, {module: 6})
-    for rank in (3, 6):  # neither is that of all
-        error = refused(capsys, *QUICK, *words[:2], "steps=1", f"recipe.rank={rank}", "hydra.run.dir=no")
+    for rank in (3, 6):  # no single rank fits all pairs
+        error = run_rejected(capsys, *QUICK, *words[:2], "steps=1", f"recipe.rank={rank}", "hydra.run.dir=no")
         assert f"recipe.rank={rank}: recipe.adapter=many has rank 3, 6; leave recipe.rank out" in error
 
 
-@pytest.mark.parametrize(("config", "tensors", "said"), [
+@pytest.mark.parametrize(("config", "tensors", "message"), [
     ({"use_dora": True}, {}, "use_dora=True is not supported, only plain LoRA"),
     ({"bias": "all"}, {}, "bias=all is not supported"),
     ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights=pissa_niter_4 is not supported"),
@@ -155,18 +155,18 @@ def test_pefts_ranks_alphas_and_rslora_count_as_they_do_there(capsys):
     ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.full((3, 32), np.nan, np.float32)},
      "holds numbers that are NaN"),
 ])  # fmt: skip
-def test_what_is_more_than_lora_or_does_not_fit_is_refused(capsys, config, tensors, said):
-    changed_peft("odd", lambda c: c.update(config), lambda t: t.update(tensors))
-    assert said in refused(capsys, "merge", "base.gguf", "odd", "--out", "m.gguf")
+def test_an_adapter_that_is_more_than_lora_or_does_not_fit_is_rejected(capsys, config, tensors, message):
+    write_changed_peft("odd", lambda c: c.update(config), lambda t: t.update(tensors))
+    assert message in run_rejected(capsys, "merge", "base.gguf", "odd", "--out", "m.gguf")
     assert not Path("m.gguf").exists()
 
 
-def test_an_alpha_that_pefts_file_leaves_out_is_8_as_there():
-    changed_peft("plain", lambda c: c.pop("lora_alpha"))
-    assert pairs_of("plain")[1] == 8
+def test_a_missing_lora_alpha_has_pefts_default_of_8():
+    write_changed_peft("plain", lambda c: c.pop("lora_alpha"))
+    assert read_pairs("plain")[1] == 8
 
 
-@pytest.mark.parametrize(("name", "content", "said"), [
+@pytest.mark.parametrize(("name", "content", "message"), [
     ("adapter_config.json", b"[]", "adapter_config.json: is not a JSON object"),
     ("adapter_config.json", b"[" * 5000, "adapter_config.json: is not a JSON object"),
     ("adapter_config.json", b'{"lora_alpha": 1' + b"0" * 400 + b"}", "expected a number above 0"),
@@ -175,44 +175,46 @@ def test_an_alpha_that_pefts_file_leaves_out_is_8_as_there():
     ("adapter_model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "holds no tensors"),
     ("adapter_model.safetensors", None, "not found"),
 ])  # fmt: skip
-def test_a_damaged_directory_is_one_line(capsys, name, content, said):
+def test_a_damaged_directory_is_rejected_in_one_line(capsys, name, content, message):
     shutil.copytree("run/adapter-hf", "odd")
     Path("odd", name).unlink()
     if content is not None:
         Path("odd", name).write_bytes(content)
-    assert said in refused(capsys, "eval", "base.gguf", "--adapter", "odd", "engine=ggml")
+    assert message in run_rejected(capsys, "eval", "base.gguf", "--adapter", "odd", "engine=ggml")
 
 
-# -- a checkpoint's ---------------------------------------------------------------------------------------------------
+# -- in a checkpoint --------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_stands_for_the_adapter_as_it_was_then(capsys):
-    (early, alpha), (last, _), (final, _) = map(pairs_of, ("run/checkpoints/step-3", "run/checkpoints/step-6", "run"))
+def test_a_checkpoint_can_be_used_as_the_adapter_of_its_step(capsys):
+    (early, alpha), (last, _), (final, _) = map(read_pairs, ("run/checkpoints/step-3", "run/checkpoints/step-6", "run"))
     assert alpha == 5 and early.keys() == last.keys() == final.keys()
     assert all(np.array_equal(last[name], final[name]) for name in last)
     assert not any(np.array_equal(early[name], final[name]) for name in early)
-    there = "run/checkpoints/step-3"
+    path = "run/checkpoints/step-3"
     data = ["engine=ggml", "engine.threads=1", "data=text", "data.path=book.txt"]
-    whole, two = (told(capsys, "eval", *w, *data)["loss"] for w in ([there], ["base.gguf", "--adapter", there]))
-    assert whole == pytest.approx(two, abs=2e-6)
-    words = [*QUICK, f"recipe.adapter={there}", "engine=ggml", "eval_every=0", "checkpoint_every=1"]
+    loss_of_checkpoint, loss_of_base_and_adapter = (
+        run_json(capsys, "eval", *w, *data)["loss"] for w in ([path], ["base.gguf", "--adapter", path])
+    )
+    assert loss_of_checkpoint == pytest.approx(loss_of_base_and_adapter, abs=2e-6)
+    words = [*QUICK, f"recipe.adapter={path}", "engine=ggml", "eval_every=0", "checkpoint_every=1"]
     assert main([*words, "steps=1", "hydra.run.dir=on"]) == 0
     assert main(["resume=on", "steps=2"]) == 0
     full = [word for word in QUICK if "recipe=" not in word]
     assert main([*full, "recipe=full", "engine=ggml", "steps=1", "checkpoint_every=1", "hydra.run.dir=full"]) == 0
-    error = refused(capsys, "merge", "base.gguf", "full/checkpoints/step-1", "--out", "m.gguf")
+    error = run_rejected(capsys, "merge", "base.gguf", "full/checkpoints/step-1", "--out", "m.gguf")
     assert "is a checkpoint of recipe=full, which trains no adapter; name a run of recipe=lora" in error
-    error = refused(capsys, *QUICK, "recipe.adapter=full", "engine=ggml", "steps=1", "hydra.run.dir=no")
+    error = run_rejected(capsys, *QUICK, "recipe.adapter=full", "engine=ggml", "steps=1", "hydra.run.dir=no")
     assert "full: its run trained no adapter; name a run of recipe=lora, or an adapter.gguf" in error
 
 
 # -- merged -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "to"), [("f32", "f32"), ("q8_0", "f32"), ("f16", "bf16")])
-def test_a_merge_is_w_plus_alpha_over_rank_b_a_and_leaves_the_rest_to_the_byte(capsys, kind, to):
+@pytest.mark.parametrize(("kind", "type_name"), [("f32", "f32"), ("q8_0", "f32"), ("f16", "bf16")])
+def test_a_merge_adds_alpha_over_rank_b_a_and_keeps_all_other_bytes(capsys, kind, type_name):
     write_base(Path("w.gguf"), "llama", kind, tokenizer=Bytes())
-    found = told(capsys, "merge", "w.gguf", "run", "--out", "m.gguf", "--type", to)
+    report = run_json(capsys, "merge", "w.gguf", "run", "--out", "m.gguf", "--type", type_name)
     base, adapter, merged = (
         {t.name: t for t in gguf.GGUFReader(path).tensors} for path in ("w.gguf", "run/adapter.gguf", "m.gguf")
     )
@@ -223,21 +225,25 @@ def test_a_merge_is_w_plus_alpha_over_rank_b_a_and_leaves_the_rest_to_the_byte(c
             assert tensor.tensor_type == base[name].tensor_type
             assert np.array_equal(tensor.data, base[name].data)
             continue
-        wanted = (
+        expected = (
             numbers[name] + 5 / 3 * adapter[f"{name}.lora_b"].data.astype(np.float64) @ adapter[f"{name}.lora_a"].data
         )
-        got = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert tensor.tensor_type.name == to.upper()
-        np.testing.assert_allclose(got, wanted, rtol=2**-8 if to == "bf16" else 2**-24, atol=1e-12)
-    assert found["changed"] == len(adapter) // 2 == sum(found["before"].values())
-    assert {"f32": "F32", "q8_0": "Q8_0", "f16": "F16"}[kind] in found["before"]
-    main(["merge", "w.gguf", "run", "--out", "again.gguf", "--type", to])
-    assert ("changed tensors are now" in capsys.readouterr().out) is (kind != to)
-    with GGUFFile("w.gguf") as one, GGUFFile("m.gguf") as other:
-        came = {key: other.metadata.pop(key) for key in [*other.metadata] if key not in one.metadata}
-        assert str(dict(one.metadata)) == str(dict(other.metadata))
-        assert came.pop("general.adapter_digest") and came.pop("general.base_model.0.digest") == fingerprint("w.gguf")
-    assert came == {
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert tensor.tensor_type.name == type_name.upper()
+        np.testing.assert_allclose(values, expected, rtol=2**-8 if type_name == "bf16" else 2**-24, atol=1e-12)
+    assert report["changed"] == len(adapter) // 2 == sum(report["before"].values())
+    assert {"f32": "F32", "q8_0": "Q8_0", "f16": "F16"}[kind] in report["before"]
+    main(["merge", "w.gguf", "run", "--out", "again.gguf", "--type", type_name])
+    assert ("changed tensors are now" in capsys.readouterr().out) is (kind != type_name)
+    with GGUFFile("w.gguf") as base_file, GGUFFile("m.gguf") as merged_file:
+        new_keys = {
+            key: merged_file.metadata.pop(key) for key in [*merged_file.metadata] if key not in base_file.metadata
+        }
+        assert str(dict(base_file.metadata)) == str(dict(merged_file.metadata))
+        assert new_keys.pop("general.adapter_digest") and new_keys.pop("general.base_model.0.digest") == fingerprint(
+            "w.gguf"
+        )
+    assert new_keys == {
         "general.name": "w + lora-llama", "general.base_model.count": 1, "general.base_model.0.name": "w",
         "general.description": "w with the LoRA adapter lora-llama of run run merged in",
     }  # fmt: skip
@@ -245,7 +251,7 @@ def test_a_merge_is_w_plus_alpha_over_rank_b_a_and_leaves_the_rest_to_the_byte(c
     assert "about       w with the LoRA adapter lora-llama of run run" in capsys.readouterr().out
 
 
-def test_a_merged_model_does_not_say_that_a_run_made_it(capsys):
+def test_a_merged_model_keeps_the_bases_license_but_not_its_run(capsys):
     general = {
         "name": "One", "run_id": "2026-11-21", "step": 7, "config_sha256": "ab", "license": "mit", "version": "2",
         "repo_url": "https://huggingface.co/org/one", "base_model.0.name": "Zero", "tags": ["a"],
@@ -255,8 +261,8 @@ def test_a_merged_model_does_not_say_that_a_run_made_it(capsys):
     assert main(["merge", "w.gguf", "run/adapter-hf", "--out", "m.gguf"]) == 0
     with GGUFFile("m.gguf") as file:
         keys = file.metadata
-        gone = "run_id", "step", "config_sha256", "repo_url", "base_model.0.organization"
-        assert not {f"general.{key}" for key in gone} & keys.keys()
+        removed = "run_id", "step", "config_sha256", "repo_url", "base_model.0.organization"
+        assert not {f"general.{key}" for key in removed} & keys.keys()
         assert (keys["general.license"], keys["general.tags"]) == ("mit", ["a"])
         assert (keys["general.name"], keys["general.base_model.0.name"]) == ("One + lora-llama", "One")
     capsys.readouterr()
@@ -266,27 +272,27 @@ def test_a_merged_model_does_not_say_that_a_run_made_it(capsys):
     assert "| description | One with the LoRA adapter lora-llama of run run merged in |" in card
 
 
-def test_an_adapter_that_has_no_name_is_called_by_its_directory():
-    changed_peft("mine-0.5b")  # without the metadata of what toyexp wrote
+def test_an_adapter_without_a_name_is_named_after_its_directory():
+    write_changed_peft("mine-0.5b")  # without the metadata that toyexp writes
     assert main(["merge", "base.gguf", "mine-0.5b", "--out", "m.gguf"]) == 0
     with GGUFFile("m.gguf") as file:
         assert file.text("general.name") == "base + mine-0.5b"
         assert file.text("general.description") == "base with the LoRA adapter mine-0.5b merged in"
 
 
-def test_the_merged_model_scores_and_writes_what_base_and_adapter_do(capsys):
+def test_a_merged_model_has_the_loss_and_text_of_base_and_adapter(capsys):
     assert main(["merge", "base.gguf", "run/adapter-hf", "--out", "m.gguf"]) == 0
     data = ["data=text", "data.path=book.txt", "model.context=12", "engine=cpu", "engine.threads=1"]
-    two = told(capsys, "eval", "base.gguf", "--adapter", "run/adapter.gguf", *data)
-    assert told(capsys, "eval", "m.gguf", *data)["loss"] == pytest.approx(two["loss"], abs=1e-6)
+    unmerged = run_json(capsys, "eval", "base.gguf", "--adapter", "run/adapter.gguf", *data)
+    assert run_json(capsys, "eval", "m.gguf", *data)["loss"] == pytest.approx(unmerged["loss"], abs=1e-6)
     words = ["--prompt=It", "--tokens=9", "--temperature=0", "--engine"]
     engines = ["ggml:threads=1", *(["llama.cpp:threads=1"] if find_spec("xllamacpp") else [])]
     models = ["m.gguf"], ["base.gguf", "--adapter=run"], ["base.gguf", "--adapter=run/adapter-hf"]
-    texts = {told(capsys, "generate", *m, *words, engine)["text"] for engine in engines for m in models}
+    texts = {run_json(capsys, "generate", *m, *words, engine)["text"] for engine in engines for m in models}
     assert len(texts) == 1
 
 
-def test_the_chat_template_of_the_adapter_goes_along(capsys):
+def test_a_merge_takes_the_chat_template_of_the_adapter(capsys):
     reader = gguf.GGUFReader("run/adapter.gguf")
     writer = gguf.GGUFWriter("with.gguf", "llama")
     writer.add_type("adapter")
@@ -304,7 +310,7 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
         assert file.text("tokenizer.chat_template") == "{{ messages[0]['content'] }}"
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["base.gguf", "run"], "needs a base, an adapter and --out"),
     (["base.gguf", "--out", "m.gguf"], "needs a base, an adapter and --out"),
     (["base.gguf", "run", "--out", "m.gguf", "--type", "q4_k_m"], "--type q4_k_m"),
@@ -325,7 +331,7 @@ def test_the_chat_template_of_the_adapter_goes_along(capsys):
     (["base.gguf", "pickled", "--out", "m.gguf"], "is a pickle, which could run code"),
     (["base.gguf", "book.txt", "--out", "m.gguf"], "book.txt: is not a GGUF file"),
 ])  # fmt: skip
-def test_a_merge_that_cannot_be_is_one_line_and_writes_nothing(capsys, words, said):
+def test_an_impossible_merge_is_rejected_in_one_line_and_writes_nothing(capsys, words, message):
     shutil.copy("base.gguf", "there.gguf")
     Path("notes.gguf").write_text("mine")
     for folder in ("empty", "pickled", "unfinished"):
@@ -334,7 +340,7 @@ def test_a_merge_that_cannot_be_is_one_line_and_writes_nothing(capsys, words, sa
     Path("pickled/adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 5}')
     Path("pickled/adapter_model.bin").touch()
     before = {path.name: path.stat().st_mtime_ns for path in Path().iterdir()}
-    assert said in refused(capsys, "merge", *words)
+    assert message in run_rejected(capsys, "merge", *words)
     assert {path.name: path.stat().st_mtime_ns for path in Path().iterdir()} == before
 
 
@@ -353,39 +359,39 @@ def test_force_replaces_nothing_that_a_run_wrote(capsys, through_a_link):
         [*export, "safetensors", "--to", f"{run}/adapter-hf/adapter_model.safetensors"],
         [*export, "safetensors", "--to", f"{run}/checkpoints/step-6/state.safetensors"],
     ):
-        assert f"{words[-1]}: belongs to the run own; choose another path" in refused(capsys, *words)
-    assert "already exists; choose another path, or replace it with --force" in refused(
+        assert f"{words[-1]}: belongs to the run own; choose another path" in run_rejected(capsys, *words)
+    assert "already exists; choose another path, or replace it with --force" in run_rejected(
         capsys, "export", "base.gguf", "--type", "q8_0", "--to", f"{run}/mine.gguf"
     )
     assert {path: path.read_bytes() for path in Path("own").rglob("*") if path.is_file()} == written
-    assert main([*export, "f16", "--to", f"{run}/mine.gguf"]) == 0, "a person wrote it there"
-    Path("own/written.json").unlink()  # a run without exports has none
+    assert main([*export, "f16", "--to", f"{run}/mine.gguf"]) == 0, "a file that the run did not write can be replaced"
+    Path("own/written.json").unlink()  # as in a run without exports
     checkpoint = f"{run}/checkpoints/step-6/state.safetensors"
-    assert "belongs to the run own" in refused(capsys, *export, "safetensors", "--to", checkpoint)
+    assert "belongs to the run own" in run_rejected(capsys, *export, "safetensors", "--to", checkpoint)
 
 
-# -- trained on from --------------------------------------------------------------------------------------------------
+# -- trained further --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("adapter", "engine"), [("run", "cpu"), ("run/adapter.gguf", "ggml"), ("run/adapter-hf", "ggml")]
 )
-def test_a_run_goes_on_where_the_adapter_ended(capsys, adapter, engine):
-    """Rank, alpha and targets are the adapter's; what the base passes on is said still."""
+def test_a_run_on_an_adapter_starts_from_the_adapters_loss(capsys, adapter, engine):
+    """Rank, alpha and targets are the adapter's; the export still names the base."""
     words = [f"recipe.adapter={adapter}", f"engine={engine}", "steps=4", "eval_every=4", "hydra.run.dir=on"]
     assert main([*QUICK, *words]) == 0
     assert f"on it {adapter}" in capsys.readouterr().out
     assert result("on")["first_eval_loss"] == pytest.approx(result("run")["eval_loss"], abs=2e-5)
     assert result("on")["eval_loss"] < result("on")["first_eval_loss"]
-    before, now = pairs_of("run"), pairs_of("on")
-    assert before[1] == now[1] == 5 and {n: a.shape for n, a in before[0].items()} == {
-        n: a.shape for n, a in now[0].items()
+    before, after = read_pairs("run"), read_pairs("on")
+    assert before[1] == after[1] == 5 and {n: a.shape for n, a in before[0].items()} == {
+        n: a.shape for n, a in after[0].items()
     }
     with GGUFFile("on/model.gguf") as file:
         assert file.metadata["general.base_model.0.name"] == "base"
 
 
-def test_it_resumes_to_the_bit_and_not_with_another_adapter(capsys):
+def test_a_run_on_an_adapter_resumes_bit_identically_and_not_on_another_adapter(capsys):
     shutil.copy("run/adapter.gguf", "mine.gguf")
     words = [
         *QUICK,
@@ -398,20 +404,20 @@ def test_it_resumes_to_the_bit_and_not_with_another_adapter(capsys):
     assert main([*words, "steps=4", "hydra.run.dir=whole"]) == 0
     assert main([*words, "steps=2", "hydra.run.dir=part"]) == 0
     assert main(["resume=part", "steps=4"]) == 0
-    one, two = pairs_of("whole")[0], pairs_of("part")[0]
-    assert all(np.array_equal(one[name], two[name]) for name in one)
+    uninterrupted, resumed = read_pairs("whole")[0], read_pairs("part")[0]
+    assert all(np.array_equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     shutil.copy("whole/adapter.gguf", "mine.gguf")
-    assert "another experiment" in refused(capsys, "resume=part", "steps=6")
+    assert "another experiment" in run_rejected(capsys, "resume=part", "steps=6")
 
 
-def test_an_alpha_that_float32_rounds_is_the_adapters_own():
+def test_an_alpha_that_float32_rounds_equals_the_adapters():
     words = [*QUICK, "engine=ggml", "steps=1", "eval_every=0", "recipe.alpha=0.1"]
     assert main([*words, "hydra.run.dir=first"]) == 0
     assert main([*words, "recipe.adapter=first", "hydra.run.dir=on"]) == 0
-    assert pairs_of("on")[1] == pairs_of("first")[1] == np.float32(0.1)
+    assert read_pairs("on")[1] == read_pairs("first")[1] == np.float32(0.1)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     ("recipe.adapter=run recipe.rank=8", "recipe.rank=8: recipe.adapter=run has rank 3; leave recipe.rank out"),
     ("recipe.adapter=run recipe.alpha=3", "recipe.alpha=3: recipe.adapter=run has alpha 5; leave recipe.alpha out"),
     ("recipe.adapter=run recipe.targets=[q]", "recipe.targets=[q]: recipe.adapter=run has a pair on blk.0"),
@@ -422,6 +428,6 @@ def test_an_alpha_that_float32_rounds_is_the_adapters_own():
     ("recipe.adapter=run recipe.base=other.gguf", "blk.0.ffn_down.weight is 32 x 32"),
     ("recipe.adapter=", "recipe.adapter"),
 ])  # fmt: skip
-def test_settings_that_contradict_the_adapter_are_one_line(capsys, words, said):
-    assert said in refused(capsys, *QUICK, "engine=ggml", "steps=1", "hydra.run.dir=no", *words.split())
+def test_settings_that_contradict_the_adapter_are_rejected_in_one_line(capsys, words, message):
+    assert message in run_rejected(capsys, *QUICK, "engine=ggml", "steps=1", "hydra.run.dir=no", *words.split())
     assert not Path("no").exists()

@@ -1,4 +1,4 @@
-"""A run that starts from a GGUF model: its architecture, sizes and tokenizer come from there, or it is refused."""
+"""Runs that start from a GGUF model: they take its architecture, sizes and tokenizer, or reject it."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ QUICK = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "s
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, tmp_path_factory, monkeypatch):
+def working_directory(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -47,26 +47,26 @@ def tensors(path):
 
 
 @pytest.mark.parametrize("name", ["llama_tied_bias", "gpt2"])
-def test_full_goes_on_where_the_export_ended(tmp_path, name):
+def test_recipe_full_starts_from_the_loss_of_an_export(tmp_path, name):
     model = write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
     first = run(tmp_path / "first", "recipe=full", "recipe.base=base.gguf", "lr=0.01")
     with GGUFFile(tmp_path / "first" / "model.gguf") as file:
         assert read_model(type(model), file) == model
-    same = run(tmp_path / "same", "recipe=full", "recipe.base=first", "lr=0")
-    assert same["first_eval_loss"] == same["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)
-    one, other = tensors(tmp_path / "first" / "model.gguf"), tensors(tmp_path / "same" / "model.gguf")
-    assert all(np.array_equal(one[n], other[n]) for n in one)
+    second = run(tmp_path / "same", "recipe=full", "recipe.base=first", "lr=0")
+    assert second["first_eval_loss"] == second["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)
+    weights, weights_after = tensors(tmp_path / "first" / "model.gguf"), tensors(tmp_path / "same" / "model.gguf")
+    assert all(np.array_equal(weights[n], weights_after[n]) for n in weights)
 
 
-def test_full_may_leave_the_embeddings_as_they_are(tmp_path):
+def test_recipe_full_can_freeze_the_embeddings(tmp_path):
     write_base(tmp_path / "base.gguf", "gpt2", tokenizer=Bytes())
     run(tmp_path / "run", "recipe=full", "recipe.base=base.gguf", "recipe.train_embeddings=false")
     before, after = tensors(tmp_path / "base.gguf"), tensors(tmp_path / "run" / "model.gguf")
-    same = {n for n in before if np.array_equal(before[n], after[n])}
-    assert same == {"token_embd.weight", "position_embd.weight"}
+    unchanged = {n for n in before if np.array_equal(before[n], after[n])}
+    assert unchanged == {"token_embd.weight", "position_embd.weight"}
 
 
-def test_a_lora_run_leaves_an_adapter_and_a_merged_model_and_can_be_repeated(tmp_path):
+def test_a_lora_run_writes_an_adapter_and_a_merged_model_and_can_be_repeated(tmp_path):
     write_base(tmp_path / "base.gguf", "gpt2", tokenizer=Bytes(), context=20)
     digest = hashlib.sha256((tmp_path / "base.gguf").read_bytes()).hexdigest()
     words = ["recipe=lora", "recipe.base=base.gguf", "recipe.targets=[qkv]", "recipe.rank=2", "recipe.dropout=0.1"]
@@ -86,7 +86,7 @@ def test_a_lora_run_leaves_an_adapter_and_a_merged_model_and_can_be_repeated(tmp
     assert json.loads((tmp_path / "two" / "result.json").read_text())["eval_loss"] == first["eval_loss"]
 
 
-def test_the_adapter_alone_and_every_so_many_steps(tmp_path):
+def test_a_lora_run_can_export_only_the_adapter_at_regular_steps(tmp_path):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
     run(tmp_path / "run", "recipe=lora", "recipe.base=base.gguf", "callbacks.gguf_export.merged=false",
         "callbacks.gguf_export.every=1")  # fmt: skip
@@ -101,14 +101,14 @@ def test_ranks_can_be_swept(tmp_path, capsys):
     assert [tensors(f)["blk.0.attn_q.weight.lora_a"].shape[0] for f in files] == [1, 2]
 
 
-def test_a_run_and_its_directory_are_named_after_the_model_that_is_trained(tmp_path, capsys):
-    """By default lora adapts the queries, which gpt2 has in one linear with keys and values."""
+def test_a_run_and_its_directory_are_named_after_the_base_model(tmp_path, capsys):
+    """By default lora adapts the queries, which gpt2 computes in one linear with keys and values."""
     write_base(tmp_path / "base.gguf", "gpt2", tokenizer=Bytes())
     words = [*QUICK, "recipe=lora", "recipe.base=base.gguf", "engine=ggml", "steps=1", "eval_every=0"]
     assert main(words) == 0
-    (made,) = (tmp_path / "outputs").glob("*/*")
-    assert made.parent.name == "lora-gpt2"
-    with GGUFFile(made / "adapter.gguf") as file:
+    (directory,) = (tmp_path / "outputs").glob("*/*")
+    assert directory.parent.name == "lora-gpt2"
+    with GGUFFile(directory / "adapter.gguf") as file:
         assert {name.split(".")[2] for name in file.tensors} == {"attn_qkv"}
     assert main([*words, "resume=auto"]) == 0
     assert "is complete, 1 of 1 steps" in capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_run_and_its_directory_are_named_after_the_model_that_is_trained(tmp_p
     assert {p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()} >= {"0-lora-gpt2", "1-lora-gpt2"}
 
 
-def test_an_adapter_is_asked_by_the_template_that_it_was_trained_with(tmp_path, capsys):
+def test_a_chat_uses_the_template_that_the_adapter_was_trained_with(tmp_path, capsys):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes(), context=40)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 4))
@@ -126,19 +126,19 @@ def test_an_adapter_is_asked_by_the_template_that_it_was_trained_with(tmp_path, 
     chat = ["--chat", "--prompt", "Hi", "--tokens", "1", "--engine", "ggml:threads=1"]
     capsys.readouterr()
     assert main(["generate", "base.gguf", "--adapter", "chats/adapter.gguf", *chat, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["template"] == "chats/adapter.gguf"
-    assert bytes(found["prompt_ids"]) == b"user:\nHi\nassistant:\n"  # what stood before an answer that was learned
+    report = json.loads(capsys.readouterr().out)
+    assert report["template"] == "chats/adapter.gguf"
+    assert bytes(report["prompt_ids"]) == b"user:\nHi\nassistant:\n"  # the prompt of a learned answer
     assert main(["generate", "chats", *chat]) == 0
     assert "chat template of chats/model.gguf" in capsys.readouterr().err
     assert main(["generate", "base.gguf", "--adapter", "text/adapter.gguf", *chat]) == 2
     assert "has no chat template" in capsys.readouterr().err
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- bases that are rejected ------------------------------------------------------------------------------------------
 
 
-def bare(path, arch, tensors=("token_embd.weight",), **general):
+def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
     writer = GGUFWriter(path, arch)
     for key, value in general.items():
         writer.add_string(f"general.{key}", value)
@@ -151,7 +151,7 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("recipe=lora", "recipe=lora needs a model file to start from: add recipe.base=model.gguf"),
         ("recipe=full", "recipe=full needs a model file to start from: add recipe.base=model.gguf"),
@@ -176,16 +176,16 @@ def bare(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=full recipe.base=base.gguf data=digits", "model=llama reads tokens"),
     ],
 )
-def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said):
+def test_an_impossible_base_or_setting_is_rejected_with_a_short_error(tmp_path, capsys, words, message):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
-    bare(tmp_path / "adapter.gguf", "llama", type="adapter")
-    bare(tmp_path / "other.gguf", "gemma2")
-    bare(tmp_path / "bare.gguf", "llama")
+    write_bare_gguf(tmp_path / "adapter.gguf", "llama", type="adapter")
+    write_bare_gguf(tmp_path / "other.gguf", "gemma2")
+    write_bare_gguf(tmp_path / "bare.gguf", "llama")
     (tmp_path / "book.txt").write_text("".join(f"It was {i} o'clock on a bright cold day. " for i in range(900)))
     quick = QUICK[2:] if "data=digits" in words else QUICK
     assert main([*quick, *words.split(" ")]) == 2
     err = capsys.readouterr().err
-    assert said in err and len(err.splitlines()) <= 2, err
+    assert message in err and len(err.splitlines()) <= 2, err
     assert not (tmp_path / "outputs").exists()
 
 
@@ -198,8 +198,8 @@ def test_a_base_that_cannot_be_is_one_plain_error(tmp_path, capsys, words, said)
         "recipe=lora engine=ggml engine.threads=1",
     ],
 )
-def test_a_base_whose_weights_are_no_numbers_is_refused_by_the_tensor(tmp_path, capsys, words, kind):
-    """However the engine takes them: as float32, packed, or mapped in place."""
+def test_a_base_with_nan_weights_is_rejected_with_the_tensors_name(tmp_path, capsys, words, kind):
+    """This holds for weights read as float32, packed, or mapped in place."""
     write_base(tmp_path / "base.gguf", "llama", kind, tokenizer=Bytes(), spoil="blk.1.attn_v.weight")
     assert main([*QUICK, "recipe.base=base.gguf", *words.split(" ")]) == 2
     err = capsys.readouterr().err
@@ -207,33 +207,33 @@ def test_a_base_whose_weights_are_no_numbers_is_refused_by_the_tensor(tmp_path, 
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_donor_whose_embedding_is_no_numbers_is_refused_before_a_directory_is_made(tmp_path, capsys):
+def test_a_donor_with_a_nan_embedding_is_rejected_before_a_directory_is_created(tmp_path, capsys):
     write_base(tmp_path / "donor.gguf", "llama", tokenizer=Bytes(), spoil="token_embd.weight")
     assert main([*QUICK, "recipe=warm", "recipe.donor=donor.gguf"]) == 2
     assert "donor.gguf: token_embd.weight holds numbers that are NaN" in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_split_base_is_one_base(tmp_path):
-    """Its parts hold a tensor each; torch reads them, ggml maps them where they lie."""
+def test_a_split_base_trains_as_a_single_file(tmp_path):
+    """Each part holds one tensor; torch reads the parts, ggml maps them."""
     write_base(tmp_path / "base.gguf", "llama", "q8_0", tokenizer=Bytes())
     paths = split_gguf(tmp_path / "base.gguf")
     words = ["recipe.targets=[q,down]", "steps=3", "lr=0.01"]
     for engine in ("cpu", "ggml"):
-        found = []
+        adapters = []
         for base in ("base.gguf", paths[0].name):
-            to = tmp_path / f"{engine}-{len(found)}"
-            run(to, "recipe=lora", f"recipe.base={base}", f"engine={engine}", *words)
-            found.append(tensors(to / "adapter.gguf"))
-        assert all(np.array_equal(found[0][n], found[1][n]) for n in found[0])
+            directory = tmp_path / f"{engine}-{len(adapters)}"
+            run(directory, "recipe=lora", f"recipe.base={base}", f"engine={engine}", *words)
+            adapters.append(tensors(directory / "adapter.gguf"))
+        assert all(np.array_equal(adapters[0][n], adapters[1][n]) for n in adapters[0])
 
 
-def test_an_export_says_what_it_was_made_from(tmp_path):
+def test_an_export_names_its_base_model(tmp_path):
     write_base(tmp_path / "first.gguf", "llama", tokenizer=Bytes())
     writer = Writer()
     with GGUFFile(tmp_path / "first.gguf") as file:
-        told = {"general.license": "apache-2.0", "general.name": "Small One", "general.organization": "Someone"}
-        for key, value in {**file.metadata, **told}.items():
+        details = {"general.license": "apache-2.0", "general.name": "Small One", "general.organization": "Someone"}
+        for key, value in {**file.metadata, **details}.items():
             writer.add(key, value, file.kinds.get(key))
         for t in file.tensors.values():
             writer.add_bytes(t.name, t.shape, t.type, [file.read_raw(t.name).ravel()])
@@ -252,8 +252,8 @@ def test_an_export_says_what_it_was_made_from(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama_tied_bias", "qwen2", "qwen3", "gemma", "gpt2"])
-def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(tmp_path, name):
-    """The held-out loss that a run sees next; later ones differ, for AdamW's moments are not in the file."""
+def test_a_run_on_an_export_starts_from_the_loss_of_that_step(tmp_path, name):
+    """Only the first held-out loss is equal; later ones differ, as AdamW's moments are not in the file."""
     write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
     words = ["recipe=full", "lr=0.01", "~callbacks.cosine", "eval_every=1"]
     run(tmp_path / "long", *words, "recipe.base=base.gguf", "steps=6", "callbacks.gguf_export.every=3")
@@ -263,12 +263,12 @@ def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(tmp_path, name
         lines = (directory / "events.jsonl").read_text().splitlines()
         return [e["loss"] for e in map(json.loads, lines) if e["kind"] == "eval"]
 
-    through_memory, through_file = held_out(tmp_path / "long")[3], held_out(tmp_path / "on")[0]
-    assert through_file == pytest.approx(through_memory, abs=1e-6)
-    assert through_file < held_out(tmp_path / "long")[0] - 0.1
+    loss_at_export, loss_at_start = held_out(tmp_path / "long")[3], held_out(tmp_path / "on")[0]
+    assert loss_at_start == pytest.approx(loss_at_export, abs=1e-6)
+    assert loss_at_start < held_out(tmp_path / "long")[0] - 0.1
 
 
-def test_settings_that_say_what_the_base_says_are_welcome(tmp_path):
+def test_settings_that_agree_with_the_base_are_accepted(tmp_path):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
     run(
         tmp_path / "run",
@@ -281,7 +281,7 @@ def test_settings_that_say_what_the_base_says_are_welcome(tmp_path):
 
 
 class Header:
-    """What a form reads of a file."""
+    """The parts of a GGUF file that a form reads."""
 
     def __init__(self, model, keys=(), tensors=(), without=()):
         self.path, self.architecture = "base.gguf", model.name
@@ -298,7 +298,7 @@ QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
 
 
 @pytest.mark.parametrize(
-    ("model", "header", "said"),
+    ("model", "header", "message"),
     [
         (LLAMA, {"tensors": ["rope_freqs.weight"]}, "rope_freqs.weight has the shape [3], heads of 16 take 8 numbers"),
         (QWEN3, {"tensors": ["rope_freqs.weight"]}, "has the tensor rope_freqs.weight"),
@@ -328,14 +328,14 @@ QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
         (LLAMA, {"keys": {"attention.head_count": 128}}, "has no llama.attention.key_length"),
     ],
 )
-def test_what_our_model_cannot_represent_is_named(model, header, said):
-    with pytest.raises(UserError) as raised:
+def test_the_error_names_a_key_or_tensor_that_a_model_cannot_represent(model, header, message):
+    with pytest.raises(UserError) as error:
         read_model(type(model), Header(model, **header))
-    assert said in str(raised.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (replace(QWEN2, head_dim=32), "in llama.cpp's qwen2 heads have d_model / n_heads features"),
         (replace(GEMMA, tied=False), "gemma requires model.tied=true"),
@@ -346,18 +346,18 @@ def test_what_our_model_cannot_represent_is_named(model, header, said):
         (replace(LLAMA, rope_factors=[1.0] * 7 + [-1.0]), "model.rope_factors=-1.0: must be above 0"),
     ],
 )
-def test_a_model_that_llama_cpp_cannot_have_is_named(model, said):
-    with pytest.raises(UserError, match=said):
+def test_a_model_that_llama_cpp_does_not_support_is_rejected(model, message):
+    with pytest.raises(UserError, match=message):
         model.check()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back_from_its_file(tmp_path, name):
+def test_a_model_read_from_its_file_equals_the_model_written(tmp_path, name):
     model = write_base(tmp_path / "base.gguf", name)
     with GGUFFile(tmp_path / "base.gguf") as file:
-        back = read_model(type(model), file)
-        assert back == model
-        assert {t.name: t.shape for t in back.tensors()}.items() <= {
+        loaded = read_model(type(model), file)
+        assert loaded == model
+        assert {t.name: t.shape for t in loaded.tensors()}.items() <= {
             n: i.shape for n, i in file.tensors.items()
         }.items()
         constants = gguf_form(model).constants(model)
@@ -367,8 +367,8 @@ def test_a_model_comes_back_from_its_file(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_was_read_is_written_as_the_same_bytes(tmp_path, name):
-    """Every tensor and every key, the tokenizer's among them."""
+def test_a_model_that_was_read_is_written_with_the_same_bytes(tmp_path, name):
+    """This covers every tensor and key, including those of the tokenizer."""
     write_base(tmp_path / "base.gguf", name, tokenizer=Bytes())
     with GGUFFile(tmp_path / "base.gguf") as file:
         model = read_model(type(MODELS[name]), file)
@@ -377,8 +377,8 @@ def test_what_was_read_is_written_as_the_same_bytes(tmp_path, name):
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "base.gguf").read_bytes()
 
 
-def test_rope_factors_are_float32s_that_come_back_exactly(tmp_path):
-    """And go through a run with a base, whose export has them again."""
+def test_rope_factors_are_read_and_exported_exactly(tmp_path):
+    """A run on such a base exports the factors again."""
     factors = (32 / np.random.default_rng(0).uniform(1, 32, 6)).astype(np.float32)
     decimals = [float(str(f)) for f in factors]
     write_base(tmp_path / "base.gguf", "llama_all", tokenizer=Bytes(), rope_factors=decimals)
@@ -389,7 +389,7 @@ def test_rope_factors_are_float32s_that_come_back_exactly(tmp_path):
     assert saved["model"]["rope_factors"] == decimals
 
 
-def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
+def test_missing_keys_have_llama_cpps_defaults(tmp_path):
     plain = {"attention.value_length": 16, "attention.key_length": 16, "expert_count": 0, "attention.causal": True}
     unscaled = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0}
     unread = {"rope.scaling.original_context_length": 8192, "rope.scaling.finetuned": False, "pooling_type": 0}
@@ -411,6 +411,6 @@ def test_keys_that_llama_cpp_takes_a_default_for(tmp_path):
         {"rope.scale_linear": 4.0},
     ],
 )
-def test_linear_rope_scaling_has_three_spellings(keys):
+def test_three_spellings_of_linear_rope_scaling_are_read(keys):
     assert read_model(Llama, Header(LLAMA, keys)) == replace(LLAMA, rope_scale=4.0)
     assert read_model(Llama, Header(LLAMA, dict.fromkeys(keys, 0.0) | {"rope.scaling.type": "linear"})) == LLAMA

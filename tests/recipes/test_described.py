@@ -1,4 +1,4 @@
-"""What toyexp describe says can be typed works as it stands, whatever file it is about."""
+"""Commands that `toyexp describe` prints must run as printed, for every kind of file."""
 
 import shlex
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ DONOR, LEFT = ["recipe=warm"], ["recipe=warm", "export"]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    """A directory with what the commands leave to the reader."""
+def working_directory(tmp_path, monkeypatch):
+    """Create the files whose names the printed commands leave to the reader."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     (np.arange(4000, dtype=np.int32) % VOCAB).tofile("IDS.bin")
@@ -45,8 +45,8 @@ def _here(tmp_path, monkeypatch):
     write_base(Path("BASE.gguf"), "llama", tokenizer=Bytes(), context=40)
 
 
-def changed(path, keys=(), drop=(), tensors=None):
-    """The file again with other keys or tensors."""
+def write_changed(path, keys=(), drop=(), tensors=None):
+    """Write the file again with other keys or tensors."""
     with GGUFFile(path) as file:
         writer = Writer()
         for key, value in {**file.metadata, **dict(keys)}.items():
@@ -60,21 +60,21 @@ def changed(path, keys=(), drop=(), tensors=None):
         writer.save(path)
 
 
-def ggml(key):
+def ggml_key(key):
     return f"tokenizer.ggml.{key}"
 
 
-def base(name="llama", tokenizer=None, change=None, **settings):
+def base_file(name="llama", tokenizer=None, change=None, **settings):
     def write(path):
         write_base(path, name, tokenizer=tokenizer, **settings)
         if change:
-            changed(path, **change)
+            write_changed(path, **change)
 
     return write
 
 
-def of_type(type_id):
-    """A llama whose matrices of 256 columns are zeros in that type."""
+def quantised_writer(type_id):
+    """Return a function that writes a llama whose matrices, of 256 columns, are zeros of that type."""
 
     def write(path):
         name, per_block, block_bytes = GGUF_TYPES[type_id]
@@ -95,49 +95,50 @@ def of_type(type_id):
     return write
 
 
-def adapter(change=None):
+def adapter_writer(change=None):
     def write(path):
         write_lora(path, Path("BASE.gguf"))
-        write_base(Path("BASE.gguf"), "llama", tokenizer=Bytes(), context=64)  # that of a run unless told
+        write_base(Path("BASE.gguf"), "llama", tokenizer=Bytes(), context=64)  # another base than the adapter's
         if change:
-            changed(path, **change)
+            write_changed(path, **change)
 
     return write
 
 
 BYTES = {"tokenizer": Bytes(), "context": 40}
 FILES = {
-    "text": (base(**BYTES), ALL),
-    "gpt2": (base("gpt2", **BYTES), ALL),
-    "qwen3": (base("qwen3", **BYTES), ALL),
-    "ids": (base("gpt2"), ALL),
-    "characters": (base(tokenizer=Characters("abc ")), ALL),
-    "a short context": (base(tokenizer=Bytes(), context=3), ALL),
-    "small matrices": (base(tokenizer=Bytes(), d_model=4, n_heads=2, n_kv_heads=1, context=40),
+    "text": (base_file(**BYTES), ALL),
+    "gpt2": (base_file("gpt2", **BYTES), ALL),
+    "qwen3": (base_file("qwen3", **BYTES), ALL),
+    "ids": (base_file("gpt2"), ALL),
+    "characters": (base_file(tokenizer=Characters("abc ")), ALL),
+    "a short context": (base_file(tokenizer=Bytes(), context=3), ALL),
+    "small matrices": (base_file(tokenizer=Bytes(), d_model=4, n_heads=2, n_kv_heads=1, context=40),
                        [w for w in ALL if w != "recipe=lora"]),
-    "no numbers in a block": (base(spoil="blk.1.attn_v.weight", **BYTES), LEFT),
-    "no numbers in the embedding": (base(spoil="token_embd.weight", **BYTES), ["export"]),
-    "no numbers in 8 bits": (base(spoil="blk.0.ffn_up.weight", kind="q8_0", **BYTES), LEFT),
-    "eos beyond": (base(change={"keys": {ggml("eos_token_id"): 9999}}, **BYTES), ALL),
-    "bos beyond": (base(change={"keys": {ggml("bos_token_id"): 9999}}, **BYTES), ALL),
-    "bos missing": (base(change={"keys": {ggml("add_bos_token"): True}, "drop": [ggml("bos_token_id")]}, **BYTES), ALL),
-    "types for others": (base(change={"keys": {ggml("token_type"): np.ones(3, np.int32)}}, **BYTES), ALL),
-    "no merges": (base(change={"drop": [ggml("merges")]}, **BYTES), ALL),
-    "a merge of three": (base(change={"keys": {ggml("merges"): ["a b c"]}}, **BYTES), ALL),
-    "no kind of tokenizer": (base(change={"drop": [ggml("model")]}, **BYTES), ALL),
-    "another kind of tokenizer": (base(change={"keys": {ggml("model"): "bert"}}, **BYTES), ALL),
+    "no numbers in a block": (base_file(spoil="blk.1.attn_v.weight", **BYTES), LEFT),
+    "no numbers in the embedding": (base_file(spoil="token_embd.weight", **BYTES), ["export"]),
+    "no numbers in 8 bits": (base_file(spoil="blk.0.ffn_up.weight", kind="q8_0", **BYTES), LEFT),
+    "eos beyond": (base_file(change={"keys": {ggml_key("eos_token_id"): 9999}}, **BYTES), ALL),
+    "bos beyond": (base_file(change={"keys": {ggml_key("bos_token_id"): 9999}}, **BYTES), ALL),
+    "bos missing": (base_file(change={"keys": {ggml_key("add_bos_token"): True},
+                                      "drop": [ggml_key("bos_token_id")]}, **BYTES), ALL),
+    "types for others": (base_file(change={"keys": {ggml_key("token_type"): np.ones(3, np.int32)}}, **BYTES), ALL),
+    "no merges": (base_file(change={"drop": [ggml_key("merges")]}, **BYTES), ALL),
+    "a merge of three": (base_file(change={"keys": {ggml_key("merges"): ["a b c"]}}, **BYTES), ALL),
+    "no kind of tokenizer": (base_file(change={"drop": [ggml_key("model")]}, **BYTES), ALL),
+    "another kind of tokenizer": (base_file(change={"keys": {ggml_key("model"): "bert"}}, **BYTES), ALL),
     "another model": (write_foreign, DONOR),
     "another model, no donor": (lambda path: write_foreign(path, tensors={"x.weight": (2, 32)}), []),
-    "fewer rows than tokens": (base(change={"keys": {"general.architecture": "phi3", "phi3.embedding_length": 32},
-                                            "tensors": {"token_embd.weight": np.zeros((9, 32), np.float32)}}, **BYTES),
-                               []),
+    "fewer rows than tokens": (base_file(change={"keys": {"general.architecture": "phi3", "phi3.embedding_length": 32},
+                                                 "tensors": {"token_embd.weight": np.zeros((9, 32), np.float32)}},
+                                         **BYTES), []),
     "images": (write_vit, ["recipe=lora", "recipe=full", "eval", "predict", "export"]),
-    "an adapter": (adapter(), ["generate", "merge", "recipe=lora"]),
-    "an adapter without numbers": (adapter({"keys": {"adapter.lora.alpha": float("nan")}}), []),
-    "an adapter of another model": (adapter({"keys": {"general.architecture": "phi3"}}), []),
-    **{name: (of_type(i), ALL) for i, (name, _, _) in GGUF_TYPES.items()},
+    "an adapter": (adapter_writer(), ["generate", "merge", "recipe=lora"]),
+    "an adapter without numbers": (adapter_writer({"keys": {"adapter.lora.alpha": float("nan")}}), []),
+    "an adapter of another model": (adapter_writer({"keys": {"general.architecture": "phi3"}}), []),
+    **{name: (quantised_writer(i), ALL) for i, (name, _, _) in GGUF_TYPES.items()},
 }  # fmt: skip
-# For these others of their kind stand in the short form.
+# Other files of the same kind cover these in the default suite.
 RARE = {name for name, _, _ in GGUF_TYPES.values()} - {"Q6_K", "NVFP4"}
 RARE |= {"qwen3", "bos beyond", "bos missing", "types for others", "a merge of three", "another kind of tokenizer"}
 
@@ -147,36 +148,36 @@ def registry():
     return load(["toyexp.testing.null"])
 
 
-def run(words, registry):
-    """One offered command on an engine that computes nothing, and on little text where it names no data."""
+def run_command(words, registry):
+    """Run a printed command with an engine that computes nothing, on a little text if it names no data."""
     words, plugins = words[:-1], words[-1]
-    assert plugins == NOOP[0], "a command is told with the plugins that were named"
-    named = any(w.startswith("data=") for w in words)
-    if words[0].startswith("recipe="):  # up to where its directory would be made
-        text = [] if named else ["data=text", "data.path=TEXT.txt"]
+    assert plugins == NOOP[0], "a printed command must name the plugins"
+    names_data = any(w.startswith("data=") for w in words)
+    if words[0].startswith("recipe="):  # run up to the creation of its directory
+        text = [] if names_data else ["data=text", "data.path=TEXT.txt"]
         return prepare(Request([], registry, ["toyexp.testing.null"]).build_config(*words, *text, *QUICK))
-    eval_on = NOOP if named else [*NOOP, "--data", "TEXT.txt"]
-    written = [NOOP[0], "--engine", "noop"]
-    more = {"eval": eval_on, "generate": written, "predict": written, "merge": [NOOP[0]], "export": []}
-    return not main([*words, *more[words[0]]])
+    eval_on = NOOP if names_data else [*NOOP, "--data", "TEXT.txt"]
+    engine_words = [NOOP[0], "--engine", "noop"]
+    extra_words = {"eval": eval_on, "generate": engine_words, "predict": engine_words, "merge": [NOOP[0]], "export": []}
+    return not main([*words, *extra_words[words[0]]])
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in RARE)) for n in FILES])
-def test_every_command_that_is_offered_runs(name, registry):
-    write, offered = FILES[name]
+def test_every_printed_command_runs(name, registry):
+    write, expected = FILES[name]
     path = Path("my model.gguf")
     write(path)
     uses = describe(path, registry).uses
-    shown = [shlex.split(use.command)[1:] for use in uses if use.command]
-    assert sorted(words[0] for words in shown) == sorted(offered)
+    commands = [shlex.split(use.command)[1:] for use in uses if use.command]
+    assert sorted(words[0] for words in commands) == sorted(expected)
     assert all(use.reason for use in uses if not use.command)
-    for words in shown:
-        assert run(words, registry), words
+    for words in commands:
+        assert run_command(words, registry), words
 
 
-def test_a_type_that_is_already_there_is_not_offered_again(registry):
+def test_an_export_that_already_exists_is_not_suggested_again(registry):
     path = Path("my model.gguf")
-    base(**BYTES)(path)
+    base_file(**BYTES)(path)
     for kind in ("q8_0", "f16", "f32", None):
         (use,) = (use for use in describe(path, registry).uses if use.what == "export")
         assert f"--type {kind} " in (use.command or "--type None ")
@@ -184,14 +185,14 @@ def test_a_type_that_is_already_there_is_not_offered_again(registry):
         Path(f"my model-{kind}.gguf").touch()
 
 
-def test_numbers_of_a_large_file_are_left_to_the_run(registry, monkeypatch):
+def test_weights_of_a_large_file_are_not_checked_for_nan(registry, monkeypatch):
     path = Path("my model.gguf")
-    base(spoil="blk.1.attn_v.weight", **BYTES)(path)
+    base_file(spoil="blk.1.attn_v.weight", **BYTES)(path)
     monkeypatch.setattr("toyexp.inference.describe.MAX_CHECKED_BYTES", 1000)
     assert describe(path, registry).uses[0].command
 
 
-def test_a_recipe_and_data_of_a_stranger_are_offered_by_what_they_say_of_themselves(registry):
+def test_recipes_and_data_of_plugins_are_suggested_with_their_own_hints(registry):
     @dataclass
     class Longer(Full):
         """Trains on, slowly."""
@@ -215,8 +216,8 @@ def test_a_recipe_and_data_of_a_stranger_are_offered_by_what_they_say_of_themsel
         "format": registry.offers["format"],
         "data": {"their_ids": Offer("data", "their_ids", Ids, "theirs", "theirs 1.0"), **registry.offers["data"]},
     }
-    base("gpt2")(Path("ids.gguf"))
-    shown = {use.what: use.command for use in describe(Path("ids.gguf"), Registry(offers)).uses}
-    assert shown["train on"].startswith("toyexp recipe=longer recipe.base=ids.gguf data=their_ids data.path=THEIRS ")
-    assert shown["train on"].endswith(f"data.below={VOCAB} model.context=12 lr=1e-6") and "donor" not in shown
-    assert shown["eval"].endswith(f"data=their_ids data.path=THEIRS data.below={VOCAB}")
+    base_file("gpt2")(Path("ids.gguf"))
+    commands = {use.what: use.command for use in describe(Path("ids.gguf"), Registry(offers)).uses}
+    assert commands["train on"].startswith("toyexp recipe=longer recipe.base=ids.gguf data=their_ids data.path=THEIRS ")
+    assert commands["train on"].endswith(f"data.below={VOCAB} model.context=12 lr=1e-6") and "donor" not in commands
+    assert commands["eval"].endswith(f"data=their_ids data.path=THEIRS data.below={VOCAB}")

@@ -1,4 +1,4 @@
-"""`toyexp eval` against the run that wrote the file."""
+"""`toyexp eval` compared with the run that wrote the file."""
 
 import json
 import math
@@ -22,7 +22,7 @@ TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "book.txt").write_text(BOOK)
@@ -30,7 +30,7 @@ def _here(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of one step."""
+    """Train a run of one step."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "book.txt").write_text(BOOK)
     words = [w.replace("=book.txt", f"={folder}/book.txt") for w in TEXT]
@@ -38,46 +38,46 @@ def trained(tmp_path_factory):
     return folder / "run"
 
 
-def outcome():
+def read_result():
     return json.loads(Path("run/result.json").read_text())
 
 
-def evaluated(capsys, *words):
+def evaluate_export(capsys, *words):
     capsys.readouterr()
     assert main(["eval", "run/model.gguf", "engine.threads=1", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_text_scores_what_the_run_said(model, capsys):
+def test_eval_on_text_has_the_held_out_loss_of_the_run(model, capsys):
     assert main([f"model={model}", *TEXT, *TINY, "engine=cpu"]) == 0
     for engine in ("cpu", "ggml"):
-        found = evaluated(capsys, f"engine={engine}", "batch_size=4", "data=text", "data.path=book.txt",
+        report = evaluate_export(capsys, f"engine={engine}", "batch_size=4", "data=text", "data.path=book.txt",
                           "data.val_fraction=0.2")  # fmt: skip
-        assert found["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-5)
-        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-        assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))  # a token is a byte here
+        assert report["loss"] == pytest.approx(read_result()["eval_loss"], abs=2e-5)
+        assert report["perplexity"] == pytest.approx(math.exp(report["loss"]))
+        assert report["bits_per_byte"] == pytest.approx(report["loss"] / math.log(2))  # a token is a byte here
 
 
-def test_images_score_what_the_run_said(capsys):
+def test_eval_on_images_has_the_held_out_loss_of_the_run(capsys):
     assert main(["recipe=vit_tiny", "model=vit", "data=digits", *TINY, "model.patch=4", "engine=ggml"]) == 0
-    found = evaluated(capsys, "data=digits", "engine=cpu", "batch_size=4")
-    assert found["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-5)
-    assert found["scores"] == pytest.approx(outcome()["eval_scores"])
-    assert found["perplexity"] is None
+    report = evaluate_export(capsys, "data=digits", "engine=cpu", "batch_size=4")
+    assert report["loss"] == pytest.approx(read_result()["eval_loss"], abs=2e-5)
+    assert report["scores"] == pytest.approx(read_result()["eval_scores"])
+    assert report["perplexity"] is None
 
 
-def of(capsys, *words):
+def run_eval(capsys, *words):
     capsys.readouterr()
     assert main(["eval", *words, "engine=ggml", "engine.threads=1", "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
 
-def test_data_for_short(trained, capsys):
+def test_the_data_option_guesses_the_kind_of_data(trained, capsys):
     shutil.copytree(trained, "run")
     Path("it's a \\'book\\").write_text(Path("book.txt").read_text())
-    long = evaluated(capsys, "engine=ggml", "data=text", "data.path=book.txt", "data.val_fraction=1")
-    short = of(capsys, "--data=it's a \\'book\\", "run/model.gguf")
+    long = evaluate_export(capsys, "engine=ggml", "data=text", "data.path=book.txt", "data.val_fraction=1")
+    short = run_eval(capsys, "--data=it's a \\'book\\", "run/model.gguf")
     assert short == {**long, "path": "it's a \\'book\\"}
 
 
@@ -97,45 +97,45 @@ def write_photos(folder="photos"):
             "data.val_fraction=0.5", "data.color=false"]  # fmt: skip
 
 
-def test_other_images_are_seen_as_the_model_saw_its_own(capsys):
-    """The same held-out images among others to learn from, which are brighter: mean and deviation are the file's."""
+def test_other_images_are_normalised_with_the_models_mean_and_deviation(capsys):
+    """The held-out images are the same, but the other images of the directory are brighter."""
     assert main([*write_photos(), *TINY, "engine=ggml", "steps=1"]) == 0
     paths = sorted(Path("photos").rglob("*.png"), key=lambda p: (p.parent.name, p.name))
     held_out = held_out_mask(np.array(["ab".index(p.parent.name) for p in paths]), 0.5)
-    for path, keep in zip(paths, held_out, strict=True):
+    for path, is_held_out in zip(paths, held_out, strict=True):
         other = Path("other", *path.parts[1:])
         other.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, other) if keep else Image.fromarray(np.full((6, 6, 3), 250, np.uint8)).save(other)
-    found = of(capsys, "run", "--data", "other", "data.val_fraction=0.5")
-    assert found["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
+        shutil.copy(path, other) if is_held_out else Image.fromarray(np.full((6, 6, 3), 250, np.uint8)).save(other)
+    report = run_eval(capsys, "run", "--data", "other", "data.val_fraction=0.5")
+    assert report["loss"] == pytest.approx(read_result()["eval_loss"], abs=2e-6)
 
 
 @pytest.mark.parametrize("color", [True, False])
-def test_a_folder_of_images_is_seen_at_the_size_of_the_models_file(capsys, monkeypatch, color):
-    more = classmethod(lambda cls, *given, own=Images.suggest_settings: f"data.labels=LABELS.csv {own(*given)}")
-    monkeypatch.setattr(Images, "suggest_settings", more)  # what a person is to fill in is left out
+def test_a_directory_of_images_is_read_at_the_models_image_size(capsys, monkeypatch, color):
+    suggest = classmethod(lambda cls, *given, own=Images.suggest_settings: f"data.labels=LABELS.csv {own(*given)}")
+    monkeypatch.setattr(Images, "suggest_settings", suggest)  # a placeholder that the user must fill in is skipped
     assert main([*write_photos(), f"data.color={color}", *TINY, "engine=ggml", "steps=1"]) == 0
     shutil.copy("run/model.gguf", "alone.gguf")
-    alone, whole = (of(capsys, what, "--data", "photos")["loss"] for what in ("alone.gguf", "run"))
-    assert alone == pytest.approx(whole, abs=1e-6)
+    loss_of_file, loss_of_run = (run_eval(capsys, what, "--data", "photos")["loss"] for what in ("alone.gguf", "run"))
+    assert loss_of_file == pytest.approx(loss_of_run, abs=1e-6)
     assert main(["eval", "alone.gguf", "data=images", "data.path=photos", "engine=ggml"]) == 2
     error = capsys.readouterr().err
     assert "model.image_size=6: the data has 32; type data.image_size=6 for data=images" in error
 
 
-def test_of_a_folder_with_a_split_the_held_out_part_is_evaluated_and_said_to_be(capsys):
+def test_of_a_directory_with_a_split_only_the_held_out_part_is_evaluated(capsys):
     words = write_photos("photos/train")
     write_photos("photos/val")
     shutil.rmtree("photos/val/a")
     data = [w.replace("photos/train", "photos") for w in words if "val_fraction" not in w]
     assert main([*data, *TINY, "engine=ggml", "steps=1"]) == 0
-    for what in ([], ["--data", "photos"]):
-        found = of(capsys, "run", *what)
-        assert (found["targets"], found["own"], found["left_out"]) == (6, True, ["held out: photos/val"])
-        assert found["share"] == {"eval_images": 0}
+    for arguments in ([], ["--data", "photos"]):
+        report = run_eval(capsys, "run", *arguments)
+        assert (report["targets"], report["own"], report["left_out"]) == (6, True, ["held out: photos/val"])
+        assert report["share"] == {"eval_images": 0}
     assert main(["eval", "run", "--data", "photos", "engine=ggml", "engine.threads=1"]) == 0
-    told = capsys.readouterr().out
-    assert "the run's own; held out: photos/val, 6 held-out targets (data.eval_images=0)" in told
+    output = capsys.readouterr().out
+    assert "the run's own; held out: photos/val, 6 held-out targets (data.eval_images=0)" in output
 
 
 def write_ids():
@@ -148,19 +148,19 @@ def write_ids():
     [(write_photos, "photos", 12), (write_chats, "chats.jsonl", None), (write_ids, "ids.npy", 592)],
     ids=["images", "chats", "ids"],
 )
-def test_data_that_is_named_is_taken_whole(data, path, targets, capsys):
-    """An eval of a part and one of the rest take all of it together."""
+def test_data_named_on_the_command_line_is_evaluated_completely(data, path, targets, capsys):
+    """The whole data set counts, not only the held-out share."""
     assert main([*data(), *TINY, "engine=ggml", "steps=1"]) == 0
     everything = ["data.eval_batches=1000"] if path != "photos" else []
-    whole = of(capsys, "run", "--data", path, *everything)
-    assert whole["share"]["val_fraction"] == 1 and whole["targets"] > of(capsys, "run", *everything)["targets"]
-    assert targets is None or whole["targets"] == targets
+    report = run_eval(capsys, "run", "--data", path, *everything)
+    assert report["share"]["val_fraction"] == 1 and report["targets"] > run_eval(capsys, "run", *everything)["targets"]
+    assert targets is None or report["targets"] == targets
     capsys.readouterr()
     assert main([*data(), *TINY, "engine=ggml", "steps=1", "data.val_fraction=1", "hydra.run.dir=none"]) == 2
     assert "data.val_fraction=1.0: leaves nothing to train on" in capsys.readouterr().err and not Path("none").exists()
 
 
-def test_a_class_that_the_model_does_not_know_is_named(capsys):
+def test_the_error_names_a_class_that_the_model_does_not_know(capsys):
     assert main([*write_photos(), *TINY, "engine=ggml", "steps=1"]) == 0
     shutil.copytree("photos/a", "other/a")
     shutil.copytree("photos/b", "other/zebra")
@@ -175,58 +175,61 @@ def test_a_class_that_the_model_does_not_know_is_named(capsys):
     [lambda: TEXT, lambda: [w.replace("=byte", "=char") for w in TEXT], write_chats, write_photos, write_ids],
     ids=["text", "characters", "chats", "images", "ids"],
 )
-def test_a_run_is_evaluated_on_its_own_data_and_scores_what_it_said(data, capsys):
-    """Data, its settings, window, rows and tokenizer: one that was another would give another loss."""
+def test_a_run_evaluated_on_its_own_data_has_its_held_out_loss(data, capsys):
+    """Other data, settings, context, batch size or tokenizer would give another loss."""
     words = data()
     assert main([*words, *TINY, "engine=ggml", "steps=3"]) == 0
-    found = of(capsys, "run")
-    assert found["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
-    assert found["own"] and f"data={found['data']}" in words
+    report = run_eval(capsys, "run")
+    assert report["loss"] == pytest.approx(read_result()["eval_loss"], abs=2e-6)
+    assert report["own"] and f"data={report['data']}" in words
     capsys.readouterr()
     assert main(["eval", "run", "engine=ggml", "engine.threads=1"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data"))
-    assert found["data"] in line and found["path"] in line and "own" in line
+    assert report["data"] in line and report["path"] in line and "own" in line
 
 
-def test_a_lora_run_is_evaluated_in_its_own_window(capsys):
+def test_a_lora_run_is_evaluated_with_its_own_context(capsys):
     assert main([*TEXT, *TINY, "engine=ggml", "steps=1", "hydra.run.dir=base"]) == 0
     words = ["data=text", "data.path=book.txt", "model.context=5", "batch_size=4", "steps=2", "engine=ggml"]
     assert main(["recipe=lora", "recipe.base=base", "hydra.run.dir=run", *words]) == 0
-    assert of(capsys, "run")["loss"] == pytest.approx(outcome()["eval_loss"], abs=2e-6)
+    assert run_eval(capsys, "run")["loss"] == pytest.approx(read_result()["eval_loss"], abs=2e-6)
 
 
-def test_what_is_typed_takes_the_place_of_what_the_run_had(trained, capsys):
+def test_typed_settings_replace_those_of_the_run(trained, capsys):
     shutil.copytree(trained, "run")
     Path("tale.md").write_text("Once upon a time there was a queen. " * 100)
-    own, less = of(capsys, "run"), of(capsys, "run", "data.val_fraction=0.1", "batch_size=2", "model.context=8")
-    assert less["own"] is False and less["targets"] < own["targets"]
-    other = of(capsys, "run", "--data", "tale.md")  # the whole of it
+    defaults, changed = (
+        run_eval(capsys, "run"),
+        run_eval(capsys, "run", "data.val_fraction=0.1", "batch_size=2", "model.context=8"),
+    )
+    assert changed["own"] is False and changed["targets"] < defaults["targets"]
+    other = run_eval(capsys, "run", "--data", "tale.md")  # evaluated completely
     assert (other["data"], other["path"], other["own"]) == ("text", "tale.md", False)
-    same = of(capsys, "run", "data=text", "data.path=tale.md", "data.val_fraction=1")
-    assert {**same, "own": False} == other
-    assert of(capsys, "run", "data=stdlib", "data.max_mb=0.01")["data"] == "stdlib"
+    same_data = run_eval(capsys, "run", "data=text", "data.path=tale.md", "data.val_fraction=1")
+    assert {**same_data, "own": False} == other
+    assert run_eval(capsys, "run", "data=stdlib", "data.max_mb=0.01")["data"] == "stdlib"
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "gives"),
+    ("path", "kind", "kind_of_input"),
     [("chats.jsonl", "jsonl", "text"), ("ids.npy", "tokens", "tokens"), ("ids.bin", "tokens", "tokens"),
      ("book.txt", "text", "text"), ("tales", "text", "text"), ("LICENSE", "text", "text"),
      ("photos", "images", "images"), ("both", "text", "text"), ("both", "images", "images"),
      ("flat", "images", "images")],
 )  # fmt: skip
-def test_the_kind_of_data_follows_from_the_path(path, kind, gives):
+def test_the_kind_of_data_follows_from_the_path(path, kind, kind_of_input):
     write_chats(), write_photos(), write_ids()
     Path("tales/of").mkdir(parents=True)
     Path("tales/of/old.md").write_text("Once.")
     shutil.copytree("photos", "both")
-    shutil.copytree("photos/a", "flat")  # as with data.labels
+    shutil.copytree("photos/a", "flat")  # as used with data.labels
     Path("both/about.md").write_text("What they show.")
     registry = load()
-    model = registry.get("model", "vit" if gives == "images" else "llama")()
+    model = registry.get("model", "vit" if kind_of_input == "images" else "llama")()
     assert recognise_data(Path(path), model, registry) == kind
 
 
-def test_a_runs_local_plugin_has_to_be_typed(trained, capsys, monkeypatch):
+def test_a_local_plugin_of_the_run_must_be_typed_again(trained, capsys, monkeypatch):
     shutil.copytree(trained, "run")
     config = Path("run/config.yaml")
     config.write_text(config.read_text().replace("plugins: []", "plugins: [colours]"))
@@ -236,10 +239,10 @@ def test_a_runs_local_plugin_has_to_be_typed(trained, capsys, monkeypatch):
     assert "plugins=[colours]" in capsys.readouterr().err
 
 
-def test_a_vit_refuses_what_it_cannot_read(capsys):
+def test_a_vit_rejects_data_that_it_cannot_read(capsys):
     assert main([*write_photos(), *TINY, "engine=ggml", "steps=1"]) == 0
     write_chats()
-    for words, said in [
+    for words, parts in [
         (["data=stdlib"], ("reads images", "data=stdlib gives tokens")),
         (["--data", "book.txt"], ("data=text", "reads images")),
         (["--data", "chats.jsonl"], ("data=jsonl", "reads images")),
@@ -249,13 +252,13 @@ def test_a_vit_refuses_what_it_cannot_read(capsys):
         capsys.readouterr()
         assert main(["eval", "run", "engine=ggml", *words]) == 2
         error = capsys.readouterr().err
-        assert all(part in error for part in said) and error.count("\n") == 1
+        assert all(part in error for part in parts) and error.count("\n") == 1
 
 
-def test_a_model_of_ids_refuses_text_and_images(capsys):
+def test_a_model_without_a_tokenizer_rejects_text_and_images(capsys):
     assert main([*write_ids(), *TINY, "engine=ggml", "steps=1"]) == 0
     write_photos()
-    for words, said in [
+    for words, message in [
         (["--data", "book.txt"], "data=tokens"),
         (["--data", "photos"], "yields images"),
         (["data=stdlib"], "data=tokens"),
@@ -263,11 +266,11 @@ def test_a_model_of_ids_refuses_text_and_images(capsys):
         capsys.readouterr()
         assert main(["eval", "run", "engine=ggml", *words]) == 2
         error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
-    assert main(["eval", "run/model.gguf", "engine=ggml"]) == 2  # whose default is text
+        assert message in error and error.count("\n") == 1
+    assert main(["eval", "run/model.gguf", "engine=ggml"]) == 2  # the default data is text
 
 
-def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, capsys):
+def test_a_batch_size_beyond_the_memory_is_rejected_before_allocation(trained, capsys):
     shutil.copytree(trained, "run")
     capsys.readouterr()
     assert main(["eval", "run", "batch_size=1000000000"]) == 2
@@ -278,7 +281,7 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "needs exactly one file"),
         (["run/model.gguf", "--data"], "--data needs a value, such as --data book.txt"),
@@ -299,21 +302,21 @@ def test_more_rows_than_memory_holds_are_refused_before_any_is_made(trained, cap
         (["run", "experiment=smoke"], "eval experiment"),
         (["run", "hydra.run.dir=x"], "eval hydra.run.dir"),
         (["run", "--data", "book.txt", "data=text"], "cannot be combined with data="),
-        pytest.param(  # before the data is opened
+        pytest.param(  # rejected before the data is opened
             ["run", "--data", "empty.txt", "engine=cpu", "engine.devices=2", "batch_size=3"],
             "engine.devices=2: a batch of 3 rows",
             marks=pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores"),
         ),
     ],
 )
-def test_bad_words_are_told(words, said, trained, capsys):
+def test_bad_arguments_are_rejected(words, message, trained, capsys):
     shutil.copytree(trained, "run")
     Path("empty.txt").touch()
     assert main(["eval", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number_fails(capsys, monkeypatch):
+def test_a_nan_loss_gives_exit_code_1(capsys, monkeypatch):
     assert main([*TEXT, *TINY, "engine=ggml", "steps=1"]) == 0
     monkeypatch.setattr("toyexp.interfaces.session.Session.evaluate", lambda *_: float("nan"))
     capsys.readouterr()

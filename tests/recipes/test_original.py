@@ -1,4 +1,4 @@
-"""`recipe.init=toy` against the original's own loops, one number at a time; and GPT-2 as the seed writes it."""
+"""`recipe.init=toy` compared number by number with the original's loops, and GPT-2 as the original computes it."""
 
 import math
 from dataclasses import replace
@@ -26,11 +26,12 @@ class TestScratchAsTheOriginal(RecipeSuite):
     model = MODELS["gpt2"]
 
 
-# -- the seed's GPT2SeqEngine, line by line ----------------------------------------------------------------------------
+# -- GPT2SeqEngine of the original, line by line
+# ------------------------------------------------------------------------
 
 
 class GPT2SeqEngine:
-    """rand_unit, random_mat and realize! of the seed: a list of matrices for every kind of weight, in its order."""
+    """rand_unit, random_mat and realize! of the original: a list of matrices per kind of weight, in its order."""
 
     def __init__(self, vocab, d_model, n_heads, d_ff, n_layers, context, seed):
         self.rng = seed
@@ -55,110 +56,110 @@ class GPT2SeqEngine:
         return [[self.rand_unit() * scale for _ in range(cols)] for _ in range(rows)]
 
 
-def gguf_names(seed_engine, n_layers, n_heads):
-    """The seed's weights under GGUF names: the heads of q, then of k, then of v."""
-    named = {"token_embd.weight": seed_engine.wte, "position_embd.weight": seed_engine.wpe}
+def weights_by_gguf_name(original, n_layers, n_heads):
+    """Return the original's weights by GGUF names; attn_qkv has the heads of q, then of k, then of v."""
+    weights = {"token_embd.weight": original.wte, "position_embd.weight": original.wpe}
     for li in range(n_layers):
         heads = range(li * n_heads, (li + 1) * n_heads)
-        qkv = [row for w in (seed_engine.w_q, seed_engine.w_k, seed_engine.w_v) for hi in heads for row in w[hi]]
-        named[f"blk.{li}.attn_qkv.weight"] = qkv
-        named[f"blk.{li}.attn_output.weight"] = seed_engine.w_o[li]
-        named[f"blk.{li}.ffn_up.weight"] = seed_engine.fc_w[li]
-        named[f"blk.{li}.ffn_down.weight"] = seed_engine.pr_w[li]
-    return {name: np.array(rows).astype(np.float32) for name, rows in named.items()}
+        qkv = [row for w in (original.w_q, original.w_k, original.w_v) for hi in heads for row in w[hi]]
+        weights[f"blk.{li}.attn_qkv.weight"] = qkv
+        weights[f"blk.{li}.attn_output.weight"] = original.w_o[li]
+        weights[f"blk.{li}.ffn_up.weight"] = original.fc_w[li]
+        weights[f"blk.{li}.ffn_down.weight"] = original.pr_w[li]
+    return {name: np.array(rows).astype(np.float32) for name, rows in weights.items()}
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3])
-def test_gpt2_starts_from_the_seeds_very_numbers(seed):
-    expected = gguf_names(GPT2SeqEngine(VOCAB, 32, 4, 64, 2, CONTEXT, seed), n_layers=2, n_heads=4)
+def test_gpt2_starts_from_exactly_the_originals_numbers(seed):
+    expected = weights_by_gguf_name(GPT2SeqEngine(VOCAB, 32, 4, 64, 2, CONTEXT, seed), n_layers=2, n_heads=4)
     with start_session(Scratch(init="toy"), ENGINE, plan("gpt2", seed=seed)) as session:
         for tensor in session.plan.tensors:
             values = session.download(tensor.name)
             if tensor.name in expected:
                 np.testing.assert_array_equal(values, expected.pop(tensor.name), tensor.name)
-            else:  # the norms' gamma and beta, and the biases
+            else:  # norm weights and biases
                 assert (values == (1 if tensor.name.endswith("norm.weight") else 0)).all(), tensor.name
     assert not expected
 
 
-def test_the_first_numbers_are_these():
-    """Worked out by hand from s -> (1103515245 s + 12345) & 0x7fffffff, (s >> 8) / 2^23 - 1, from 0."""
+def test_the_first_numbers_agree_with_a_calculation_by_hand():
+    """The recurrence is s -> (1103515245 s + 12345) & 0x7fffffff, (s >> 8) / 2^23 - 1, from s = 0."""
     golden = [(12345 >> 8) / 2**23 - 1, (1406932606 >> 8) / 2**23 - 1, (654583775 >> 8) / 2**23 - 1]
     np.testing.assert_array_equal(LCG(0).uniform(3), golden)
     assert golden[:2] == [-0.9999942779541016, -0.3448460102081299]
     many = LCG(0).uniform(1 << 16)
-    assert -1 <= many.min() < -0.999 and -0.001 < many.max() < 0  # the seed's comment says [-1, 1)
+    assert -1 <= many.min() < -0.999 and -0.001 < many.max() < 0  # a comment in the original claims [-1, 1)
 
 
-def test_draws_do_not_depend_on_how_many_are_taken_at_once():
-    at_once, piecemeal = LCG(5), LCG(5)
-    parts = [piecemeal.states(n) for n in (1, 0, 2, 7, 64, 129)]
-    np.testing.assert_array_equal(at_once.states(203), np.concatenate(parts))
-    assert at_once.state == piecemeal.state
+def test_draws_do_not_depend_on_the_number_drawn_at_once():
+    single_draw, several_draws = LCG(5), LCG(5)
+    parts = [several_draws.states(n) for n in (1, 0, 2, 7, 64, 129)]
+    np.testing.assert_array_equal(single_draw.states(203), np.concatenate(parts))
+    assert single_draw.state == several_draws.state
 
 
 # -- llama -------------------------------------------------------------------------------------------------------------
 
 
 class LlamaDraws:
-    """The original's normal values, one pair at a time."""
+    """The original's generator of normal values, which come in pairs."""
 
     def __init__(self, seed):
-        self.s, self.kept = ((seed + 104729) * 2654435761) % 2147483647, []
+        self.state, self.pending = ((seed + 104729) * 2654435761) % 2147483647, []
         for _ in range(8):
             self.u()
 
     def u(self):
-        self.s = (self.s * 1103515245 + 12345) & 0x7FFFFFFF
-        return (self.s + 1) / 2147483648.0
+        self.state = (self.state * 1103515245 + 12345) & 0x7FFFFFFF
+        return (self.state + 1) / 2147483648.0
 
     def normal(self):
-        if not self.kept:
+        if not self.pending:
             radius, angle = math.sqrt(-2 * math.log(self.u())), 2 * math.pi * self.u()
-            self.kept = [radius * math.sin(angle), radius * math.cos(angle)]
-        return self.kept.pop()
+            self.pending = [radius * math.sin(angle), radius * math.cos(angle)]
+        return self.pending.pop()
 
     def matrix(self, rows, cols, std):
         return np.array([[std * self.normal() for _ in range(cols)] for _ in range(rows)])
 
 
-def test_the_fold_and_the_first_pair_are_the_known_ones():
+def test_the_folded_seed_and_the_first_pair_have_known_values():
     assert (104729 * 2654435761) % 2147483647 == 349742325
     assert LCG.for_llama(0).state == 926776749
     np.testing.assert_allclose(LCG.for_llama(0).normal(2), [0.1711227734, 0.7065110861], rtol=1e-9)
 
 
-def neighbours(head):
-    """A head's rows for rope on (2i, 2i+1), from rows for rope on (i, i + D/2)."""
+def pair_rope_rows(head):
+    """Reorder a head's rows from rope on features (i, i + D/2) to rope on (2i, 2i+1)."""
     half = len(head) // 2
     return [row for i in range(half) for row in (head[i], head[i + half])]
 
 
 def llama_values(seed, model, width=None):
-    """Every drawn tensor, in the original's order; `width` is the donor's, where there is a lens."""
+    """Return every drawn tensor in the original's order; `width` is the donor's width if there is a lens."""
     draws, d, ff, size = LlamaDraws(seed), model.d_model, model.d_ff, model.d_model // model.n_heads
     inner, outer = 1 / math.sqrt(d), 1 / math.sqrt(ff)
-    named = {"token_embd.weight": draws.matrix(VOCAB, width or d, 0.02)}
+    weights = {"token_embd.weight": draws.matrix(VOCAB, width or d, 0.02)}
     if width:
-        named["lens.proj.weight"] = draws.matrix(d, width, 1 / math.sqrt(width))
+        weights["lens.proj.weight"] = draws.matrix(d, width, 1 / math.sqrt(width))
     if not model.tied:
-        named["output.weight"] = draws.matrix(VOCAB, d, 0.02)
+        weights["output.weight"] = draws.matrix(VOCAB, d, 0.02)
     for i in range(model.n_layers):
         b = f"blk.{i}."
-        q = [row for _ in range(model.n_heads) for row in neighbours(draws.matrix(size, d, inner))]
+        q = [row for _ in range(model.n_heads) for row in pair_rope_rows(draws.matrix(size, d, inner))]
         k, v = [], []
         for _ in range(model.n_kv_heads):
-            k += neighbours(draws.matrix(size, d, inner))
+            k += pair_rope_rows(draws.matrix(size, d, inner))
             v += list(draws.matrix(size, d, inner))
-        named |= {b + "attn_q.weight": q, b + "attn_k.weight": k, b + "attn_v.weight": v}
-        named[b + "attn_output.weight"] = draws.matrix(d, d, inner)
-        named[b + "ffn_gate.weight"] = draws.matrix(ff, d, inner)
-        named[b + "ffn_up.weight"] = draws.matrix(ff, d, inner)
-        named[b + "ffn_down.weight"] = draws.matrix(d, ff, outer)
-    return named
+        weights |= {b + "attn_q.weight": q, b + "attn_k.weight": k, b + "attn_v.weight": v}
+        weights[b + "attn_output.weight"] = draws.matrix(d, d, inner)
+        weights[b + "ffn_gate.weight"] = draws.matrix(ff, d, inner)
+        weights[b + "ffn_up.weight"] = draws.matrix(ff, d, inner)
+        weights[b + "ffn_down.weight"] = draws.matrix(d, ff, outer)
+    return weights
 
 
-def assert_starts_from(session: Session, expected):
+def assert_initial_values(session: Session, expected):
     for tensor in session.plan.tensors:
         values = session.download(tensor.name)
         if tensor.name in expected:
@@ -171,15 +172,15 @@ def assert_starts_from(session: Session, expected):
 @pytest.mark.parametrize("name", ["llama", "llama_tied_bias"])
 def test_llama_starts_from_the_originals_numbers(name):
     with start_session(Scratch(init="toy"), ENGINE, plan(name, seed=3)) as session:
-        assert_starts_from(session, llama_values(3, MODELS[name]))
+        assert_initial_values(session, llama_values(3, MODELS[name]))
 
 
-def test_warm_draws_the_table_at_the_donors_width_and_then_the_lens(donor):
+def test_recipe_warm_draws_the_embedding_at_the_donors_width_and_then_the_lens(donor):
     recipe = Warm(donor=donor, lens="random", init="toy")
     with start_session(recipe, ENGINE, plan("llama", seed=3, recipe=recipe)) as session:
         expected = llama_values(3, MODELS["llama"], width=48)
-        expected["token_embd.weight"] = np.full((VOCAB, 48), 0.25)  # the donor's rows, over what was drawn
-        assert_starts_from(session, expected)
+        expected["token_embd.weight"] = np.full((VOCAB, 48), 0.25)  # the donor's rows replace the drawn ones
+        assert_initial_values(session, expected)
 
 
 @pytest.fixture
@@ -192,10 +193,11 @@ def donor(tmp_path):
     return str(tmp_path / "donor.gguf")
 
 
-# -- who may ask for it ------------------------------------------------------------------------------------------------
+# -- models and recipes that accept init=toy
+# ------------------------------------------------------------------------------
 
 
-def test_models_the_original_draws_otherwise_are_refused():
+def test_models_that_the_original_does_not_have_are_rejected():
     with pytest.raises(UserError, match=r"the original's gpt2 has no output layer of its own; use model\.tied=true"):
         plan("gpt2_untied", recipe=Scratch(init="toy"))
     model = ViT(d_model=16, n_heads=2, d_ff=16).fit(image_dataset())
@@ -214,18 +216,20 @@ def test_models_the_original_draws_otherwise_are_refused():
          "choose that, or leave the key out"),
     ],
 )  # fmt: skip
-def test_init_elsewhere_is_an_error_that_says_where(words, error, tmp_path, monkeypatch, capsys):
+def test_a_misplaced_init_is_rejected_with_the_right_key(words, error, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
     assert capsys.readouterr().err.startswith(f"toyexp: error: {error}")
     assert not list(tmp_path.iterdir())
 
 
-# -- the seed's forward pass -------------------------------------------------------------------------------------------
+# -- the original's forward pass ---------------------------------------------------------------------------------------
 
 
-def seed_forward(w, ids, n_heads, n_layers):
-    """build_forward! of the seed in float64: a loop over heads, V's bias added to what attention gives."""
+def forward_of_original(w, ids, n_heads, n_layers):
+    """Compute build_forward! of the original in float64: a loop over heads, with V's bias added to the attention
+    output.
+    """
 
     def layer_norm(x, name):
         centred = x - x.mean(-1, keepdims=True)
@@ -256,20 +260,20 @@ def seed_forward(w, ids, n_heads, n_layers):
     return layer_norm(x, "output_norm") @ w["token_embd.weight"].T
 
 
-def test_gpt2_computes_what_the_seeds_graph_computes():
-    drawn, one = np.random.default_rng(0), batches(rows=3).batch(0)
+def test_gpt2_has_the_logits_of_the_originals_graph():
+    draw, batch = np.random.default_rng(0), batches(rows=3).batch(0)
     with TorchCPU(threads=1, dtype="float64").realize(plan("gpt2")) as session:
-        values = {t.name: drawn.normal(0, 0.3, t.shape).astype(np.float32) for t in session.plan.tensors}
+        values = {t.name: draw.normal(0, 0.3, t.shape).astype(np.float32) for t in session.plan.tensors}
         for name, array in values.items():
             session.upload(name, array)
         session.build()
-        ours = session.logits(one)
-    for ids, logits in zip(one["tokens"], ours, strict=True):
-        seeds = seed_forward({n: a.astype(np.float64) for n, a in values.items()}, ids, n_heads=4, n_layers=2)
-        np.testing.assert_allclose(logits, seeds, rtol=1e-5, atol=1e-5)  # logits come as float32
+        ours = session.logits(batch)
+    for ids, logits in zip(batch["tokens"], ours, strict=True):
+        expected = forward_of_original({n: a.astype(np.float64) for n, a in values.items()}, ids, n_heads=4, n_layers=2)
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)  # logits are float32
 
 
-def test_what_starts_from_them_learns(tmp_path, monkeypatch, capsys):
+def test_models_with_the_originals_initial_values_learn(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
     line = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "engine=ggml", "engine.threads=1", "steps=30",

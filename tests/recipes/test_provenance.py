@@ -1,4 +1,4 @@
-"""What a run was made of: recorded when it begins, and compared by whatever uses the run afterwards."""
+"""The sources of a run: recorded at its start, and compared by every command that uses the run later."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ NANO = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2"]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A base, another one of the same shape, and runs from scratch, of an adapter, and of all weights."""
+    """Create two bases of one shape, and runs from scratch, of an adapter and of all weights."""
     root = tmp_path_factory.mktemp("home")
     (root / "book.txt").write_text(BOOK)
     write_base(root / "base.gguf", "llama", tokenizer=Bytes())
@@ -37,18 +37,18 @@ def home(tmp_path_factory):
         assert main([*QUICK, "recipe=lora", "recipe.base=base.gguf", "callbacks=[default,hf_export]",
                      "hydra.run.dir=lora"]) == 0  # fmt: skip
         assert main([*QUICK, "recipe=full", "recipe.base=base.gguf", "hydra.run.dir=full"]) == 0
-    shutil.copy(root / "full/model.gguf", root / "other.gguf")  # of the same shape, with other values
+    shutil.copy(root / "full/model.gguf", root / "other.gguf")  # the same shape, other values
     return root
 
 
 @pytest.fixture(autouse=True)
-def here(home, tmp_path, monkeypatch):
-    """A directory of one's own in which the runs are not."""
+def working_directory(home, tmp_path, monkeypatch):
+    """Change to a new directory, which does not contain the runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def of(run, name="result.json"):
+def read_json(run, name="result.json"):
     text = Path(run, name).read_text()
     return json.loads(text.splitlines()[0] if name.endswith("l") else text)
 
@@ -56,19 +56,19 @@ def of(run, name="result.json"):
 # -- the record -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_records_where_it_was_begun_and_digests_of_what_it_read(home):
+def test_a_run_records_its_working_directory_and_digests_of_its_files(home):
     for run, role, file in (("lora", "base", "base.gguf"), ("full", "base", "base.gguf")):
         names = ("result.json", "events.jsonl", "checkpoints/step-2/state.json")
-        result, begin, state = (of(home / run, name) for name in names)
+        result, begin, state = (read_json(home / run, name) for name in names)
         assert result["cwd"] == begin["cwd"] == state["cwd"] == str(home)
         assert result["sources"] == begin["sources"]
         assert result["sources"][role] == fingerprint(home / file)
         assert result["sources"]["text"] == begin["data"]["text_sha256"][:16]
-        assert str(home) not in (home / run / "config.yaml").read_text()  # paths stand there as typed
+        assert str(home) not in (home / run / "config.yaml").read_text()  # config.yaml holds paths as typed
 
 
 @pytest.mark.parametrize(
-    ("changed", "differ"),
+    ("overrides", "changed_roles"),
     [
         (
             ["recipe=warm", "recipe.donor={home}/other.gguf", "model.tied=false"],
@@ -80,90 +80,97 @@ def test_a_run_records_where_it_was_begun_and_digests_of_what_it_read(home):
         (["data.path=edited.txt"], {"data", "text", "tokens"}),
     ],
 )
-def test_sources_differ_where_data_or_files_do(home, changed, differ):
+def test_changed_data_or_files_change_the_recorded_digests(home, overrides, changed_roles):
     Path("moved.txt").write_text(BOOK)
     Path("edited.txt").write_text(BOOK.replace("April", "March"))
     words = [*QUICK, *NANO, "steps=1", "eval_every=0", "checkpoint_every=0", "hydra.run.dir=run"]
-    assert main([*words, f"data.path={home}/book.txt", *(word.format(home=home) for word in changed)]) == 0
-    then, now = of(home / "plain")["sources"], of("run")["sources"]
-    assert {role for role in then.keys() | now.keys() if then.get(role) != now.get(role)} - {"vocabulary"} == differ
+    assert main([*words, f"data.path={home}/book.txt", *(word.format(home=home) for word in overrides)]) == 0
+    recorded, sources = read_json(home / "plain")["sources"], read_json("run")["sources"]
+    assert {role for role in recorded.keys() | sources.keys() if recorded.get(role) != sources.get(role)} - {
+        "vocabulary"
+    } == changed_roles
 
 
 @pytest.mark.parametrize(
     ("changed", "role"),
     [({"train_images": 7}, "data"), ({"held_out_images": 3}, "data"), ({"classes_digest": "c2"}, "classes")],
 )
-def test_data_differ_in_how_they_are_split_and_not_in_what_their_classes_are_called(changed, role):
+def test_the_digest_of_data_covers_its_split_and_not_the_names_of_classes(changed, role):
     facts = {"images_sha256": "ab", "classes_digest": "c1", "train_images": 8, "held_out_images": 2}
-    one, other = data_digests(facts), data_digests({**facts, **changed})
-    assert {key for key in one if one[key] != other[key]} == {role}
+    before, after = data_digests(facts), data_digests({**facts, **changed})
+    assert {key for key in before if before[key] != after[key]} == {role}
 
 
-def test_a_record_finds_paths_from_where_the_run_was_begun(here):
+def test_a_record_resolves_paths_from_the_runs_working_directory(working_directory):
     Path("there").mkdir()
     Path("book.txt").write_text(BOOK)
-    Path("there/book.txt").symlink_to(here / "book.txt")  # the same file from both directories
+    Path("there/book.txt").symlink_to(working_directory / "book.txt")  # the same file from both directories
     Path("there/a.jsonl").write_text("{}")
-    found = Origin(here / "there").resolve
-    assert found("book.txt") == "book.txt" and found("a.jsonl") == f"{here}/there/a.jsonl"
-    assert found("*.jsonl") == f"{here}/there/*.jsonl" and found("*.csv") == "*.csv"
-    assert found(f"{here}/x") == f"{here}/x" and found("") == ""
+    resolve = Origin(working_directory / "there").resolve
+    assert resolve("book.txt") == "book.txt" and resolve("a.jsonl") == f"{working_directory}/there/a.jsonl"
+    assert resolve("*.jsonl") == f"{working_directory}/there/*.jsonl" and resolve("*.csv") == "*.csv"
+    assert resolve(f"{working_directory}/x") == f"{working_directory}/x" and resolve("") == ""
 
 
-def test_a_record_has_a_directory_if_it_is_absolute():
+def test_a_record_ignores_a_relative_working_directory():
     assert parse_origin({"cwd": "/home"}).cwd == Path("/home")
-    assert parse_origin({"cwd": "outputs"}).cwd is parse_origin({}).cwd is None  # relative: from where nobody knows
+    assert parse_origin({"cwd": "outputs"}).cwd is parse_origin({}).cwd is None  # a relative path has no known base
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_run_that_was_resumed_elsewhere_says_where_it_was_begun(here, home, capsys, monkeypatch, there):
-    (here / "first").mkdir()
-    (here / "second").mkdir()
+@pytest.mark.parametrize("first_exists", [True, False])
+def test_errors_name_the_directory_where_a_run_was_started(working_directory, home, capsys, monkeypatch, first_exists):
+    (working_directory / "first").mkdir()
+    (working_directory / "second").mkdir()
     shutil.copy(home / "book.txt", "first/book.txt")
     monkeypatch.chdir("first")
     assert main([*QUICK, *NANO, "hydra.run.dir=../run"]) == 0
-    Path("book.txt").rename(here / "second/book.txt")
+    Path("book.txt").rename(working_directory / "second/book.txt")
     monkeypatch.chdir("../second")
-    if not there:
+    if not first_exists:
         Path("../first").rmdir()
-    assert main(["resume=../run", "steps=3"]) == 0 and of("../run")["cwd"] == str(here / "first")
+    assert main(["resume=../run", "steps=3"]) == 0 and read_json("../run")["cwd"] == str(working_directory / "first")
     Path("book.txt").unlink()
     for words in (["resume=../run", "steps=4"], ["eval", "../run"]):
-        said = told(capsys, *words, code=2)
-        where = f"the run was started in {here / 'first'}{'' if there else ', which no longer exists'}; cd to "
-        assert where in said and "or type data.path=PATH" in said
+        output = run_cli(capsys, *words, code=2)
+        missing = "" if first_exists else ", which no longer exists"
+        message = f"the run was started in {working_directory / 'first'}{missing}; cd to "
+        assert message in output and "or type data.path=PATH" in output
 
 
-def test_data_and_a_base_that_were_moved_are_taken_by_their_bytes(here, home, capsys, monkeypatch):
+def test_moved_data_and_a_moved_base_are_recognised_by_their_digests(working_directory, home, capsys, monkeypatch):
     shutil.copytree(home / "full", "run")
-    (here / "moved").mkdir()
+    (working_directory / "moved").mkdir()
     monkeypatch.chdir("moved")
     shutil.copy(home / "book.txt", "text.txt")
     shutil.copy(home / "base.gguf", "b.gguf")
     words = ["resume=../run", "steps=3", "data.path=text.txt", "recipe.base=b.gguf"]
     Path("other.txt").write_text(BOOK.replace("April", "March"))
-    assert "text was " in told(capsys, *words[:2], "data.path=other.txt", code=2)
-    assert "base was " in told(capsys, *words[:2], f"recipe.base={home}/other.gguf", code=2)
-    said = told(capsys, *words)
-    assert "data.path book.txt -> /" in said and "recipe.base base.gguf -> /" in said and "takes its place" not in said
-    assert of("../run")["sources"] == of(home / "full")["sources"]
-    monkeypatch.chdir("..")  # from where a relative path would not lead there
-    assert ", the run's own," in told(capsys, "eval", "run", "engine=ggml")
+    assert "text was " in run_cli(capsys, *words[:2], "data.path=other.txt", code=2)
+    assert "base was " in run_cli(capsys, *words[:2], f"recipe.base={home}/other.gguf", code=2)
+    output = run_cli(capsys, *words)
+    assert (
+        "data.path book.txt -> /" in output
+        and "recipe.base base.gguf -> /" in output
+        and "takes its place" not in output
+    )
+    assert read_json("../run")["sources"] == read_json(home / "full")["sources"]
+    monkeypatch.chdir("..")  # the recorded paths must not depend on the working directory
+    assert ", the run's own," in run_cli(capsys, "eval", "run", "engine=ggml")
 
 
-def test_a_donor_that_was_moved_is_taken_by_its_bytes(home, capsys):
+def test_a_moved_donor_is_recognised_by_its_digest(home, capsys):
     shutil.copy(home / "base.gguf", "donor.gguf")
     words = [f"data.path={home}/book.txt", "recipe=warm", "recipe.donor=donor.gguf", "model.tied=false"]
     assert main([*QUICK, *NANO, *words, "hydra.run.dir=run"]) == 0
     Path("donor.gguf").rename("moved.gguf")
-    said = told(capsys, "resume=run", "steps=3", "recipe.donor=moved.gguf")
-    assert "recipe.donor donor.gguf -> moved.gguf" in said
+    output = run_cli(capsys, "resume=run", "steps=3", "recipe.donor=moved.gguf")
+    assert "recipe.donor donor.gguf -> moved.gguf" in output
 
 
-def test_a_path_that_is_typed_as_it_was_leads_to_the_same_file_from_elsewhere(home, capsys):
+def test_a_path_typed_as_in_the_run_means_the_same_file_from_another_directory(home, capsys):
     shutil.copytree(home / "plain", "run")
-    said = told(capsys, "resume=run", "steps=3", "data.path=book.txt")
-    assert "data.path" not in said and of("run")["steps"] == 3
+    output = run_cli(capsys, "resume=run", "steps=3", "data.path=book.txt")
+    assert "data.path" not in output and read_json("run")["steps"] == 3
 
 
 def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch):
@@ -172,31 +179,31 @@ def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch)
     Path("book.txt").write_text(BOOK)
     assert main([*QUICK, *NANO, "hydra.run.dir=run"]) == 0
     Path("book.txt").rename("moved.txt")
-    error = told(capsys, "resume=run", "steps=3", "data.path=moved.txt", code=2)
+    error = run_cli(capsys, "resume=run", "steps=3", "data.path=moved.txt", code=2)
     assert "another experiment: data.path was book.txt and is moved.txt" in error
 
 
 @pytest.mark.parametrize("cause", ["not found", "matches no file"])
 @pytest.mark.parametrize(("key", "may_move"), [("data.path", True), ("data.tokenizer", False)])
-def test_only_a_path_that_may_be_typed_anew_is_advised_to_be(here, key, may_move, cause):
-    with pytest.raises(toyexp.UserError) as error, Origin(here).explain_missing_paths(MOVED):
+def test_only_settings_that_may_move_are_suggested_for_a_missing_path(working_directory, key, may_move, cause):
+    with pytest.raises(toyexp.UserError) as error, Origin(working_directory).explain_missing_paths(MOVED):
         raise toyexp.UserError(f"{key}=*.txt: {cause}")
-    assert f"; the run was started in {here}; cd to " in str(error.value)
+    assert f"; the run was started in {working_directory}; cd to " in str(error.value)
     assert str(error.value).endswith(f", or type {key}=PATH") is may_move
 
 
-def test_a_resumed_run_keeps_the_directory_it_was_begun_in(home, monkeypatch):
+def test_a_resumed_run_keeps_its_recorded_working_directory(home, monkeypatch):
     shutil.copytree(home / "plain", "kept")
     Path("book.txt").write_text(BOOK)
     assert main(["resume=kept", "steps=3"]) == 0
-    assert of("kept")["cwd"] == str(home) and of("kept")["steps"] == 3
+    assert read_json("kept")["cwd"] == str(home) and read_json("kept")["steps"] == 3
 
 
-# -- what uses a run afterwards ---------------------------------------------------------------------------------------
+# -- commands that use a run later -------------------------------------------------------------------------------------
 
 
-def copied(home):
-    """The same files and runs in the working directory, as if all of it had been moved here."""
+def copy_home(home):
+    """Copy the files and runs to the working directory and change recorded paths, as if all had been moved."""
     shutil.copytree(home, "home")
     for path in Path("home").glob("*/**/*.json*"):
         if path.suffix == ".jsonl" or path.name == "result.json":
@@ -204,45 +211,45 @@ def copied(home):
     return Path("home").absolute()
 
 
-def told(capsys, *words, code=0):
+def run_cli(capsys, *words, code=0):
     capsys.readouterr()
     assert main([*words]) == code
     return "".join(capsys.readouterr())
 
 
-def test_eval_takes_the_runs_own_data_from_where_the_run_was_begun(home, capsys):
-    Path("book.txt").write_text(BOOK.upper())  # of the same name, in the directory where eval is typed
+def test_eval_reads_the_runs_data_from_the_runs_working_directory(home, capsys):
+    Path("book.txt").write_text(BOOK.upper())  # a file of the same name in the directory of the eval command
     for model in ("plain", "full/checkpoints/step-2", "lora"):
-        found = json.loads(told(capsys, "eval", str(home / model), "engine=ggml", "--json"))
-        assert found["own"] and found["path"] == str(home / "book.txt")
-        assert found["loss"] == pytest.approx(of(home / model.split("/")[0])["eval_loss"], abs=2e-5)
+        report = json.loads(run_cli(capsys, "eval", str(home / model), "engine=ggml", "--json"))
+        assert report["own"] and report["path"] == str(home / "book.txt")
+        assert report["loss"] == pytest.approx(read_json(home / model.split("/")[0])["eval_loss"], abs=2e-5)
     Path("moved.txt").write_text(BOOK)
-    words = ["eval", str(home / "plain"), "engine=ggml", "--data", "moved.txt"]  # which takes the whole of it
-    assert ", part of which the run was trained on," in told(capsys, *words)
-    assert ", the run's own," in told(capsys, *words, "data.val_fraction=0.05")
-    assert ", not the run's own," in told(capsys, "eval", str(home / "plain"), "engine=ggml", "--data", "book.txt")
+    words = ["eval", str(home / "plain"), "engine=ggml", "--data", "moved.txt"]  # --data evaluates all of it
+    assert ", part of which the run was trained on," in run_cli(capsys, *words)
+    assert ", the run's own," in run_cli(capsys, *words, "data.val_fraction=0.05")
+    assert ", not the run's own," in run_cli(capsys, "eval", str(home / "plain"), "engine=ggml", "--data", "book.txt")
 
 
 @pytest.mark.parametrize("path", ["photos/val", ".", "others"])
-def test_data_in_one_folder_with_the_runs_is_not_said_to_be_foreign(path):
+def test_data_in_the_directory_of_the_runs_data_may_have_been_trained_on(path):
     record = Origin(Path.cwd(), {"data": "1", "images": "1"})
     trained = TrainedRun(Path("run"), {"name": "images", "path": "photos"}, 8, None, record)
     dataset = SimpleNamespace(describe=lambda: {"images_sha256": "2"})
-    said = ", not the run's own" if path == "others" else ", some of which the run may have been trained on"
-    assert trained.compare(dataset, ["data.path"], path) == (False, said)
+    note = ", not the run's own" if path == "others" else ", some of which the run may have been trained on"
+    assert trained.compare(dataset, ["data.path"], path) == (False, note)
 
 
-def test_eval_refuses_data_that_was_edited_unless_it_is_typed(home, capsys):
-    there = copied(home)
-    (there / "book.txt").write_text(BOOK.replace("April", "March"))
+def test_eval_rejects_edited_data_unless_its_path_is_typed(home, capsys):
+    directory = copy_home(home)
+    (directory / "book.txt").write_text(BOOK.replace("April", "March"))
     for words in ([], ["data.eval_batches=3"], ["data.val_fraction=0.2"]):
-        error = told(capsys, "eval", "home/plain", "engine=ggml", *words, code=2)
+        error = run_cli(capsys, "eval", "home/plain", "engine=ggml", *words, code=2)
         assert (
             "not the data that the run was trained on: text was " in error
-            and f"type data.path={there}/book.txt" in error
+            and f"type data.path={directory}/book.txt" in error
         )
-    for words in (["--data", f"{there}/book.txt"], [f"data.path={there}/book.txt"]):
-        assert ", not the run's own," in told(capsys, "eval", "home/plain", "engine=ggml", *words)
+    for words in (["--data", f"{directory}/book.txt"], [f"data.path={directory}/book.txt"]):
+        assert ", not the run's own," in run_cli(capsys, "eval", "home/plain", "engine=ggml", *words)
 
 
 @pytest.mark.parametrize(
@@ -257,19 +264,19 @@ def test_eval_refuses_data_that_was_edited_unless_it_is_typed(home, capsys):
         ("lora", "merge other.gguf {} --out m.gguf"),
     ],
 )
-def test_a_checkpoint_on_another_base_is_refused(home, capsys, monkeypatch, run, command):
+def test_a_checkpoint_whose_base_was_replaced_is_rejected(home, capsys, monkeypatch, run, command):
     shutil.copytree(home, "home")
     monkeypatch.chdir("home")
     state = Path(run, "checkpoints/step-1/state.json")
     Path("base.gguf").write_bytes(Path("other.gguf").read_bytes())
     monkeypatch.setattr(
         "toyexp.training.provenance.Origin.resolve", lambda self, typed: typed
-    )  # as if it were begun here
-    error = told(capsys, *command.format(state.parent).split(), code=2)
+    )  # paths resolve in this directory
+    error = run_cli(capsys, *command.format(state.parent).split(), code=2)
     assert "base.gguf: has changed since the run: base was " in error and not Path("m.gguf").exists()
 
 
-def test_python_opens_an_adapter_on_the_base_of_its_run_alone(home, monkeypatch):
+def test_python_opens_an_adapter_only_on_the_base_of_its_run(home, monkeypatch):
     Path("place").mkdir()
     monkeypatch.chdir("place")
     shutil.copy(home / "book.txt", "book.txt")
@@ -278,8 +285,8 @@ def test_python_opens_an_adapter_on_the_base_of_its_run_alone(home, monkeypatch)
                  "hydra.run.dir=run"]) == 0  # fmt: skip
     monkeypatch.chdir("..")
     inputs = np.arange(8)
-    whole = toyexp.open("place/run").logits(inputs, "ggml")
-    assert whole.shape[0] == 8
+    logits = toyexp.open("place/run").logits(inputs, "ggml")
+    assert logits.shape[0] == 8
     shutil.copy(home / "other.gguf", "place/base.gguf")
     with pytest.raises(toyexp.UserError, match="base was "):
         toyexp.open("place/run").logits(inputs, "ggml")
@@ -299,21 +306,21 @@ def test_python_opens_an_adapter_on_the_base_of_its_run_alone(home, monkeypatch)
         "recipe=lora recipe.base={home}/lora recipe.adapter={home}/lora model.context=12",
     ],
 )
-def test_an_adapter_is_not_put_on_a_model_that_has_it_merged_in(home, capsys, command):
+def test_an_adapter_is_rejected_on_a_model_that_has_it_merged_in(home, capsys, command):
     shutil.copy(home / "lora/adapter.gguf", "moved.gguf")
     if "merged.gguf" in command:
         assert main(["merge", str(home / "base.gguf"), "moved.gguf", "--out", "merged.gguf"]) == 0
-    error = told(capsys, *command.format(home=home).split(), code=2)
+    error = run_cli(capsys, *command.format(home=home).split(), code=2)
     assert "is already merged into" in error and not Path("m.gguf").exists()
 
 
-def test_of_two_adapters_that_are_merged_in_neither_is_put_on(home, capsys):
+def test_either_of_two_merged_adapters_is_rejected_on_the_merged_model(home, capsys):
     adapters = [str(home / "lora/checkpoints/step-1"), str(home / "lora/adapter.gguf")]
     for base, adapter, out in zip((home / "base.gguf", "one.gguf"), adapters, ("one.gguf", "two.gguf"), strict=True):
         assert main(["merge", str(base), adapter, "--out", out]) == 0
     for adapter in adapters:
         words = ["generate", "two.gguf", "--adapter", adapter, "--prompt", "It", "--tokens", "2", "--engine", "ggml"]
-        assert "is already merged into" in told(capsys, *words, code=2)
+        assert "is already merged into" in run_cli(capsys, *words, code=2)
 
 
 @pytest.mark.parametrize(
@@ -327,52 +334,57 @@ def test_of_two_adapters_that_are_merged_in_neither_is_put_on(home, capsys):
         "steps=1 model.context=12 engine=ggml eval_every=0",
     ],
 )
-def test_an_adapter_on_another_base_is_told(home, capsys, command):
+def test_a_warning_is_printed_for_an_adapter_on_another_base(home, capsys, command):
     shutil.copy(home / "lora/adapter.gguf", "moved.gguf")
     shutil.copytree(home / "lora/adapter-hf", "moved-hf")
     adapter = "moved-hf" if "moved-hf" in command else "moved.gguf"
-    assert f"{adapter}: was trained on another file (base) than " in told(capsys, *command.format(home=home).split())
-    same = command.format(home=home).replace("other.gguf", "base.gguf").replace("m.gguf", "n.gguf")
-    assert "trained on another" not in told(capsys, *same.split())
+    assert f"{adapter}: was trained on another file (base) than " in run_cli(capsys, *command.format(home=home).split())
+    same_base_command = command.format(home=home).replace("other.gguf", "base.gguf").replace("m.gguf", "n.gguf")
+    assert "trained on another" not in run_cli(capsys, *same_base_command.split())
 
 
-def test_runs_go_on_and_write_text_from_any_directory(home, capsys, monkeypatch):
+def test_runs_can_be_resumed_and_generate_text_from_any_directory(home, capsys, monkeypatch):
     shutil.copytree(home / "lora", "runs/lora")
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    assert told(capsys, "generate", "../runs/lora/checkpoints/step-1", "--prompt", "It", "--tokens", "2")
-    assert "run     ../runs/lora" in told(capsys, "resume=../runs/lora", "steps=3").replace(str(Path.cwd()) + "/", "")
-    assert of("../runs/lora")["steps"] == 3 and of("../runs/lora")["sources"] == of(home / "lora")["sources"]
+    assert run_cli(capsys, "generate", "../runs/lora/checkpoints/step-1", "--prompt", "It", "--tokens", "2")
+    assert "run     ../runs/lora" in run_cli(capsys, "resume=../runs/lora", "steps=3").replace(
+        str(Path.cwd()) + "/", ""
+    )
+    assert (
+        read_json("../runs/lora")["steps"] == 3
+        and read_json("../runs/lora")["sources"] == read_json(home / "lora")["sources"]
+    )
 
 
 @pytest.mark.parametrize("command", ["resume={} steps=3", "eval {}", "eval {}/checkpoints/step-1"])
-def test_a_run_from_another_machine_says_where_it_was_begun(home, capsys, command):
+def test_the_error_names_the_working_directory_of_a_run_from_another_machine(home, capsys, command):
     shutil.copytree(home / "lora", "lora")
-    if "resume" not in command:  # which replaces what the run wrote itself alone
+    if "resume" not in command:  # resume replaces only what the run itself wrote
         result = Path("lora/result.json")
         result.write_text(result.read_text().replace(str(home), "/gone/elsewhere"))
     for state in Path("lora").glob("checkpoints/*/state.json"):
         raw = state.read_text().replace(str(home), "/gone/elsewhere").encode()
-        manifest = of(state.parent, "manifest.json")
+        manifest = read_json(state.parent, "manifest.json")
         manifest["files"][state.name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         state.write_bytes(raw)
         state.with_name("manifest.json").write_text(json.dumps(manifest))
     words = command.format("lora").split()
-    error = told(capsys, *words, code=2)
+    error = run_cli(capsys, *words, code=2)
     assert "not found" in error and "; the run was started in /gone/elsewhere" in error
     Path("book.txt").write_text(BOOK)
     shutil.copy(home / "base.gguf", "base.gguf")
-    told(capsys, *words)  # beside the files that it names, it is at home again
+    run_cli(capsys, *words)  # works with the files that it names in the working directory
 
 
-def test_a_repeated_run_says_that_its_data_is_another(home, capsys):
+def test_a_repeated_run_reports_that_its_data_has_changed(home, capsys):
     Path("book.txt").write_text(BOOK.upper())
     words = ["--config-path", str(home / "plain"), "--config-name", "config", "hydra.run.dir=again"]
-    assert "this run repeats it, but text was " in told(capsys, *words)
-    assert of("again")["cwd"] == str(Path.cwd())
+    assert "this run repeats it, but text was " in run_cli(capsys, *words)
+    assert read_json("again")["cwd"] == str(Path.cwd())
 
 
-def test_a_sweep_goes_on_from_another_directory_with_the_same_data(home, capsys, monkeypatch):
+def test_a_sweep_resumed_from_another_directory_uses_the_same_data(home, capsys, monkeypatch):
     Path("there").mkdir()
     monkeypatch.chdir("there")
     shutil.copy(home / "book.txt", "book.txt")
@@ -385,12 +397,12 @@ def test_a_sweep_goes_on_from_another_directory_with_the_same_data(home, capsys,
     Path("../here").mkdir()
     monkeypatch.chdir("../here")
     Path("book.txt").write_text(BOOK.upper())
-    assert "begun in " in told(capsys, "sweep.resume=../there/sweep")
-    first, second = (of(f"../there/sweep/{number}-scratch-llama") for number in (0, 1))
+    assert "begun in " in run_cli(capsys, "sweep.resume=../there/sweep")
+    first, second = (read_json(f"../there/sweep/{number}-scratch-llama") for number in (0, 1))
     assert first["sources"] == second["sources"] and first["cwd"] == second["cwd"] != str(Path.cwd())
 
 
-def test_swapped_folders_of_images_are_noticed(capsys):
+def test_swapped_and_renamed_directories_of_images_are_detected(capsys):
     from PIL import Image
 
     for name, shade in (("cats", 40), ("dogs", 200)):
@@ -400,55 +412,59 @@ def test_swapped_folders_of_images_are_noticed(capsys):
     assert main(["experiment=vit_digits", "data=images", "data.path=pets", "data.image_size=8", "data.val_fraction=0.3",
                  "model.image_size=8", "model.d_model=16", "model.n_layers=1", "steps=1", "batch_size=2", "engine=cpu",
                  "engine.threads=1", "hydra.run.dir=vit", "eval_every=0", "checkpoint_every=1"]) == 0  # fmt: skip
-    assert ", the run's own," in told(capsys, "eval", "vit", "engine=cpu")
+    assert ", the run's own," in run_cli(capsys, "eval", "vit", "engine=cpu")
     Path("pets/cats").rename("pets/x")
     Path("pets/dogs").rename("pets/cats")
     Path("pets/x").rename("pets/dogs")
-    assert "images was " in told(capsys, "eval", "vit", "engine=cpu", code=2)
-    assert "images was " in told(capsys, "predict", "vit/checkpoints/step-1", "pets/cats/0.png", code=2)
+    assert "images was " in run_cli(capsys, "eval", "vit", "engine=cpu", code=2)
+    assert "images was " in run_cli(capsys, "predict", "vit/checkpoints/step-1", "pets/cats/0.png", code=2)
     Path("pets/cats").rename("pets/x")
     Path("pets/dogs").rename("pets/cats")
-    Path("pets/x").rename("pets/zebras")  # the same images in the same order under another name
+    Path("pets/x").rename("pets/zebras")  # the same images in the same order, with another class name
     words = ["predict", "vit/checkpoints/step-1", "pets/cats/0.png"]
-    assert "classes was " in told(capsys, *words, code=2)
-    assert "classes was " in told(capsys, "resume=vit", "steps=2", code=2)
+    assert "classes was " in run_cli(capsys, *words, code=2)
+    assert "classes was " in run_cli(capsys, "resume=vit", "steps=2", code=2)
 
 
 @pytest.mark.parametrize("launcher", ["serial", "stacked"])
-def test_jobs_record_what_they_were_made_of(home, launcher):
+def test_jobs_record_their_working_directory_and_sources(home, launcher):
     data = f"data.path={home}/book.txt"
     words = [*(word for word in QUICK if not word.startswith("data.path")), *NANO, data, "seed=0,1"]
     assert main(["-m", *words, f"sweep.launcher={launcher}", "hydra.sweep.dir=sweep"]) == 0
     for number in (0, 1):
-        found = of(f"sweep/{number}-scratch-llama")
-        assert found["cwd"] == str(Path.cwd()) and found["sources"] == of(home / "plain")["sources"]
+        result = read_json(f"sweep/{number}-scratch-llama")
+        assert result["cwd"] == str(Path.cwd()) and result["sources"] == read_json(home / "plain")["sources"]
 
 
 # -- files of a run that were replaced --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["copied", "linked"])
+@pytest.mark.parametrize("replacement", ["copied", "linked"])
 @pytest.mark.parametrize("command", ["eval run", "describe run", "export run --type f16 --to out.gguf"])
-def test_a_model_that_a_run_did_not_write_is_not_taken_for_its_own(home, capsys, command, how):
+def test_a_model_file_that_the_run_did_not_write_is_rejected(home, capsys, command, replacement):
     shutil.copytree(home / "plain", "run")
     model = Path("run/model.gguf")
     model.unlink()
-    model.symlink_to(home / "full/model.gguf") if how == "linked" else shutil.copy(home / "full/model.gguf", model)
-    said = told(capsys, *command.split(), code=2)
-    assert "run/model.gguf" in said and "was replaced after the run wrote it" in said and not Path("out.gguf").exists()
+    model.symlink_to(home / "full/model.gguf") if replacement == "linked" else shutil.copy(
+        home / "full/model.gguf", model
+    )
+    output = run_cli(capsys, *command.split(), code=2)
+    assert (
+        "run/model.gguf" in output and "was replaced after the run wrote it" in output and not Path("out.gguf").exists()
+    )
 
 
-def test_training_data_that_is_named_for_eval_is_called_so(home, capsys):
-    said = told(capsys, "eval", str(home / "plain"), "--data", str(home / "book.txt"), "engine=ggml")
-    assert "part of which the run was trained on" in said and "not the run's own" not in said
+def test_eval_reports_that_named_data_was_trained_on(home, capsys):
+    output = run_cli(capsys, "eval", str(home / "plain"), "--data", str(home / "book.txt"), "engine=ggml")
+    assert "part of which the run was trained on" in output and "not the run's own" not in output
 
 
-def test_a_pipe_in_the_place_of_a_base_is_refused(home, capsys):
+def test_a_named_pipe_instead_of_a_base_is_rejected(home, capsys):
     shutil.copytree(home / "full", "run")
     (home / "base.gguf").rename("kept.gguf")
     try:
         os.mkfifo(home / "base.gguf")
-        assert "base.gguf" in told(capsys, "eval", "run/checkpoints/step-2", "engine=ggml", code=2)
+        assert "base.gguf" in run_cli(capsys, "eval", "run/checkpoints/step-2", "engine=ggml", code=2)
     finally:
         (home / "base.gguf").unlink()
         Path("kept.gguf").rename(home / "base.gguf")
@@ -456,23 +472,23 @@ def test_a_pipe_in_the_place_of_a_base_is_refused(home, capsys):
 
 @pytest.mark.parametrize("other", ["full", "seed"])
 @pytest.mark.parametrize("command", ["resume=run steps=3", "eval run/checkpoints/step-2 engine=ggml"])
-def test_a_checkpoint_of_another_run_is_refused(home, capsys, command, other):
+def test_a_checkpoint_of_another_run_is_rejected(home, capsys, command, other):
     shutil.copytree(home / "plain", "run")
     if not (home / other).exists():
         assert main([*QUICK, *NANO, f"data.path={home}/book.txt", "seed=5", f"hydra.run.dir={home}/seed"]) == 0
     shutil.rmtree("run/checkpoints/step-2")
     shutil.copytree(home / other / "checkpoints/step-2", "run/checkpoints/step-2")
-    assert "another" in told(capsys, *command.split(), code=2)
+    assert "another" in run_cli(capsys, *command.split(), code=2)
 
 
-def test_a_digest_that_a_checkpoint_claims_is_shown_as_text():
+def test_control_characters_in_a_checkpoints_digest_are_escaped():
     (change,) = Origin(None, {"data": "a\x1b[2J"}).list_changes({"data": "b\x1b[2J"})
     assert change.isprintable()
 
 
-# -- files that are written to while a run trains ---------------------------------------------------------------------
+# -- files that change while a run trains ------------------------------------------------------------------------------
 
-SPOIL = """
+SPOIL_PLUGIN = """
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -480,7 +496,7 @@ from toyexp import Callback, hookimpl
 
 @dataclass(eq=False)
 class Spoil(Callback):
-    "Writes the base again."
+    "Rewrite the base during training."
     name: ClassVar[str] = "spoil"
     how: str = "in place"
 
@@ -506,19 +522,19 @@ def register_callbacks(register):
     ("engine", "how", "code"),
     [("ggml", "in place", 1), ("ggml", "renamed", 0), ("ggml", "as it was", 0), ("cpu", "in place", 0)],
 )
-def test_a_base_that_is_written_to_while_ggml_reads_it_fails_the_run(home, capsys, monkeypatch, engine, how, code):
-    Path("spoil.py").write_text(SPOIL)
+def test_a_base_modified_while_ggml_maps_it_fails_the_run(home, capsys, monkeypatch, engine, how, code):
+    Path("spoil.py").write_text(SPOIL_PLUGIN)
     monkeypatch.delitem(sys.modules, "spoil", raising=False)
     shutil.copy(home / "base.gguf", "mine.gguf")
     shutil.copy(home / "book.txt", "book.txt")
     words = [word for word in QUICK if word != "engine=ggml"] + ["recipe=lora", "recipe.base=mine.gguf"]
     words += ["plugins=[spoil]", "callbacks=[default,spoil]", f"callbacks.spoil.how={how}", "hydra.run.dir=mine"]
-    said = told(capsys, *words, f"engine={engine}", code=code)
-    assert ("mine.gguf: was modified while the run read it" in said) == bool(code)
+    output = run_cli(capsys, *words, f"engine={engine}", code=code)
+    assert ("mine.gguf: was modified while the run read it" in output) == bool(code)
     assert Path("mine/model.gguf").exists() == (not code)
 
 
-def test_a_checkpoint_of_another_run_is_not_pruned(home):
+def test_pruning_keeps_a_checkpoint_of_another_run(home):
     shutil.copytree(home / "plain", "run")
     shutil.copytree(home / "full/checkpoints/step-2", "run/checkpoints/step-1", dirs_exist_ok=True)
     before = Path("run/checkpoints/step-1/state.safetensors").read_bytes()

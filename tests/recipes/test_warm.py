@@ -1,4 +1,4 @@
-"""The seed's warm start: a window that opens at realize, the donor's rows, the lens, and named errors."""
+"""recipe=warm: the embedding is filled from a donor GGUF, a lens projects it, and errors name their cause."""
 
 import dataclasses
 from typing import ClassVar
@@ -32,15 +32,15 @@ def make_donor(path, rows=VOCAB + 10, width=WIDTH, kind="f32", drop=()):
     return path, values[TABLE]
 
 
-def planned(recipe, model=MODELS["llama"]):
+def make_plan(recipe, model=MODELS["llama"]):
     setup = Setup(batches().inputs, rows=3, seed=0)
     return recipe.plan(model.fit(token_dataset(VOCAB)), setup)
 
 
-def test_the_donors_first_rows_fill_the_table_and_stay_frozen(donor):
+def test_the_donors_first_rows_fill_the_embedding_and_stay_frozen(donor):
     path, rows = donor
     recipe = Warm(donor=str(path))
-    plan = planned(recipe)
+    plan = make_plan(recipe)
     assert donor_embed_width(path) == WIDTH
     assert plan.tensor(TABLE).shape == (VOCAB, WIDTH)
     assert plan.tensor(PROJECTION).shape == (32, WIDTH)
@@ -55,7 +55,7 @@ def test_the_donors_first_rows_fill_the_table_and_stay_frozen(donor):
 
 def test_an_unfrozen_donor_trains(donor):
     recipe = Warm(donor=str(donor[0]), freeze_donor=False)
-    with start_session(recipe, TorchCPU(), planned(recipe)) as session:
+    with start_session(recipe, TorchCPU(), make_plan(recipe)) as session:
         session.step(batches().batch(0), AdamW.for_from_scratch().hp_for_step(0))
         assert not np.array_equal(session.download(TABLE), donor[1][:VOCAB])
 
@@ -64,16 +64,16 @@ def test_an_unfrozen_donor_trains(donor):
 def test_a_donor_of_another_type_is_dequantised(tmp_path, kind):
     path, rows = make_donor(tmp_path / "donor.gguf", width=64, kind=kind)
     recipe = Warm(donor=str(path))
-    with start_session(recipe, TorchCPU(), planned(recipe)) as session:
-        got = session.download(TABLE)
-    # One part in 256 for bf16, and a 127th of a block's largest value for q8_0.
-    np.testing.assert_allclose(got, rows[:VOCAB], atol=0.02)
-    assert not np.array_equal(got, rows[:VOCAB])
+    with start_session(recipe, TorchCPU(), make_plan(recipe)) as session:
+        values = session.download(TABLE)
+    # bf16 has an error of 1 in 256, q8_0 of 1 in 127 of a block's largest value.
+    np.testing.assert_allclose(values, rows[:VOCAB], atol=0.02)
+    assert not np.array_equal(values, rows[:VOCAB])
 
 
-def test_without_warming_the_plan_starts_from_random_values(donor):
-    """The seed's optional realize_warm: a caller may leave it out, or upload rows that are already read."""
-    plan = planned(Warm(donor=str(donor[0])))
+def test_a_session_that_is_not_warmed_starts_from_random_values(donor):
+    """A caller may skip `warm`, or upload rows of its own before build."""
+    plan = make_plan(Warm(donor=str(donor[0])))
     with TorchCPU().realize(plan) as session:
         rows = np.ones((VOCAB, WIDTH), np.float32)
         assert abs(session.download(TABLE).std() - 0.02) < 0.002
@@ -84,56 +84,56 @@ def test_without_warming_the_plan_starts_from_random_values(donor):
             session.upload(TABLE, rows, source="donor.gguf")
 
 
-def test_folding_the_lens_leaves_the_logits_as_they_are(donor):
+def test_folding_the_lens_into_the_embedding_keeps_the_logits(donor):
     recipe = Warm(donor=str(donor[0]))
-    plan = planned(recipe)
+    plan = make_plan(recipe)
     batch = batches().batch(0)
     with start_session(recipe, TorchCPU(), plan) as session:
         session.step(batch, AdamW.for_from_scratch().hp_for_step(0))
-        through_lens = session.logits(batch)
+        logits_with_lens = session.logits(batch)
         folded = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
     from toyexp_recipes.scratch import Scratch
 
     plain = replace_initial_values(Scratch().plan(plan.model, Setup(batches().inputs, rows=3)), folded)
     with start_session(Scratch(), TorchCPU(), plain) as session:
-        np.testing.assert_allclose(session.logits(batch), through_lens, atol=2e-5)
+        np.testing.assert_allclose(session.logits(batch), logits_with_lens, atol=2e-5)
 
 
-def test_pca_keeps_the_directions_that_explain_most():
-    """Against numpy's singular value decomposition of the centred rows."""
+def test_pca_finds_the_directions_of_the_largest_variance():
+    """The reference is numpy's singular value decomposition of the centred rows."""
     draw = np.random.default_rng(3)
     rows = (draw.standard_normal((200, 12)) * np.linspace(3, 0.1, 12) + 5).astype(np.float32)
-    axes, explained = pca(rows, 4)
+    axes, explained_share = pca(rows, 4)
     _, s, vt = np.linalg.svd(rows.astype(np.float64) - rows.mean(0, dtype=np.float64), full_matrices=False)
     np.testing.assert_allclose(np.abs(axes @ vt[:4].T), np.eye(4), atol=1e-5)
-    assert explained == pytest.approx((s[:4] ** 2).sum() / (s**2).sum())
+    assert explained_share == pytest.approx((s[:4] ** 2).sum() / (s**2).sum())
     assert (axes[np.arange(4), np.abs(axes).argmax(1)] > 0).all()
 
 
-def test_lens_none_uploads_straight_into_the_embedding(tmp_path):
+def test_lens_none_copies_the_donors_rows_into_the_embedding(tmp_path):
     path, rows = make_donor(tmp_path / "donor.gguf", width=32)
     recipe = Warm(donor=str(path), lens="none", freeze_donor=False)
     for name in ("llama", "llama_tied_bias", "gpt2"):
-        with start_session(recipe, TorchCPU(), planned(recipe, MODELS[name])) as session:
+        with start_session(recipe, TorchCPU(), make_plan(recipe, MODELS[name])) as session:
             np.testing.assert_array_equal(session.download(TABLE), rows[:VOCAB])
 
 
 def test_auto_lens_is_random_for_a_model_wider_than_the_donor(tmp_path):
     path, _ = make_donor(tmp_path / "donor.gguf", width=16)
     recipe = Warm(donor=str(path))
-    with start_session(recipe, TorchCPU(), planned(recipe)) as session:
+    with start_session(recipe, TorchCPU(), make_plan(recipe)) as session:
         assert abs(session.download(PROJECTION).std() - 16**-0.5) < 0.02
 
 
-def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp_path, donor):
+def test_donor_errors_name_the_path_the_expected_and_the_actual_value(tmp_path, donor):
     path, _ = donor
 
     def error(**settings):
         recipe = Warm(**settings)
-        with pytest.raises(UserError) as raised:
+        with pytest.raises(UserError) as caught:
             recipe.check()
-            planned(recipe, settings.pop("model", MODELS["llama"]) if "model" in settings else MODELS["llama"])
-        return str(raised.value)
+            make_plan(recipe, settings.pop("model", MODELS["llama"]) if "model" in settings else MODELS["llama"])
+        return str(caught.value)
 
     missing = tmp_path / "nowhere.gguf"
     assert error(donor=str(missing)).startswith(f"{missing}: not found") and "toyexp models" in error(
@@ -150,7 +150,7 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
 
     from gguf import GGUFWriter
 
-    def bare(name, arch="llama", kind="model", **keys):
+    def write_bare_gguf(name, arch="llama", kind="model", **keys):
         writer = GGUFWriter(tmp_path / name, arch)
         writer.add_type(kind)
         for key, value in keys.items():
@@ -162,33 +162,33 @@ def test_each_donor_error_names_the_path_what_was_expected_and_what_is_there(tmp
         writer.close()
         return str(tmp_path / name)
 
-    assert "the donor has no llama.embedding_length" in error(donor=bare("nokey.gguf"))
-    images = bare("images.gguf", "toyexp-vit", embedding_length=48)
+    assert "the donor has no llama.embedding_length" in error(donor=write_bare_gguf("nokey.gguf"))
+    images = write_bare_gguf("images.gguf", "toyexp-vit", embedding_length=48)
     with pytest.raises(UserError, match=r"no token_embd\.weight; its architecture is toyexp-vit"):
-        Warm(donor=images).check()  # before the data is opened, which would ask for its tokenizer
-    assert "holds no model (general.type is adapter)" in error(donor=bare("adapter.gguf", kind="adapter"))
+        Warm(donor=images).check()  # before the data is opened, which would read the donor's tokenizer
+    assert "holds no model (general.type is adapter)" in error(donor=write_bare_gguf("adapter.gguf", kind="adapter"))
 
 
-def test_a_donor_that_changed_under_the_run_is_refused(tmp_path, donor):
-    """The width is checked again when the rows are read: a file swapped in between must not be read askew."""
+def test_a_donor_that_changed_after_planning_is_rejected(tmp_path, donor):
+    """The width is checked again when rows are read, as the file may have been replaced since."""
     path, _ = donor
     recipe = Warm(donor=str(path))
-    plan = planned(recipe)
+    plan = make_plan(recipe)
     make_donor(path, width=64)
     with TorchCPU().realize(plan) as session, pytest.raises(UserError, match=r"\[50, 64\], expected rows of 48"):
         recipe.warm(session)
 
 
-def test_a_lens_needs_an_output_layer_of_its_own(donor):
+def test_a_lens_needs_an_untied_output_layer(donor):
     recipe = Warm(donor=str(donor[0]))
     with pytest.raises(UserError, match=r"model\.tied=false"):
-        planned(recipe, MODELS["gpt2"])
-    assert planned(recipe, dataclasses.replace(MODELS["gpt2"], tied=False)).tensor("output.weight")
+        make_plan(recipe, MODELS["gpt2"])
+    assert make_plan(recipe, dataclasses.replace(MODELS["gpt2"], tied=False)).tensor("output.weight")
 
 
 @dataclasses.dataclass
-class Own(Llama):
-    """A plugin's model, which names its width otherwise and cannot have an output layer of its own."""
+class PluginModel(Llama):
+    """A plugin's model whose width has another name, and which may have no output layer."""
 
     name: ClassVar[str] = "own"
 
@@ -203,16 +203,16 @@ class Own(Llama):
 
 
 @pytest.mark.parametrize(
-    ("bound", "lens", "advice", "nothing_of"),
+    ("without_output", "lens", "advice", "unmentioned"),
     [
         (True, "auto", ["recipe.lens=none model.width=48"], ["tied", "d_model"]),
         (True, "none", ["expected 32 (model.width)", "; model.width=48"], ["pca", "d_model"]),
         (False, "none", ["expected 32 (model.width)", "; use recipe.lens=pca, or model.width=48"], ["d_model"]),
     ],
 )
-def test_advice_names_the_models_own_keys_and_what_works(donor, bound, lens, advice, nothing_of):
+def test_the_advice_names_the_models_own_keys_and_choices_that_work(donor, without_output, lens, advice, unmentioned):
     sizes = {f.name: getattr(MODELS["llama"], f.name) for f in dataclasses.fields(MODELS["llama"])}
-    with pytest.raises(UserError) as refused:
-        planned(Warm(donor=str(donor[0]), lens=lens), Own(**sizes, bound=bound))
-    assert all(words in str(refused.value) for words in advice), refused.value
-    assert not any(words in str(refused.value) for words in nothing_of), refused.value
+    with pytest.raises(UserError) as error:
+        make_plan(Warm(donor=str(donor[0]), lens=lens), PluginModel(**sizes, bound=without_output))
+    assert all(words in str(error.value) for words in advice), error.value
+    assert not any(words in str(error.value) for words in unmentioned), error.value

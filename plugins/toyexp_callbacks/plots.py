@@ -179,7 +179,7 @@ class Plots(Listener):
         if self._thread is not None:
             self._thread.join()
         if steps[-1] < run.steps:
-            why = run.bus.why if run.bus is not None and reason == "aborted" else None
+            why = run.bus.stop_reason if run.bus is not None and reason == "aborted" else None
             self._curves.early_end = steps[-1], printable(why or reason, 150)
         best = run.bus.best(False) if run.bus is not None else None
         self._curves.best = best.step if best is not None and best.step < steps[-1] else None

@@ -82,7 +82,7 @@ class Sample(Callback):
         assert tokenizer is not None
         prompt = tokenizer.decode(self._prompt) if self.prompt is None else self.prompt
         sampling = toyexp.Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-        random, ends, start = stream(run.seed, "sample", self._step), tokenizer.ends, time.monotonic()
+        random, ends, start = stream(run.seed, "sample", self._step), tokenizer.end_ids, time.monotonic()
         tokens = toyexp.generate_endlessly(run.session, self._prompt, sampling, random, tokenizer.vocab)
 
         def should_continue(token: int) -> bool:

@@ -143,7 +143,7 @@ class Corpus:
         """Yield the held-out part of each document, in chunks."""
         return (slice_text(chunks(path), self._cut(count), count) for path, count in self._survey[1])
 
-    def first_with(self, character: str) -> Path | None:
+    def first_file_containing(self, character: str) -> Path | None:
         """Return the first file whose used text contains the character."""
         texts = zip(self._survey[1], self.texts(), strict=True)
         return next((path for (path, _), text in texts if any(character in chunk for chunk in text)), None)
@@ -221,9 +221,9 @@ class FoundFiles:
         """Return how many files were not chosen, with the setting that chooses them, and the unreadable ones."""
         count = len(self.files)
         told = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
-        return [*told, *self.skipped()]
+        return [*told, *self.unreadable_note()]
 
-    def skipped(self) -> list[str]:
+    def unreadable_note(self) -> list[str]:
         """Return a note about what could not be read."""
         return [f"{len(self.strange)} skipped, such as {self.strange[0]}"] if self.strange else []
 
@@ -238,7 +238,7 @@ def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
         else:
             found.files.append(match)
     if not found.files:
-        more = "".join(f" ({skipped})" for skipped in found.skipped())
+        more = "".join(f" ({skipped})" for skipped in found.unreadable_note())
         raise UserError(
             f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{more}; "
             "choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"

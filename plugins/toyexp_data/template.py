@@ -60,7 +60,7 @@ class ChatTemplate:
             raise type(error)(f"{error}; {_ADVICE}") from None
         self.text = template
         self._control = control_pattern(tokenizer)
-        self._ends = frozenset(tokenizer.pieces[i] for i in tokenizer.ends)
+        self._ends = frozenset(tokenizer.pieces[i] for i in tokenizer.end_ids)
         self._marks = _GENERATION_TAG.search(template) is not None
 
     @property

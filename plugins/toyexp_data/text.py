@@ -120,7 +120,9 @@ class TextData(TokenizedData):
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
         corpus.check_unchanged()  # a tokenizer made from this text has all its characters
-        file = corpus.first_with(character) or "its text"  # None if the tokenizer replaces it, as it does a space
+        file = (
+            corpus.first_file_containing(character) or "its text"
+        )  # None if the tokenizer replaces it, as it does a space
         return UserError(
             f"data={self.name}: {file} holds the character {character!r}, which is not in the tokenizer of "
             f"{self.source(vocabulary)}; use other text: data=text data.path=..."

@@ -160,7 +160,7 @@ class GGMLGPU(GGMLEngine):
         if self.threads and not self.emulate:
             yield f"engine.threads={self.threads}: applies only to ops that {self.name}'s GPU does not support"
 
-    def rounds_to(self) -> str:
+    def product_dtype(self) -> str:
         return "float32" if self.emulate else self.products
 
     @property
@@ -277,7 +277,7 @@ class GGMLVulkan(GGMLGPU):
         """Profile for float32, or the one that scales gradients for float16."""
         return profiles.VULKAN_HALF if self.half else profiles.VULKAN
 
-    def rounds_to(self) -> str:
+    def product_dtype(self) -> str:
         return "float16" if self.half and not self.emulate else "float32"
 
     def check(self) -> str:
@@ -293,7 +293,7 @@ class GGMLVulkan(GGMLGPU):
             )
         GGMLVulkan._opened_half = self.half
         software = ", software on the CPU" if any(name in note for name in SOFTWARE) else ""
-        return f"{note}{software}, products in {self.rounds_to()}"
+        return f"{note}{software}, products in {self.product_dtype()}"
 
     def hint(self) -> str:
         """Return advice on the variable that selects devices, which may hide them."""

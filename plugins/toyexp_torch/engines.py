@@ -146,7 +146,7 @@ class TorchEngine(Engine):
     def generation_engine(self) -> Engine:
         return self if self.count() == 1 else replace(self, devices="1", shard=False)
 
-    def rounds_to(self) -> str:
+    def product_dtype(self) -> str:
         return self.dtype
 
     def realize(self, plan: Plan) -> Session:
@@ -279,7 +279,7 @@ class TorchCUDA(TorchEngine):
         if self.tf32 and self.dtype == "float64":
             yield "engine.tf32=true: has no effect with engine.dtype=float64; it applies to float32 products"
 
-    def rounds_to(self) -> str:
+    def product_dtype(self) -> str:
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     def check(self) -> str:
@@ -296,7 +296,7 @@ class TorchCUDA(TorchEngine):
         count = self.check_devices()
         return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
 
-    def wake(self) -> None:
+    def open_device_early(self) -> None:
         """Open CUDA and load cuBLAS in a thread. It takes half a second, which overlaps with opening the data."""
         if self.devices == "1" and started_ranks().count == 1 and not CUDA_IS_OPEN.is_set():
             CUDA_IS_OPEN.set()

@@ -25,7 +25,7 @@ class MyEngine(Engine):
             import torch  # imported here, so that `toyexp plugins` stays fast
         return f"torch {torch.__version__}, float64"
 
-    def rounds_to(self):
+    def product_dtype(self):
         """Return the number type of matrix products."""
         return "float64"
 

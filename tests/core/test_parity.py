@@ -131,7 +131,7 @@ class Rounding(NullEngine):
     name = "rounding"
     to: str = "float32"
 
-    def rounds_to(self):
+    def product_dtype(self):
         return self.to
 
 
@@ -158,4 +158,4 @@ def test_the_tolerance_is_that_of_the_less_precise_engine(tmp_path, capsys):
         ["tolerance,", "float16", "1.0e-03", "5.0e-03", "2.0e-01"],
     ]
     assert main([*line, "engine=rounding,rounding:to=float8"]) == 2
-    assert "engine=rounding: rounds_to() is 'float8'; did you mean" in capsys.readouterr().err
+    assert "engine=rounding: product_dtype() is 'float8'; did you mean" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def _renderer():
 
 def vocabulary() -> BPE:
     tokenizer = BPE([*SYMBOLS, END_OF_TEXT, "<|im_start|>", "<|im_end|>"], [], 256)
-    tokenizer.controls, tokenizer.stops = frozenset([257, 258]), frozenset([258])
+    tokenizer.controls, tokenizer.extra_end_ids = frozenset([257, 258]), frozenset([258])
     return tokenizer
 
 
@@ -169,7 +169,7 @@ def test_an_answer_ends_at_the_token_that_ends_generation():
     _, learned = rows_and_learned(ENDED, talk("q1", "a1", "q2", "a2"))
     assert learned == [["a1<|im_end|>", "a2<|im_end|>"]]
     unknown = vocabulary()
-    unknown.stops = frozenset()
+    unknown.extra_end_ids = frozenset()
     rows = ChatTemplate(ENDED, unknown, "x").rows(talk("q1", "a1", "q2", "a2")).rows
     assert [[p.text for p in row if p.learned] for row in rows] == [
         ["a1<|im_end|>\n<|endoftext|>"], ["a2<|im_end|>\n<|endoftext|>"],

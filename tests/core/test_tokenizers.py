@@ -146,8 +146,8 @@ def test_end_tokens_are_found_by_key_and_by_name(tmp_path, tokens, keys, ends):
     count = 256 + len(tokens)
     keys = {"tokens": [*SYMBOLS, *tokens, "<end>"], "token_type": None, "eos_token_id": count, **keys}
     tokenizer = read(tmp_path, byte_level(merges=["ÿ ÿ"], **keys))
-    assert {tokenizer.pieces[i] for i in tokenizer.ends} == {*ends, "<end>"}
-    assert all(tokenizer.token_bytes(i) == b"" for i in tokenizer.ends if tokenizer.pieces[i] in ENDS)
+    assert {tokenizer.pieces[i] for i in tokenizer.end_ids} == {*ends, "<end>"}
+    assert all(tokenizer.token_bytes(i) == b"" for i in tokenizer.end_ids if tokenizer.pieces[i] in ENDS)
 
 
 def phi(path: Path, name: Any = "Phi-3 mini", **further: Any) -> Tokenizer:
@@ -339,7 +339,7 @@ def test_every_key_of_a_files_tokenizer_survives_the_export(tmp_path, make):
     assert fields(path) == before
     with GGUFFile(path) as file:
         again = read_tokenizer(file)
-    assert again.fingerprint() == tokenizer.fingerprint() and again.ends == tokenizer.ends
+    assert again.fingerprint() == tokenizer.fingerprint() and again.end_ids == tokenizer.end_ids
     assert again.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
 
 

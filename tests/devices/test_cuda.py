@@ -105,9 +105,9 @@ OPEN_CODE = """
 import sys, time, torch
 from toyexp_torch.engines import TorchCUDA
 assert not torch.cuda.is_initialized()
-TorchCUDA(devices="2").wake()
+TorchCUDA(devices="2").open_device_early()
 assert not torch.cuda.is_initialized() and len(sys._current_frames()) == 1
-TorchCUDA().wake()
+TorchCUDA().open_device_early()
 until = time.monotonic() + 60
 while len(sys._current_frames()) > 1 and time.monotonic() < until:
     time.sleep(0.01)

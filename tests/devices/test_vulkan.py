@@ -210,8 +210,8 @@ def test_a_process_uses_one_precision_except_on_emulated_devices(found_devices):
     with pytest.raises(UserError, match=r"^engine\.half=false: .* once per process, .* engine=vulkan:half=true beside"):
         GGMLVulkan().check()
     assert "emulated" in GGMLVulkan(emulate=True).check()
-    assert GGMLVulkan(half=True).rounds_to() == "float16"
-    assert GGMLVulkan(half=True, emulate=True).rounds_to() == GGMLVulkan().rounds_to() == "float32"
+    assert GGMLVulkan(half=True).product_dtype() == "float16"
+    assert GGMLVulkan(half=True, emulate=True).product_dtype() == GGMLVulkan().product_dtype() == "float32"
 
 
 def test_float32_opens_the_device_without_float16_8_bit_products_and_matrix_cores(found_devices, monkeypatch):

@@ -124,7 +124,7 @@ def test_lower_precisions_pass_with_their_own_tolerances_and_fail_with_float32s(
     assert all(line.passed for line in check_engine(half, build_references()))
 
     class ClaimsFloat32(TorchCPU):
-        def rounds_to(self):
+        def product_dtype(self):
             return "float32"
 
     claims_float32 = ClaimsFloat32(threads=1, dtype="bfloat16")
@@ -151,7 +151,7 @@ def test_a_failing_engine_gives_exit_code_1_without_a_traceback(capsys, monkeypa
 )
 def test_the_tolerances_of_ops_and_training_follow_the_engines_precision(precision, op, training):
     class Rounding(GGMLCPU):
-        def rounds_to(self):
+        def product_dtype(self):
             return precision
 
     engine = Rounding(threads=1)

@@ -61,13 +61,13 @@ def test_waking_a_gpu_tries_once_per_process_and_ignores_failure(monkeypatch):
     monkeypatch.setattr(
         engines, "import_torch", lambda: SimpleNamespace(ones=lambda *_, **__: opened.append(1) or 1 / 0)
     )
-    TorchCUDA(devices="2").wake()
+    TorchCUDA(devices="2").open_device_early()
     with monkeypatch.context() as patch:
         patch.setattr(engines, "started_ranks", lambda: SimpleNamespace(count=2))
-        TorchCUDA().wake()
+        TorchCUDA().open_device_early()
     assert not engines.CUDA_IS_OPEN.is_set(), "a run with several ranks opened a device here"
     for _ in range(2):  # a process opens it once for all its runs
-        TorchCUDA().wake()
+        TorchCUDA().open_device_early()
     for thread in threading.enumerate():
         if thread.daemon and getattr(thread, "_target", None) is engines._open_cuda:
             thread.join(10)
@@ -91,7 +91,7 @@ def test_a_deterministic_gpu_is_opened_without_cublas(monkeypatch):
 
 def test_a_run_opens_its_device_before_its_data_and_ignores_failure(monkeypatch, tmp_path):
     order = []
-    monkeypatch.setattr(NullEngine, "wake", lambda self: order.append("device") or 1 / 0)
+    monkeypatch.setattr(NullEngine, "open_device_early", lambda self: order.append("device") or 1 / 0)
     monkeypatch.setattr(
         experiment, "_open_data", lambda config, old=experiment._open_data: order.append("data") or old(config)
     )

@@ -81,7 +81,7 @@ def tokenizer() -> BPE:
     """A BPE with control tokens of its own, one of them an end."""
     bpe = BPE.train([*NASTY, "the cat sat on the mat, again and again. " * 9], 300)
     made = BPE([*bpe.pieces, "<|im_start|>", "<|im_end|>"], bpe.merges, bpe.eos)
-    made.controls, made.stops = frozenset({bpe.vocab, bpe.vocab + 1}), frozenset({bpe.vocab + 1})
+    made.controls, made.extra_end_ids = frozenset({bpe.vocab, bpe.vocab + 1}), frozenset({bpe.vocab + 1})
     made.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     return made
 
@@ -145,7 +145,7 @@ def test_transformers_computes_our_logits_and_writes_our_text(tmp_path, capsys, 
     wanted = json.loads(capsys.readouterr().out)["ids"]
     spare = [tokenizer.vocab, tokenizer.vocab + 1]  # rows without a token, which we never choose
     text = theirs.generate(torch.tensor([[5, 9, 100, 7]]), max_new_tokens=16, suppress_tokens=spare)[0, 4:].tolist()
-    ends = {tokenizer.eos, *tokenizer.stops}
+    ends = {tokenizer.eos, *tokenizer.extra_end_ids}
     assert [i for i in text if i not in ends] == wanted and len(wanted) > 3
 
 

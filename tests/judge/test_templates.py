@@ -66,9 +66,9 @@ def tokenizer_for(template: str) -> BPE:
     made = BPE(pieces, [], 257)
     made.bos, made.controls = 256, frozenset(range(256, len(pieces))) - {257}
     types = np.array([NORMAL] * 256 + [CONTROL] * (len(pieces) - 256))
-    made.stops = frozenset(special_tokens({p: i for i, p in enumerate(pieces)}, types, {"eos_token_id": 257})[1]) - {
-        257
-    }
+    made.extra_end_ids = frozenset(
+        special_tokens({p: i for i, p in enumerate(pieces)}, types, {"eos_token_id": 257})[1]
+    ) - {257}
     return made
 
 

@@ -434,7 +434,7 @@ def test_a_chat_is_asked_with_the_ids_that_training_read(kind, template, tmp_pat
     assert example.ids[: len(prompt)].tolist() == prompt
     assert prompt[:2].count(tokenizer.bos) <= 1
     answer = example.ids[len(prompt) :].tolist()
-    assert answer[-1] in tokenizer.ends and b"".join(map(tokenizer.token_bytes, answer)).strip() == b"No, 12!"
+    assert answer[-1] in tokenizer.end_ids and b"".join(map(tokenizer.token_bytes, answer)).strip() == b"No, 12!"
     assert example.learned[len(prompt) :].all() and not example.learned[len(prompt) - 3 : len(prompt)].any()
 
 
@@ -445,7 +445,7 @@ def test_llama_cpp_stops_where_we_stop(tmp_path):
     pieces = [*SYMBOLS, "<|im_end|>", "<|eot_id|>", "[PAD]", "<|file_sep|>", "<|fim_prefix|>", "turn", "<other>"]
     tokenizer = stored(tmp_path / "model.gguf", BPE(pieces, [], 262), eot_token_id=261)
     (answer,) = ask([{"model": str(tmp_path / "model.gguf"), "plain": 65, "draw": [*range(256, 263)]}])
-    assert {i for i, why in answer["stopped_by"].items() if why == "eos"} == {str(i) for i in tokenizer.ends}
+    assert {i for i, why in answer["stopped_by"].items() if why == "eos"} == {str(i) for i in tokenizer.end_ids}
 
 
 def test_llama_cpp_generates_ids_without_text(tmp_path):

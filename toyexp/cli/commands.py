@@ -55,7 +55,7 @@ class BuiltInCommand(Command):
 
     def read(self, words: Sequence[str]) -> Arguments:
         """Parse the words. Those of `completion` are another command line, which a shell passes, and stay unparsed."""
-        if self.takes == "shells":
+        if self.completions == "shells":
             return Arguments(rest=list(words))
         found = super().read(words)
         for word in found.rest:
@@ -70,7 +70,7 @@ class BuiltInCommand(Command):
         """Return an error about an unknown option, which may be a setting typed with dashes."""
         from toyexp.config.flags import dashed_setting, other_tools
 
-        setting = dashed_setting(word, after) if "settings" in self.takes else None
+        setting = dashed_setting(word, after) if "settings" in self.completions else None
         if self.name == "generate" and (ours := other_tools("generate").get(word.partition("=")[0])):
             return UserError(f"generate {word}: unknown option; use {ours}")
         # Only parity takes a number of steps, and none of these commands takes epochs.
@@ -83,8 +83,8 @@ class BuiltInCommand(Command):
         return int(self._load("run")(arguments))
 
 
-def _command(name: str, about: str, takes: str, *options: Option, module: str = "") -> type[Command]:
-    space = {"name": name, "options": options, "takes": takes, "module": module, "__doc__": about}
+def _command(name: str, about: str, completions: str, *options: Option, module: str = "") -> type[Command]:
+    space = {"name": name, "options": options, "completions": completions, "module": module, "__doc__": about}
     return dataclass(type(name.title(), (BuiltInCommand,), {**space, "__module__": __name__}))
 
 

@@ -69,7 +69,7 @@ class Line:
         parser = command.parser() if command else flag_parser()
         kinds = ["settings"] if self.before else ["settings", "commands"]
         if command:
-            kinds = command.takes.split()
+            kinds = command.completions.split()
         options = parser.options
         flag, equals, value = self.word.partition("=")
         last = SHORT_FLAGS.get(self.before[-1], self.before[-1]) if self.before else ""

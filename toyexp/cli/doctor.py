@@ -318,5 +318,5 @@ def format_table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]
         figures = f"{line.values:.1e}", f"{values:.0e}", f"{line.gradients:.1e}", f"{gradients:.0e}"
         rows.append((line.name, *figures, verdict))
     passed = sum(line.passed for line in lines)
-    head = f"{label}: {passed} of {len(lines)} checks pass; matrix products in {engine.rounds_to()}"
+    head = f"{label}: {passed} of {len(lines)} checks pass; matrix products in {engine.product_dtype()}"
     return [head, *(f"  {row}" for row in align_columns(rows, right=range(1, 5)))]

@@ -152,7 +152,7 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the ids of begin, end and padding."""
     if tokenizer is None:
         return {}
-    ends = [tokenizer.eos, *sorted(tokenizer.ends - {tokenizer.eos})]
+    ends = [tokenizer.eos, *sorted(tokenizer.end_ids - {tokenizer.eos})]
     bos = {} if tokenizer.bos is None else {"bos_token_id": tokenizer.bos}
     return {**bos, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.padding}
 

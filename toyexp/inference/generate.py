@@ -178,7 +178,7 @@ class Generator:
         if unknown:
             raise UserError(f"{self.loaded.name}: prompt id {unknown[0]} must be between 0 and {self.vocab - 1}")
         require_room(self.loaded, len(ids), self.context)
-        ends: frozenset[int] | set[int] = set(self.tokenizer.ends) if self.tokenizer else set()
+        ends: frozenset[int] | set[int] = set(self.tokenizer.end_ids) if self.tokenizer else set()
 
         def note_slide() -> None:
             self.slides += 1

@@ -129,7 +129,7 @@ class Command(ABC):
 
     plugin_kind: ClassVar[str] = "command"
     name: ClassVar[str]
-    takes: ClassVar[str] = "file settings"  # completions besides options: file, directory, settings, names
+    completions: ClassVar[str] = "file settings"  # completions besides options: file, directory, settings, names
 
     def configure(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most need not implement it
         """Declare options as with argparse: `parser.add_argument("--top", type=int, help=...)`."""

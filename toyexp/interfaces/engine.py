@@ -45,7 +45,7 @@ class Engine(ABC):
         """Return the same tips for `toyexp doctor`, where a line has room for a command."""
         return self.advice()
 
-    def rounds_to(self) -> str:
+    def product_dtype(self) -> str:
         """Return the dtype that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
         return "float32"
 
@@ -79,7 +79,7 @@ class Engine(ABC):
         """Import the libraries that a stack needs, under the same conditions."""
         self.preload()
 
-    def wake(self) -> None:  # noqa: B027 - optional on purpose: it saves time
+    def open_device_early(self) -> None:  # noqa: B027 - optional on purpose: it saves time
         """Start to open the device in the background, in a process that will train on it.
 
         Called after `check` succeeded. Ignore errors here; they are raised again when the device is used.

@@ -65,7 +65,7 @@ class Listeners(Protocol):
     """The interface of the bus that distributes a run's events to callbacks."""
 
     best: Callable[[bool], Best | None]  # returns the best evaluation so far, with weights if True is passed
-    why: str | None  # sentence of the callback that ended the run
+    stop_reason: str | None  # sentence of the callback that ended the run
 
     def emit(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
         """Deliver an event to all callbacks."""

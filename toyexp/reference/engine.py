@@ -206,9 +206,9 @@ TOLERANCES = {
 
 def precision(engine: Engine) -> str:
     """Return the dtype that the engine's matrix products round to; raise UserError for one without tolerances."""
-    found = engine.rounds_to()
+    found = engine.product_dtype()
     if found not in TOLERANCES:
-        raise UserError(f"engine={engine.name}: rounds_to() is {found!r}; {suggest(found, TOLERANCES)}")
+        raise UserError(f"engine={engine.name}: product_dtype() is {found!r}; {suggest(found, TOLERANCES)}")
     return found
 
 

@@ -53,13 +53,13 @@ class Tokenizer(ABC):
     bos: int | None = None  # id put before each text if `add_bos`; None if there is none
     add_bos: bool = False
     add_eos: bool = False  # whether llama.cpp ends a prompt with `eos`
-    stops: frozenset[int] = frozenset()  # tokens besides `eos` that end generation; see `ends`
+    extra_end_ids: frozenset[int] = frozenset()  # tokens besides `eos` that end generation
     controls: frozenset[int] = frozenset()  # control tokens besides `eos`, which plain text never produces
     user_defined: frozenset[int] = frozenset()  # tokens matched literally, before all others
     swallow_before: frozenset[int] = frozenset()  # special tokens that strip the white space before them
     swallow_after: frozenset[int] = frozenset()  # special tokens that strip the white space after them
     family: str = ""  # what `general.name` must contain for llama.cpp to use the same rules
-    silent: frozenset[int] = frozenset()  # tokens that decode to nothing, such as padding
+    undecoded_ids: frozenset[int] = frozenset()  # ordinary tokens that decode to nothing, such as padding
     chat_template: str = ""  # Jinja template of conversations; exported with the model
     source: Mapping[str, Any] = {}  # the `tokenizer.*` keys of the GGUF it was read from, without that prefix
 
@@ -69,9 +69,9 @@ class Tokenizer(ABC):
         return len(self.pieces)
 
     @property
-    def ends(self) -> frozenset[int]:
+    def end_ids(self) -> frozenset[int]:
         """Ids at which generation stops."""
-        return self.stops | {self.eos}
+        return self.extra_end_ids | {self.eos}
 
     @property
     def padding(self) -> int:
@@ -152,7 +152,7 @@ class Tokenizer(ABC):
 
     def token_bytes(self, i: int) -> bytes:
         """Return the bytes that token `i` decodes to: b"" for a control token, possibly part of a character."""
-        if i == self.eos or i in self.controls or i in self.silent:
+        if i == self.eos or i in self.controls or i in self.undecoded_ids:
             return b""
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
 

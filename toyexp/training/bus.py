@@ -42,7 +42,7 @@ class Bus:
             self._manager.register(callback, name)
         self.hook = self._manager.hook
         self._recorders = {name for name, callback in callbacks.items() if callback.closes_last}
-        self.why: str | None = None  # the reason given by the callback that stopped the run
+        self.stop_reason: str | None = None  # the reason given by the callback that stopped the run
         self.step: int | None = None  # current step; None before the first evaluation
         self.log: Path | None = None  # the log file with tracebacks
         self._callbacks = tuple(callbacks.values())

@@ -55,7 +55,7 @@ def prepare(config: Config) -> Prepared:
         raise UserError(reason + config.suggest_command())
     config.engine.check_rows(config.settings.batch_size // accumulate, accumulate)
     with contextlib.suppress(Exception):
-        config.engine.wake()
+        config.engine.open_device_early()
     bus = Bus(config.callbacks, config.default_callbacks)
     dataset = _open_data(config)
     model, batches = _fit_model(config, dataset)

@@ -146,7 +146,7 @@ class Training:
     def _check_stop_request(self, metrics: Mapping[str, float]) -> Requests[None]:
         outcome, bus = self.outcome, self.bus
         if outcome.reason == "completed":  # not stopped by a signal
-            outcome.why = bus.why = bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
+            outcome.why = bus.stop_reason = bus.hook.stop_reason(run=self.run, step=outcome.steps, metrics=metrics)
         if outcome.why:
             outcome.reason = "aborted"
             yield from self._evaluate()

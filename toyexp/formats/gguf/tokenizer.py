@@ -127,13 +127,13 @@ class _Reader:
         tokenizer = self._sentencepiece() if model == "llama" else self._byte_level(pre)
         tokenizer.bos = self.keys.get("bos_token_id")
         tokenizer.add_bos, tokenizer.add_eos = self.keys["add_bos_token"], self.keys.get("add_eos_token", False)
-        tokenizer.stops = frozenset(self.ends) - {tokenizer.eos}
+        tokenizer.extra_end_ids = frozenset(self.ends) - {tokenizer.eos}
         tokenizer.controls = self._ids_with_types(CONTROL, UNKNOWN) - {tokenizer.eos}
         tokenizer.user_defined = self._ids_with_types(USER_DEFINED)
         tokenizer.family = self.family
         tokenizer.swallow_before, tokenizer.swallow_after = self.swallowing
         shown = self._ids_with_types(NORMAL, CONTROL, UNKNOWN, USER_DEFINED, BYTE)
-        tokenizer.silent = frozenset(range(len(self.pieces))) - shown
+        tokenizer.undecoded_ids = frozenset(range(len(self.pieces))) - shown
         tokenizer.source, tokenizer.chat_template = self.all, read_chat_template(self.file)
         return tokenizer
 

@@ -1,4 +1,4 @@
-"""The figures of the fault tests, shown at the end and, with TOYEXP_FIGURES=<file>, left in a file."""
+"""Print the counts of the fault tests at the end; with TOYEXP_FIGURES=<file>, also write them to a file."""
 
 import os
 from pathlib import Path
@@ -23,17 +23,17 @@ def pytest_terminal_summary(terminalreporter):
     if not FIGURES:
         return
     lines = [f"{name:<62} {count:>6}" for name, count in sorted(FIGURES.items())]
-    terminalreporter.section("what was tried")
+    terminalreporter.section("counts of the fault tests")
     for line in lines:
         terminalreporter.write_line(line)
-    wanted = os.environ.get("TOYEXP_FIGURES")
-    if wanted:
-        Path(wanted).write_text("\n".join(lines) + "\n")
+    figures_path = os.environ.get("TOYEXP_FIGURES")
+    if figures_path:
+        Path(figures_path).write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory):
-    """A directory with a book, and a base of every model."""
+    """Create a directory with a text file and a base of every model."""
     root = tmp_path_factory.mktemp("faults")
     (root / "book.txt").write_text(TEXT)
     before = Path.cwd()
@@ -54,7 +54,7 @@ def bench(tmp_path_factory):
 
 @pytest.fixture
 def here(bench, monkeypatch):
-    """The bench as the current directory."""
+    """Change to the directory of `bench` and return it."""
     monkeypatch.chdir(bench)
     monkeypatch.setenv("TOYEXP_CACHE", str(bench / "cache"))
     return bench

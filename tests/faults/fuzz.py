@@ -1,7 +1,7 @@
-"""Broken inputs by the thousand, one after another in this process: python fuzz.py WHAT[,WHAT] SEED COUNT, in a bench.
+"""Fuzz parsers and commands in one process: python fuzz.py KIND[,KIND] SEED COUNT, in the directory of `bench`.
 
-Each must be taken, or refused with a line: no traceback, no 2 seconds of computing, no gigabyte. The first one that is
-not is left in a file, and its name is what this program ends with.
+Each malformed input must be accepted, or rejected with a short error: no traceback, under 2 s of CPU time and 1 GiB of
+memory. The first input that fails is saved to a file, whose name is in the exit message.
 """
 
 import contextlib
@@ -47,31 +47,31 @@ NUMBERS = [0, 1, 2, 3, 7, 255, 256, 65535, 1 << 20, (1 << 31) - 1, 1 << 31, (1 <
 # -- mutations --------------------------------------------------------------------------------------------------------
 
 
-def mutate_bytes(dice, data, others):
-    """One to four changes of bytes, most of them near the beginning, where headers are."""
+def mutate_bytes(rng, data, others):
+    """Return `data` with one to four changes, most of them near the beginning, where headers are."""
     data = bytearray(data)
-    for _ in range(dice.choice([1, 1, 1, 2, 3, 4])):
-        at = min(int(dice.random() ** dice.choice([1, 2, 4]) * (len(data) + 1)), len(data))
-        kind = dice.randrange(8)
-        if kind == 0 and at < len(data):
-            data[at] ^= 1 << dice.randrange(8)
-        elif kind == 1 and at < len(data):
-            data[at] = dice.randrange(256)
+    for _ in range(rng.choice([1, 1, 1, 2, 3, 4])):
+        offset = min(int(rng.random() ** rng.choice([1, 2, 4]) * (len(data) + 1)), len(data))
+        kind = rng.randrange(8)
+        if kind == 0 and offset < len(data):
+            data[offset] ^= 1 << rng.randrange(8)
+        elif kind == 1 and offset < len(data):
+            data[offset] = rng.randrange(256)
         elif kind == 2:
-            width, number = dice.choice([("<B", 8), ("<H", 16), ("<I", 32), ("<Q", 64)]), dice.choice(NUMBERS)
+            width, number = rng.choice([("<B", 8), ("<H", 16), ("<I", 32), ("<Q", 64)]), rng.choice(NUMBERS)
             packed = struct.pack(width[0], number % (1 << width[1]))
-            data[at : at + len(packed)] = packed
+            data[offset : offset + len(packed)] = packed
         elif kind == 3:
-            del data[at : at + dice.choice([1, 2, 8, 64, 1000])]
+            del data[offset : offset + rng.choice([1, 2, 8, 64, 1000])]
         elif kind == 4:
-            data[at:at] = dice.randbytes(dice.choice([1, 2, 8, 64]))
+            data[offset:offset] = rng.randbytes(rng.choice([1, 2, 8, 64]))
         elif kind == 5:
-            data[at:at] = data[dice.randrange(len(data) + 1) :][: dice.choice([1, 4, 16, 200])]
+            data[offset:offset] = data[rng.randrange(len(data) + 1) :][: rng.choice([1, 4, 16, 200])]
         elif kind == 6:
-            del data[at:]
+            del data[offset:]
         else:
-            other = dice.choice(others)
-            data[at:] = other[dice.randrange(len(other) + 1) :]
+            other = rng.choice(others)
+            data[offset:] = other[rng.randrange(len(other) + 1) :]
     return bytes(data)
 
 
@@ -86,28 +86,28 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def mutate_json(dice, value):
-    """`value` with one part replaced, removed, doubled or nested."""
-    if isinstance(value, dict | list) and value and dice.random() < 0.85:
-        key = dice.choice(list(value) if isinstance(value, dict) else range(len(value)))
+def mutate_json(rng, value):
+    """Return `value` with one part replaced, removed, duplicated or renamed."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.85:
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
         copy = value.copy()
-        act = dice.randrange(8)
-        if act == 0:
+        action = rng.randrange(8)
+        if action == 0:
             del copy[key]
-        elif act == 1 and isinstance(copy, list):
+        elif action == 1 and isinstance(copy, list):
             copy.append(copy[key])
-        elif act == 1:
+        elif action == 1:
             copy[str(key) + "x"] = copy[key]
         else:
-            copy[key] = mutate_json(dice, value[key])
+            copy[key] = mutate_json(rng, value[key])
         return copy
-    if isinstance(value, int | float) and not isinstance(value, bool) and dice.random() < 0.4:
-        return dice.choice([-value, value + 1, value * 10**6, float(value), str(value)])
-    return dice.choice(STRANGE)
+    if isinstance(value, int | float) and not isinstance(value, bool) and rng.random() < 0.4:
+        return rng.choice([-value, value + 1, value * 10**6, float(value), str(value)])
+    return rng.choice(STRANGE)
 
 
 class Header:
-    """A GGUF taken apart, to be put together again with other numbers in it."""
+    """A parsed GGUF file that can be serialised again with changed keys, tensors and counts."""
 
     FORMS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 
@@ -125,58 +125,58 @@ class Header:
             return (9, {"<i4": 5, "<u4": 4, "<f4": 6, "|u1": 0}.get(value.dtype.str, 5))
         return {bool: 7, int: 4, float: 6, str: 8}[type(value)]
 
-    def mutated(self, dice):
+    def mutate(self, rng):
         keys, table, data = [k.copy() for k in self.keys], [t.copy() for t in self.table], self.data
         counts = [len(table), len(keys)]
-        for _ in range(dice.choice([1, 1, 2, 3])):
-            self.change(dice, keys, table, counts)
-        if dice.random() < 0.2:
-            at = dice.randrange(len(data) + 1)
-            data = data[:at] + dice.choice([b"\xff" * 64, b"\x00" * 64, b"", dice.randbytes(64)]) + data[at + 64 :]
-        return self.written(keys, table, data, counts, dice)
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            self.change(rng, keys, table, counts)
+        if rng.random() < 0.2:
+            offset = rng.randrange(len(data) + 1)
+            data = (
+                data[:offset] + rng.choice([b"\xff" * 64, b"\x00" * 64, b"", rng.randbytes(64)]) + data[offset + 64 :]
+            )
+        return self.serialise(keys, table, data, counts, rng)
 
-    def change(self, dice, keys, table, counts):
-        act = dice.randrange(9)
-        key, tensor = dice.choice(keys), dice.choice(table) if table else None
+    def change(self, rng, keys, table, counts):
+        act = rng.randrange(9)
+        key, tensor = rng.choice(keys), rng.choice(table) if table else None
         if act == 0:
             keys.remove(key)
         elif act == 1:
-            keys.append(
-                key.copy() if dice.random() < 0.5 else [key[0] + dice.choice(["", "x", ".y", "\x00"]), *key[1:]]
-            )
+            keys.append(key.copy() if rng.random() < 0.5 else [key[0] + rng.choice(["", "x", ".y", "\x00"]), *key[1:]])
         elif act == 2:
-            key[1] = dice.choice([*self.FORMS, 8, 9, (9, 8), (9, 5), (9, 9), (9, 99), 13])
+            key[1] = rng.choice([*self.FORMS, 8, 9, (9, 8), (9, 5), (9, 9), (9, 99), 13])
         elif act in (3, 4):
-            key[2] = self.other(dice, key[2])
+            key[2] = self.mutate_value(rng, key[2])
         elif act == 5 and tensor:
-            tensor[1] = dice.choice([tensor[1][::-1], [*tensor[1], 1], tensor[1][:-1], [n * 2 for n in tensor[1]],
-                                     [dice.choice(NUMBERS) for _ in range(dice.randrange(6))]])  # fmt: skip
+            tensor[1] = rng.choice([tensor[1][::-1], [*tensor[1], 1], tensor[1][:-1], [n * 2 for n in tensor[1]],
+                                     [rng.choice(NUMBERS) for _ in range(rng.randrange(6))]])  # fmt: skip
         elif act == 6 and tensor:
-            tensor[2] = dice.choice([0, 1, 2, 8, 12, 14, 24, 28, 30, 39, 40, 999])
+            tensor[2] = rng.choice([0, 1, 2, 8, 12, 14, 24, 28, 30, 39, 40, 999])
         elif act == 7 and tensor:
-            tensor[3] = dice.choice([*NUMBERS, tensor[3] + 32, max(tensor[3] - 32, 0)])
+            tensor[3] = rng.choice([*NUMBERS, tensor[3] + 32, max(tensor[3] - 32, 0)])
         elif act == 8 and tensor:
-            if dice.random() < 0.5:
-                tensor[0] = dice.choice(["", "x", tensor[0] + "x", "a" * 64, "a" * 65, "blk.99999999.attn_q.weight"])
+            if rng.random() < 0.5:
+                tensor[0] = rng.choice(["", "x", tensor[0] + "x", "a" * 64, "a" * 65, "blk.99999999.attn_q.weight"])
             else:
-                counts[dice.randrange(2)] = dice.choice(NUMBERS)
+                counts[rng.randrange(2)] = rng.choice(NUMBERS)
 
-    def other(self, dice, value):
+    def mutate_value(self, rng, value):
         if isinstance(value, list | np.ndarray):
-            some = list(value)
-            act = dice.randrange(4)
-            if not some or act == 0:
-                return some[: dice.randrange(len(some) + 1)]
-            at = dice.randrange(len(some))
+            items = list(value)
+            act = rng.randrange(4)
+            if not items or act == 0:
+                return items[: rng.randrange(len(items) + 1)]
+            index = rng.randrange(len(items))
             if act == 1:
-                return [*some, some[at]]
-            some[at] = self.other(dice, some[at])
-            return some
+                return [*items, items[index]]
+            items[index] = self.mutate_value(rng, items[index])
+            return items
         if isinstance(value, str):
-            return dice.choice([*TEXTS, value * 2, value[::-1]])
-        return dice.choice([*NUMBERS, -1, float("nan"), float("inf"), 1e-30, 0.5])
+            return rng.choice([*TEXTS, value * 2, value[::-1]])
+        return rng.choice([*NUMBERS, -1, float("nan"), float("inf"), 1e-30, 0.5])
 
-    def written(self, keys, table, data, counts, dice):
+    def serialise(self, keys, table, data, counts, rng):
         out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, counts[0] % 2**64, counts[1] % 2**64))
         for key, kind, value in keys:
             out += self.text(key)
@@ -195,8 +195,8 @@ class Header:
             if kind in (6, 12):
                 return struct.pack(self.FORMS[kind], float(value))
             bits = 8 * struct.calcsize(self.FORMS[kind])
-            whole = int(value) % 2**bits
-            return whole.to_bytes(bits // 8, "little")
+            unsigned = int(value) % 2**bits
+            return unsigned.to_bytes(bits // 8, "little")
         except (TypeError, ValueError, OverflowError):
             return b"\x01" * struct.calcsize(self.FORMS[kind])
 
@@ -208,40 +208,40 @@ class Header:
         return struct.pack("<I", kind) + (self.text(value) if kind not in self.FORMS else self.number(kind, value))
 
 
-# -- what takes them --------------------------------------------------------------------------------------------------
+# -- targets ----------------------------------------------------------------------------------------------------------
 
 
-def built(*key, more=()):
+def build_cfg(*key, more=()):
     return requests.Request([], REGISTRY).build_config(*words(*key), *more)
 
 
-def fresh(cfg, **parts):
+def copy_config(cfg, **parts):
     return replace(cfg, callbacks={name: replace(c) for name, c in cfg.callbacks.items()}, **parts)
 
 
-def one_step(prepared):
+def take_step(prepared):
     with start_session(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
         session.step(prepared.batches.batch(0), prepared.plan.numbers(0, 0.001))
 
 
 class Target:
-    """Takes one input after another; `seeds` are good ones to break."""
+    """A function under test; `seeds` are valid inputs to mutate."""
 
     suffix = ""
 
     def __init__(self):
         self.path = Path(f"fuzzed-{os.getpid()}{self.suffix}")
 
-    def mutated(self, dice):
-        return mutate_bytes(dice, dice.choice(self.seeds), self.seeds)
+    def mutate(self, rng):
+        return mutate_bytes(rng, rng.choice(self.seeds), self.seeds)
 
     def take(self, data):
         self.path.write_bytes(data)
         self.use()
 
 
-class OfGGUF(Target):
-    """Inputs that are GGUF files, broken by the byte or with other numbers in their headers."""
+class GGUFTarget(Target):
+    """A target that reads GGUF files, mutated by bytes or by header values."""
 
     suffix = ".gguf"
 
@@ -250,11 +250,11 @@ class OfGGUF(Target):
         self.seeds = [Path(p).read_bytes() for p in paths]
         self.headers = [Header(p) for p in paths]
 
-    def mutated(self, dice):
-        return dice.choice(self.headers).mutated(dice) if dice.random() < 0.6 else super().mutated(dice)
+    def mutate(self, rng):
+        return rng.choice(self.headers).mutate(rng) if rng.random() < 0.6 else super().mutate(rng)
 
 
-class Describe(OfGGUF):
+class Describe(GGUFTarget):
     def __init__(self):
         super().__init__("base-llama.gguf", "base-gemma.gguf", "adapter.gguf", "vit.gguf", "q8_0.gguf")
 
@@ -262,56 +262,56 @@ class Describe(OfGGUF):
         main(["describe", str(self.path), "--metadata", "--tensors"])
 
 
-class Base(OfGGUF):
-    """recipe=full and lora, to their first step."""
+class Base(GGUFTarget):
+    """recipe=full and lora up to their first step."""
 
     def __init__(self):
         super().__init__("base-llama.gguf", "base-gpt2.gguf", "base-qwen3.gguf", "base-gemma.gguf", "q8_0.gguf")
-        self.kinds = [built(recipe, "llama", "ggml") for recipe in ("full", "lora")]
+        self.kinds = [build_cfg(recipe, "llama", "ggml") for recipe in ("full", "lora")]
 
     def use(self):
         for cfg in self.kinds:
             recipe = replace(cfg.recipe, base=str(self.path))
             base = load_model(self.path, REGISTRY, recipe.reads)
             model = replace(base, context=min(16, base.context))
-            one_step(experiment.prepare(fresh(cfg, recipe=recipe, base=model, model=model)))
+            take_step(experiment.prepare(copy_config(cfg, recipe=recipe, base=model, model=model)))
 
 
-class Donor(OfGGUF):
+class Donor(GGUFTarget):
     def __init__(self):
         super().__init__("base-llama.gguf", "base-gpt2.gguf", "q8_0.gguf")
-        self.cfg = built("warm", "llama", "ggml", more=["model.d_model=32"])
+        self.cfg = build_cfg("warm", "llama", "ggml", more=["model.d_model=32"])
 
     def use(self):
         recipe = replace(self.cfg.recipe, donor=str(self.path))
         recipe.check()
         data = replace(self.cfg.data, tokenizer="auto")
-        one_step(experiment.prepare(fresh(self.cfg, recipe=recipe, data=data)))
+        take_step(experiment.prepare(copy_config(self.cfg, recipe=recipe, data=data)))
 
 
-class Tokenizer(OfGGUF):
+class Tokenizer(GGUFTarget):
     def __init__(self):
         super().__init__("base-llama.gguf", "char.gguf", "bpe.gguf")
-        self.cfg = built("scratch", "llama", "ggml")
+        self.cfg = build_cfg("scratch", "llama", "ggml")
 
     def use(self):
         data = replace(self.cfg.data, tokenizer=str(self.path))
         data.check()
-        experiment.prepare(fresh(self.cfg, data=data))
+        experiment.prepare(copy_config(self.cfg, data=data))
 
 
-class Eval(OfGGUF):
+class Eval(GGUFTarget):
     def __init__(self):
         super().__init__("base-llama.gguf", "base-gpt2.gguf", "q8_0.gguf")
-        compose, kept = requests.compose, {}
+        compose, cache = requests.compose, {}
 
-        def once(given, *others):
-            key = tuple(o.input_line for o in given)
-            if key not in kept:
-                kept[key] = compose(given, *others)
-            return replace(kept[key], cfg=kept[key].cfg.copy())
+        def compose_cached(overrides, *others):
+            key = tuple(o.input_line for o in overrides)
+            if key not in cache:
+                cache[key] = compose(overrides, *others)
+            return replace(cache[key], cfg=cache[key].cfg.copy())
 
-        requests.compose = once
+        requests.compose = compose_cached
 
     def use(self):
         settings = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "model.context=16"]
@@ -324,14 +324,14 @@ class TokenFile(Target):
         ids = np.random.default_rng(0).integers(0, 50, 400)
         plain = ids.astype("<i4").tobytes()
         self.seeds = [plain, ids.astype("<u2").tobytes(), b"TOYC" + struct.pack("<III", 1, 50, 0) + plain]
-        self.cfg = built("scratch", "llama", "ggml")
+        self.cfg = build_cfg("scratch", "llama", "ggml")
 
     def use(self):
         for dtype in ("auto", "uint16"):
             with contextlib.suppress(UserError):
                 data = Tokens(path=str(self.path), dtype=dtype)
                 data.check()
-                experiment.prepare(fresh(self.cfg, data=data))
+                experiment.prepare(copy_config(self.cfg, data=data))
 
 
 TALK = [("system", "Be short."), ("user", "Hi"), ("assistant", "Hello")]
@@ -346,21 +346,21 @@ class JsonLines(Target):
     def __init__(self):
         super().__init__()
         self.seeds = [b"\n".join(json.dumps(line).encode() for line in LINES * 4)]
-        self.cfg = built("scratch", "llama", "ggml")
+        self.cfg = build_cfg("scratch", "llama", "ggml")
 
-    def mutated(self, dice):
-        if dice.random() < 0.5:
-            return super().mutated(dice)
+    def mutate(self, rng):
+        if rng.random() < 0.5:
+            return super().mutate(rng)
         lines = LINES * 4
-        at = dice.randrange(len(lines))
-        return "\n".join(json.dumps(mutate_json(dice, x) if i == at else x) for i, x in enumerate(lines)).encode()
+        at = rng.randrange(len(lines))
+        return "\n".join(json.dumps(mutate_json(rng, x) if i == at else x) for i, x in enumerate(lines)).encode()
 
     def use(self):
         for on_error in ("refuse", "skip"):
             with contextlib.suppress(UserError):
                 data = Jsonl(path=str(self.path), tokenizer="byte", on_error=on_error)
                 data.check()
-                experiment.prepare(fresh(self.cfg, data=data))
+                experiment.prepare(copy_config(self.cfg, data=data))
 
 
 class ImageFiles(Target):
@@ -368,17 +368,17 @@ class ImageFiles(Target):
         super().__init__()
         from PIL import Image
 
-        dice = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         self.seeds = []
         self.folder = Path(f"images-{os.getpid()}")
         for label in "ab":
             (self.folder / label).mkdir(parents=True)
             for number in range(2):
-                Image.fromarray(dice.integers(0, 256, (8, 8, 3), np.uint8)).save(self.folder / label / f"{number}.png")
+                Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(self.folder / label / f"{number}.png")
         for form in ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"):
             for mode in ("RGB", "L", "P", "RGBA"):
                 with contextlib.suppress(OSError, KeyError), io.BytesIO() as file:
-                    Image.fromarray(dice.integers(0, 256, (16, 12, 3), np.uint8)).convert(mode).save(file, form)
+                    Image.fromarray(rng.integers(0, 256, (16, 12, 3), np.uint8)).convert(mode).save(file, form)
                     self.seeds.append(file.getvalue())
         self.path = self.folder / "a" / "2.png"
 
@@ -391,15 +391,15 @@ class ImageFiles(Target):
 
 
 class Resume(Target):
-    """A run directory to go on with, one file of which is broken; its manifest says what the file now holds."""
+    """Resuming a run with one mutated file, whose digest in the manifest is updated."""
 
     file = ""
 
     def __init__(self):
         super().__init__()
-        self.whole, self.path = Path("resumable"), Path(f"fuzzed-{os.getpid()}-run")
-        self.seeds = [(self.whole / self.file).read_bytes()]
-        self.cfg = built(
+        self.source, self.path = Path("resumable"), Path(f"fuzzed-{os.getpid()}-run")
+        self.seeds = [(self.source / self.file).read_bytes()]
+        self.cfg = build_cfg(
             "scratch",
             "gpt2",
             "ggml",
@@ -408,7 +408,7 @@ class Resume(Target):
 
     def take(self, data):
         shutil.rmtree(self.path, ignore_errors=True)
-        shutil.copytree(self.whole, self.path)
+        shutil.copytree(self.source, self.path)
         (self.path / self.file).write_bytes(data)
         folder = self.path / "checkpoints" / "step-6"
         if not self.file.endswith(MANIFEST):
@@ -420,7 +420,7 @@ class Resume(Target):
         self.use()
 
     def use(self):
-        prepared = experiment.prepare(fresh(self.cfg))
+        prepared = experiment.prepare(copy_config(self.cfg))
         experiment.execute(prepared, self.path, resumed=load_run(self.path, prepared))
 
 
@@ -439,30 +439,30 @@ class Arrays(Resume):
 class State(Resume):
     file = f"checkpoints/step-6/{STATE}"
 
-    def mutated(self, dice):
-        if dice.random() < 0.3:
-            return super().mutated(dice)
-        return json.dumps(mutate_json(dice, json.loads(self.seeds[0]))).encode(errors="surrogatepass")
+    def mutate(self, rng):
+        if rng.random() < 0.3:
+            return super().mutate(rng)
+        return json.dumps(mutate_json(rng, json.loads(self.seeds[0]))).encode(errors="surrogatepass")
 
 
 class Sweep(Target):
-    """The sweep.json of a sweep to go on with, to the summary of its jobs."""
+    """Loading a mutated sweep.json and printing the summary of its jobs."""
 
     suffix = "-sweep"
 
     def __init__(self):
         super().__init__()
         numbers = {"steps": 3, "train_loss": 2.5, "eval_loss": 2.0, "eval_scores": {"accuracy": 0.5}, "seconds": 1.0}
-        done = Job(0, ["seed=0"], "0-seed=0", Status.COMPLETED, 1, 0, None, numbers)
-        jobs = [done, Job(1, ["seed=1"], "1-seed=1", Status.FAILED, 1, 1, "no room"), Job(2, ["seed=2"])]
-        asked = {"flags": {"--config-dir": "more"}, "settings": ["steps=3"], "sweep": ["sweep.jobs=2"], "cwd": "/"}
-        SweepDir.create(self.path, jobs, asked).close()
+        completed = Job(0, ["seed=0"], "0-seed=0", Status.COMPLETED, 1, 0, None, numbers)
+        jobs = [completed, Job(1, ["seed=1"], "1-seed=1", Status.FAILED, 1, 1, "no room"), Job(2, ["seed=2"])]
+        spec = {"flags": {"--config-dir": "more"}, "settings": ["steps=3"], "sweep": ["sweep.jobs=2"], "cwd": "/"}
+        SweepDir.create(self.path, jobs, spec).close()
         self.seeds = [(self.path / "sweep.json").read_bytes()]
 
-    def mutated(self, dice):
-        if dice.random() < 0.3:
-            return super().mutated(dice)
-        return json.dumps(mutate_json(dice, json.loads(self.seeds[0]))).encode(errors="surrogatepass")
+    def mutate(self, rng):
+        if rng.random() < 0.3:
+            return super().mutate(rng)
+        return json.dumps(mutate_json(rng, json.loads(self.seeds[0]))).encode(errors="surrogatepass")
 
     def take(self, data):
         (self.path / "sweep.json").write_bytes(data)
@@ -475,22 +475,22 @@ class Sweep(Target):
 
 
 class SavedConfig(Resume):
-    """The config.yaml of a run that is resumed, through the whole command line."""
+    """Resuming a run with a mutated config.yaml through the command line."""
 
     file = "config.yaml"
 
-    def mutated(self, dice):
-        if dice.random() < 0.5:
-            return super().mutated(dice)
+    def mutate(self, rng):
+        if rng.random() < 0.5:
+            return super().mutate(rng)
         import yaml
 
-        value = mutate_json(dice, yaml.safe_load(self.seeds[0]))
+        value = mutate_json(rng, yaml.safe_load(self.seeds[0]))
         with contextlib.suppress(yaml.YAMLError, ValueError):
             return yaml.safe_dump(value, allow_unicode=True).encode(errors="surrogatepass")
         return b"a: [" + self.seeds[0]
 
     def use(self):
-        many = re.search(rb"steps: \d{4}", (self.path / self.file).read_bytes())  # good ones, which take their time
+        many = re.search(rb"steps: \d{4}", (self.path / self.file).read_bytes())  # valid, but slow
         main([f"resume={self.path}", *(["--dry-run"] if many else [])])
 
 
@@ -501,14 +501,14 @@ TARGETS = {
 }  # fmt: skip
 
 
-# -- one after another ------------------------------------------------------------------------------------------------
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 class TooSlow(BaseException):
-    """An input took more than its seconds."""
+    """An input took too much CPU time."""
 
 
-def too_slow(*_):
+def raise_too_slow(*_):
     raise TooSlow
 
 
@@ -516,48 +516,50 @@ def memory_bytes(which):
     return 1024 * int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def lines_of(text):
-    """What was printed as errors: one line or two, and nothing a terminal would obey."""
+def check_error_lines(text):
+    """Check that an error has at most three lines and no control characters."""
     lines = text.splitlines()
     assert len(lines) <= 3, text
     assert all(c.isprintable() for line in lines for c in line), ascii(text)
     assert "out of memory" not in text, text
 
 
-def try_one(target, data):
+def run_input(target, data):
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
             target.take(data)
         except ToyexpError as error:
-            lines_of(str(error))
-    lines_of("\n".join(x for x in errors.getvalue().splitlines() if "warning" not in x))
+            check_error_lines(str(error))
+    check_error_lines("\n".join(x for x in errors.getvalue().splitlines() if "warning" not in x))
     assert all(c.isprintable() for line in out.getvalue().split("\n") for c in line), "control characters in the output"
 
 
 def run(kinds, seed, count):
-    os.fsync = lambda file: None  # thousands of runs
-    targets = {what: TARGETS[what]() for what in kinds}
+    os.fsync = lambda file: None  # faster; crash safety is not tested here
+    targets = {kind_name: TARGETS[kind_name]() for kind_name in kinds}
     for target in targets.values():
         for good in target.seeds:
-            try_one(target, good)
-    signal.signal(signal.SIGPROF, too_slow)
+            run_input(target, good)
+    signal.signal(signal.SIGPROF, raise_too_slow)
     before, space = memory_bytes("VmHWM"), memory_bytes("VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (space + BYTES, space + BYTES))
-    for what, target in targets.items():
+    for kind_name, target in targets.items():
         for number in range(count):
-            data = target.mutated(random.Random(f"{what} {seed} {number}"))
-            Path(f"last-{what}").write_bytes(data)  # which shows what ended the process, if that happens
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of computing: others use this machine too
+            data = target.mutate(random.Random(f"{kind_name} {seed} {number}"))
+            Path(f"last-{kind_name}").write_bytes(data)  # shows the culprit if the process dies
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # CPU time: other processes share this machine
             try:
-                try_one(target, data)
+                run_input(target, data)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 assert memory_bytes("VmHWM") - before < BYTES
             except BaseException:
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                Path(f"failed-{what}-{seed}-{number}").write_bytes(data)
+                Path(f"failed-{kind_name}-{seed}-{number}").write_bytes(data)
                 traceback.print_exc()
-                sys.exit(f"{what} {seed} {number}: not taken, not refused: see failed-{what}-{seed}-{number}")
+                sys.exit(
+                    f"{kind_name} {seed} {number}: neither accepted nor rejected: see failed-{kind_name}-{seed}-{number}"
+                )
     print(json.dumps({"inputs": count * len(kinds), "bytes": memory_bytes("VmHWM") - before}))
 
 

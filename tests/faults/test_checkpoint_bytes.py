@@ -1,4 +1,4 @@
-"""No byte of a checkpoint can change unseen: what is damaged is named, and the one before it is used."""
+"""Any changed byte of a checkpoint is detected: the damaged checkpoint is reported and the previous one used."""
 
 import itertools
 import json
@@ -18,83 +18,83 @@ NAMES = (MANIFEST, STATE, ARRAYS)
 
 @pytest.fixture
 def folder(here, capsys):
-    """The checkpoints of steps 9 and 12 of a tiny run, and their contents."""
+    """Train a tiny run and return its directory of checkpoints, of steps 9 and 12."""
     directory = here / "bytes"
     if not directory.exists():
         assert main([*words("scratch", "gpt2", "ggml"), "model.d_model=8", f"hydra.run.dir={directory}"]) == 0
-    found = directory / "checkpoints"
-    assert list(checkpoint.list_checkpoints(found)) == [12, 9]
-    return found
+    checkpoints = directory / "checkpoints"
+    assert list(checkpoint.list_checkpoints(checkpoints)) == [12, 9]
+    return checkpoints
 
 
 def damage(good, dice, every):
-    """Changed, missing and added bytes at every so many places, and every so many lengths."""
-    for at in range(0, len(good), every):
-        yield good[:at] + bytes([good[at] ^ (1 << dice.randrange(8))]) + good[at + 1 :]
-        yield good[:at] + good[at + 1 :]
-        yield good[:at] + bytes([dice.randrange(256)]) + good[at:]
-        yield good[:at]
+    """Yield copies with a changed, missing or added byte, or cut off, at every `every`-th offset."""
+    for offset in range(0, len(good), every):
+        yield good[:offset] + bytes([good[offset] ^ (1 << dice.randrange(8))]) + good[offset + 1 :]
+        yield good[:offset] + good[offset + 1 :]
+        yield good[:offset] + bytes([dice.randrange(256)]) + good[offset:]
+        yield good[:offset]
 
 
-def require_seen(folder, what, wanted):
-    """The damaged step-12 is told by name and step 9 used; or nothing that counts was changed."""
-    FIGURES["corruptions: made"] += 1
+def check_detected(folder, change, expected):
+    """Check that the damaged step-12 is reported and step 9 is used, or that its content is unchanged."""
+    FIGURES["damaged checkpoints: tried"] += 1
     try:
-        found, damaged = checkpoint.read_newest(folder)
-    except checkpoint.NewerCheckpointFormat as error:  # a bit of the format's number: rejected, nothing is lost
+        loaded, damaged = checkpoint.read_newest(folder)
+    except checkpoint.NewerCheckpointFormat as error:  # the change hit the format number
         assert "step-12" in str(error)
-        FIGURES["corruptions: taken for a newer format, and refused"] += 1
+        FIGURES["damaged checkpoints: rejected as a newer format"] += 1
         return
-    if found is not None and found.step == 12:
-        assert (found.state, {n: a.tobytes() for n, a in found.arrays.items()}) == wanted, what
+    if loaded is not None and loaded.step == 12:
+        assert (loaded.state, {n: a.tobytes() for n, a in loaded.arrays.items()}) == expected, change
         assert not damaged
-        FIGURES["corruptions: of blanks and the like, which change nothing"] += 1
+        FIGURES["damaged checkpoints: changes of blanks, without effect"] += 1
         return
-    assert found is not None and found.step == 9, what
+    assert loaded is not None and loaded.step == 9, change
     (line,) = damaged
-    assert "step-12" in line and "\n" not in line and len(line) < 400, what
-    FIGURES["corruptions: found, named, and the one before it used"] += 1
+    assert "step-12" in line and "\n" not in line and len(line) < 400, change
+    FIGURES["damaged checkpoints: reported, and the previous one used"] += 1
 
 
 def corrupt(folder, strides):
     newest = checkpoint.read_checkpoint(folder / "step-12")
-    wanted = (newest.state, {n: a.tobytes() for n, a in newest.arrays.items()})
-    dice = random.Random(7)
+    expected = (newest.state, {n: a.tobytes() for n, a in newest.arrays.items()})
+    rng = random.Random(7)
     for name, every in zip(NAMES, strides, strict=True):
         path = folder / "step-12" / name
         good = path.read_bytes()
         try:
-            for number, bad in enumerate(damage(good, dice, every)):
-                if bad != good:
-                    path.write_bytes(bad)
-                    require_seen(folder, (name, number), wanted)
+            for number, damaged in enumerate(damage(good, rng, every)):
+                if damaged != good:
+                    path.write_bytes(damaged)
+                    check_detected(folder, (name, number), expected)
         finally:
             path.write_bytes(good)
     assert checkpoint.read_newest(folder)[1] == []
 
 
-def test_some_bytes(folder):
+def test_damage_at_some_bytes_is_detected(folder):
     corrupt(folder, (23, 197, 1999))
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_every_byte_of_the_json_and_many_of_the_arrays(folder):
+def test_damage_at_every_json_byte_and_many_array_bytes_is_detected(folder):
     corrupt(folder, (1, 1, 61))
 
 
-def test_files_of_another_step(folder, tmp_path):
+def test_files_copied_from_another_step_are_detected(folder, tmp_path):
     for count in (1, 2, 3):
         for names in itertools.combinations(NAMES, count):
             copy = tmp_path / "-".join(names)
             shutil.copytree(folder, copy)
             for name in names:
                 shutil.copy(folder / "step-9" / name, copy / "step-12" / name)
-            require_seen(copy, names, None)
+            check_detected(copy, names, None)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda m: m["files"].update({ARRAYS: m["files"][STATE], STATE: m["files"][ARRAYS]}),
@@ -112,19 +112,19 @@ def test_files_of_another_step(folder, tmp_path):
         (lambda m: m.update(format="2"), "has format '2'"),
     ],
 )
-def test_a_manifest_that_says_something_else(change, said, folder, tmp_path):
+def test_a_wrong_manifest_is_detected_and_described(change, message, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     path = tmp_path / "copy" / "step-12" / MANIFEST
     manifest = json.loads(path.read_text())
     change(manifest)
     path.write_text(json.dumps(manifest))
-    require_seen(tmp_path / "copy", said, None)
-    assert said in checkpoint.read_newest(tmp_path / "copy")[1][0]
+    check_detected(tmp_path / "copy", message, None)
+    assert message in checkpoint.read_newest(tmp_path / "copy")[1][0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["missing", "directory", "pipe", "device", "loop"])
-def test_what_is_no_file(name, kind, folder, tmp_path):
+def test_missing_and_special_files_in_a_checkpoint_are_detected(name, kind, folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     path = copy / "step-12" / name
@@ -137,4 +137,4 @@ def test_what_is_no_file(name, kind, folder, tmp_path):
         path.symlink_to("/dev/zero")
     elif kind == "loop":
         path.symlink_to(path)
-    require_seen(copy, (name, kind), None)
+    check_detected(copy, (name, kind), None)

@@ -1,4 +1,4 @@
-"""Disks that fill up, or cannot be written: what is lost is told, what was good stays, and a run goes on afterwards."""
+"""Full or read-only disks: losses are reported, complete files stay intact, and the run can be resumed."""
 
 import contextlib
 import functools
@@ -24,21 +24,21 @@ from toyexp.training import checkpoint, experiment
 from toyexp.training.resume import load_resume_state as load_run
 
 REGISTRY = load()
-SIZE = 2_000_000  # bytes of the disk: a run of WORDS takes 0.9 MB at its most
+SIZE = 2_000_000  # bytes; a run of WORDS needs at most 0.9 MB
 WORDS = [*words("scratch", "gpt2", "ggml"), "callbacks.gguf_export.every=5"]
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
-    """A small file system of its own."""
-    place = tmp_path_factory.mktemp("disk")
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", place], capture_output=True, text=True
+    """Mount a small tmpfs."""
+    path = tmp_path_factory.mktemp("disk")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", path], capture_output=True, text=True
     )
-    if made.returncode:
-        pytest.skip(f"no small file system can be mounted here: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    if mounted.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def empty(disk):
 
 
 def fill(disk, leaving):
-    """Leaves so many bytes free, or whole pages of them."""
+    """Fill the disk up to `leaving` free bytes, rounded to pages."""
     with contextlib.suppress(OSError), open(disk / "filler", "ab") as file:
         os.posix_fallocate(
             file.fileno(), os.fstat(file.fileno()).st_size, max(shutil.disk_usage(disk).free - leaving, 1)
@@ -58,7 +58,7 @@ def fill(disk, leaving):
 
 @dataclass(eq=False)
 class Filler(Callback):
-    """Fills the disk after one step, and gives the room back after another."""
+    """Callback that fills the disk after step `at` and frees it after step `until`."""
 
     name: ClassVar[str] = "filler"
 
@@ -75,20 +75,20 @@ class Filler(Callback):
 
 
 @functools.cache
-def configured():
+def build_config():
     return Request([], REGISTRY).build_config(*WORDS)
 
 
 def execute(directory, *more, resume=False, say=lambda line: None):
-    fresh = {name: replace(callback) for name, callback in configured().callbacks.items()}
-    fresh |= {callback.name: callback for callback in more}
-    prepared = experiment.prepare(replace(configured(), callbacks=fresh))
+    callbacks = {name: replace(callback) for name, callback in build_config().callbacks.items()}
+    callbacks |= {callback.name: callback for callback in more}
+    prepared = experiment.prepare(replace(build_config(), callbacks=callbacks))
     resumed = load_run(directory, prepared) if resume else None
     return experiment.execute(prepared, directory, say, resumed)
 
 
-def require_readable(directory):
-    """Whatever has a final name is whole."""
+def check_files_complete(directory):
+    """Check that every file with a final name is complete."""
     for path in checkpoint.list_checkpoints(directory / "checkpoints").values():
         checkpoint.read_checkpoint(path)
     for path in directory.glob("*.gguf"):
@@ -105,99 +105,99 @@ def require_readable(directory):
             json.loads(line)
 
 
-def require_same(directory, wanted, what):
-    """As on a disk with room, but for extra files of the export on the way, which are told and cost no run."""
-    found = Trace.read(directory)
-    assert found.events == wanted.events, what
-    missing = wanted.files.keys() - found.files.keys()
+def check_equal(directory, expected, what):
+    """Check that a run equals the expected one; periodic exports may be missing, since their failure is a warning."""
+    actual = Trace.read(directory)
+    assert actual.events == expected.events, what
+    missing = expected.files.keys() - actual.files.keys()
     assert missing <= {"model-5.gguf", "model-10.gguf"}, what
-    assert found.files.items() <= wanted.files.items(), what
+    assert actual.files.items() <= expected.files.items(), what
 
 
-def fill_up(disk, wanted, dice, number, capfd):
-    """One run on a disk that is full at some moment, for a while or for good."""
+def train_on_full_disk(disk, expected, rng, number, capfd):
+    """Train on a disk that is full from a random step, for a while or permanently; then resume with free space."""
     directory = disk / f"run-{number:03}"
-    at = dice.randrange(STEPS)
-    leaving = dice.choice([0, dice.randrange(20_000), dice.randrange(SIZE // 2), dice.randrange(SIZE)])
-    until = dice.choice([None, dice.randint(at + 1, STEPS + 2)])
-    what = (number, at, leaving, until)
-    if at == 0:
+    fill_step = rng.randrange(STEPS)
+    leaving = rng.choice([0, rng.randrange(20_000), rng.randrange(SIZE // 2), rng.randrange(SIZE)])
+    free_step = rng.choice([None, rng.randint(fill_step + 1, STEPS + 2)])
+    case = (number, fill_step, leaving, free_step)
+    if fill_step == 0:
         fill(disk, leaving)
-    said = []
+    lines = []
     try:
-        execute(directory, Filler().prepare(disk, at, leaving, until), say=said.append)
+        execute(directory, Filler().prepare(disk, fill_step, leaving, free_step), say=lines.append)
     except ToyexpError as error:
-        assert "\n" not in str(error), what
-        assert "No space left" in str(error) or "disk may be full" in str(error) or "disk was full" in str(error), what
-        ended = "failed in one line"
+        assert "\n" not in str(error), case
+        assert "No space left" in str(error) or "disk may be full" in str(error) or "disk was full" in str(error), case
+        outcome = "failed with a one-line error"
     else:
-        ended = "completed"
-    warnings = [line for line in [*said, *capfd.readouterr().err.splitlines()] if "warning" in line]
-    assert len([w for w in warnings if "checkpoint of step" in w]) <= (1 if until is None else 2), warnings
+        outcome = "completed"
+    warnings = [line for line in [*lines, *capfd.readouterr().err.splitlines()] if "warning" in line]
+    assert len([w for w in warnings if "checkpoint of step" in w]) <= (1 if free_step is None else 2), warnings
     assert len([w for w in warnings if "log.txt" in w]) <= 1, warnings
     if directory.exists():
-        require_readable(directory)
-    if ended == "completed":
-        require_same(directory, wanted, what)
+        check_files_complete(directory)
+    if outcome == "completed":
+        check_equal(directory, expected, case)
     (disk / "filler").unlink(missing_ok=True)
     if not checkpoint.list_checkpoints(directory / "checkpoints"):
-        assert not directory.exists() or (directory / "config.yaml").exists(), f"{what}: a directory half made"
-        again = False
+        assert not directory.exists() or (directory / "config.yaml").exists(), f"{case}: incomplete run directory"
+        is_resumed = False
     else:
-        again = True
-        with contextlib.suppress(UserError):  # all is done
+        is_resumed = True
+        with contextlib.suppress(UserError):  # the run is complete
             execute(directory, resume=True)
-    if again:
-        require_same(directory, wanted, what)
+    if is_resumed:
+        check_equal(directory, expected, case)
         assert not [f.name for f in [*directory.iterdir(), *(directory / "checkpoints").iterdir()] if "tmp" in f.name]
     if directory.exists():
         shutil.rmtree(directory)
-    FIGURES[f"full disk: moments, {ended}"] += 1
-    FIGURES["full disk: moments survived, the same bits with room again"] += again
+    FIGURES[f"full disk: runs, {outcome}"] += 1
+    FIGURES["full disk: resumed bit-identically with free space"] += is_resumed
 
 
-def survive(disk, moments, capfd, seed):
+def fill_at_random_steps(disk, moments, capfd, seed):
     execute(disk / "run-xxx")
-    wanted = Trace.read(disk / "run-xxx")
+    expected = Trace.read(disk / "run-xxx")
     shutil.rmtree(disk / "run-xxx")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for number in range(moments):
-        fill_up(disk, wanted, dice, number, capfd)
+        train_on_full_disk(disk, expected, rng, number, capfd)
 
 
-def test_some_moments(here, empty, capfd):
-    survive(empty, 4, capfd, 1)
+def test_a_run_on_a_full_disk_fails_clearly_and_resumes(here, empty_disk, capfd):
+    fill_at_random_steps(empty_disk, 4, capfd, 1)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_many_moments(here, empty, capfd):
-    survive(empty, 150, capfd, 2)
+def test_runs_on_a_full_disk_fail_clearly_and_resume_at_many_moments(here, empty_disk, capfd):
+    fill_at_random_steps(empty_disk, 150, capfd, 2)
 
 
-# -- other disks, and other troubles with files -----------------------------------------------------------------------
+# -- other failures of files and disks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.faults
-def test_a_disk_that_can_only_be_read(here, empty, capsys):
+def test_a_read_only_disk_is_rejected_without_changes(here, empty_disk, capsys):
     run = empty / "run"
     execute(run)
     capsys.readouterr()
     subprocess.run(["mount", "-o", "remount,ro", empty], check=True)
     try:
-        before = {path: path.stat().st_mtime_ns for path in empty.rglob("*")}
+        before = {path: path.stat().st_mtime_ns for path in empty_disk.rglob("*")}
         for args in ([*WORDS, f"hydra.run.dir={empty}/new"], [f"resume={run}", "steps=24"]):
             assert main(args) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert "cannot be written (Read-only file system); choose another: hydra.run.dir=..." in line
-        assert {path: path.stat().st_mtime_ns for path in empty.rglob("*")} == before
+        assert {path: path.stat().st_mtime_ns for path in empty_disk.rglob("*")} == before
     finally:
         subprocess.run(["mount", "-o", "remount,rw", empty], check=True)
 
 
 @dataclass(eq=False)
 class Stopper(Callback):
-    """Lets no file of this process grow after step 7."""
+    """Callback that forbids files of this process to grow after step 7."""
 
     name: ClassVar[str] = "stopper"
 
@@ -208,7 +208,7 @@ class Stopper(Callback):
 
 
 @pytest.mark.faults
-def test_files_that_may_no_longer_grow(here, capsys):
+def test_a_run_whose_files_cannot_grow_fails_and_resumes(here, capsys):
     directory, before = here / "frozen", resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with (
@@ -218,7 +218,7 @@ def test_files_that_may_no_longer_grow(here, capsys):
             execute(directory, Stopper())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    require_readable(directory)
+    check_files_complete(directory)
     assert max(checkpoint.list_checkpoints(directory / "checkpoints")) in (3, 6)
     execute(directory, resume=True)
     assert [e["step"] for e in Trace.read(directory).events if e["kind"] == "step"] == list(range(1, STEPS + 1))
@@ -226,11 +226,11 @@ def test_files_that_may_no_longer_grow(here, capsys):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("limit", [0, 1, 1000, 3000, 8000, 40_000, 100_000, 300_000])
-def test_files_that_may_not_grow(limit, here):
-    """ulimit -f, which makes a write fail with another number."""
+def test_a_file_size_limit_ends_a_run_without_a_traceback(limit, here):
+    """With `ulimit -f`, a write fails with another errno than on a full disk."""
     directory = here / "limits" / str(limit)
-    limited = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
-    done = toyexp([*WORDS, f"hydra.run.dir={directory}"], here, preexec_fn=limited)
+    set_limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    done = toyexp([*WORDS, f"hydra.run.dir={directory}"], here, preexec_fn=set_limit)
     lines = done.stderr.splitlines()
     assert done.returncode in (1, 2), done.stderr
     assert "Traceback" not in done.stderr
@@ -239,21 +239,21 @@ def test_files_that_may_not_grow(limit, here):
     if done.returncode == 2:
         assert not directory.exists()
         return
-    require_readable(directory)
+    check_files_complete(directory)
 
 
 @pytest.mark.faults
-def test_output_that_goes_to_a_full_disk(here):
+def test_a_run_completes_when_its_output_cannot_be_printed(here):
     with open("/dev/full", "w") as full:
         command = python("-m", "toyexp", *WORDS, "callbacks=[default]", "steps=3", f"hydra.run.dir={here}/quiet")
         done = subprocess.run(command, cwd=here, env=environment(here), stdout=full, stderr=full, timeout=60)
     assert done.returncode == 0
-    require_readable(here / "quiet")
+    check_files_complete(here / "quiet")
 
 
 @dataclass(eq=False)
 class Vandal(Callback):
-    """Removes something of the run after one step."""
+    """Callback that removes a file or directory of the run after one step."""
 
     name: ClassVar[str] = "vandal"
 
@@ -264,30 +264,30 @@ class Vandal(Callback):
     @hookimpl
     def on_step(self, step):
         while step == self.at and self.what.exists():
-            shutil.rmtree(self.what, ignore_errors=True)  # a checkpoint may be in the making there
+            shutil.rmtree(self.what, ignore_errors=True)  # a checkpoint may be written there meanwhile
 
 
-def test_a_run_whose_directory_is_removed(here, capfd):
-    directory, said = here / "removed", []
+def test_a_run_whose_directory_is_removed_fails_and_does_not_recreate_it(here, capfd):
+    directory, lines = here / "removed", []
     with pytest.raises(RunFailed, match="checkpoint of step 12: not written") as failure:
-        execute(directory, Vandal().prepare(4, directory), say=said.append)
+        execute(directory, Vandal().prepare(4, directory), say=lines.append)
     assert "\n" not in str(failure.value)
-    warned = [
-        line for line in said if "warning" in line and "callbacks=[" not in line
-    ]  # which it has fewer of than usual
-    assert len(warned) == 2, "of the export on the way, and of checkpoints"
+    warnings = [
+        line for line in lines if "warning" in line and "callbacks=[" not in line
+    ]  # without the warning about missing default callbacks
+    assert len(warnings) == 2, "one about the periodic export, one about checkpoints"
     assert "Traceback" not in capfd.readouterr().err
-    assert not directory.exists(), "it is not made anew"
+    assert not directory.exists(), "the directory is not created again"
 
 
 @pytest.mark.faults
-def test_a_run_whose_checkpoints_are_removed(here):
+def test_a_run_recreates_its_removed_checkpoint_directory(here):
     directory = here / "bare"
     execute(directory, Vandal().prepare(7, directory / "checkpoints"))
     assert list(checkpoint.list_checkpoints(directory / "checkpoints")) == [12, 9]
 
 
-def test_a_log_that_cannot_be_written_costs_no_step(here, capfd):
+def test_a_run_continues_when_its_log_cannot_be_written(here, capfd):
     directory = here / "loggy"
 
     @dataclass(eq=False)
@@ -308,7 +308,7 @@ def test_a_log_that_cannot_be_written_costs_no_step(here, capfd):
 @pytest.mark.faults
 @pytest.mark.parametrize("limit", [6, 8, 10, 12, 14, 16, 20, 24, 32])
 @pytest.mark.parametrize("engine", ["ggml", "cpu"])
-def test_few_open_files(limit, engine, here):
+def test_a_limit_of_open_files_ends_a_run_without_a_traceback(limit, engine, here):
     directory = here / "files" / f"{engine}-{limit}"
     code = (
         "import sys, resource; from toyexp.cli.main import main\n"
@@ -321,7 +321,7 @@ def test_few_open_files(limit, engine, here):
     if done.returncode:
         assert len(done.stderr.splitlines()) <= 3, done.stderr
     if directory.exists():
-        require_readable(directory)
+        check_files_complete(directory)
 
 
 NAMES = [
@@ -330,18 +330,18 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_a_directory_of_an_odd_name(here, capsys):
-    require_a_run_in(here / "names" / "a = 'ü'", capsys)
+def test_a_run_in_a_directory_with_quotes_and_spaces_can_be_resumed(here, capsys):
+    check_run_and_resume(here / "names" / "a = 'ü'", capsys)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-def test_a_directory_of_any_name(name, here, capsys):
-    require_a_run_in(here / "names" / name, capsys)
+def test_a_run_in_a_directory_with_special_characters_can_be_resumed(name, here, capsys):
+    check_run_and_resume(here / "names" / name, capsys)
 
 
-def require_a_run_in(directory, capsys):
-    """Quoted as Hydra wants it, a name is a name; and resume takes it as it is."""
+def check_run_and_resume(directory, capsys):
+    """Train in a directory with a name quoted for Hydra, and resume it by its plain name."""
     quoted = str(directory).replace("'", "\\'").replace("${", "\\${")
     assert main([*WORDS, "steps=4", f"hydra.run.dir='{quoted}'"]) == 0
     assert (directory / "model.gguf").exists(), capsys.readouterr().err
@@ -350,7 +350,7 @@ def require_a_run_in(directory, capsys):
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "x/" * 3000])
-def test_a_name_that_is_too_long(name, here, capsys):
+def test_a_directory_name_that_is_too_long_is_rejected(name, here, capsys):
     assert main([*WORDS, f"hydra.run.dir={here}/long/{name}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "File name too long" in line

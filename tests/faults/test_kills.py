@@ -1,4 +1,4 @@
-"""Real processes, killed at random moments, go on to the very bits of a run that was never stopped."""
+"""Runs killed at random moments resume to results bit-identical with an uninterrupted run."""
 
 import itertools
 import json
@@ -20,39 +20,43 @@ PAIRS = [
     ("warm", "gpt2"), ("lora", "llama"), ("lora", "gpt2"), ("full", "llama"), ("full", "gpt2"),
 ]  # fmt: skip
 ALL = [*itertools.product(PAIRS, ("ggml", "cpu")), (("scratch", "qwen3"), "ggml")]
-KILLS = 11  # of each of ALL
-KILLS_ON_A_GPU = 4  # whose processes take seconds to start
-STEPS = 60  # enough that half of a process's time is training and saving
+KILLS = 11  # per case of ALL
+KILLS_ON_A_GPU = 4  # these processes take seconds to start
+STEPS = 60  # so that half of a process's time is training and saving
 
 
-def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys):
-    """Kills a run up to `limit` times, each time going on with it; returns its directory and the kills."""
+def kill_until_done(here, name, settings, limit, seconds, rng, signals, capsys):
+    """Kill a run up to `limit` times and resume it each time; return its directory and the number of kills."""
     kills, number, directory = 0, 0, None
     while True:
         number += 1
-        auto = ["resume=auto"] if dice.random() < 0.3 else []
-        if directory is None:  # begun, or begun again
+        auto = ["resume=auto"] if rng.random() < 0.3 else []
+        if directory is None:  # a first start, or a new start without a checkpoint
             directory = here / "runs" / name / f"run-{number:02}"
             args = [*settings, f"hydra.run.dir={directory}", *auto]
         else:
             args = [*settings, f"hydra.run.dir={directory}", *auto] if auto else [f"resume={directory}"]
         if kills >= limit:
             done = toyexp(args, here)
-            assert done.returncode == 0 or "is complete" in done.stderr, done.stderr  # killed after its last word
+            assert done.returncode == 0 or "is complete" in done.stderr, (
+                done.stderr
+            )  # the last kill came after completion
             return directory, kills
-        sent = next(signals)
-        moment = dice.uniform(0.02 if dice.random() < 0.4 else 0.5, 1.0)  # the first half is mostly imports
-        before = events_of(directory)
-        ended = interrupt_run(args, here, sent, moment * seconds)
-        if ended.is_completed():
+        sent_signal = next(signals)
+        moment = rng.uniform(0.02 if rng.random() < 0.4 else 0.5, 1.0)  # the first half is mostly imports
+        before = read_events(directory)
+        end = interrupt_run(args, here, sent_signal, moment * seconds)
+        if end.is_completed():
             return directory, kills
         kills += 1
-        FIGURES[f"kills: tried, {sent.name}"] += 1
-        assert ended.is_killed(sent), (ended.code, ended.errors)
-        assert "Traceback" not in ended.errors or sent == signal.SIGINT, ended.errors  # while Python itself ends
-        if sent != signal.SIGKILL:
-            assert ended.after < max(10, 3 * seconds)
-            require_an_end(directory, before, sent)
+        FIGURES[f"kills: tried, {sent_signal.name}"] += 1
+        assert end.is_killed(sent_signal), (end.code, end.errors)
+        assert "Traceback" not in end.errors or sent_signal == signal.SIGINT, (
+            end.errors
+        )  # Python's own exit may print one
+        if sent_signal != signal.SIGKILL:
+            assert end.after < max(10, 3 * seconds)
+            check_end_event(directory, before, sent_signal)
         if list_checkpoints(directory / "checkpoints"):
             FIGURES["kills: after the first checkpoint"] += 1
             continue
@@ -64,49 +68,47 @@ def kill_until_done(here, name, settings, limit, seconds, dice, signals, capsys)
         directory = None
 
 
-def events_of(directory):
+def read_events(directory):
     events = directory / "events.jsonl"
     return events.read_text() if events.is_file() else ""
 
 
-def require_an_end(directory, before, sent):
-    """A run that was asked to end says so in its events, unless the signal came before it wrote to them."""
-    events = events_of(directory)
+def check_end_event(directory, before, sent):
+    """Check that a run stopped by a signal recorded its end, unless the signal came before its first event."""
+    events = read_events(directory)
     if events == before:
         return
     last = json.loads(events.splitlines()[-1])
     if last["kind"] == "run_end" and last["reason"] == "completed":
-        return  # the signal came when it was over
+        return  # the signal came after completion
     assert (last["kind"], last["reason"], last["exit_code"]) == ("run_end", "interrupted", shell_code(sent)), last
 
 
-def survives(here, recipe, model, engine, kills, capsys, seed=0):
+def compare_killed_run(here, recipe, model, engine, kills, capsys, seed=0):
     settings = [*words(recipe, model, engine), f"steps={STEPS}"]
     name = f"{recipe}-{model}-{engine}-{seed}"
-    whole = here / "runs" / name / "run-00"
+    uninterrupted = here / "runs" / name / "run-00"
     began = time.monotonic()
-    done = toyexp([*settings, f"hydra.run.dir={whole}"], here)
+    done = toyexp([*settings, f"hydra.run.dir={uninterrupted}"], here)
     seconds = time.monotonic() - began
     assert done.returncode == 0, done.stderr
-    wanted = Trace.read(whole, STEPS)
-    assert [e["step"] for e in wanted.events if e["kind"] == "step"] == list(range(1, STEPS + 1))
-    dice = random.Random(f"{name} {seed}")
-    signals = itertools.cycle(dice.sample(SIGNALS, len(SIGNALS)))  # each of them
+    expected = Trace.read(uninterrupted, STEPS)
+    assert [e["step"] for e in expected.events if e["kind"] == "step"] == list(range(1, STEPS + 1))
+    rng = random.Random(f"{name} {seed}")
+    signals = itertools.cycle(rng.sample(SIGNALS, len(SIGNALS)))  # every signal occurs
     so_far, attempt = 0, 0
     while so_far < kills:
         attempt += 1
-        limit = min(dice.randint(2, 5), kills - so_far)
-        directory, survived = kill_until_done(
-            here, f"{name}-{attempt}", settings, limit, seconds, dice, signals, capsys
-        )
-        assert Trace.read(directory, STEPS) == wanted
+        limit = min(rng.randint(2, 5), kills - so_far)
+        directory, survived = kill_until_done(here, f"{name}-{attempt}", settings, limit, seconds, rng, signals, capsys)
+        assert Trace.read(directory, STEPS) == expected
         so_far += survived
-        FIGURES["kills: survived, to the same events and bytes"] += survived
+        FIGURES["kills: resumed to the same events and bytes"] += survived
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(here, capsys):
-    survives(here, "lora", "llama", "ggml", len(SIGNALS), capsys)
+def test_a_killed_run_resumes_to_bit_identical_results(here, capsys):
+    compare_killed_run(here, "lora", "llama", "ggml", len(SIGNALS), capsys)
 
 
 @pytest.mark.faults
@@ -114,8 +116,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(here, capsys):
 @pytest.mark.parametrize(
     ("pair", "engine"), ALL, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value
 )
-def test_every_recipe_survives_being_killed(pair, engine, here, capsys):
-    survives(here, *pair, engine, KILLS, capsys, seed=1)
+def test_killed_runs_of_every_recipe_resume_bit_identically(pair, engine, here, capsys):
+    compare_killed_run(here, *pair, engine, KILLS, capsys, seed=1)
 
 
 @pytest.mark.faults
@@ -124,9 +126,9 @@ def test_every_recipe_survives_being_killed(pair, engine, here, capsys):
     "engine", [pytest.param(name, marks=pytest.mark.device(name)) for name in ("cuda", "ggml_cuda")]
 )
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_every_recipe_survives_being_killed_on_a_gpu(pair, engine, here, capsys):
+def test_killed_runs_of_every_recipe_resume_bit_identically_on_a_gpu(pair, engine, here, capsys):
     try:
         load().offers["engine"][engine].cls().check()
     except Unavailable as reason:
         pytest.skip(str(reason))
-    survives(here, *pair, engine, KILLS_ON_A_GPU, capsys, seed=2)
+    compare_killed_run(here, *pair, engine, KILLS_ON_A_GPU, capsys, seed=2)

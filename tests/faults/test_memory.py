@@ -1,4 +1,4 @@
-"""Sizes that no machine has: one line that says what is too large, before anything is written."""
+"""Runs that need too much memory fail with a one-line error before anything is written."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batc
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("settings", "message"),
     [
         (["batch_size=1000000000"], "a batch of 1000000000 rows needs 192 GB"),
         (
@@ -36,24 +36,24 @@ WORDS = [w for w in words("scratch", "llama", "ggml") if not w.startswith(("batc
     ],
 )
 @pytest.mark.parametrize("engine", ["ggml", pytest.param("cpu", marks=pytest.mark.faults)])
-def test_what_cannot_fit_is_refused_before_anything_is_written(asked, said, engine, here, capsys):
+def test_a_run_that_cannot_fit_is_rejected_before_anything_is_written(settings, message, engine, here, capsys):
     directory = here / "too-large"
-    assert main([*WORDS, f"engine={engine}", *asked, f"hydra.run.dir={directory}"]) == 2
+    assert main([*WORDS, f"engine={engine}", *settings, f"hydra.run.dir={directory}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     if "GB" in line:
         assert re.search(r", \S+ GB are free; a smaller batch_size, ", line)
     assert not directory.exists()
 
 
-def test_a_checkpoint_that_has_no_room_is_told_before_anything_is_written(here, capsys, monkeypatch):
-    """Its copy is counted for a run that makes one, and for no other."""
-    from toyexp.training import memory as of_a_run
+def test_a_checkpoint_copy_that_cannot_fit_is_rejected_before_anything_is_written(here, capsys, monkeypatch):
+    """The memory of a checkpoint's copy only counts for runs that save checkpoints."""
+    from toyexp.training import memory as run_memory
 
     settings = [*WORDS, "engine=ggml", "batch_size=2", "steps=2", "eval_every=0", "model.d_model=64"]
     run = prepare(Request([], load()).build_config(*settings))
-    weights = sum(t.size for t in run.plan.trainable)  # with their gradients, and with m and v: 16 bytes a number
-    monkeypatch.setattr(of_a_run, "available_bytes", lambda: 20 * weights)
+    weights = sum(t.size for t in run.plan.trainable)  # 16 bytes each: weight, gradient, m and v
+    monkeypatch.setattr(run_memory, "available_bytes", lambda: 20 * weights)
     directory = here / "no-room"
     assert main([*settings, f"hydra.run.dir={directory}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -64,13 +64,13 @@ def test_a_checkpoint_that_has_no_room_is_told_before_anything_is_written(here, 
     assert main([*settings, "checkpoint_every=0", f"hydra.run.dir={directory}"]) == 0
 
 
-def test_images_that_cannot_fit(here, capsys):
+def test_an_image_batch_that_cannot_fit_is_rejected(here, capsys):
     settings = [w for w in words("vit_tiny", "vit", "ggml") if not w.startswith("batch_size")]
     assert main([*settings, "batch_size=10000000000", f"hydra.run.dir={here}/too-large"]) == 2
     assert "a batch of 10000000000 rows needs" in capsys.readouterr().err
 
 
-def test_a_limit_of_the_process_counts(monkeypatch):
+def test_available_memory_respects_the_process_limit(monkeypatch):
     before = memory.available_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
@@ -94,7 +94,7 @@ def test_a_limit_of_the_process_counts(monkeypatch):
         ),
     ],
 )
-def test_memory_that_runs_out_is_one_line_with_a_remedy(error):
+def test_an_out_of_memory_error_becomes_one_line_with_a_remedy(error):
     with pytest.raises(RunFailed) as caught, memory.convert_memory_errors():
         raise error
     assert re.fullmatch(
@@ -102,7 +102,7 @@ def test_memory_that_runs_out_is_one_line_with_a_remedy(error):
     )
 
 
-def test_another_error_of_a_framework_stays_what_it_is():
+def test_other_framework_errors_are_not_converted():
     with pytest.raises(RuntimeError, match="shape mismatch"), memory.convert_memory_errors():
         raise RuntimeError("shape mismatch")
 
@@ -112,17 +112,17 @@ def test_another_error_of_a_framework_stays_what_it_is():
 @pytest.mark.parametrize("engine", ["ggml", "cpu"])
 @pytest.mark.parametrize("megabytes", [700, 900, 1100, 1500, 2500, 4000])
 @pytest.mark.parametrize(
-    "asked", [["batch_size=20000"], ["model.d_model=2048", "model.d_ff=8192"], ["batch_size=3000000"]]
+    "settings", [["batch_size=20000"], ["model.d_model=2048", "model.d_ff=8192"], ["batch_size=3000000"]]
 )
-def test_little_memory(asked, engine, megabytes, here):
-    """ulimit -v: whatever runs out first, there is one line and no traceback."""
-    directory = here / "little" / f"{engine}-{megabytes}-{asked[0]}"
+def test_a_run_under_a_memory_limit_ends_without_a_traceback(settings, engine, megabytes, here):
+    """With `ulimit -v`, a run that exceeds the limit ends with one line and no traceback."""
+    directory = here / "little" / f"{engine}-{megabytes}-{settings[0]}"
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     done = toyexp(
-        [*WORDS, f"engine={engine}", "steps=2", "eval_every=0", *asked, f"hydra.run.dir={directory}"], here,
+        [*WORDS, f"engine={engine}", "steps=2", "eval_every=0", *settings, f"hydra.run.dir={directory}"], here,
         preexec_fn=limit,
     )  # fmt: skip
-    FIGURES["little memory: runs, each done or ended in one line"] += 1
+    FIGURES["memory limit: runs completed or ended with one line"] += 1
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (0, 1, 2), done.stderr
     if done.returncode:
@@ -131,8 +131,8 @@ def test_little_memory(asked, engine, megabytes, here):
         assert not directory.exists()
 
 
-@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="control groups are Linux's")
-def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="control groups exist on Linux only")
+def test_available_memory_respects_the_container_limit(tmp_path, monkeypatch):
     before = memory.available_bytes()
     monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path)
     for name, text in (("max", "500000000"), ("current", "400000000"), ("stat", "anon 7\ninactive_file 50000000\n")):

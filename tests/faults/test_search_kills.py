@@ -1,4 +1,4 @@
-"""A search that is killed at random moments, again and again, comes to what the search came to that never was."""
+"""A search that is killed repeatedly at random moments has the same result as an uninterrupted search."""
 
 import contextlib
 import json
@@ -30,34 +30,34 @@ LAUNCHERS = {
 
 
 def descendants(pid):
-    """The processes that a process started, and theirs."""
+    """Return a process and all its descendants."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
-    found = [pid]
-    for parent in found:
-        found += [child for child, of in parents.items() if of == parent]
-    return found
+    pids = [pid]
+    for ancestor in pids:
+        pids += [child for child, parent in parents.items() if parent == ancestor]
+    return pids
 
 
-def lines_of(folder):
-    """How much a search has noted down."""
+def count_journal_lines(folder):
+    """Return the number of lines in the journal of a search."""
     journal = folder / "study.log"
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
-def killed(words, folder, lines, seconds):
-    """Runs a search and kills it, with all that it started, so many seconds after its journal has so many lines.
+def kill_search(words, folder, lines, seconds):
+    """Run a search and kill it with all its children, `seconds` after its journal has `lines` lines.
 
-    Returns whether it was still running.
+    Return True if it was still running.
     """
-    with open("said.txt", "wb") as said:
-        process = subprocess.Popen([sys.executable, "-m", "toyexp", *words], stdout=said, stderr=said)
-    while process.poll() is None and lines_of(folder) < lines:
+    with open("output.txt", "wb") as output_file:
+        process = subprocess.Popen([sys.executable, "-m", "toyexp", *words], stdout=output_file, stderr=output_file)
+    while process.poll() is None and count_journal_lines(folder) < lines:
         time.sleep(0.001)
     time.sleep(seconds)
     if process.poll() is None:
@@ -67,8 +67,8 @@ def killed(words, folder, lines, seconds):
     return process.wait() == -signal.SIGKILL
 
 
-def outcome(folder):
-    """What came of a search: each point with its state and scores, and each run with the steps that it took."""
+def read_search(folder):
+    """Return the trials of a search with states and scores, and its runs with their steps and losses."""
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(f"{folder}/study.log"))
     trials = [(t.params, t.state.name, t.value, t.intermediate_values) for t in
               optuna.load_study(study_name=None, storage=storage).trials]  # fmt: skip
@@ -81,44 +81,46 @@ def outcome(folder):
     return trials, runs
 
 
-def survive(kills, launcher, trials, seed):
-    """Compares one search, killed so often, with one that was left alone; both are of `trials` points."""
-    words, alone, folder = [*RUN, *SEARCH, f"sweep.trials={trials}"], Path("alone"), Path("killed")
-    assert main(["-m", *words, f"hydra.sweep.dir={alone}", "sweep.isolate=false"]) == 0
-    dice, left = random.Random(seed), kills
+def compare_killed_search(kills, launcher, trials, seed):
+    """Compare a search that is killed `kills` times with an uninterrupted one."""
+    words, uninterrupted, folder = [*RUN, *SEARCH, f"sweep.trials={trials}"], Path("alone"), Path("killed")
+    assert main(["-m", *words, f"hydra.sweep.dir={uninterrupted}", "sweep.isolate=false"]) == 0
+    rng, remaining = random.Random(seed), kills
     while True:
-        begun = (folder / "sweep.json").exists()
-        again = (
-            [f"sweep.resume={folder}"] if begun else ["-m", *words, *LAUNCHERS[launcher], f"hydra.sweep.dir={folder}"]
+        is_started = (folder / "sweep.json").exists()
+        arguments = (
+            [f"sweep.resume={folder}"]
+            if is_started
+            else ["-m", *words, *LAUNCHERS[launcher], f"hydra.sweep.dir={folder}"]
         )
-        more = dice.randrange(1, lines_of(alone) // kills) if left else sys.maxsize
-        if not killed(again, folder, lines_of(folder) + more, dice.uniform(0, 0.05)):
-            assert "Traceback" not in Path("said.txt").read_text()
+        new_lines = rng.randrange(1, count_journal_lines(uninterrupted) // kills) if remaining else sys.maxsize
+        if not kill_search(arguments, folder, count_journal_lines(folder) + new_lines, rng.uniform(0, 0.05)):
+            assert "Traceback" not in Path("output.txt").read_text()
             break
-        left -= 1
-    FIGURES[f"kills: of a search, {launcher}"] += kills - left
-    assert left < kills
-    trials_alone, runs_alone = outcome(alone)
-    trials_killed, runs_killed = outcome(folder)
+        remaining -= 1
+    FIGURES[f"kills: of a search, {launcher}"] += kills - remaining
+    assert remaining < kills
+    expected_trials, expected_runs = read_search(uninterrupted)
+    trials_killed, runs_killed = read_search(folder)
     assert len(trials_killed) == len(runs_killed) == trials
     for trial, _, status, steps in runs_killed:
-        assert [step for step, _ in steps] == list(range(1, len(steps) + 1))  # none lost, none taken twice
+        assert [step for step, _ in steps] == list(range(1, len(steps) + 1))  # no step is lost or repeated
         assert (status == "completed") == (len(steps) == 240) and trials_killed[trial][1] in ("COMPLETE", "PRUNED")
-    if launcher != "processes":  # whose points depend on which of two runs ends first
-        assert (trials_killed, runs_killed) == (trials_alone, runs_alone)
+    if launcher != "processes":  # with two workers, trials depend on which run ends first
+        assert (trials_killed, runs_killed) == (expected_trials, expected_runs)
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_search_killed_twice_is_the_search_that_was_left_alone():
-    survive(2, "in one process", 5, seed=0)
+def test_a_search_killed_twice_equals_an_uninterrupted_search():
+    compare_killed_search(2, "in one process", 5, seed=0)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.timeout(1800)
-def test_a_search_killed_eight_times_is_the_search_that_was_left_alone(launcher):
-    survive(8, launcher, 14, seed=1)
+def test_a_search_killed_eight_times_equals_an_uninterrupted_search(launcher):
+    compare_killed_search(8, launcher, 14, seed=1)

@@ -1,4 +1,4 @@
-"""Of several processes one writes a run directory; the others say so, and one that dies holds nobody up."""
+"""Only one process at a time writes a run directory; the lock of a dead process does not block others."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ def start(here, *args):
 
 
 def wait_for(condition):
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -46,11 +46,11 @@ def test_a_run_has_one_writer_until_it_dies(here, capsys):
             first.send_signal(signal.SIGKILL)
     reached = max(checkpoint.list_checkpoints(directory / "checkpoints"))
     assert main([f"resume={directory}", f"steps={reached + 1}"]) == 0
-    FIGURES["locks: a second writer refused, a killed one's lock gone"] += 1
+    FIGURES["locks: second writer rejected, lock of a killed one free"] += 1
 
 
 @pytest.mark.faults
-def test_of_several_that_begin_at_once_one_begins(here):
+def test_only_one_of_several_simultaneous_starts_writes_the_run(here):
     for round_ in range(4):
         directory = here / "race" / str(round_)
         runs = [start(here, *WORDS, f"seed={seed}", f"hydra.run.dir={directory}") for seed in range(4)]
@@ -61,11 +61,11 @@ def test_of_several_that_begin_at_once_one_begins(here):
             assert "is being written by process" in error or "already holds a run" in error
             assert len(error.splitlines()) == 1
         assert (directory / "events.jsonl").read_text().count('"run_start"') == 1
-        FIGURES["locks: four at once, one wrote"] += 1
+        FIGURES["locks: four started at once, one wrote"] += 1
 
 
 @pytest.mark.faults
-def test_of_several_that_resume_at_once_one_goes_on(here):
+def test_only_one_of_several_simultaneous_resumes_continues_the_run(here):
     directory = here / "resumed-by-four"
     assert toyexp([*WORDS, "steps=300", f"hydra.run.dir={directory}"], here).returncode == 0
     runs = [start(here, f"resume={directory}", "steps=5000") for _ in range(4)]
@@ -73,13 +73,13 @@ def test_of_several_that_resume_at_once_one_goes_on(here):
     assert sorted(run.returncode for run in runs) == [0, 2, 2, 2], errors
     lines = (directory / "events.jsonl").read_text().splitlines()
     assert sum('"kind": "step"' in line for line in lines) == 5000
-    FIGURES["locks: four at once, one wrote"] += 1
+    FIGURES["locks: four started at once, one wrote"] += 1
 
 
-def test_a_lock_goes_with_its_process(tmp_path):
+def test_a_lock_is_released_when_its_process_is_killed(tmp_path):
     for _ in range(3):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child never asks for
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which this child does not use
             child = os.fork()
         if child == 0:
             try:
@@ -87,7 +87,7 @@ def test_a_lock_goes_with_its_process(tmp_path):
             finally:
                 os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
-        mine = lock(tmp_path)
+        own_lock = lock(tmp_path)
         with pytest.raises(UserError, match=f"is being written by process {os.getpid()} on "):
             lock(tmp_path)
-        os.close(mine)
+        os.close(own_lock)

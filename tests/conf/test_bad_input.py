@@ -33,7 +33,7 @@ JARGON = ("Traceback", "full_key", "object_type", "DictConfig", "ListConfig", "o
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, tmp_path_factory, monkeypatch):
+def _work_in_tmp_path(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -625,7 +625,7 @@ def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ('hydra.run.dir="a\nb"', "hydra.run.dir=a\\nb: contains the invisible character '\\n'"),
         ("name=a\u202eb", "name=a\\u202eb: contains the invisible character '\\u202e'"),
@@ -633,9 +633,9 @@ def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line
         ("data.path=b\udcffk.txt", "data.path=b\\udcffk.txt: is not valid UTF-8"),
     ],
 )
-def test_names_that_nobody_can_read_are_one_plain_error(refused, word, told):
+def test_names_that_nobody_can_read_are_one_plain_error(refused, word, message):
     Path("b\udcffk.txt").write_text("text " * 1000)
-    refused([*BOOK, word], told)
+    refused([*BOOK, word], message)
 
 
 @pytest.mark.parametrize(
@@ -990,8 +990,8 @@ def test_what_holds_no_text_and_no_ids_is_named(refused, tmp_path):
 def test_a_settings_change_of_engine_is_told_by_name_alone(run_of_two_steps, capsys):
     words = ["resume=outputs/tale/1", "steps=3", "engine=ggml", "engine.threads=1"]
     main([*run_of_two_steps, *words])
-    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed"))
-    assert told == "resumed from step 2; changed: steps 2 -> 3, engine.name noop -> ggml"
+    output = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed"))
+    assert output == "resumed from step 2; changed: steps 2 -> 3, engine.name noop -> ggml"
 
 
 def test_a_whole_number_that_no_setting_takes_is_not_offered_written_out(refused):
@@ -1045,7 +1045,7 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ["engine=gpu"],
@@ -1061,8 +1061,8 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
         (["doctor", "--numerics", "engine=cuda:1"], "CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
     ],
 )
-def test_a_gpu_that_is_asked_for_by_a_word_or_a_number_is_told_how(refused, words, told):
-    refused(words, told)
+def test_a_gpu_that_is_asked_for_by_a_word_or_a_number_is_told_how(refused, words, message):
+    refused(words, message)
 
 
 @pytest.mark.parametrize(("name", "own"), [("vulkan", "half=true"), ("ggml_cuda", "tf32=true")])
@@ -1078,7 +1078,7 @@ def test_what_ggml_is_told_once_in_a_process_is_refused_with_what_can_be_typed(r
 
 def test_parity_tells_which_settings_of_a_run_it_refuses(refused, capsys):
     assert main(["parity", "--help"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for key in sorted(RUN_ONLY_KEYS - {"sweep", "hydra"}):
-        assert key in told
+        assert key in output
         refused(["parity", f"{key}=1"], f"{key}=1: has no effect in parity")

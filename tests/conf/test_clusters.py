@@ -1,4 +1,4 @@
-"""Jobs on clusters: what is lost begins again elsewhere, and the rest is as with jobs on this machine."""
+"""Jobs on clusters: lost jobs are resubmitted; everything else works as for local jobs."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds p
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "mishap.py").write_text(MISHAP)
@@ -42,18 +42,18 @@ def _here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def on_ray():
-    """The module, where Ray is."""
+    """Return the Ray launcher module; skip the test if Ray is not installed."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'toyexp[ray]'")
     from toyexp.sweeps.launchers import on_ray
 
     return on_ray
 
 
-# -- handing over, with a cluster that does as it is told ------------------------------------------------------------
+# -- submitting jobs, with a fake cluster ----------------------------------------------------------------------------
 
 
-class Told(Cluster):
-    """Ends each job as the next word for it says: an exit code, `lost`, or `waits` until it is stopped."""
+class ScriptedCluster(Cluster):
+    """Fake cluster that ends each job by its next scripted word: an exit code, `lost`, or `waits` until stopped."""
 
     name = "told"
 
@@ -62,10 +62,10 @@ class Told(Cluster):
         self.batches, self.stopped, self.peak = [], [], 0
 
     def begin(self, folder):
-        """Nothing."""
+        """Do nothing."""
 
     def resources(self, jobs):
-        """Nothing."""
+        """Do nothing."""
 
     def limit(self):
         return self.most
@@ -91,9 +91,9 @@ class Told(Cluster):
         self.stopped.append(times)
 
 
-def handed(words, stop=None, **settings):
-    """What came of jobs with these words, their attempts, what was said, and the cluster."""
-    cluster, said = Told({n: list(w) for n, w in enumerate(words)}, **settings), []
+def run_scripted(words, stop=None, **settings):
+    """Run jobs with scripted ends; return their ends, attempts, the printed lines and the cluster."""
+    cluster, said = ScriptedCluster({n: list(w) for n, w in enumerate(words)}, **settings), []
     found = [Job(number, [], attempts=1) for number in range(len(words))]
     watch = SimpleNamespace(launch_spec=lambda job: job.number, begin=lambda jobs, shown: None, stop=stop or Stop(),
                             say=said.append, folder=SimpleNamespace(path=None))  # fmt: skip
@@ -101,38 +101,38 @@ def handed(words, stop=None, **settings):
     return {job.number: end for job, end in ended}, [job.attempts for job in found], said, cluster
 
 
-def test_a_job_that_is_lost_begins_again_a_few_times_and_then_that_is_said():
+def test_a_lost_job_is_resubmitted_a_few_times_and_then_reported():
     words = [["0"], ["lost", "lost", "0"], ["lost"] * 9, ["1"], ["0"]]
-    ended, attempts, said, cluster = handed(words)
+    ended, attempts, said, cluster = run_scripted(words)
     assert {number: end.code for number, end in ended.items()} == {0: 0, 1: 0, 2: 137, 3: 1, 4: 0}
     assert str(ended[2]) == "told: its node is gone, resubmitted 2 times"
     assert attempts == [1, 3, 3, 1, 1] and cluster.peak == 2
     assert "[1] lost (its node is gone): resubmitted, 2 of 2 times" in said
-    ended, *_ = handed([["lost"]], retries=0)
+    ended, *_ = run_scripted([["lost"]], retries=0)
     assert ended[0].error == "told: its node is gone"
 
 
-def test_what_there_is_room_for_is_handed_over_in_one_go_and_never_nothing():
-    assert handed([["0"]] * 5, limit=9)[3].batches == [[0, 1, 2, 3, 4]]
-    ended, *_, cluster = handed([["0"]] * 3, limit=0)  # all nodes are gone, and one that comes needs a job to wait
+def test_jobs_are_submitted_in_batches_up_to_the_limit_and_at_least_one():
+    assert run_scripted([["0"]] * 5, limit=9)[3].batches == [[0, 1, 2, 3, 4]]
+    ended, *_, cluster = run_scripted([["0"]] * 3, limit=0)  # with no node, one job waits for a new node
     assert [*ended] == [0, 1, 2] and cluster.batches == [[0], [1], [2]]
 
 
-def test_what_a_cluster_refuses_has_ended_and_the_others_run():
-    ended, *_ = handed([["refused"], ["0"]], limit=1)
+def test_a_job_that_the_cluster_rejects_ends_and_the_others_run():
+    ended, *_ = run_scripted([["refused"], ["0"]], limit=1)
     assert ended[0] == JobExit(NOT_STARTED, "told: no such partition") and ended[1].code == 0
 
 
-def test_a_stop_reaches_the_jobs_once_for_each_signal_and_lost_ones_are_not_begun_again():
+def test_each_signal_stops_the_jobs_once_and_lost_jobs_are_not_resubmitted():
     stop = Stop()
     for _ in range(2):
         stop.handle(signal.SIGINT)
-    ended, attempts, _, cluster = handed([["lost", "0"], ["waits"]], stop=stop)
+    ended, attempts, _, cluster = run_scripted([["lost", "0"], ["waits"]], stop=stop)
     assert {number: end.code for number, end in ended.items()} == {0: 143, 1: 143}
     assert attempts == [1, 1] and cluster.stopped == [0, 1]
 
 
-def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
+def test_a_job_waits_while_another_process_writes_its_run(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     work, seen = NodeJob(LaunchSpec(folder, tmp_path / "log", [], [], False), tmp_path / "stop"), []
@@ -154,8 +154,8 @@ def test_a_run_that_somebody_still_writes_is_waited_for(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("held_at_first", [True, False])
-def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monkeypatch, held_at_first, fails):
-    """Where no lock is held at first, as on a disk whose locks do not reach the node, the job runs to its end."""
+def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_released(tmp_path, monkeypatch, held_at_first, fails):
+    """If no lock is held at first, as on a disk whose locks do not reach the node, the job runs to its end."""
     work, asked = NodeJob(LaunchSpec(tmp_path / "s/0", tmp_path / "s/logs/0.log", [], [], False)), []
     (tmp_path / "s").mkdir()
     held = lock(tmp_path / "s")
@@ -172,7 +172,7 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
             work._next_look = min(work._next_look, 0.0) if held_at_first else work._next_look
             if held_at_first and len(asked) == 1:
                 os.close(held)
-                if fails:  # as the disk of a sweep's machine that is gone
+                if fails:  # as on the disk of a machine that is gone
                     monkeypatch.setattr("toyexp.sweeps.launchers.cluster.require_unlocked", raising)
         return JobExit(0)
 
@@ -188,8 +188,8 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_free(tmp_path, monke
     [
         ([(4, 0)], (0, 1, 0, None), (4, 1)),
         ([(4, 0), (8, 0)], (0, 2, 0, None), (6, 2)),
-        ([(4, 0), (8, 0)], (3, 1, 0, None), (3, 4)),  # three of four cores, one on the smaller node
-        ([(4, 0), (8, 0)], (50, 1, 0, None), (50, 1)),  # most of them wait
+        ([(4, 0), (8, 0)], (3, 1, 0, None), (3, 4)),  # 4 cores for each of three jobs
+        ([(4, 0), (8, 0)], (50, 1, 0, None), (50, 1)),  # most jobs wait
         ([(16, 4), (8, 0)], (0, 1, 1, None), (4, 4)),
         ([(16, 4), (16, 4)], (0, 1, 0.5, None), (16, 2)),
         ([(16, 4)], (0, 1, 2, 3), (2, 3)),
@@ -202,7 +202,7 @@ def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
 
 
 @pytest.mark.parametrize(
-    ("words", "variable", "told"),
+    ("words", "variable", "message"),
     [
         (["sweep.ray.address=127.0.0.1:1"], "", "sweep.ray.address=127.0.0.1:1: nothing answers there"),
         (["sweep.ray.address=nonsense"], "", "sweep.ray.address=nonsense: must be auto, or HOST:PORT"),
@@ -218,17 +218,17 @@ def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
         (["sweep.ray.retries=-1"], "", "sweep.ray.retries=-1: must be at least 0"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_told_before_anything_is_written(
-    on_ray, words, variable, told, monkeypatch, capsys
+def test_an_unreachable_cluster_is_reported_before_anything_is_written(
+    on_ray, words, variable, message, monkeypatch, capsys
 ):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     assert main(["-m", *QUICK, "seed=0,1", "sweep.launcher=ray", *words]) == 2
-    assert told in capsys.readouterr().err and not Path("s").exists()
+    assert message in capsys.readouterr().err and not Path("s").exists()
 
 
 @LINUX
 @pytest.mark.release
-def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_killed_goes_on(on_ray):
+def test_on_ray_failed_and_killed_jobs_are_reported_and_a_job_with_a_killed_worker_resumes(on_ray):
     words = [*QUICK, "steps=40,4,5,6,7,8,9,10,11", "callbacks.mishap.raises=6", "callbacks.mishap.killed=9",
              "callbacks.mishap.slow=40", "callbacks.mishap.told=true"]  # fmt: skip
     process = start("-m", *words, "sweep.launcher=ray", TOYEXP_NOTED="yes", CUDA_VISIBLE_DEVICES="")
@@ -241,7 +241,7 @@ def test_of_nine_jobs_on_ray_one_raises_one_is_killed_and_one_whose_worker_is_ki
     assert "[0] lost (its worker was killed): resubmitted, 1 of 3 times" in out
     assert "resumed from step" in Path("s/logs/0.log").read_text()
     assert recorded_steps(0) == list(range(1, 41))
-    for line in (out + err).splitlines():  # nothing that Ray has to say
+    for line in (out + err).splitlines():  # no output of Ray itself
         ours = ("ray     a new cluster", "sweep ", "report ", "[", "job ", "  ", "7 of 9", "toyexp: error in")
         assert not line or line.startswith(ours), line
     assert len(err.splitlines()) == 2 and "job 3: callbacks.mishap failed" in err and "job 6: killed by SIGKILL" in err

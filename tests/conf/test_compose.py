@@ -46,7 +46,7 @@ def request_of_nothing(registry):
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, tmp_path_factory, monkeypatch):
+def _work_in_tmp_path(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

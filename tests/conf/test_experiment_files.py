@@ -1,4 +1,4 @@
-"""A configuration file that cannot mean what it seems to is refused by its name, in one line, before anything runs."""
+"""An invalid configuration file is rejected before a run with one line that names the file and the line."""
 
 import os
 from pathlib import Path
@@ -14,13 +14,13 @@ HEADER = "# @package _global_\n"
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own/experiment").mkdir(parents=True)
 
 
 @pytest.fixture
-def refused(capsys):
+def run_rejected(capsys):
     def run(*argv: str) -> str:
         line, _ = run_failing(capsys, *argv, *TINY, codes=(2,))
         assert not list(Path().rglob("events.jsonl"))
@@ -30,16 +30,16 @@ def refused(capsys):
 
 
 @pytest.mark.parametrize(("text", "key"), [("resume: x\n", "resume"), ("sweep: {resume: x}\n", "sweep.resume")])
-def test_what_to_go_on_with_is_not_taken_from_a_file(refused, text, key):
+def test_resume_is_rejected_in_a_configuration_file(run_rejected, text, key):
     Path("own/experiment/mine.yaml").write_text(HEADER + text)
     Path("own/main.yaml").write_text("defaults: [config, _self_]\n" + text)
     for words in (["--config-dir", "own", "experiment=mine"], ["--config-path", "own", "--config-name", "main"]):
-        line = refused(*words)
+        line = run_rejected(*words)
         assert f"{'mine' if 'experiment=mine' in words else 'main'}.yaml: {key} is not allowed in a file" in line
         assert f"on the command line: {key}=" in line
 
 
-def test_a_saved_configuration_is_taken_with_its_resume_null_and_without_a_directory_added_to_it(refused, capsys):
+def test_a_saved_configuration_with_resume_null_is_accepted_and_an_added_hydra_key_rejected(run_rejected, capsys):
     assert main([*TINY, "hydra.run.dir=first"]) == 0
     saved = Path("first/config.yaml")
     assert yaml.safe_load(saved.read_text())["resume"] is None
@@ -63,9 +63,9 @@ def test_a_saved_configuration_is_taken_with_its_resume_null_and_without_a_direc
         (HEADER + "defaults: [mine, _self_]\nsteps: 3\n", ["includes itself"]),
     ],
 )
-def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, text, words):
+def test_an_invalid_experiment_file_is_rejected_with_a_hint(run_rejected, text, words):
     Path("own/experiment/mine.yaml").write_text(text)
-    line = refused("--config-dir", "own", "experiment=mine")
+    line = run_rejected("--config-dir", "own", "experiment=mine")
     assert "own/experiment/mine.yaml: " in line
     for word in words:
         assert word in line
@@ -95,35 +95,35 @@ def test_an_experiment_that_cannot_be_one_is_named_with_what_it_lacks(refused, t
         ("steps: 3\nlr: -1\n", ["line 3: lr=-1.0: must be a finite number >= 0"]),
         ("model:\n  n_heads: 5\n", ["line 3: model.n_heads=5 does not divide"]),
         ("seed: many\n", ["line 2: seed: must be a whole number"]),
-        ("steps: many\n", ["line 2: steps: must be a whole number"]),  # which the command line has right
+        ("steps: many\n", ["line 2: steps: must be a whole number"]),  # although the command line overrides it
         ("seed: 1\nlr: 3\nstepz: 3\n", ["line 4: unknown key stepz; did you mean steps?"]),
     ],
 )
-def test_what_is_wrong_in_an_experiment_is_told_by_its_file_and_line(refused, text, words):
+def test_an_error_in_an_experiment_names_its_file_and_line(run_rejected, text, words):
     Path("own/experiment/mine.yaml").write_text(HEADER + text)
-    line = refused("--config-dir", "own", "experiment=mine")
+    line = run_rejected("--config-dir", "own", "experiment=mine")
     assert "own/experiment/mine.yaml" in line
     for word in words:
         assert word in line
 
 
-def test_what_is_wrong_and_was_typed_is_not_told_of_a_file(refused):
+def test_an_error_in_an_override_does_not_name_a_file(run_rejected):
     Path("own/experiment/mine.yaml").write_text(HEADER + "lr: 0.1\noptim: {grad_clip: 1}\n")
-    assert refused("--config-dir", "own", "experiment=mine", "lr=-1").startswith("lr=-1.0: ")
+    assert run_rejected("--config-dir", "own", "experiment=mine", "lr=-1").startswith("lr=-1.0: ")
 
 
-def test_what_is_wrong_in_a_main_file_of_ones_own_is_told_by_its_line(refused):
+def test_an_error_in_a_users_main_file_names_its_line(run_rejected):
     Path("own/main.yaml").write_text("defaults: [config, _self_]\nlr: -1\n")
-    assert "own/main.yaml, line 2: lr=-1.0: " in refused("--config-path", "own", "--config-name", "main")
+    assert "own/main.yaml, line 2: lr=-1.0: " in run_rejected("--config-path", "own", "--config-name", "main")
 
 
-def test_a_byte_order_mark_before_an_experiment_is_passed_over(tmp_path):
+def test_a_byte_order_mark_in_an_experiment_is_ignored(tmp_path):
     Path("own/experiment/mine.yaml").write_text("\ufeff" + HEADER + "seed: 7\n", encoding="utf-8")
     assert main(["--config-dir", "own", "experiment=mine", *TINY, "hydra.run.dir=run"]) == 0
     assert yaml.safe_load(Path("run/config.yaml").read_text())["seed"] == 7
 
 
-def test_steps_that_are_typed_stand_before_the_epochs_of_a_file(refused):
+def test_steps_on_the_command_line_override_epochs_of_a_file(run_rejected):
     Path("own/experiment/mine.yaml").write_text(HEADER + "epochs: 9\n")
     words = ["--config-dir", "own", "experiment=mine", *TINY]
     assert main([*words, "hydra.run.dir=run"]) == 0  # TINY types steps=1
@@ -140,7 +140,7 @@ def test_steps_that_are_typed_stand_before_the_epochs_of_a_file(refused):
         (lambda path: path.symlink_to("gone"), "is a link to gone, which does not exist"),
     ],
 )
-def test_an_experiment_that_is_no_file_is_called_what_it_is(refused, make, said):
+def test_an_experiment_that_is_not_a_regular_file_is_described(run_rejected, make, said):
     make(Path("own/experiment/odd.yaml"))
-    line = refused("--config-dir", "own", "experiment=odd")
+    line = run_rejected("--config-dir", "own", "experiment=odd")
     assert "own/experiment/odd.yaml: " in line and said in line

@@ -1,4 +1,4 @@
-"""The first ten minutes: what is said to whoever has trained nothing yet, and which page an error leads to."""
+"""Hints for new users: next steps after a first run, names from other tools, and help pages named by errors."""
 
 import re
 import shlex
@@ -24,12 +24,12 @@ TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_toyexp_alone_where_nothing_was_trained_says_three_things_to_try(monkeypatch, capsys):
-    """Behind a run with the defaults, which is taken as done here; a second one says nothing more."""
+def test_toyexp_without_arguments_trains_and_suggests_three_commands(monkeypatch, capsys):
+    """The hints follow the default run, which is replaced by a stub here."""
     assert main([*TINY, "data.vocab=257", "hydra.run.dir=trained"]) == 0
     result = SimpleNamespace(dir=Path("trained").absolute(), artifacts=[Path("trained/model.gguf").absolute()])
     asked = []
@@ -37,20 +37,20 @@ def test_toyexp_alone_where_nothing_was_trained_says_three_things_to_try(monkeyp
     monkeypatch.setattr(verdict, "print_result", lambda result: None)
     capsys.readouterr()
     assert main([]) == 0
-    told = capsys.readouterr().out.strip().splitlines()
+    output = capsys.readouterr().out.strip().splitlines()
     assert asked == [200], "it has run the default experiment"
-    commands = [shlex.split(command.removeprefix("next"), comments=True) for command in told]
+    commands = [shlex.split(command.removeprefix("next"), comments=True) for command in output]
     assert len(commands) == 3 and all(words[0] == "toyexp" for words in commands)
     assert commands[0][1:3] == ["generate", "trained"] and commands[2][1:] == ["help", "start"]
     assert main(commands[2][1:]) == 0
     monkeypatch.undo()
     monkeypatch.chdir(result.dir.parent)
-    assert main([*commands[1][1:], "--cfg", "job"]) in (0, 2), "it is understood"
+    assert main([*commands[1][1:], "--cfg", "job"]) in (0, 2), "the suggested command is valid"
     assert "neither a command" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("before", ["outputs", "words"])
-def test_whoever_has_trained_before_or_asks_for_something_is_told_nothing_of_that(monkeypatch, capsys, before):
+def test_no_commands_are_suggested_after_earlier_runs_or_with_overrides(monkeypatch, capsys, before):
     monkeypatch.setattr(one_run, "execute", lambda run, *_: SimpleNamespace(dir=Path("x"), artifacts=[]))
     monkeypatch.setattr(verdict, "print_result", lambda result: None)
     if before == "outputs":
@@ -59,7 +59,7 @@ def test_whoever_has_trained_before_or_asks_for_something_is_told_nothing_of_tha
     assert "next" not in capsys.readouterr().out
 
 
-def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypatch):
+def test_doctor_suggests_commands_for_the_working_engines(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "verdict", lambda offer: "PASS  here" if offer.name in ("cpu", "ggml") else "no    why")
     monkeypatch.setattr(doctor, "missing_packages", lambda registry: [])
     assert main(["doctor"]) == 0
@@ -70,7 +70,7 @@ def test_the_doctor_ends_with_what_can_be_done_with_what_works(capsys, monkeypat
     assert "pip install 'toyexp[torch]'" in "\n".join(doctor_hints([]))
 
 
-def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys):
+def test_command_names_of_other_tools_are_translated_to_existing_commands(capsys):
     known = {*load().offers["command"]}
     for word, ours in other_tools("commands").items():
         told, _ = run_failing(capsys, word, codes=(2,))
@@ -79,7 +79,7 @@ def test_what_other_tools_call_a_command_is_told_as_ours_and_that_is_one(capsys)
         assert first in known or "=" in first or first == "--version", ours
 
 
-def test_help_for_what_is_no_command_leads_to_what_it_is_here(capsys):
+def test_help_for_another_tools_command_suggests_the_equivalent(capsys):
     for flag in ("--help", "-h"):
         assert "use: toyexp compare outputs --html report.html" in run_failing(capsys, "report", flag, codes=(2,))[0]
     assert main(["--help"]) == main(["recipe=warm", "--help"]) == 0
@@ -92,7 +92,7 @@ def known_settings():
     return keys | {*every.classes, *GROUPS, "hydra.run.dir"}
 
 
-def test_settings_of_other_tools_lead_to_settings_that_there_are():
+def test_settings_of_other_tools_are_translated_to_existing_settings():
     every = Keys.from_registry(load())
     known = known_settings()
     for ours, theirs in other_tools("settings").items():
@@ -107,9 +107,11 @@ def test_settings_of_other_tools_lead_to_settings_that_there_are():
         assert theirs not in options and (not ours.startswith("--") or ours.split()[0] in options), ours
 
 
-def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there_are():
+def test_the_page_for_users_of_other_tools_names_existing_settings_and_options():
     known, commands = known_settings(), load().offers["command"]
-    page = (PAGES / "guides" / "coming-from.md").read_text().partition("## nanoGPT")[2]  # above: code, not settings
+    page = (
+        (PAGES / "guides" / "coming-from.md").read_text().partition("## nanoGPT")[2]
+    )  # the part above has code, not settings
     assert "| `train.bin` of uint16 ids | `data=tokens data.path=train.bin data.dtype=uint16` |" in page
     rows = re.findall(r"^\| .+? \| (.+) \|$", page, re.MULTILINE)
     cells = [cell for row in rows for cell in re.findall(r"`([^`]+)`", row)]
@@ -123,13 +125,13 @@ def test_the_page_for_users_of_other_tools_names_settings_and_options_that_there
     assert {name for cell in cells for name in re.findall(r"^toyexp (\w+)", cell)} <= {*commands}
 
 
-def test_every_setting_that_the_page_translates_is_answered_with_what_stands_beside_it():
+def test_errors_translate_settings_as_the_page_does():
     page = (PAGES / "guides" / "coming-from.md").read_text().partition("## nanoGPT")[2].partition("## llama.cpp")[0]
     known, answered = known_settings(), 0
     for theirs, ours in re.findall(r"^\| (.+?) \| (.+) \|$", page, re.MULTILINE):
         for key, value in re.findall(r"[`(]([a-z_\d]+)(?:=([^`) ]+))?[`)]", theirs):
             if key in known or any(name.endswith(f".{key}") and name in ours for name in known):
-                continue  # it is called so here too
+                continue  # the same name exists here
             answered += 1
             words = re.sub(r"=\.\.\.| \(.*", "", translate_setting(key, value or "...") or "nothing")
             assert words.partition("=")[0] in ours, (key, words)
@@ -179,8 +181,8 @@ NEWCOMERS = [
 ]
 
 
-def test_an_error_of_the_first_ten_minutes_names_the_page_that_explains_it(capsys):
-    """Offline, by a command; and it is a line still."""
+def test_common_errors_name_the_help_page_that_explains_them(capsys):
+    """The help command works offline, and the error stays one line."""
     assert main([*TINY, "hydra.run.dir=trained"]) == 0
     for words, topic in NEWCOMERS:
         told, _ = run_failing(
@@ -204,16 +206,16 @@ def test_an_error_of_the_first_ten_minutes_names_the_page_that_explains_it(capsy
         ("callbacks.good failed at step 3: KeyError: 'x'; see outputs/x/log.txt", ""),
     ],
 )
-def test_what_ends_a_run_leads_to_its_page_too(error, topic):
+def test_errors_that_end_a_run_name_their_help_page(error, topic):
     assert page_about(error) == topic
 
 
-def test_a_page_says_what_its_pictures_show():
+def test_a_page_in_the_terminal_describes_its_pictures():
     told = read_page("callbacks")
     assert "(picture: A small ViT learns to read digits)" in told and "![" not in told
 
 
-def test_every_page_that_an_error_may_name_is_there():
+def test_every_page_that_an_error_may_name_exists():
     from toyexp.cli import pages
 
     named = {*pages._KEY_PAGES.values(), *pages._COMMAND_PAGES.values(), *(topic for _, topic in pages._ERROR_PAGES)}

@@ -1,4 +1,4 @@
-"""Jobs of a sweep are forked from a process that has all loaded, and are what processes of their own are."""
+"""Jobs of a sweep are forked from a process with all imports, and behave like separate processes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from toyexp.config.schema import Source, compose_raw
 from toyexp.sweeps.launchers import forking, launcher
 from toyexp.sweeps.launchers.forking import ForkServer
 
-# What a job has is written down, and then all of it changed; how it ends depends on its seed.
+# This plugin records the process state of a job, then changes it; the seed selects how the job ends.
 TRACE = """
 import atexit, ctypes, json, os, random, resource, signal, subprocess, sys, threading, time
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def register_callbacks(register):
 
 @dataclass(eq=False)
 class Trace(Callback):
-    "Changes what a process has one of."
+    "Changes process-wide state."
 
     name: ClassVar[str] = "trace"
     held: ClassVar[list] = []
@@ -97,13 +97,13 @@ class Trace(Callback):
             print("sleeps")
             time.sleep(30)
         if run.seed == 7:
-            subprocess.Popen(["sleep", "100"])  # which holds this process's output open
+            subprocess.Popen(["sleep", "100"])  # the child keeps this process's output open
 """
 PLUGINS = "plugins=[toyexp.testing.null,trace]"
 TINY = ["data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "steps=2", "eval_every=0",
         "checkpoint_every=0"]  # fmt: skip
 QUICK = ["engine=noop", *TINY, PLUGINS, "callbacks=[events,trace]"]
-forks = pytest.mark.skipif(sys.platform not in forking.PLATFORMS, reason="jobs are forked on Linux alone")
+forks = pytest.mark.skipif(sys.platform not in forking.PLATFORMS, reason="jobs are only forked on Linux")
 SEEDS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
@@ -111,46 +111,46 @@ def entries(folder):
     return json.loads((folder / "sweep.json").read_text())["jobs"]
 
 
-def seen(folder):
+def read_traces(folder):
     return {entry["number"]: json.loads(path.read_text()) for entry in entries(folder)
             if (path := folder / str(entry["directory"]) / "seen.json").exists()}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory):
-    """The same sweep with its jobs forked, and with two of them spawned."""
-    place = tmp_path_factory.mktemp("forking")
-    (place / "trace.py").write_text(TRACE)
+    """Run a sweep with forked jobs, and two of its jobs spawned."""
+    root = tmp_path_factory.mktemp("forking")
+    (root / "trace.py").write_text(TRACE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+        patch.chdir(root)
         patch.setenv("GIVEN", "before")
         patch.delitem(sys.modules, "trace", raising=False)
         began = time.monotonic()
         code = main(["-m", *QUICK, f"seed={','.join(map(str, SEEDS))}", "hydra.sweep.dir=forked"])
-        took = time.monotonic() - began
+        seconds = time.monotonic() - began
         patch.setattr(launcher, "PLATFORMS", ())
         main(["-m", *QUICK, "seed=1,8", "hydra.sweep.dir=spawned"])
-    return code, took, place / "forked", place / "spawned"
+    return code, seconds, root / "forked", root / "spawned"
 
 
 @forks
-def test_a_forked_job_finds_what_a_process_of_its_own_finds(sweeps):
+def test_a_forked_job_sees_the_same_process_state_as_a_spawned_one(sweeps):
     _, _, forked, spawned = sweeps
-    first, last = (seen(spawned)[n] for n in (0, 1))
+    first, last = (read_traces(spawned)[n] for n in (0, 1))
     assert first[0] == last[0] and not first[1]["forked"]
-    found = seen(forked)
-    assert len(found) == len(SEEDS)
-    for values, own in found.values():
-        assert own["forked"]
+    traces = read_traces(forked)
+    assert len(traces) == len(SEEDS)
+    for values, random_values in traces.values():
+        assert random_values["forked"]
         assert values == first[0]
     for kind in ("python", "numpy"):
-        assert len({own[kind] for _, own in found.values()}) == len(SEEDS)
+        assert len({random_values[kind] for _, random_values in traces.values()}) == len(SEEDS)
 
 
 @forks
-def test_however_a_forked_job_ends_it_ends_alone_and_is_reported(sweeps):
-    code, took, folder, _ = sweeps
-    assert code == 1 and took < 90  # what a job leaves running for 100 s holds nobody up
+def test_a_failing_forked_job_is_reported_and_does_not_affect_others(sweeps):
+    code, seconds, folder, _ = sweeps
+    assert code == 1 and seconds < 90  # a child that a job leaves for 100 s delays nothing
     told = {SEEDS[entry["number"]]: (entry["status"], entry["code"], entry["error"]) for entry in entries(folder)}
     assert [seed for seed, (status, _, _) in told.items() if status == "completed"] == [1, 7, 8]
     assert told[2][:2] == ("killed", 7) and "exit code 7" in told[2][2]
@@ -163,27 +163,27 @@ def test_however_a_forked_job_ends_it_ends_alone_and_is_reported(sweeps):
 
 
 @forks
-def test_a_forked_job_ends_as_a_process_of_its_own_does(sweeps):
-    """What it has written is on the disk, what is to be done at exit is done, and its threads have ended."""
+def test_a_forked_job_flushes_files_runs_exit_handlers_and_joins_threads(sweeps):
+    """Its files are flushed, its exit handlers have run and its threads have ended."""
     for number in (0, 4):
         run = sweeps[2] / entries(sweeps[2])[number]["directory"]
-        found = [(run / f"{name}.txt").read_text() for name in ("left", "exit", "thread")]
-        assert found == ["left open", "at exit", "waited for"]
+        texts = [(run / f"{name}.txt").read_text() for name in ("left", "exit", "thread")]
+        assert texts == ["left open", "at exit", "waited for"]
 
 
-def stray():
-    """The processes that fork, by their numbers: they are what this process started and nobody else has ended."""
-    own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(n) for n in own if b"TOYEXP_FORKS=" in Path(f"/proc/{n}/environ").read_bytes()]
+def running_fork_servers():
+    """Return the pids of fork servers that this process started and that still run."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(n) for n in children if b"TOYEXP_FORKS=" in Path(f"/proc/{n}/environ").read_bytes()]
 
 
 @forks
-def test_nothing_of_what_forks_is_left_when_a_sweep_is_over(sweeps):
-    assert stray() == []
+def test_no_fork_server_is_left_after_a_sweep(sweeps):
+    assert running_fork_servers() == []
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def trace_dir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "trace", raising=False)
     (tmp_path / "trace.py").write_text(TRACE)
@@ -191,7 +191,7 @@ def place(tmp_path, monkeypatch):
 
 
 @forks
-def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
+def test_jobs_are_spawned_after_the_fork_server_is_killed(trace_dir, monkeypatch):
     started = []
 
     class Killed(ForkServer):
@@ -204,26 +204,28 @@ def test_where_what_forks_is_killed_the_jobs_are_spawned(place, monkeypatch):
 
     monkeypatch.setattr(launcher, "ForkServer", Killed)
     assert main(["-m", *QUICK, "seed=1,8,9", "hydra.sweep.dir=s"]) == 0
-    assert [own["forked"] for _, own in seen(place / "s").values()] == [True, False, False]
+    assert [own["forked"] for _, own in read_traces(trace_dir / "s").values()] == [True, False, False]
 
 
 @forks
-def test_a_process_of_stacks_is_forked_too_and_finds_the_files_that_it_is_handed(place):
+def test_the_process_of_a_stack_is_forked_with_its_files(trace_dir):
     assert main(["-m", *QUICK, "seed=1,8,9", "sweep.launcher=stacked", "hydra.sweep.dir=s"]) == 0
-    assert {entry["status"] for entry in entries(place / "s")} == {"completed"}
-    assert [own["forked"] for _, own in seen(place / "s").values()] == [True] * 3
+    assert {entry["status"] for entry in entries(trace_dir / "s")} == {"completed"}
+    assert [own["forked"] for _, own in read_traces(trace_dir / "s").values()] == [True] * 3
 
 
 @forks
-def test_a_plugin_that_starts_a_thread_when_it_is_imported_has_its_jobs_spawned(place):
-    (place / "trace.py").write_text(TRACE + "\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n")
+def test_jobs_are_spawned_if_a_plugin_starts_a_thread_at_import(trace_dir):
+    (trace_dir / "trace.py").write_text(
+        TRACE + "\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
     assert main(["-m", *QUICK, "seed=1", "hydra.sweep.dir=s"]) == 0
-    assert [own["forked"] for _, own in seen(place / "s").values()] == [False]
+    assert [own["forked"] for _, own in read_traces(trace_dir / "s").values()] == [False]
 
 
 @forks
 @pytest.mark.parametrize(("engine", "package"), [("cpu", "torch"), ("ggml", "ggml")])
-def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engine, package):
+def test_an_engine_loaded_before_the_fork_computes_the_same(trace_dir, engine, package):
     pytest.importorskip(package)
     words = [f"engine={engine}", *TINY, "callbacks=[events]"]
     server = ForkServer(dict(os.environ), words, lambda: False)
@@ -235,19 +237,19 @@ def test_an_engine_that_is_loaded_before_the_fork_computes_the_same(place, engin
     finally:
         server.close()
     assert main([*words, "hydra.run.dir=here"]) == 0
-    one, other = (json.loads((place / name / "result.json").read_text()) for name in ("forked", "here"))
+    one, other = (json.loads((trace_dir / name / "result.json").read_text()) for name in ("forked", "here"))
     assert one["train_loss"] == other["train_loss"] > 0
 
 
 @forks
-def test_lines_of_an_unbuffered_job_come_at_once_and_one_whose_parent_is_killed_counts_as_killed(place):
+def test_unbuffered_output_arrives_at_once_and_a_job_with_a_killed_parent_counts_as_killed(trace_dir):
     unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
     server = ForkServer(unbuffered, QUICK, lambda: False)
     try:
         began = time.monotonic()
         with server.start([*QUICK, "seed=10"], unbuffered, False) as process:
             assert any(line == b"sleeps\n" for line in process.stdout) and process.poll() is None
-            assert time.monotonic() - began < 30  # it sleeps twice as long
+            assert time.monotonic() - began < 30  # the job sleeps for 30 s
             parent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
             os.kill(int(parent), signal.SIGKILL)
             assert process.wait(20) == -signal.SIGKILL
@@ -258,7 +260,7 @@ def test_lines_of_an_unbuffered_job_come_at_once_and_one_whose_parent_is_killed_
 
 @pytest.fixture
 def server():
-    """A fork server with an environment of its own, stopped before it reads what to load."""
+    """Start a fork server with its own environment, and stop it with SIGSTOP before it imports anything."""
     forks = ForkServer({**os.environ, "OMP_NUM_THREADS": "3"}, ["seed=1"], lambda: False)
     forks._process.send_signal(signal.SIGSTOP)
     yield forks
@@ -266,15 +268,15 @@ def server():
 
 
 @forks
-def test_the_fork_server_has_the_cores_of_the_jobs_and_a_process_group_of_its_own(server):
-    """Libraries count their threads once, when they are loaded; and the sweep alone passes Ctrl-C on to jobs."""
+def test_the_fork_server_has_the_thread_limit_of_the_jobs_and_its_own_process_group(server):
+    """Libraries read the number of threads when they load; only the sweep forwards Ctrl-C to jobs."""
     environment = Path(f"/proc/{server._process.pid}/environ").read_bytes().split(b"\0")
     assert b"OMP_NUM_THREADS=3" in environment
     assert os.getpgid(server._process.pid) == server._process.pid
 
 
 @forks
-def test_a_fork_server_that_does_not_answer_is_killed(server):
+def test_an_unresponsive_fork_server_is_killed(server):
     ending = threading.Thread(target=server.close, daemon=True)
     ending.start()
     ending.join(20)
@@ -282,7 +284,7 @@ def test_a_fork_server_that_does_not_answer_is_killed(server):
 
 
 @forks
-def test_jobs_are_spawned_when_the_fork_server_was_killed_before_it_loaded(server, monkeypatch):
+def test_jobs_are_spawned_if_the_fork_server_is_killed_before_loading(server, monkeypatch):
     spawned = []
     monkeypatch.setattr(forking, "spawn", lambda *order: spawned.append(order))
     server._process.kill()
@@ -292,7 +294,7 @@ def test_jobs_are_spawned_when_the_fork_server_was_killed_before_it_loaded(serve
     assert spawned == [(["seed=1"], {}, False)]
 
 
-# -- what is composed beforehand --------------------------------------------------------------------------------------
+# -- cached compositions ----------------------------------------------------------------------------------------------
 
 WORDS = [
     ["lr=0.1", "seed=3"],
@@ -308,36 +310,38 @@ CHOOSE = ("model", "engine", "optim", "recipe", "data", "experiment", "callbacks
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
-def test_what_was_composed_beforehand_is_what_hydra_composes(words, monkeypatch):
+def test_a_cached_composition_equals_hydras(words, monkeypatch):
     request = Request.parse(words)
     schema.composition_cache.clear()
     beforehand.store_composition([word for word in words if word.partition("=")[0] in CHOOSE], request.source)
     lines = [str(o.input_line) for o in request.settings]
-    whole = compose_raw(lines, request.source)
-    monkeypatch.setattr(beforehand, "compose_raw", None)  # which is not asked again
-    beforehand.compose_cached(lines, request.source).seed = 99  # a copy
-    found = beforehand.compose_cached(lines, request.source)
-    for cfg in (found, whole):
+    composed = compose_raw(lines, request.source)
+    monkeypatch.setattr(beforehand, "compose_raw", None)  # Hydra is not called again
+    beforehand.compose_cached(lines, request.source).seed = 99  # changes a copy only
+    cached = beforehand.compose_cached(lines, request.source)
+    for cfg in (cached, composed):
         OmegaConf.set_readonly(cfg.hydra, False)
         cfg.hydra.overrides.task, cfg.hydra.overrides.hydra, cfg.hydra.job.override_dirname = [], [], ""
-    assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(whole)
+    assert OmegaConf.to_yaml(cached) == OmegaConf.to_yaml(composed)
 
 
-def test_names_that_are_chosen_again_are_composed_no_more_and_are_what_they_were(monkeypatch):
+def test_repeated_choices_are_composed_once_and_stay_unchanged(monkeypatch):
     schema.composition_cache.clear()
-    asked = []
-    monkeypatch.setattr(beforehand, "compose_raw", lambda *given: asked.append(given) or compose_raw(*given))
+    calls = []
+    monkeypatch.setattr(
+        beforehand, "compose_raw", lambda *arguments: calls.append(arguments) or compose_raw(*arguments)
+    )
     for number in range(3):
         for words in WORDS:
             lines = [str(o.input_line) for o in Request.parse(words).settings]
             source = Source.from_flags()
-            found, whole = beforehand.compose_cached(lines, source), compose_raw(lines, source)
-            assert OmegaConf.to_yaml(drop_hydra_keys(found)) == OmegaConf.to_yaml(drop_hydra_keys(whole))
-            found.seed = found.model.context = 99  # which is nobody else's
-        assert len(asked) == len(WORDS) * min(number + 1, 2)
+            cached, composed = beforehand.compose_cached(lines, source), compose_raw(lines, source)
+            assert OmegaConf.to_yaml(drop_hydra_keys(cached)) == OmegaConf.to_yaml(drop_hydra_keys(composed))
+            cached.seed = cached.model.context = 99  # changes a copy only
+        assert len(calls) == len(WORDS) * min(number + 1, 2)
 
 
-def test_a_part_that_another_plugin_offers_under_the_same_name_is_composed_anew(tmp_path, monkeypatch):
+def test_a_part_of_another_plugin_with_the_same_name_is_composed_again(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for value, module in enumerate(("offers_one", "offers_other")):
         text = TRACE.replace(
@@ -350,26 +354,28 @@ def test_a_part_that_another_plugin_offers_under_the_same_name_is_composed_anew(
 
 
 @pytest.mark.parametrize("word", ["lr=much", "modle.n_layers=2", "model.n_layer=2", "lr=[1]"])
-def test_a_value_that_cannot_be_set_is_refused_in_the_words_of_any_run(word):
+def test_an_invalid_value_has_the_same_error_with_a_cached_composition(word):
     request = Request.parse(["steps=3"])
     schema.composition_cache.clear()
     with pytest.raises(UserError) as usual:
         request.compose(word)
     beforehand.store_composition(["steps=3"], request.source)
     for _ in range(3):
-        with pytest.raises(UserError) as found:
+        with pytest.raises(UserError) as caught:
             request.compose(word)
-        assert str(found.value) == str(usual.value)
+        assert str(caught.value) == str(usual.value)
         request.compose()
 
 
-def test_what_depends_on_the_words_of_a_run_is_left_to_hydra(tmp_path, monkeypatch):
+def test_compositions_that_depend_on_all_overrides_are_not_cached(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nname: ${hydra:job.override_dirname}\n")
-    asked = []
-    monkeypatch.setattr(beforehand, "compose_raw", lambda *given: asked.append([*given[0]]) or compose_raw(*given))
-    # The second word counts in the order in which it was typed.
+    calls = []
+    monkeypatch.setattr(
+        beforehand, "compose_raw", lambda *arguments: calls.append([*arguments[0]]) or compose_raw(*arguments)
+    )
+    # The position of `+made_up` in the command line matters.
     for words, source in (["seed=5"], Source.from_flags(str(tmp_path), "mine")), (["+made_up=1"], Source.from_flags()):
         beforehand.store_composition(words, source)
         for _ in range(3):
             beforehand.compose_cached(words, source)
-            assert asked[-1] == words
+            assert calls[-1] == words

@@ -1,4 +1,4 @@
-"""What the jobs of one process have in common is worked out once, and each has what it would have alone."""
+"""Jobs of one process share caches, and each gets the same result as in its own process."""
 
 import os
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from toyexp_optimisers.sgd import SGD
 
 @dataclass
 class Part:
-    """A setting of each kind."""
+    """A part with one setting of each type."""
 
     size: int = 1
     rate: float = 0.1
@@ -36,7 +36,7 @@ ALL = {"name": "part", **vars(Part())}
 NODES = [
     ALL,
     ALL | {"size": 2, "rate": 0.2, "on": True},
-    ALL | {"rate": 1},  # a number that is whole
+    ALL | {"rate": 1},  # an int for a float setting
     ALL | {"rate": 1.0},
     ALL | {"rate": True},
     ALL | {"size": True},
@@ -50,34 +50,34 @@ NODES = [
     ALL | {"names": ["c"]},
     ALL | {"groups": {"w": {"lr": 1}}},
     ALL | {"unknown": 1},
-    {"name": "part", "size": 5},  # and the rest by default
+    {"name": "part", "size": 5},  # other settings have defaults
     ALL | {"name": "other", "size": 5},
     ALL | {"text": "~/there"},
 ]
 
 
-def outcome(typed, node):
+def result_or_error(typed, node):
     try:
         return repr(typed(Part, node, "data"))
     except UserError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("before", NODES[:4] + NODES[-4:], ids=repr)
-def test_settings_behind_those_of_another_job_are_typed_as_they_are_alone(before, monkeypatch):
+@pytest.mark.parametrize("first_node", NODES[:4] + NODES[-4:], ids=repr)
+def test_cached_typing_of_settings_equals_typing_without_cache(first_node, monkeypatch):
     for node in NODES:
         monkeypatch.setattr(build, "_typed_cache", {})
-        outcome(build._apply_types_cached, before)
-        assert outcome(build._apply_types_cached, node) == outcome(build.apply_types, node)
+        result_or_error(build._apply_types_cached, first_node)
+        assert result_or_error(build._apply_types_cached, node) == result_or_error(build.apply_types, node)
 
 
-def test_what_one_job_does_to_its_settings_reaches_no_other(monkeypatch):
+def test_changes_of_a_jobs_settings_do_not_affect_other_jobs(monkeypatch):
     monkeypatch.setattr(build, "_typed_cache", {})
     for _ in range(3):
-        found = build._apply_types_cached(Part, ALL, "data")
-        assert found["names"] == ["a", "b"]
-        found["names"].append("c")
-        found["size"] = 9
+        settings = build._apply_types_cached(Part, ALL, "data")
+        assert settings["names"] == ["a", "b"]
+        settings["names"].append("c")
+        settings["size"] = 9
 
 
 STRANGE = ["é", "😀", "a: b", "- x", "'q'", '"d"', "a\nb", "\t", "word " * 40, "", "null", "1e3", "0x10", "~", "@a",
@@ -85,7 +85,7 @@ STRANGE = ["é", "😀", "a: b", "- x", "'q'", '"d"', "a\nb", "\t", "word " * 40
            "a\\b", "\x7f", " lead "]  # fmt: skip
 
 
-def test_a_saved_configuration_is_read_as_it_was_and_has_its_letters():
+def test_a_saved_configuration_keeps_unicode_and_special_strings():
     plain = Request.parse([]).build_config().plain | {"name": "😀 naïve"}
     text = runnable_yaml(plain)
     assert "😀 naïve" in text and runnable_yaml(plain | {"name": "naïve"}).count("naïve") == 1
@@ -93,32 +93,36 @@ def test_a_saved_configuration_is_read_as_it_was_and_has_its_letters():
         assert yaml.safe_load(runnable_yaml(plain | {"name": name}))["name"] == name
 
 
-@pytest.mark.parametrize("how", ["written", "replaced"])
-def test_a_file_that_changes_between_two_jobs_is_read_again(tmp_path, how):
+@pytest.mark.parametrize("method", ["written", "replaced"])
+def test_a_file_changed_between_two_jobs_gets_a_new_fingerprint(tmp_path, method):
     path = tmp_path / "base.gguf"
     path.write_bytes(b"a" * 100)
-    then = path.stat()
+    stat = path.stat()
     assert cached_fingerprint(path) == fingerprint(path)
-    before, place = cached_fingerprint(path), path if how == "written" else tmp_path / "new"
-    place.write_bytes(b"b" * 100)
-    os.utime(place, ns=(then.st_atime_ns, then.st_mtime_ns))
-    place.replace(path)
+    before, new_path = cached_fingerprint(path), path if method == "written" else tmp_path / "new"
+    new_path.write_bytes(b"b" * 100)
+    os.utime(new_path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    new_path.replace(path)
     assert cached_fingerprint(path) == fingerprint(path) != before
 
 
 @dataclass
-class Along(SGD):
-    """A rule that is also set by something that cannot be compared with ==."""
+class SGDWithValue(SGD):
+    """A rule with a setting that cannot be compared with ==."""
 
-    own: Any = None
+    value: Any = None
 
 
-def test_rules_are_one_program_by_what_they_do_also_where_their_settings_cannot_be_compared(monkeypatch):
-    def of(own, **settings):
-        return apply_optimiser(plan("llama"), Along(own=own, **settings), 0.1)
+def test_rules_are_compared_by_formula_if_their_settings_cannot_be_compared(monkeypatch):
+    def make_plan(value, **settings):
+        return apply_optimiser(plan("llama"), SGDWithValue(value=value, **settings), 0.1)
 
-    for own in (np.ones(3), 1):
-        assert program_difference([of(own), of(own)]) == program_difference([of(own), of(own + 1)]) == ""
-        assert "another formula" in program_difference([of(own), of(own, nesterov=True)])
+    for value in (np.ones(3), 1):
+        assert (
+            program_difference([make_plan(value), make_plan(value)])
+            == program_difference([make_plan(value), make_plan(value + 1)])
+            == ""
+        )
+        assert "another formula" in program_difference([make_plan(value), make_plan(value, nesterov=True)])
     monkeypatch.delattr("toyexp.interfaces.stack._formula")
-    assert program_difference([of(1), of(1)]) == ""  # and nothing was written out
+    assert program_difference([make_plan(1), make_plan(1)]) == ""  # without comparing formulas

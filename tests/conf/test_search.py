@@ -63,7 +63,7 @@ LOG = "lr=tag(log, interval(1e-4, 1e-1))"
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.delitem(sys.modules, "slow", raising=False)
@@ -206,12 +206,12 @@ def test_a_dry_run_of_a_search_counts_the_points_that_it_would_choose(capsys):
         "--dry-run",
     ]
     assert main([*words, HERE, "hydra.sweep.dir=s", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["search"] == f"5 trials of 2 runs, by tpe: {LOG} model.n_layers=1,2"
+    output = json.loads(capsys.readouterr().out)
+    assert output["search"] == f"5 trials of 2 runs, by tpe: {LOG} model.n_layers=1,2"
     # probes: both ends of the interval, with the first of the list, and the second of the list
-    assert (told["jobs"], [len(shape["jobs"]) for shape in told["shapes"]]) == (10, [7, 3])
-    flops = [shape["flops_per_step"] for shape in told["shapes"]]
-    assert flops[0] < flops[1] and told["flops"] == 8 * (7 * flops[0] + 3 * flops[1])
+    assert (output["jobs"], [len(shape["jobs"]) for shape in output["shapes"]]) == (10, [7, 3])
+    flops = [shape["flops_per_step"] for shape in output["shapes"]]
+    assert flops[0] < flops[1] and output["flops"] == 8 * (7 * flops[0] + 3 * flops[1])
     assert not Path("s").exists()
     assert main([*words, HERE, "eval_every=0"]) == 2
     assert "needs held-out evaluations" in capsys.readouterr().err
@@ -362,7 +362,7 @@ def test_a_state_from_a_stranger_is_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([LOG], ["an interval has infinitely many values", "sweep.search=tpe sweep.trials=20"]),
         ([LOG, "sweep.search=tpe"], ["sweep.search=tpe", "sweep.trials=20"]),
@@ -422,11 +422,11 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         ([LOG, "sweep.search=tpe", "sweep.trials=9", "sweep.launcher=submitit"], ["sweep.jobs=4"]),
     ],
 )
-def test_a_search_that_cannot_be_is_told_in_a_line_and_leaves_nothing(words, told, capsys):
+def test_a_search_that_cannot_be_is_told_in_a_line_and_leaves_nothing(words, message, capsys):
     assert main(["-m", *CPU, *words, "hydra.sweep.dir=s"]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) <= 2 and "Traceback" not in err
-    for word in told:
+    for word in message:
         assert word in err
     assert not Path("s").exists()
 
@@ -447,8 +447,8 @@ def test_a_search_over_tokenizers_says_that_its_scores_do_not_compare(capsys):
     text = ["data=text", "data.path=book.txt", "data.tokenizer=byte,char", "steps=2"]
     words = [word for word in CPU if not word.startswith(("data", "steps"))]
     assert main(["-m", *words, *text, "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 0
-    told, kept = capsys.readouterr().out, json.loads(Path("s/search.json").read_text())
-    assert told.count("the search continues, but their scores cannot be compared") == 1 and "best    none" in told
+    output, kept = capsys.readouterr().out, json.loads(Path("s/search.json").read_text())
+    assert output.count("the search continues, but their scores cannot be compared") == 1 and "best    none" in output
     assert kept["best"] is None and "tok" in kept["notes"][0]
     pytest.importorskip("matplotlib")
     assert main(["compare", "s", "--plot", "s.svg"]) == 0 and "cannot be compared" in Path("s.svg").read_text()

@@ -1,4 +1,4 @@
-"""What a search knows: the points that it draws, the journal they stand in, and which run is stopped."""
+"""The study of a search: sampled trials, the journal that stores them, importances and pruning."""
 
 import math
 import os
@@ -23,7 +23,7 @@ LOG = "lr=tag(log, interval(1e-4, 1e-1))"
 
 
 def trials(study):
-    """As Optuna itself opens what was stored."""
+    """Load the trials from the journal with Optuna."""
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(study.path)))
     return optuna.load_study(study_name=None, storage=storage).trials
 
@@ -32,44 +32,44 @@ KEYS = [LOG, "a=range(1,9,2)", "b=x,y"]
 
 
 @pytest.mark.parametrize("search", ["random", "tpe"])
-def test_a_point_that_was_chosen_and_not_noted_down_is_chosen_again(tmp_path, search):
+def test_a_started_trial_without_a_result_is_sampled_again(tmp_path, search):
     keys = parse_space(search, parse(KEYS))
     study = Study(tmp_path, search, "loss", keys, 0)
     chosen = [study.ask(0), study.ask(1)]
     study.tell(0, 1.0)
-    study.tell(0, 2.0)  # is told once
+    study.tell(0, 2.0)  # the second result is ignored
     later = Study(tmp_path, search, "loss", keys, 0)
     assert [later.ask(1), later.ask(1)] == [chosen[1]] * 2
     assert len(trials(study)) == 2 and trials(study)[0].value == 1.0
-    assert later.ask(2)[0] not in {words[0] for words in chosen}  # it draws on, and not from the beginning
+    assert later.ask(2)[0] not in {words[0] for words in chosen}  # the sampler continues and does not restart
     with pytest.raises(UserError, match=r"study\.log: holds 3 trials, but the sweep has started 4"):
         later.require_trials(4)
 
 
-def test_a_grid_takes_each_combination_once_and_the_last_key_varies_fastest(tmp_path):
+def test_grid_search_tries_each_combination_once_and_varies_the_last_key_fastest(tmp_path):
     keys = parse_space("grid", parse(KEYS[1:]))
     study = Study(tmp_path, "grid", "loss", keys, 0)
     assert [study.ask(n) for n in range(8)] == [[f"a={a}", f"b={b}"] for a in (1, 3, 5, 7) for b in "xy"]
 
 
-class Evil:
+class MaliciousPickle:
     def __reduce__(self):
         return (os.mkdir, ("broken-in",))
 
 
-def test_a_journal_from_a_stranger_runs_no_code(tmp_path, monkeypatch):
+def test_a_malicious_journal_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = parse_space("cmaes", parse([LOG, "a=interval(0, 1)"]))
     study = Study(tmp_path, "cmaes", "loss", keys, 0)
-    for number in range(14):  # two generations, whose state Optuna keeps
+    for number in range(14):  # two generations, whose state Optuna stores
         study.ask(number)
         study.tell(number, float(number))
-    Study(tmp_path, "cmaes", "loss", keys, 0).ask(14)  # its own is read
+    Study(tmp_path, "cmaes", "loss", keys, 0).ask(14)  # a valid state is accepted
     states = [trial for trial in trials(study) if any("optimizer" in key for key in trial.system_attrs)]
     assert states
     storage = study._study._storage
     number = study._study.ask()._trial_id
-    storage.set_trial_system_attr(number, "cma:optimizer:0", pickle.dumps(Evil()).hex())
+    storage.set_trial_system_attr(number, "cma:optimizer:0", pickle.dumps(MaliciousPickle()).hex())
     with pytest.raises(UserError, match=r"study\.log: is damaged: UnpicklingError: names posix\.mkdir"):
         Study(tmp_path, "cmaes", "loss", keys, 0)
     (tmp_path / "study.log").write_text("{}\nno line of a journal\n")
@@ -87,7 +87,7 @@ def test_a_journal_from_a_stranger_runs_no_code(tmp_path, monkeypatch):
         ("tpe", ["a=choice(only)"], 1),
     ],
 )
-def test_no_point_is_drawn_twice_until_there_is_no_other(tmp_path, search, words, points):
+def test_no_trial_repeats_before_all_combinations_are_used(tmp_path, search, words, points):
     keys = parse_space(search, parse(words))
     assert count_points(keys) == points
     study, drawn = Study(tmp_path, search, "loss", keys, 0), []
@@ -95,16 +95,16 @@ def test_no_point_is_drawn_twice_until_there_is_no_other(tmp_path, search, words
         drawn.append(tuple(study.ask(number)))
         study.tell(number, float(number % 3))
     assert len(set(drawn)) == points
-    assert study.ask(points)[0].partition("=")[2]  # and one more is one of them
+    assert study.ask(points)[0].partition("=")[2]  # one more repeats a trial
 
 
-def test_numbers_of_an_interval_do_not_end(tmp_path):
+def test_an_interval_has_infinitely_many_values(tmp_path):
     keys = parse_space("tpe", parse([LOG, "a=1,2"]))
     assert count_points(keys) == float("inf")
 
 
-def test_what_is_searched_is_found_by_what_was_told(tmp_path):
-    """TPE draws near the best point that it was told of; a third of the points lie within a sixth of the space."""
+def test_tpe_finds_the_optimum_from_reported_results(tmp_path):
+    """TPE samples near the best trial: of 20 trials, at least 10 are close to the optimum."""
     keys = parse_space("tpe", parse(["lr=tag(log, interval(1e-4, 1e-1))", "a=interval(0.0, 1.0)"]))
     study = Study(tmp_path, "tpe", "loss", keys, 3)
     near = 0
@@ -126,8 +126,8 @@ DRAW = {
     "few": lambda number: number.choice([1, 2]),
     "many": lambda number: number.randrange(100),
 }
-# What is searched, the score, and the share of each setting that matters.
-KNOWN = {
+# The searched keys, the score, and the expected share of each key or the expected note.
+EXPECTED_SHARES = {
     "one decides": ("lr a b", lambda p, noise: (math.log10(p["lr"]) + 2.5) ** 2, {"lr": 1}),
     "two are equal": ("a b many", lambda p, noise: p["a"] ** 2 + p["b"] ** 2, {"a": 0.5, "b": 0.5}),
     "three to one": ("a b many", lambda p, noise: 3**0.5 * p["a"] + p["b"], {"a": 0.75, "b": 0.25}),
@@ -144,21 +144,21 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("case", KNOWN)
-def test_importance_agrees_with_searches_whose_answer_is_known(case):
-    keys, score, known = KNOWN[case]
+@pytest.mark.parametrize("case", EXPECTED_SHARES)
+def test_importances_match_functions_with_known_shares(case):
+    keys, score, expected = EXPECTED_SHARES[case]
     for seed in range(5):
-        number = random.Random(seed)
-        points = [{key: DRAW[key](number) for key in keys.split()} for _ in range(60)]
-        scores = [score(point, number) for point in points]
+        rng = random.Random(seed)
+        points = [{key: DRAW[key](rng) for key in keys.split()} for _ in range(60)]
+        scores = [score(point, rng) for point in points]
         shares, why = compute_shares({key: [point[key] for point in points] for key in keys.split()}, scores)
-        if isinstance(known, str):
-            assert not shares and known in why
+        if isinstance(expected, str):
+            assert not shares and expected in why
             continue
-        assert not why and shares == pytest.approx({key: known.get(key, 0) for key in shares}, abs=0.2), shares
+        assert not why and shares == pytest.approx({key: expected.get(key, 0) for key in shares}, abs=0.2), shares
         assert sum(shares.values()) == pytest.approx(1)
-        few = {key: [point[key] for point in points[:4]] for key in keys.split()}
-        assert compute_shares(few, scores[:4])[1]
+        few_values = {key: [point[key] for point in points[:4]] for key in keys.split()}
+        assert compute_shares(few_values, scores[:4])[1]
     assert "change together" in compute_shares({"a": range(60), "b": range(0, 120, 2)}, range(60))[1]
 
 
@@ -177,45 +177,47 @@ def test_equal_scores_have_the_mean_of_their_ranks():
     assert _ranks([1, 1, 2, 5]) == pytest.approx((ranks - 2.5) / ranks.std())
 
 
-def test_importance_counts_pruned_points_behind_the_others(tmp_path):
-    """Half are pruned, as bad as their rate is far from the best; of the completed ones `a` decides alone."""
+def test_importances_rank_pruned_trials_below_completed_ones(tmp_path):
+    """Half are pruned, with a loss that grows with the distance from the best lr; among the others, `a` decides."""
     study = Study(tmp_path, "random", "loss", parse_space("random", parse([LOG, "a=interval(0.0, 1.0)"])), 0)
     for point in range(40):
         lr, a = (float(word.partition("=")[2]) for word in study.ask(point))
-        far = abs(math.log10(lr) + 2.5)
-        Judge(study.path, point, "asha", 10).should_stop(10, 5 + far)
-        study.tell(point, None if far > 0.75 else 3 + a)
+        distance = abs(math.log10(lr) + 2.5)
+        Judge(study.path, point, "asha", 10).should_stop(10, 5 + distance)
+        study.tell(point, None if distance > 0.75 else 3 + a)
     shares, why = study.importances()
     assert not why and shares["lr"] > 0.8
-    done = [trial for trial in trials(study) if trial.state.name == "COMPLETE"]
-    alone, _ = compute_shares(
-        {key: [t.params[key] for t in done] for key in ("lr", "a")}, [trial.value for trial in done]
+    completed = [trial for trial in trials(study) if trial.state.name == "COMPLETE"]
+    completed_shares, _ = compute_shares(
+        {key: [t.params[key] for t in completed] for key in ("lr", "a")}, [trial.value for trial in completed]
     )
-    assert alone["a"] > 0.95  # without the pruned ones the rate would not matter
+    assert completed_shares["a"] > 0.95  # without pruned trials, lr would not matter
 
 
 @pytest.mark.parametrize(("metric", "sign"), [("loss", 1), ("accuracy", -1)])
-def test_asha_lets_the_better_half_go_on_from_a_quarter_and_from_a_half(tmp_path, metric, sign):
-    keys, number = parse_space("random", parse([LOG])), random.Random(1)
-    study, seen = Study(tmp_path, "random", metric, keys, 0), {10: [], 20: []}
+def test_asha_keeps_the_better_half_at_a_quarter_and_at_half_of_the_steps(tmp_path, metric, sign):
+    keys, rng = parse_space("random", parse([LOG])), random.Random(1)
+    study, scores_by_step = Study(tmp_path, "random", metric, keys, 0), {10: [], 20: []}
     for point in range(12):
         study.ask(point)
         judge, stopped = Judge(study.path, point, "asha", 10), False
         for step in (5, 10, 15, 20, 25):
-            score = number.random()
+            score = rng.random()
             stopped = judge.should_stop(step, score)
-            if step in seen:  # of those that came here, it is in the better half: of one or two or three, the best
-                seen[step].append(sign * score)
-                assert stopped == (sorted(seen[step]).index(sign * score) >= max(len(seen[step]) // 2, 1))
+            if step in scores_by_step:  # keep the better half of the trials that reached this step, and at least one
+                scores_by_step[step].append(sign * score)
+                assert stopped == (
+                    sorted(scores_by_step[step]).index(sign * score) >= max(len(scores_by_step[step]) // 2, 1)
+                )
             else:
                 assert not stopped
             if stopped:
                 break
         study.tell(point, None if stopped else score)
-    assert len(seen[10]) == 12 and 1 < len(seen[20]) < 12
+    assert len(scores_by_step[10]) == 12 and 1 < len(scores_by_step[20]) < 12
 
 
-def test_the_median_of_those_that_ended_stops_from_that_step_on(tmp_path):
+def test_median_pruning_compares_with_completed_trials_from_the_first_pruning_step(tmp_path):
     study = Study(tmp_path, "random", "loss", parse_space("random", parse([LOG])), 0)
     for point in range(5):
         study.ask(point)
@@ -230,25 +232,25 @@ def test_the_median_of_those_that_ended_stops_from_that_step_on(tmp_path):
 @pytest.mark.parametrize(
     ("steps", "every", "first"), [(160, 40, 40), (160, 20, 40), (200, 50, 50), (100, 30, 30), (8, 2, 2), (10, 9, 9)]
 )
-def test_the_first_eval_at_which_a_run_may_be_stopped_is_in_its_second_quarter(steps, every, first):
+def test_the_first_pruning_step_is_in_the_second_quarter(steps, every, first):
     assert first_pruning_step(steps, every) == first and first % every == 0 and first >= steps / 4 > first - every
 
 
 @pytest.mark.parametrize("prune", ["asha", "median"])
-def test_a_run_that_was_killed_after_it_had_asked_is_told_the_same_again(tmp_path, prune):
+def test_a_resumed_run_gets_the_same_pruning_decisions_again(tmp_path, prune):
     study = Study(tmp_path, "random", "loss", parse_space("random", parse([LOG])), 0)
     for point in range(6):
         study.ask(point)
         judge = Judge(study.path, point, prune, 10)
         stopped = [judge.should_stop(step, point + step / 100) for step in (10, 15, 20, 25)]
-        if point < 5:  # the journal has what they told, whatever came of it
+        if point < 5:  # the journal stores all reported scores
             study.tell(point, float(point))
     again = Judge(study.path, 5, prune, 10)
     assert [again.should_stop(step, 5 + step / 100) for step in (10, 15, 20, 25)] == stopped and stopped[0]
     assert list(trials(study)[5].intermediate_values) == [10, 15, 20, 25]
 
 
-def test_numbers_have_four_digits_and_stay_in_their_interval(tmp_path):
+def test_sampled_numbers_have_four_digits_and_stay_in_their_interval(tmp_path):
     keys = parse_space("random", parse(["a=interval(0.123456, 0.123457)", "b=interval(1.0, 2.0)"]))
     study = Study(tmp_path, "random", "loss", keys, 0)
     drawn = [[float(word.partition("=")[2]) for word in study.ask(number)] for number in range(30)]
@@ -256,7 +258,7 @@ def test_numbers_have_four_digits_and_stay_in_their_interval(tmp_path):
     assert all(float(f"{b:.4g}") == b for _, b in drawn) and any(float(f"{b:.3g}") != b for _, b in drawn)
 
 
-def test_the_same_seed_draws_the_same_points_and_another_one_others(tmp_path):
+def test_equal_seeds_sample_equal_trials_and_other_seeds_do_not(tmp_path):
     keys, drawn = parse_space("random", parse([LOG])), []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / folder).mkdir()
@@ -265,21 +267,22 @@ def test_the_same_seed_draws_the_same_points_and_another_one_others(tmp_path):
     assert drawn[0] == drawn[1] and not {tuple(w) for w in drawn[0]} & {tuple(w) for w in drawn[2]}
 
 
-def test_a_run_is_stopped_before_its_last_step_alone():
-    asked = Pruning(Path("study.log"), 0, "asha", "loss", 2)
-    asked._judge = SimpleNamespace(should_stop=lambda step, score: step > 0)
+def test_a_run_is_not_pruned_at_its_last_step():
+    pruning = Pruning(Path("study.log"), 0, "asha", "loss", 2)
+    pruning._judge = SimpleNamespace(should_stop=lambda step, score: step > 0)
     for step in (0, 8):
-        asked.on_eval(SimpleNamespace(steps=8), step, {"loss": 1.0})
-        assert asked.stop_reason() is None
-    asked.on_eval(SimpleNamespace(steps=8), 4, {"loss": 1.0})
+        pruning.on_eval(SimpleNamespace(steps=8), step, {"loss": 1.0})
+        assert pruning.stop_reason() is None
+    pruning.on_eval(SimpleNamespace(steps=8), 4, {"loss": 1.0})
     assert (
-        asked.stop_reason() == "sweep.prune=asha: the held-out loss 1.0 after step 4 is worse than that of other trials"
+        pruning.stop_reason()
+        == "sweep.prune=asha: the held-out loss 1.0 after step 4 is worse than that of other trials"
     )
     with pytest.raises(UserError, match=r"sweep\.metric=loss: unknown metric; evaluations have ppl"):
-        asked.on_eval(SimpleNamespace(steps=8), 4, {"ppl": 1.0})
+        pruning.on_eval(SimpleNamespace(steps=8), 4, {"ppl": 1.0})
 
 
-def test_each_value_and_both_ends_of_an_interval_are_looked_at():
+def test_probes_cover_each_value_and_both_ends_of_an_interval():
     keys = parse_space("tpe", parse(["a=x,y,z", "b=interval(0.0, 1.0)", "c=int(interval(2, 5))"]))
     assert [probe.overrides for probe in make_probes(keys)] == [
         ["a=x", "b=0.0", "c=2"], ["a=y", "b=0.0", "c=2"], ["a=z", "b=0.0", "c=2"],

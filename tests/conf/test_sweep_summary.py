@@ -1,4 +1,4 @@
-"""The summary of a sweep has the best first, means over seeds, and what a job came to that went on alone."""
+"""The summary of a sweep lists the best first, has means over seeds, and includes jobs that were resumed alone."""
 
 import csv
 import json
@@ -28,34 +28,34 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def test_points_stand_by_their_mean_with_the_deviation_of_a_sample():
+def test_trials_are_ranked_by_mean_with_the_sample_deviation():
     losses = {"lr=1": [3.0, 1.0, 2.0], "lr=2": [1.4, 1.7], "lr=3": [0.9]}
     jobs = [job(i, f"{lr} seed={i}", eval_loss=loss) for i, (lr, loss) in
-            enumerate((lr, loss) for lr, some in losses.items() for loss in some)]  # fmt: skip
+            enumerate((lr, loss) for lr, values in losses.items() for loss in values)]  # fmt: skip
     jobs.append(job(6, "lr=3 seed=6", Status.KILLED, eval_loss=0.0))
     jobs.append(job(7, "lr=4 seed=0", eval_loss=math.nan))
-    found = rank_jobs(jobs)
-    assert [point.label for point in found.points] == ["lr=3", "lr=2", "lr=1", "lr=4"]
-    for point in found.points[:3]:
+    ranking = rank_jobs(jobs)
+    assert [point.label for point in ranking.points] == ["lr=3", "lr=2", "lr=1", "lr=4"]
+    for point in ranking.points[:3]:
         assert point.mean == pytest.approx(np.mean(losses[point.label]))
-        some = losses[point.label]
-        assert point.deviation == (pytest.approx(np.std(some, ddof=1)) if len(some) > 1 else None)
-    assert [job.number for job, _ in found.jobs()] == [5, 3, 4, 1, 2, 0, 6, 7]
-    assert found.best is found.points[0] and found.has_seeds
+        values = losses[point.label]
+        assert point.deviation == (pytest.approx(np.std(values, ddof=1)) if len(values) > 1 else None)
+    assert [job.number for job, _ in ranking.jobs()] == [5, 3, 4, 1, 2, 0, 6, 7]
+    assert ranking.best is ranking.points[0] and ranking.has_seeds
 
 
-def test_a_score_that_rises_orders_the_seeds_of_a_point_too_and_what_has_none_comes_last():
+def test_a_metric_to_maximise_also_orders_seeds_and_missing_values_come_last():
     accuracies = [("lr=1", 0.3), ("lr=1", 0.9), ("lr=1", 0.6), ("lr=2", 0.7), ("lr=2", 0.8), ("lr=3", None)]
     jobs = [job(i, f"{lr} seed={i}", eval_loss=float(i), eval_scores={"accuracy": score})
             for i, (lr, score) in enumerate(accuracies)]  # fmt: skip
     jobs.insert(2, job(6, "lr=1 seed=6", Status.FAILED, eval_scores={"accuracy": 1.0}))
-    found = rank_jobs(jobs, ["sweep.metric=accuracy"])
-    assert [[one.number for one in point.jobs] for point in found.points] == [[4, 3], [1, 2, 0, 6], [5]]
-    assert found.best and found.best.mean == pytest.approx(0.75) and found.column == "held-out accuracy"
-    assert [one.number for one, _ in found.jobs()] == [4, 3, 1, 2, 0, 5, 6]
+    ranking = rank_jobs(jobs, ["sweep.metric=accuracy"])
+    assert [[one.number for one in point.jobs] for point in ranking.points] == [[4, 3], [1, 2, 0, 6], [5]]
+    assert ranking.best and ranking.best.mean == pytest.approx(0.75) and ranking.column == "held-out accuracy"
+    assert [one.number for one, _ in ranking.jobs()] == [4, 3, 1, 2, 0, 5, 6]
 
 
-def test_a_score_that_rises_is_best_where_it_is_highest_and_no_score_falls_back():
+def test_a_metric_to_maximise_ranks_high_values_first_and_missing_metrics_fall_back():
     jobs = [job(i, f"lr={i}", eval_loss=loss, train_loss=9 - i, eval_scores={"accuracy": score})
             for i, (loss, score) in enumerate([(1.0, 0.2), (2.0, 0.9), (3.0, 0.5)])]  # fmt: skip
     assert [j.number for j, _ in rank_jobs(jobs, ["sweep.metric=accuracy"]).jobs()] == [1, 2, 0]
@@ -67,32 +67,34 @@ def test_a_score_that_rises_is_best_where_it_is_highest_and_no_score_falls_back(
     assert rank_jobs([job(0, "lr=1", Status.FAILED)]).best is None
 
 
-def test_jobs_that_read_other_bytes_are_other_points_and_over_other_data_none_is_best():
+def test_jobs_with_other_bases_are_other_trials_and_with_other_data_none_is_best():
     bases = [("lr=1", "b1"), ("lr=1", "b1"), ("lr=1", "b2"), ("lr=2", "b2")]
     jobs = [job(i, f"{lr} seed={i}", eval_loss=1.0 + i, sources={"data": "d", "base": base, "vocabulary": base})
             for i, (lr, base) in enumerate(bases)]  # fmt: skip
-    found = rank_jobs(jobs)
-    assert [(p.label, p.mean, len(p.values)) for p in found.points] == [
+    ranking = rank_jobs(jobs)
+    assert [(p.label, p.mean, len(p.values)) for p in ranking.points] == [
         ("lr=1 base#b1", 1.5, 2), ("lr=1 base#b2", 3.0, 1), ("lr=2", 4.0, 1)]  # fmt: skip
-    assert found.changed_sources == ["base"] and found.best is found.points[0] and len(found.notes()) == 1
+    assert ranking.changed_sources == ["base"] and ranking.best is ranking.points[0] and len(ranking.notes()) == 1
     jobs[3].result["sources"] = {"data": "e", "base": "b2", "tokenizer": "byte"}
     jobs[0].result["sources"]["tokenizer"] = "char"
-    found = rank_jobs(jobs)
-    assert found.best is None and found.differing_data == ["data", "tokenizer"] and "tokenizer" in found.notes()[1]
-    jobs[3].status = Status.FAILED  # it has no number that could be taken for better
+    ranking = rank_jobs(jobs)
+    assert (
+        ranking.best is None and ranking.differing_data == ["data", "tokenizer"] and "tokenizer" in ranking.notes()[1]
+    )
+    jobs[3].status = Status.FAILED  # a failed job has no result to compare
     assert rank_jobs(jobs).best is not None
 
 
-def test_the_same_data_under_another_tokenizers_name_have_a_best_point():
+def test_equal_data_with_another_tokenizer_name_still_has_a_best_trial():
     jobs = [job(i, f"lr={i}", eval_loss=1.0 + i, sources={"data": "d", "tokenizer": name})
             for i, name in enumerate(("byte", "char"))]  # fmt: skip
-    found = rank_jobs(jobs)
-    assert found.best is found.points[0] and not found.differing_data and not found.notes()
+    ranking = rank_jobs(jobs)
+    assert ranking.best is ranking.points[0] and not ranking.differing_data and not ranking.notes()
 
 
 @pytest.mark.parametrize("swept", [["seed=0,1,2"], ["data.tokenizer=byte,char"]], ids=["replaced", "tokenizers"])
-def test_a_sweep_over_other_data_says_so_in_table_and_summary(tmp_path, monkeypatch, capsys, swept):
-    """The file is replaced once the first job has ended; other tokenizers make other losses of the same text."""
+def test_a_sweep_with_differing_data_warns_in_table_and_summary(tmp_path, monkeypatch, capsys, swept):
+    """The file is replaced after the first job; losses of different tokenizers cannot be compared either."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
     real = JobSource.record_end
@@ -111,21 +113,21 @@ def test_a_sweep_over_other_data_says_so_in_table_and_summary(tmp_path, monkeypa
         *swept,
     ]
     assert main(["-m", *words]) == 0
-    told, rows = capsys.readouterr().out, table("s/summary.csv")
-    assert "losses cannot be compared" in told and "losses cannot be compared" in Path("s/summary.md").read_text()
-    assert not any(row["best"] for row in rows) and "  best" not in told
+    output, rows = capsys.readouterr().out, table("s/summary.csv")
+    assert "losses cannot be compared" in output and "losses cannot be compared" in Path("s/summary.md").read_text()
+    assert not any(row["best"] for row in rows) and "  best" not in output
     if swept == ["seed=0,1,2"]:
         assert [row["seeds"] for row in sorted(rows, key=lambda row: row["seed"])] == ["1", "2", "2"]
-        assert len({row["data digest"] for row in rows}) == 2 and "data changed" in told
+        assert len({row["data digest"] for row in rows}) == 2 and "data changed" in output
     assert main(["compare", "s"]) == 0 and "losses cannot be compared" in capsys.readouterr().out
 
 
-def test_a_job_whose_loss_ends_above_where_it_began_is_said_to_have_diverged(tmp_path, monkeypatch, capsys):
+def test_a_job_with_a_higher_final_loss_is_reported_as_diverged(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [*SMALL, "steps=20", "optim.grad_clip=0", "callbacks=[events,constant]", "hydra.sweep.dir=s"]
     assert main(["-m", *words, "lr=1e-3,3", "sweep.isolate=false"]) == 0
-    told = capsys.readouterr().out
-    assert "diverged after 20 steps" in told and "try a lower lr" in told
+    output = capsys.readouterr().out
+    assert "diverged after 20 steps" in output and "try a lower lr" in output
     assert [row["status"] for row in table("s/summary.csv")] == ["completed", "diverged"]
     assert [json.loads(path.read_text())["diverged"] for path in sorted(Path("s").glob("*/result.json"))] == [
         False,
@@ -138,7 +140,7 @@ def test_a_job_whose_loss_ends_above_where_it_began_is_said_to_have_diverged(tmp
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """Two rates of which one is far too high, with three seeds each, in one process."""
+    """Run a sweep of two learning rates, one far too high, with three seeds each, in one process."""
     here = tmp_path_factory.mktemp("sweep")
     before = Path.cwd()
     os.chdir(here)
@@ -150,7 +152,7 @@ def swept(tmp_path_factory):
     return here
 
 
-def test_the_files_of_a_sweep_have_the_best_first(swept):
+def test_summary_files_list_the_best_first(swept):
     rows = table(swept / "s/summary.csv")
     assert list(rows[0])[:9] == ["job", "lr", "seed", "status", "steps taken", "smoothed train loss", "held-out loss",
                                  "seconds", "run"]  # fmt: skip
@@ -166,17 +168,17 @@ def test_the_files_of_a_sweep_have_the_best_first(swept):
     assert "n-1" in text.splitlines()[0]
 
 
-def test_a_job_that_goes_on_alone_brings_the_summary_up_to_date(swept, monkeypatch, capsys):
+def test_resuming_one_job_updates_the_summary_of_its_sweep(swept, monkeypatch, capsys):
     monkeypatch.chdir(swept)
     files = [swept / "s" / name for name in ("sweep.json", "summary.csv", "summary.md")]
     before = [path.read_bytes() for path in files]
-    assert main(["resume=s/4-scratch-llama"]) == 2  # it is complete
+    assert main(["resume=s/4-scratch-llama"]) == 2  # already complete
     assert [path.read_bytes() for path in files] == before
-    held = lock(swept / "s")  # as a sweep that runs has it
+    sweep_lock = lock(swept / "s")  # as a running sweep does
     try:
         assert main(["resume=s/3-scratch-llama", "steps=6"]) == 0
     finally:
-        os.close(held)
+        os.close(sweep_lock)
     assert [path.read_bytes() for path in files] == before
     capsys.readouterr()
     assert main(["resume=s/4-scratch-llama", "steps=8"]) == 0
@@ -189,11 +191,11 @@ def test_a_job_that_goes_on_alone_brings_the_summary_up_to_date(swept, monkeypat
     assert folder.jobs[4].attempts == 2 and folder.jobs[4].status == Status.COMPLETED
 
 
-def test_the_table_at_the_end_marks_the_best(tmp_path, monkeypatch, capsys):
+def test_the_final_table_marks_the_best(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["-m", *SMALL, "lr=5,1e-2", "seed=0,1", "steps=3", "hydra.sweep.dir=s", "sweep.isolate=false"]) == 0
     lines = capsys.readouterr().out.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("job"))
     assert lines[head + 1].split()[1] == "lr=0.01" and lines[head + 1].endswith("best")
-    assert sum(line.endswith("best") for line in lines[head:]) == 2  # the job, and its point
+    assert sum(line.endswith("best") for line in lines[head:]) == 2  # the job's row and the trial's row
     assert any(line.startswith("lr=0.01") and "±" in line and line.endswith("best") for line in lines)

@@ -1,4 +1,4 @@
-"""Before a terminal jobs side by side stand in a picture that is drawn anew, and nothing is left of it at the end."""
+"""On a terminal, parallel jobs are shown on a redrawn board, which is removed at the end of the sweep."""
 
 import os
 import pty
@@ -16,44 +16,44 @@ SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "
          "eval_every=5", "sweep.launcher=processes", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
 
 
-ASKED = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
+SPEC = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
 
 
 def job(number, loss):
     return Job(number, [f"lr={number}"], f"{number}-run", Status.COMPLETED, result={"steps": 3, "eval_loss": loss})
 
 
-def on_a_terminal(words, folder):
-    """Everything that a process writes to a terminal."""
-    ours, theirs = pty.openpty()
+def run_on_terminal(words, folder):
+    """Run toyexp in a pseudo-terminal; return its exit code and output."""
+    master, slave = pty.openpty()
     environment = {**os.environ, "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "toyexp", *words], cwd=folder, env=environment, stdout=theirs, stderr=theirs
+        [sys.executable, "-m", "toyexp", *words], cwd=folder, env=environment, stdout=slave, stderr=slave
     )
-    os.close(theirs)
+    os.close(slave)
     chunks = []
 
     def read():
         try:
-            while chunk := os.read(ours, 1 << 16):
+            while chunk := os.read(master, 1 << 16):
                 chunks.append(chunk)
-        except OSError:  # the other end is closed
+        except OSError:  # the process has closed the terminal
             return
 
     reader = threading.Thread(target=read)
     reader.start()
     code = process.wait(120)
     reader.join(10)
-    os.close(ours)
+    os.close(master)
     return code, b"".join(chunks).decode()
 
 
 def screen(text):
-    """The lines that stand there at the end: `up n lines, and away with what follows` is done."""
+    """Return the lines that remain visible, applying the `cursor up n, clear below` sequences."""
     lines = [""]
     for part in re.split(r"(\x1b\[\d+A\r\x1b\[J)", text.replace("\r\n", "\n")):
         if up := re.match(r"\x1b\[(\d+)A", part):
-            assert lines[-1] == "", "it is drawn from the beginning of a line"
+            assert lines[-1] == "", "the board must start at the beginning of a line"
             del lines[len(lines) - 1 - int(up[1]) :]
             lines.append("")
         else:
@@ -63,24 +63,24 @@ def screen(text):
     return [line.rpartition("\r")[2] for line in lines]
 
 
-def test_a_sweep_before_a_terminal_is_a_picture_and_leaves_whole_lines(tmp_path):
-    code, text = on_a_terminal(["-m", *SMALL, "steps=20", "lr=1e-2,1e-3,1e30"], tmp_path)
+def test_a_sweep_on_a_terminal_shows_a_board_and_leaves_complete_lines(tmp_path):
+    code, text = run_on_terminal(["-m", *SMALL, "steps=20", "lr=1e-2,1e-3,1e30"], tmp_path)
     assert code == 1
     assert "2 running · 0 of 3 done" in text and "best so far lr=0." in text and "[1] lr=0.001  begins" in text
-    left = screen(text)
-    assert not any(" running · " in line or line.startswith("best so far") for line in left)
+    lines = screen(text)
+    assert not any(" running · " in line or line.startswith("best so far") for line in lines)
     for number, label in enumerate(("lr=0.01", "lr=0.001")):
-        assert sum(line.startswith(f"[{number}] {label}  completed after 20 steps") for line in left) == 1
-    errors = [line for line in left if line.startswith("toyexp: error in job 2:")]
+        assert sum(line.startswith(f"[{number}] {label}  completed after 20 steps") for line in lines) == 1
+    errors = [line for line in lines if line.startswith("toyexp: error in job 2:")]
     assert len(errors) == 1 and "lower lr" in errors[0] and "log.txt" in errors[0]
-    assert not any(line.startswith("[0] engine") for line in left)  # which the log has
+    assert not any(line.startswith("[0] engine") for line in lines)  # this line is in the log
     assert "completed after 20 steps" in (tmp_path / "s/logs/0.log").read_text()
-    assert any(line.startswith("job  overrides") for line in left)
-    assert any(line.startswith("  0  lr=0.01 ") and "  s/0-scratch-llama" in line for line in left)
+    assert any(line.startswith("job  overrides") for line in lines)
+    assert any(line.startswith("  0  lr=0.01 ") and "  s/0-scratch-llama" in line for line in lines)
 
 
-def test_a_table_that_is_too_wide_names_runs_below_the_directory(tmp_path, monkeypatch, capsys):
-    folder = SweepDir.create(tmp_path / ("d" * 60), [job(0, 2.0), job(1, 1.0)], ASKED)
+def test_a_table_that_is_too_wide_shortens_run_paths(tmp_path, monkeypatch, capsys):
+    folder = SweepDir.create(tmp_path / ("d" * 60), [job(0, 2.0), job(1, 1.0)], SPEC)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for columns, shown in (("80", "1-run  best"), ("300", f"{folder.path}/1-run  best")):
         monkeypatch.setenv("COLUMNS", columns)
@@ -97,7 +97,9 @@ def test_a_table_of_a_search_fits_a_narrow_terminal(monkeypatch, capsys):
         one.overrides += ["optim.weight_decay=0.1", "optim.beta2=0.95", "model.d_ff=64"]
     jobs[2].status, jobs[2].error = Status.PRUNED, "sweep.prune=asha: the held-out loss 4.0 after step 20 is bad"
     print_table(jobs, None)
-    assert "optim.beta2=0.95" in (whole := capsys.readouterr().out) and "is bad" in whole  # of a pipe all of it
+    assert (
+        "optim.beta2=0.95" in (full_table := capsys.readouterr().out) and "is bad" in full_table
+    )  # a pipe gets the full table
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "86")
     print_table(jobs, None)
@@ -107,7 +109,7 @@ def test_a_table_of_a_search_fits_a_narrow_terminal(monkeypatch, capsys):
     assert max(map(len, (heads, first, last))) < 86
 
 
-def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsys):
+def test_the_board_fits_the_terminal_and_counts_jobs_by_status(monkeypatch, capsys):
     jobs = [Job(i, [f"lr={i}"], f"{i}", Status.RUNNING) for i in range(40)]
     jobs += [Job(40, ["lr=40"], "40", Status.COMPLETED, result={"eval_loss": 2.5}), Job(41, ["lr=41"])]
     jobs.append(Job(42, ["lr=42"], "42", Status.KILLED))
@@ -129,9 +131,9 @@ def test_a_picture_fits_the_terminal_and_counts_what_there_is(monkeypatch, capsy
     assert outcome(jobs[-1]) == "pruned: sweep.prune=asha: it is bad"
     capsys.readouterr()
     board.draw()
-    drawn = capsys.readouterr().out.rpartition("\x1b[J")[2].splitlines()
-    assert len(drawn) == 12 - 4 and max(map(len, drawn)) < 60
-    assert "\x1b" not in "".join(drawn)
+    board_lines = capsys.readouterr().out.rpartition("\x1b[J")[2].splitlines()
+    assert len(board_lines) == 12 - 4 and max(map(len, board_lines)) < 60
+    assert "\x1b" not in "".join(board_lines)
     jobs[1].overrides[:] = [f"optim.beta{number}=0.9" for number in range(9)]
     board.hear(jobs[1], "step  80/100  loss 5.8295")
     assert board.lines(59)[3] == "[1] optim.beta0=0.9 optim.bet...  step  80/100  loss 5.8295"

@@ -45,7 +45,7 @@ QUICK = [MODULES, "engine=noop", "data=random", "model.n_layers=1", "model.d_mod
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mishap.py").write_text(MISHAP)
     monkeypatch.delitem(sys.modules, "mishap", raising=False)
@@ -359,7 +359,7 @@ def done(begun):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 has a directory outside"),
@@ -376,13 +376,13 @@ def done(begun):
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],
 )
-def test_a_strange_sweep_json_is_refused_in_a_line(done, change, told):
+def test_a_strange_sweep_json_is_refused_in_a_line(done, change, message):
     state = json.loads(done.read_text())
     change(state)
     done.write_text(json.dumps(state))
     with pytest.raises(UserError) as error:
         SweepDir.open(Path("s"))
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith("/s/RUN")  # each run goes on by itself
 
 
@@ -396,24 +396,24 @@ def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done
     Path("s/b").mkdir()
     Path("s/b/notes").write_text("mine")
     assert main([*retry, "sweep.fail_fast=false"]) == 2
-    told = capsys.readouterr().err
-    assert "job 0: s/a: is the run directory of this job and is not empty; move it away" in told
-    assert Path("s/a").read_text() == "mine" and "hydra.run.dir" not in told
+    output = capsys.readouterr().err
+    assert "job 0: s/a: is the run directory of this job and is not empty; move it away" in output
+    assert Path("s/a").read_text() == "mine" and "hydra.run.dir" not in output
     Path("s/a").unlink()
     assert main([*retry, "sweep.fail_fast=false"]) == 0
     shutil.rmtree("s/b")
     capsys.readouterr()
     assert main(retry) == 0
-    told = capsys.readouterr().out
-    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in told and "recorded" not in told
-    assert "hydra.sweep" not in told
+    output = capsys.readouterr().out
+    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in output and "recorded" not in output
+    assert "hydra.sweep" not in output
     shutil.rmtree("s/a")
     state = json.loads(done.read_text())
     state["jobs"][0].update(status="failed", code=1)
     done.write_text(json.dumps(state))
     assert main([*retry[:2], "sweep.report=false"]) == 1
-    told = capsys.readouterr().out
-    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in told
+    output = capsys.readouterr().out
+    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in output
 
 
 def test_a_sweep_interrupted_before_it_is_written_leaves_nothing(monkeypatch):
@@ -449,7 +449,7 @@ def test_a_sweep_json_cannot_load_code(done, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["sweep.resume=s"], "add 'plugins=[toyexp.testing.null,mishap]'"),
         (["sweep.resume=s", MODULES, "lr=1"], "lr=1: a resumed sweep keeps its settings"),
@@ -458,15 +458,15 @@ def test_a_sweep_json_cannot_load_code(done, capsys):
         (["-m", *QUICK, "seed=1,2", "hydra.sweep.dir=s"], "already holds a sweep; continue it: sweep.resume="),
     ],
 )
-def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
+def test_what_does_not_go_with_a_sweep_that_is_there(done, words, message, capsys):
     before = done.read_bytes()
     assert main(words) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert done.read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["seed=0,1", "seed=2,3"], "seed=0,1 seed=2,3: seed is given twice; list all its values once: seed=0,1,2,3"),
         (["seed=0,1", "+seed=1,2"], "list all its values once: seed=0,1,2"),
@@ -476,9 +476,9 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, told, capsys):
         (["seed=0,1", "sweep.dir=s"], "did you mean hydra.sweep.dir?"),
     ],
 )
-def test_how_several_values_are_written_is_told_before_the_first_job(words, told, capsys):
+def test_how_several_values_are_written_is_told_before_the_first_job(words, message, capsys):
     assert main(["-m", *QUICK, *words, "hydra.sweep.dir=s"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not Path("s").exists()
 
 
@@ -667,7 +667,7 @@ def test_a_job_goes_on_with_no_run_but_its_own(how, capsys):
 
 
 @pytest.mark.parametrize(
-    ("swept", "told"),
+    ("swept", "message"),
     [
         ("seed=1,2", "seed is 2 there and 1 in this job"),
         ("model=llama,gpt2", "model is gpt2 there and llama in this job"),
@@ -675,7 +675,7 @@ def test_a_job_goes_on_with_no_run_but_its_own(how, capsys):
         ("data_seed=null,1", "data_seed is 1 there and null in this job"),
     ],
 )
-def test_a_finished_run_of_other_settings_is_not_taken_for_a_job_whose_sweep_was_killed(swept, told, capsys):
+def test_a_finished_run_of_other_settings_is_not_taken_for_a_job_whose_sweep_was_killed(swept, message, capsys):
     words = [word for word in QUICK if word.partition("=")[0] != swept.partition("=")[0]]
     words += ["steps=1", "sweep.isolate=false", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweep.dir=s"]
     assert main(["-m", *words, swept]) == 0
@@ -685,7 +685,7 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_a_job_whose_sweep_was
     Path("s/sweep.json").write_text(json.dumps(state))
     swap(Path("s/0"), Path("s/1"))
     assert main(["sweep.resume=s", MODULES]) == 1
-    assert statuses("s") == ["killed", "killed"] and f"s/0: holds another run: {told}; " in capsys.readouterr().err
+    assert statuses("s") == ["killed", "killed"] and f"s/0: holds another run: {message}; " in capsys.readouterr().err
     swap(Path("s/0"), Path("s/1"))
     Path("s/1").rename("elsewhere")
     assert main(["sweep.resume=s", MODULES]) == 0  # one run is there, the other is trained again
@@ -726,8 +726,8 @@ def test_swapped_and_missing_runs_are_said_from_python_and_by_compare(capsys):
     assert "job 0: s/0-scratch-llama is not the recorded run: " in said and "job 1: s/1-" in said
     first.rename("elsewhere")
     assert main(["compare", "s"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "not counted: 1 run of s no longer there: 0-scratch-llama" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "not counted: 1 run of s no longer there: 0-scratch-llama" in output
 
 
 def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
@@ -892,16 +892,16 @@ def test_as_many_share_a_gpu_as_were_asked_for_and_stacks_of_many_jobs(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["sweep.per_gpu=2"], "sweep.launcher=processes or stacked"),
         (["sweep.per_gpu=2", "sweep.launcher=ray"], "sweep.ray.gpus=0.25"),
         (["sweep.per_gpu=-1", "sweep.launcher=processes"], "sweep.per_gpu=-1"),
     ],
 )
-def test_sharing_of_gpus_that_cannot_be_is_refused(capsys, words, told):
+def test_sharing_of_gpus_that_cannot_be_is_refused(capsys, words, message):
     assert main(["-m", "seed=0,1", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):

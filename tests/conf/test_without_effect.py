@@ -1,4 +1,4 @@
-"""A setting that has no effect in a run is told before its first step; one that contradicts another is refused."""
+"""Settings without effect are warned about before the first step; contradictory settings are rejected."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def registry():
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, tmp_path_factory, monkeypatch):
+def _work_in_tmp_path(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
     (tmp_path / "lines.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
@@ -42,17 +42,17 @@ def _here(tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def warnings_of(registry):
-    """What a run of the text would be told."""
+def list_warnings(registry):
+    """Return a function that lists the warnings of a run on TEXT."""
 
-    def told(*words):
+    def prepare_and_list(*words):
         return list(prepare(Request([], registry, MODULES).build_config(*drop_repeated_keys(*TEXT, *words))).warnings)
 
-    return told
+    return prepare_and_list
 
 
 BASE = f"recipe.base={DONOR} data.tokenizer=auto "
-# Settings of one run, what its warnings begin with, in their order, and the nearest settings that have their effect.
+# Settings without effect, the beginnings of their warnings in order, and similar settings that have an effect.
 IDLE = {
     "longer than the run": (
         "eval_every=21 checkpoint_every=21 callbacks=[default,sample,early_stop] callbacks.events.every=21 "
@@ -135,14 +135,14 @@ IDLE = {
 
 
 @pytest.mark.parametrize("case", IDLE)
-def test_what_has_no_effect_is_told_and_what_has_is_not(warnings_of, case):
+def test_settings_without_effect_are_warned_about_and_others_are_not(list_warnings, case):
     idle, words, busy = IDLE[case]
-    told = warnings_of(*idle.split())
-    assert len(told) == len(words) and all(map(str.startswith, told, words)), told
-    assert warnings_of(*busy.split()) == []
+    warnings = list_warnings(*idle.split())
+    assert len(warnings) == len(words) and all(map(str.startswith, warnings, words)), warnings
+    assert list_warnings(*busy.split()) == []
 
 
-def test_a_run_tells_it_on_the_terminal_in_the_log_and_as_an_event(capsys):
+def test_a_warning_is_printed_logged_and_written_as_an_event(capsys):
     text = "callbacks.cosine.warmup=20: the run has 20 steps"
     assert main([f"plugins=[{MODULES[0]}]", *TEXT, "callbacks.cosine.warmup=20", "hydra.run.dir=run"]) == 0
     out, first = capsys.readouterr().out, "step  0/20"
@@ -152,13 +152,13 @@ def test_a_run_tells_it_on_the_terminal_in_the_log_and_as_an_event(capsys):
     assert [e["text"].startswith(text) for e in events if e["kind"] == "warning"] == [True]
 
 
-def test_an_ordinary_run_is_warned_of_nothing(registry):
+def test_default_runs_have_no_warnings(registry):
     for words in ([], ["recipe=warm"], ["model=gpt2"]):
         config = Request([], registry, MODULES).build_config(*words, "engine=noop", "data.max_mb=0.1")
         assert prepare(config).warnings == []
 
 
-def test_groups_stand_in_the_introduction(registry):
+def test_parameter_groups_are_printed_before_the_run(registry):
     own = "optim.groups={*attn_q*:{frozen:true},blk.*:{lr:0.1,weight_decay:0}}"
     lines = introduction(prepare(Request([], registry, MODULES).build_config(*TEXT, "model.n_layers=1", own)))
     (frozen,), (rest,) = ([line for line in lines if word in line] for word in ("*attn_q*", "blk.*"))
@@ -166,7 +166,7 @@ def test_groups_stand_in_the_introduction(registry):
     assert re.fullmatch(r"group   blk\.\*: lr=0\.1, weight_decay=0; 8 tensors", rest), rest
 
 
-def test_more_held_out_images_than_there_are(registry):
+def test_more_evaluation_images_than_held_out_is_a_warning(registry):
     pytest.importorskip("sklearn")
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
     prepared = prepare(Request([], registry, MODULES).build_config(*words))
@@ -175,7 +175,7 @@ def test_more_held_out_images_than_there_are(registry):
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
 
 
-def test_engines_say_which_of_their_settings_have_nothing_to_do():
+def test_engines_warn_about_their_settings_without_effect():
     frozen = PlanTensor("blk.0.attn_q.weight", (2, 2), FromGGUF("base.gguf", "blk.0.attn_q.weight"), False)
     bare, packed = (RunPreview({}, None, None, SimpleNamespace(tensors=ts)) for ts in ((), (frozen,)))
     for engine, planned, words in (
@@ -194,11 +194,11 @@ def test_engines_say_which_of_their_settings_have_nothing_to_do():
         assert [words in text for text in engine.warnings(planned)] == ([True] if words else []), engine
 
 
-def test_threads_that_the_engine_of_auto_does_not_take_are_told(registry, monkeypatch):
+def test_threads_are_warned_about_if_the_engine_chosen_by_auto_has_no_such_setting(registry, monkeypatch):
     monkeypatch.setattr(registry.get("engine", "noop"), "priority", 1000, raising=False)
     words = [*(w for w in TEXT if w != "engine=noop"), "engine.threads=2"]
-    told = prepare(Request([], registry, MODULES).build_config(*words)).warnings
-    assert told == ["engine.threads=2: has no effect: engine=auto chose noop, which has no such setting"]
+    warnings = prepare(Request([], registry, MODULES).build_config(*words)).warnings
+    assert warnings == ["engine.threads=2: has no effect: engine=auto chose noop, which has no such setting"]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_threads_that_the_engine_of_auto_does_not_take_are_told(registry, monkey
         ("data=tokens data.path=ids.bin data.dtype=uint16", ["data.dtype=uint16", "TOYC", "int32"]),
     ],
 )
-def test_what_contradicts_is_refused(line, words, capsys):
+def test_contradictory_settings_are_rejected(line, words, capsys):
     ids = np.arange(400, dtype="<i4") % 50
     Path("ids.bin").write_bytes(b"TOYC" + struct.pack("<III", 1, 50, 0) + ids.tobytes())
     common = [f"plugins=[{MODULES[0]}]", "engine=noop", "model.context=16", "hydra.run.dir=run"]
@@ -218,7 +218,7 @@ def test_what_contradicts_is_refused(line, words, capsys):
     assert not Path("run").exists()
 
 
-def test_one_value_of_a_list_is_a_list_of_one(registry, capsys):
+def test_a_single_value_for_a_list_setting_becomes_a_list(registry, capsys):
     words = [*TEXT, "recipe=lora", f"recipe.base={DONOR}", "data.tokenizer=auto", "recipe.targets=q"]
     config = Request([], registry, MODULES).build_config(*words)
     assert isinstance(config.recipe, Lora) and config.recipe.targets == ["q"]
@@ -267,7 +267,7 @@ def register_models(register):
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
-def test_recomputing_without_a_block_is_told_once_and_recorded(engine, capsys):
+def test_recompute_without_blocks_is_warned_about_once_and_recorded(engine, capsys):
     Path("flat_model.py").write_text(WITHOUT_BLOCKS)
     usual = [*TEXT[:3], f"engine={engine}", "engine.recompute=true", "model.context=8", "steps=1", "eval_every=0",
              "callbacks=[events]"]  # fmt: skip

@@ -558,7 +558,7 @@ def run(kinds, seed, count):
                 Path(f"failed-{kind_name}-{seed}-{number}").write_bytes(data)
                 traceback.print_exc()
                 sys.exit(
-                    f"{kind_name} {seed} {number}: neither accepted nor rejected: see failed-{kind_name}-{seed}-{number}"
+                    f"{kind_name} {seed} {number}: not accepted, not rejected: see failed-{kind_name}-{seed}-{number}"
                 )
     print(json.dumps({"inputs": count * len(kinds), "bytes": memory_bytes("VmHWM") - before}))
 

@@ -42,7 +42,7 @@ def disk(tmp_path_factory):
 
 
 @pytest.fixture
-def empty(disk):
+def empty_disk(disk):
     yield disk
     for entry in disk.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -180,19 +180,19 @@ def test_runs_on_a_full_disk_fail_clearly_and_resume_at_many_moments(here, empty
 
 @pytest.mark.faults
 def test_a_read_only_disk_is_rejected_without_changes(here, empty_disk, capsys):
-    run = empty / "run"
+    run = empty_disk / "run"
     execute(run)
     capsys.readouterr()
-    subprocess.run(["mount", "-o", "remount,ro", empty], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", empty_disk], check=True)
     try:
         before = {path: path.stat().st_mtime_ns for path in empty_disk.rglob("*")}
-        for args in ([*WORDS, f"hydra.run.dir={empty}/new"], [f"resume={run}", "steps=24"]):
+        for args in ([*WORDS, f"hydra.run.dir={empty_disk}/new"], [f"resume={run}", "steps=24"]):
             assert main(args) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert "cannot be written (Read-only file system); choose another: hydra.run.dir=..." in line
         assert {path: path.stat().st_mtime_ns for path in empty_disk.rglob("*")} == before
     finally:
-        subprocess.run(["mount", "-o", "remount,rw", empty], check=True)
+        subprocess.run(["mount", "-o", "remount,rw", empty_disk], check=True)
 
 
 @dataclass(eq=False)

@@ -145,7 +145,7 @@ def test_a_dry_run_of_a_resume_counts_the_remaining_steps(capsys):
 
 def test_flags_without_effect_are_rejected(capsys):
     assert main(["--json"]) == 2 and "--json: needs --dry-run" in capsys.readouterr().err
-    assert main(["--cfg", "job", "--dry-run"]) == 2 and "one thing at a time" in capsys.readouterr().err
+    assert main(["--cfg", "job", "--dry-run"]) == 2 and "--cfg --dry-run: only one of these" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform not in PLATFORMS, reason="jobs are only forked on Linux")

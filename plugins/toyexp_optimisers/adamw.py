@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import DEFAULT_BETA2, FROM_SCRATCH, MODES, AdamW, Arithmetic, Optimiser, Rule
+from toyexp import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Arithmetic, Optimiser, Rule
 from toyexp.base import require_choice, require_range
 
 
@@ -55,7 +55,8 @@ class AdamWOptimiser(Optimiser):
 
     @property
     def title(self) -> str:
-        return f"AdamW mode {self.mode}"
+        betas = "bias correction" if self.mode == LORA else "constant betas"
+        return f"AdamW with {betas} (optim.mode={self.mode})"
 
     def describe(self, lr: float) -> dict[str, Any]:
         """Return the rule's fields, and the settings common to all optimisers."""

@@ -21,7 +21,7 @@ class Muon(Optimiser):
     """Muon on the blocks' matrices (Jordan 2024), AdamW on the rest."""
 
     name: ClassVar[str] = "muon"
-    title: ClassVar[str] = "Muon for matrices of blocks, AdamW mode lora for the rest"
+    title: ClassVar[str] = "Muon for matrices of blocks, AdamW with bias correction for the rest"
 
     momentum: float = 0.95  # decay of the momentum
     nesterov: bool = True  # use Nesterov momentum

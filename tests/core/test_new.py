@@ -74,7 +74,7 @@ def test_without_pytest_the_printed_commands_install_it(tmp_path, monkeypatch, c
     monkeypatch.setattr("toyexp.cli.new.find_spec", lambda module: None)
     assert main(["new", "callback", "mine", "--into", str(tmp_path)]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert lines.index(["pip", "install"]) < lines.index(["pytest", "#"])
+    assert lines.index(["pip", "install"]) < lines.index(["python", "-m"])
 
 
 @pytest.mark.parametrize("kind", ["model", "recipe", "data", "callback", "optimiser", "format", "engine"])

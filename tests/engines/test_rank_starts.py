@@ -82,7 +82,7 @@ def test_engine_auto_chooses_an_engine_that_supports_ranks(monkeypatch):
     for name, value in zip(RANKS, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     config = Request.parse(["engine=auto", "data=random"]).build_config()
-    assert config.engine.name in ("cpu", "cuda") and "not here: " in config.engine_note
+    assert config.engine.name in ("cpu", "cuda") and "unavailable: " in config.engine_note
 
 
 @pytest.mark.parametrize(

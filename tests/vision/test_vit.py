@@ -40,7 +40,7 @@ class TestVitTinyWithoutBiases(RecipeSuite):
 
 
 def train(directory, *settings):
-    """Runs in this process; returns the run's directory and its result."""
+    """Train in this process; return the run's directory and its result."""
     assert main([*TINY, f"hydra.run.dir={directory}", *settings]) == 0
     return directory, json.loads((directory / "result.json").read_text())
 
@@ -54,23 +54,23 @@ def trained(tmp_path_factory):
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-# That ggml takes the same steps from the same bytes is held step by step in tests/engines.
+# tests/engines compares the steps of ggml with those of torch one by one.
 @pytest.mark.parametrize(
-    ("engine", "steps", "share"),
+    ("engine", "steps", "accuracy"),
     [("cpu", 80, 0.9), *(pytest.param(engine, 400, 0.97, marks=pytest.mark.full) for engine in ("cpu", "ggml"))],
 )
-def test_vit_digits_reads_digits_it_has_not_seen(tmp_path, engine, steps, share, capsys):
-    """97 of 100 as it stands, and 90 after a fifth of its steps."""
+def test_experiment_vit_digits_reaches_its_accuracy_on_held_out_digits(tmp_path, engine, steps, accuracy, capsys):
+    """The accuracy is 97 % with the experiment's steps, and 90 % after a fifth of them."""
     line = ["experiment=vit_digits", f"engine={engine}", "engine.threads=1", f"steps={steps}", f"eval_every={steps}"]
     assert main([*line, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["first_eval_scores"]["accuracy"] < 0.3 and result["eval_scores"]["accuracy"] >= share
+    assert result["first_eval_scores"]["accuracy"] < 0.3 and result["eval_scores"]["accuracy"] >= accuracy
     assert f"-> {result['eval_scores']['accuracy']:.4f}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("block", ["layernorm_gelu", "rmsnorm_silu"])
-def test_a_folder_of_images_of_ones_own_trains(tmp_path, block, capsys):
-    """Stripes that lie, stand or lean, in any colours and at any size."""
+def test_a_directory_of_images_trains_to_a_high_accuracy(tmp_path, block, capsys):
+    """The classes are horizontal, vertical and diagonal stripes, in any colours and at any size."""
     draw = np.random.default_rng(0)
     for name in ("flat", "upright", "leaning"):
         (tmp_path / "stripes" / name).mkdir(parents=True)
@@ -87,15 +87,15 @@ def test_a_folder_of_images_of_ones_own_trains(tmp_path, block, capsys):
         "batch_size=16", "eval_every=150", "lr=0.003",
     )  # fmt: skip
     assert result["eval_scores"]["accuracy"] >= 0.9
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "data    images (90 images to train on; 3 classes: flat, leaning, upright; images of " in shown
-        and " images/s" in shown
-        and "tokens" not in shown
+        "data    images (90 images to train on; 3 classes: flat, leaning, upright; images of " in output
+        and " images/s" in output
+        and "tokens" not in output
     )
 
 
-def test_what_a_run_says_and_records_of_its_accuracy(trained, capsys):
+def test_a_run_records_its_accuracy(trained, capsys):
     directory, result = trained
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     scores = [e["accuracy"] for e in events if e["kind"] == "eval"]
@@ -106,7 +106,7 @@ def test_what_a_run_says_and_records_of_its_accuracy(trained, capsys):
     assert events[0]["optim"]["mode"] == "from_scratch" and events[0]["data"]["held_out_images"] == 359
 
 
-def test_skipped_images_are_counted_where_a_person_looks(tmp_path, capsys):
+def test_skipped_images_are_counted_in_the_output_and_the_events(tmp_path, capsys):
     for name in "ab":
         (tmp_path / "images" / name).mkdir(parents=True)
         for i in range(4):
@@ -149,7 +149,7 @@ def test_a_sweep_compares_accuracies(tmp_path, capsys, monkeypatch):
     ],
     ids=lambda v: v if " " not in v else "",
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(tmp_path, line, words, capsys, monkeypatch):
+def test_settings_that_do_not_fit_are_rejected(tmp_path, line, words, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(drop_repeated_keys(*TINY, "steps=1", *line.split(" "))) == 2
     assert words in capsys.readouterr().err
@@ -164,17 +164,19 @@ def test_more_classes_than_the_data_has_are_allowed(tmp_path):
 def test_init_scale_scales_the_blocks_matrices_and_nothing_else():
     model = ViT(d_model=16, n_layers=2, n_heads=2, d_ff=24).fit(Digits().open(None))
     inputs = model.batches(Digits().open(None), 2, 0).inputs
-    one, half = (VitTiny(init_scale=s).plan(model, Setup(inputs, rows=2)) for s in (1.0, 0.5))
-    for a, b in zip(one.tensors, half.tensors, strict=True):
+    full_scale, half_scale = (VitTiny(init_scale=s).plan(model, Setup(inputs, rows=2)) for s in (1.0, 0.5))
+    for a, b in zip(full_scale.tensors, half_scale.tensors, strict=True):
         scaled = a.name.startswith("v.blk.") and len(a.shape) == 2
-        np.testing.assert_allclose(half.initial_values(b), one.initial_values(a) * (0.5 if scaled else 1), rtol=1e-6)
+        np.testing.assert_allclose(
+            half_scale.initial_values(b), full_scale.initial_values(a) * (0.5 if scaled else 1), rtol=1e-6
+        )
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def accuracy(saved):
-    """Of the digits that were held out, by float64 code of its own."""
+def accuracy_in_float64(saved):
+    """Return the accuracy on the held-out digits, computed by independent float64 code."""
     images, labels = Digits().open(None).held_out
     pixels = torch.from_numpy((images / 255 - saved.mean) / saved.std)
     weights = {name: torch.from_numpy(np.array(array)).double() for name, array in saved.tensors.items()}
@@ -182,103 +184,107 @@ def accuracy(saved):
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
-def test_a_file_alone_gives_the_accuracy_that_the_run_reported(trained, suffix):
+def test_an_exported_file_has_the_accuracy_that_the_run_reported(trained, suffix):
     directory, result = trained
     saved = load_vit(directory / f"model.{suffix}")
     assert saved.classes == tuple("0123456789")
-    assert accuracy(saved) == pytest.approx(
+    assert accuracy_in_float64(saved) == pytest.approx(
         result["eval_scores"]["accuracy"], abs=1.5 / 359
-    )  # a tie may fall otherwise
+    )  # an image with equal logits may be classified differently
     images = Digits().open(None).held_out[0][:5]
     patches = saved.model.batches(Digits().open(None), 359, 0).held_out()[0]["patches"]
     np.testing.assert_allclose(saved.patches(images), patches[:5], atol=1e-5)
 
 
-def test_eval_says_how_often_each_class_is_right_and_what_it_is_taken_for(trained, capsys):
+def test_eval_counts_the_correct_and_confused_images_of_each_class(trained, capsys):
     directory, result = trained
     saved, (images, labels) = load_vit(directory / "model.gguf"), Digits().open(None).held_out
     pixels = torch.from_numpy((images / 255 - saved.mean) / saved.std)
     weights = {name: torch.from_numpy(np.array(array)).double() for name, array in saved.tensors.items()}
-    chosen = vit(weights, saved.model, pixels).argmax(-1).numpy()  # by float64 code of its own
+    predictions = vit(weights, saved.model, pixels).argmax(-1).numpy()  # by independent float64 code
     capsys.readouterr()
     assert main(["eval", str(directory), "engine=ggml", "--json"]) == 0
-    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["classes"]}
-    assert list(found) == list("0123456789")
-    matrix = np.array([[one["taken_for"].get(other, 0) for other in found] for one in found.values()])
-    matrix += np.diag([one["right"] for one in found.values()])
-    wanted = np.zeros((10, 10), int)
-    np.add.at(wanted, (labels, chosen), 1)
-    assert np.abs(matrix - wanted).sum() <= 2  # a tie may fall otherwise
-    assert [one["examples"] for one in found.values()] == wanted.sum(1).tolist()
+    counts = {count["name"]: count for count in json.loads(capsys.readouterr().out)["classes"]}
+    assert list(counts) == list("0123456789")
+    matrix = np.array([[count["taken_for"].get(other, 0) for other in counts] for count in counts.values()])
+    matrix += np.diag([count["right"] for count in counts.values()])
+    expected = np.zeros((10, 10), int)
+    np.add.at(expected, (labels, predictions), 1)
+    assert np.abs(matrix - expected).sum() <= 2  # an image with equal logits may be classified differently
+    assert [count["examples"] for count in counts.values()] == expected.sum(1).tolist()
     assert np.trace(matrix) / 359 == pytest.approx(result["eval_scores"]["accuracy"])
-    assert all([*one["taken_for"].values()] == sorted(one["taken_for"].values())[::-1] for one in found.values())
+    assert all([*count["taken_for"].values()] == sorted(count["taken_for"].values())[::-1] for count in counts.values())
     assert main(["eval", str(directory), "engine=ggml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line.split() for line in lines if line.startswith("8 "))
-    assert row[1:3] == [str(found["8"]["examples"]), f"{found['8']['right'] / found['8']['examples']:.1%}"]
+    assert row[1:3] == [str(counts["8"]["examples"]), f"{counts['8']['right'] / counts['8']['examples']:.1%}"]
 
 
-def test_of_many_classes_those_with_most_mistakes_are_shown():
+def test_of_many_classes_the_table_shows_those_with_most_mistakes():
     rng, count = np.random.default_rng(0), 30
-    targets = np.repeat(np.arange(count - 1), 4).astype(np.int32)  # nothing of the last class
+    targets = np.repeat(np.arange(count - 1), 4).astype(np.int32)  # no example of the last class
     logits = np.eye(count)[targets] + 0.0
     logits[targets == 7] = np.eye(count)[8]
     logits[targets == 5, :] = np.eye(count)[rng.permutation(4) + 20]
     weights = np.ones(len(targets), np.float32)
-    weights[0] = 0  # which only fills the batch
+    weights[0] = 0  # padding of the batch
     batch = {"x": logits, "targets": targets, "weights": weights}
-    found = count_by_class(lambda b: b["x"], [batch, batch], ["x"], ["first"])
-    assert (found[0].name, found[0].examples, found[1].name, found[-1].examples) == ("first", 6, "1", 0)
-    assert found[7].taken_for == {"8": 8} and found[7].right == 0
-    lines = class_table(found)
+    counts = count_by_class(lambda b: b["x"], [batch, batch], ["x"], ["first"])
+    assert (counts[0].name, counts[0].examples, counts[1].name, counts[-1].examples) == ("first", 6, "1", 0)
+    assert counts[7].taken_for == {"8": 8} and counts[7].right == 0
+    lines = class_table(counts)
     assert len(lines) == 22 and "29 classes" in lines[-1]
     assert [line.split()[0] for line in lines[1:3]] == ["5", "7"] and "8 (8)" in lines[2]
     assert "20 (2), 21 (2), 22 (2), 23 (2)" in lines[1]
 
 
-def test_a_table_of_classes_counts_what_it_leaves_out_and_shows_names_as_text():
-    others = {"cat": 5, "dog\x1b[31m": 4, "elk": 3, "fox": 2, "gnu": 1}
-    few = [ClassCounts(str(number), 4, 4, {}) for number in range(19)]
-    lines = class_table([*few, ClassCounts("a\nb", 20, 5, others)])
-    assert [line.split()[0] for line in lines] == ["class", *map(str, range(19)), r"a\nb"]  # 20, in the model's order
+def test_a_table_of_classes_counts_omitted_classes_and_escapes_names():
+    mistakes = {"cat": 5, "dog\x1b[31m": 4, "elk": 3, "fox": 2, "gnu": 1}
+    counts = [ClassCounts(str(number), 4, 4, {}) for number in range(19)]
+    lines = class_table([*counts, ClassCounts("a\nb", 20, 5, mistakes)])
+    assert [line.split()[0] for line in lines] == ["class", *map(str, range(19)), r"a\nb"]  # in the model's order
     assert lines[-1].endswith(r"25.0%  cat (5), dog\x1b[31m (4), elk (3), 2 more")
 
 
-def test_both_files_hold_the_same(trained):
+def test_gguf_and_safetensors_hold_the_same_model(trained):
     directory, _ = trained
-    one, two = (load_vit(directory / f"model.{suffix}") for suffix in ("gguf", "safetensors"))
-    assert one.model == replace(two.model, norm_eps=one.model.norm_eps)  # GGUF rounds it to float32
-    assert one.model.norm_eps == pytest.approx(two.model.norm_eps)
-    assert one.classes == two.classes and one.tensors.keys() == two.tensors.keys()
-    assert all(np.array_equal(one.tensors[name], two.tensors[name]) for name in one.tensors)
-    np.testing.assert_allclose(one.mean, two.mean, rtol=1e-6)
+    from_gguf, from_safetensors = (load_vit(directory / f"model.{suffix}") for suffix in ("gguf", "safetensors"))
+    assert from_gguf.model == replace(
+        from_safetensors.model, norm_eps=from_gguf.model.norm_eps
+    )  # GGUF rounds it to float32
+    assert from_gguf.model.norm_eps == pytest.approx(from_safetensors.model.norm_eps)
+    assert from_gguf.classes == from_safetensors.classes and from_gguf.tensors.keys() == from_safetensors.tensors.keys()
+    assert all(np.array_equal(from_gguf.tensors[name], from_safetensors.tensors[name]) for name in from_gguf.tensors)
+    np.testing.assert_allclose(from_gguf.mean, from_safetensors.mean, rtol=1e-6)
 
 
-def test_gguf_py_reads_the_keys_the_documentation_lists(trained):
+def test_gguf_py_reads_the_keys_that_the_documentation_lists(trained):
     reader = gguf.GGUFReader(trained[0] / "model.gguf")
-    found = {name: field.contents() for name, field in reader.fields.items() if name.startswith("toyexp-vit.")}
+    metadata = {name: field.contents() for name, field in reader.fields.items() if name.startswith("toyexp-vit.")}
     page = (Path(__file__).parents[2] / "docs" / "pages" / "guides" / "outputs.md").read_text()
-    for key, value in found.items():
+    for key, value in metadata.items():
         assert f"`{key.removeprefix('toyexp-vit.')}`" in page, key
         assert value is not None
-    assert found["toyexp-vit.classes"] == list("0123456789") and found["toyexp-vit.block"] == "layernorm_gelu"
+    assert metadata["toyexp-vit.classes"] == list("0123456789") and metadata["toyexp-vit.block"] == "layernorm_gelu"
     assert reader.fields["general.architecture"].contents() == "toyexp-vit"
     assert not [name for name in reader.fields if name.startswith("tokenizer.")]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("f16", 0.01), ("bf16", 0.02), ("q8_0", 0.02)])
-def test_smaller_types_keep_the_accuracy(trained, tmp_path, kind, most):
+@pytest.mark.parametrize(("kind", "limit"), [("f16", 0.01), ("bf16", 0.02), ("q8_0", 0.02)])
+def test_smaller_types_keep_the_accuracy_within_a_limit(trained, tmp_path, kind, limit):
     saved = load_vit(trained[0] / "model.gguf")
     keys = {"classes": list(saved.classes), "image_mean": saved.mean.tolist(), "image_std": saved.std.tolist()}
     write_model(tmp_path / "small.gguf", saved.model, saved.tensors, None, kind, data=keys)
-    assert accuracy(load_vit(tmp_path / "small.gguf")) == pytest.approx(accuracy(saved), abs=most)
+    assert accuracy_in_float64(load_vit(tmp_path / "small.gguf")) == pytest.approx(
+        accuracy_in_float64(saved), abs=limit
+    )
     with GGUFFile(tmp_path / "small.gguf") as file:
         assert file.tensors["v.position_embd.weight"].type == "F32"
         assert file.tensors["v.blk.0.attn_q.weight"].type == kind.upper()
 
 
-def broken_gguf(source, target, **changes):
-    """A copy of the file with some of its keys changed, or left out where None."""
+def write_broken_gguf(source, target, **changes):
+    """Copy the file with some of its keys changed, or removed if the new value is None."""
     with GGUFFile(source) as file:
         writer = gguf.GGUFWriter(target, changes.pop("architecture", "toyexp-vit"))
         for key, value in {**file.metadata, **{f"toyexp-vit.{k}": v for k, v in changes.items()}}.items():
@@ -321,13 +327,13 @@ def broken_gguf(source, target, **changes):
     ],
     ids=str,
 )
-def test_a_file_that_lacks_something_says_what(trained, tmp_path, changes, words):
+def test_the_error_names_a_missing_or_wrong_key(trained, tmp_path, changes, words):
     with pytest.raises(UserError) as error:
-        load_vit(broken_gguf(trained[0] / "model.gguf", tmp_path / "bad.gguf", **changes))
+        load_vit(write_broken_gguf(trained[0] / "model.gguf", tmp_path / "bad.gguf", **changes))
     assert str(error.value).startswith(f"{tmp_path / 'bad.gguf'}: ") and words in str(error.value)
 
 
-def test_safetensors_of_something_else_say_so(trained, tmp_path):
+def test_safetensors_that_hold_no_model_are_rejected(trained, tmp_path):
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="was not written by toyexp"):
         load_vit(tmp_path / "other.safetensors")
@@ -345,7 +351,7 @@ def test_safetensors_of_something_else_say_so(trained, tmp_path):
         load_vit(tmp_path / "cut.safetensors")
 
 
-def test_a_language_models_safetensors_hold_what_its_gguf_holds(tmp_path):
+def test_a_language_models_safetensors_have_the_tensors_of_its_gguf(tmp_path):
     (tmp_path / "text.txt").write_text("a quick brown fox " * 200)
     line = ["data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokenizer=byte", "steps=2", "engine=ggml",
             "engine.threads=1", "callbacks=[gguf_export,safetensors_export]",

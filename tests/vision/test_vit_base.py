@@ -1,4 +1,4 @@
-"""A trained ViT as the base of `full` and `lora`: its classes, its pixels, its numbers."""
+"""A trained ViT as the base of `full` and `lora`: its classes, pixels and weights."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ PAIRS = ["recipe=lora", "recipe.rank=2", "recipe.init_scale=0.2"]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run on digits, and images of two of them in a folder per class."""
+def trained_files(tmp_path_factory):
+    """Train a run on digits, and write images of two digits in a directory per class."""
     root = tmp_path_factory.mktemp("vit-base")
     assert main(["model=vit", "recipe=vit_tiny", "data=digits", "model.d_model=32", "model.n_layers=2", *TINY,
                  "model.d_ff=32", "eval_every=25", "steps=25", f"hydra.run.dir={root / 'run'}"]) == 0  # fmt: skip
@@ -39,8 +39,8 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def here(trained, tmp_path, monkeypatch):
-    for path in trained.iterdir():
+def working_directory(trained_files, tmp_path, monkeypatch):
+    for path in trained_files.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
 
@@ -49,7 +49,7 @@ def result(directory):
     return json.loads(Path(directory, "result.json").read_text())
 
 
-def told(capsys, *words):
+def run_json(capsys, *words):
     capsys.readouterr()
     assert main([*words, "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
@@ -60,80 +60,89 @@ def told(capsys, *words):
     [(["recipe=full"], "cpu"), ([*PAIRS, "recipe.targets=[q,o,ffn_*]"], "ggml")],
     ids=["full", "lora"],
 )
-def test_training_goes_on_where_the_base_ended(capsys, recipe, engine):
+def test_a_run_starts_from_the_loss_of_its_base(capsys, recipe, engine):
     words = [*recipe, *ON_DIGITS, f"engine={engine}", "lr=0.002", "steps=8", "eval_every=8", "checkpoint_every=8"]
     assert main([*words, "hydra.run.dir=on"]) == 0
     assert result("on")["first_eval_loss"] == pytest.approx(result("run")["eval_loss"], abs=2e-5)
     assert result("on")["eval_loss"] < result("on")["first_eval_loss"]
-    for what in ("on", "on/checkpoints/step-8", *(["run --adapter on"] if "recipe=lora" in recipe else [])):
-        found = told(capsys, "eval", *what.split(), "data=digits", "engine=cpu", "engine.threads=1")
-        assert found["loss"] == pytest.approx(result("on")["eval_loss"], abs=2e-5), what
-        assert found["scores"]["accuracy"] == pytest.approx(result("on")["eval_scores"]["accuracy"])
+    for model in ("on", "on/checkpoints/step-8", *(["run --adapter on"] if "recipe=lora" in recipe else [])):
+        report = run_json(capsys, "eval", *model.split(), "data=digits", "engine=cpu", "engine.threads=1")
+        assert report["loss"] == pytest.approx(result("on")["eval_loss"], abs=2e-5), model
+        assert report["scores"]["accuracy"] == pytest.approx(result("on")["eval_scores"]["accuracy"])
 
 
-def test_engines_agree_on_its_adapters(capsys):
+def test_engines_agree_on_adapters_of_a_vit(capsys):
     engines = "engine=cpu:threads=1,ggml:threads=1"
     words = [*PAIRS, "recipe.targets=[*]", "recipe.base=run", "data=digits", "batch_size=16", "lr=0.01", "steps=10"]
-    (engine,) = told(capsys, "parity", *words, engines)["engines"]
+    (engine,) = run_json(capsys, "parity", *words, engines)["engines"]
     assert engine["loss"]["largest"] < 1e-4
 
 
-def test_the_default_target_is_the_queries_and_patterns_name_blocks(tmp_path):
-    for given, found in (
+def test_the_default_targets_are_the_queries_and_patterns_can_name_blocks(tmp_path):
+    for overrides, targets in (
         ([], {"v.blk.0.attn_q", "v.blk.1.attn_q"}),
         (["recipe.targets=[blk.1.attn_o*]"], {"v.blk.1.attn_out"}),
     ):
         assert (
             main(
-                ["recipe=lora", *ON_DIGITS, *given, "steps=1", "eval_every=0", f"hydra.run.dir={tmp_path}/{len(given)}"]
+                [
+                    "recipe=lora",
+                    *ON_DIGITS,
+                    *overrides,
+                    "steps=1",
+                    "eval_every=0",
+                    f"hydra.run.dir={tmp_path}/{len(overrides)}",
+                ]
             )
             == 0
         )
-        with GGUFFile(tmp_path / str(len(given)) / "adapter.gguf") as file:
-            assert {name.rpartition(".weight")[0] for name in file.tensors} == found
+        with GGUFFile(tmp_path / str(len(overrides)) / "adapter.gguf") as file:
+            assert {name.rpartition(".weight")[0] for name in file.tensors} == targets
 
 
-def test_images_have_the_numbers_and_the_pixels_that_their_classes_have_in_the_base(capsys):
-    """Two of ten classes, in a folder whose own mean is another: nothing moves before the first step."""
+def test_a_run_uses_the_bases_class_numbers_and_normalisation(capsys):
+    """The data has two of ten classes and another mean, but the loss before the first step is the base's."""
     data = ["data=images", "data.path=some", "data.image_size=8", "data.color=false", "data.val_fraction=0.5"]
-    before = told(capsys, "eval", "run/model.gguf", *data, "engine=ggml", "engine.threads=1", "batch_size=16")
+    before = run_json(capsys, "eval", "run/model.gguf", *data, "engine=ggml", "engine.threads=1", "batch_size=16")
     assert main(["recipe=full", "recipe.base=run", *data, *TINY, "steps=2", "eval_every=2", "hydra.run.dir=on"]) == 0
     assert result("on")["first_eval_loss"] == pytest.approx(before["loss"], abs=2e-5)
-    with GGUFFile("run/model.gguf") as one, GGUFFile("on/model.gguf") as other:
+    with GGUFFile("run/model.gguf") as base, GGUFFile("on/model.gguf") as trained:
         keys = [f"toyexp-vit.{key}" for key in ("classes", "class_count", "image_mean", "image_std")]
-        assert all(np.array_equal(one.metadata[key], other.metadata[key]) for key in keys)
+        assert all(np.array_equal(base.metadata[key], trained.metadata[key]) for key in keys)
 
 
-def test_position_embeddings_stay_where_they_are_not_trained():
+def test_position_embeddings_can_be_frozen():
     words = ["recipe=full", *ON_DIGITS, "recipe.train_embeddings=false", "steps=1", "eval_every=0"]
     assert main([*words, "hydra.run.dir=on"]) == 0
-    with GGUFFile("run/model.gguf") as one, GGUFFile("on/model.gguf") as other:
-        same = {name for name in one.tensors if np.array_equal(one.read(name), other.read(name))}
-    assert same == {"v.position_embd.weight"}
+    with GGUFFile("run/model.gguf") as base, GGUFFile("on/model.gguf") as trained:
+        unchanged = {name for name in base.tensors if np.array_equal(base.read(name), trained.read(name))}
+    assert unchanged == {"v.position_embd.weight"}
 
 
-def test_a_new_head_is_of_the_datas_classes_and_all_else_of_the_base(capsys):
-    """Pixels are seen as the base saw its own; the run goes on, and its checkpoint is a model like its file."""
+def test_a_new_head_has_the_datas_classes_and_all_other_weights_are_the_bases(capsys):
+    """Pixels are normalised as in the base. The run resumes, and its checkpoint has the loss of its model file."""
     data = ["data=images", "data.path=cats", "data.image_size=8", "data.color=false", "data.val_fraction=0.5"]
     words = ["recipe=full", "recipe.new_head=true", "recipe.base=run", *data, *TINY, "batch_size=2"]
     assert main([*words, "steps=1", "eval_every=0", "lr=0", "hydra.run.dir=still"]) == 0
-    with GGUFFile("run/model.gguf") as one, GGUFFile("still/model.gguf") as other:
-        assert other.metadata["toyexp-vit.classes"] == ["cat", "dog"]
-        assert np.array_equal(one.metadata["toyexp-vit.image_mean"], other.metadata["toyexp-vit.image_mean"])
-        assert {name: info.shape for name, info in other.tensors.items() if info.shape != one.tensors[name].shape} == {
+    with GGUFFile("run/model.gguf") as base, GGUFFile("still/model.gguf") as trained:
+        assert trained.metadata["toyexp-vit.classes"] == ["cat", "dog"]
+        assert np.array_equal(base.metadata["toyexp-vit.image_mean"], trained.metadata["toyexp-vit.image_mean"])
+        shapes = {name: info.shape for name, info in trained.tensors.items()}
+        assert {name: shape for name, shape in shapes.items() if shape != base.tensors[name].shape} == {
             "v.head.weight": (2, 32), "v.head.bias": (2,),
         }  # fmt: skip
-        same = [name for name in one.tensors if not name.startswith("v.head.")]
-        assert all(np.array_equal(one.read(name), other.read(name)) for name in same)
+        unchanged = [name for name in base.tensors if not name.startswith("v.head.")]
+        assert all(np.array_equal(base.read(name), trained.read(name)) for name in unchanged)
     assert main([*words, "steps=4", "eval_every=4", "checkpoint_every=2", "hydra.run.dir=on"]) == 0
     assert main(["resume=on", "steps=6"]) == 0
-    scored = {
-        told(capsys, "eval", what, "engine=cpu", "engine.threads=1")["loss"] for what in ("on", "on/checkpoints/step-6")
+    losses = {
+        run_json(capsys, "eval", model, "engine=cpu", "engine.threads=1")["loss"]
+        for model in ("on", "on/checkpoints/step-6")
     }
-    assert all(loss == pytest.approx(result("on")["eval_loss"], abs=2e-5) for loss in scored)
+    assert all(loss == pytest.approx(result("on")["eval_loss"], abs=2e-5) for loss in losses)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     ("recipe=full recipe.base=run data=images data.path=cats data.image_size=8 data.color=false data.val_fraction=0.5",
      "the data has the class cat, but the model knows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; to train a new output layer for "
      "them: recipe=full recipe.new_head=true"),
@@ -146,14 +155,14 @@ def test_a_new_head_is_of_the_datas_classes_and_all_else_of_the_base(capsys):
     ("recipe=full recipe.base=run", "model=vit reads images; data=stdlib gives tokens"),
     ("recipe=warm recipe.donor=run", "the donor has no token_embd.weight"),
 ])  # fmt: skip
-def test_what_does_not_fit_the_base_is_one_line(capsys, words, said):
+def test_settings_that_do_not_fit_the_base_are_rejected_in_one_line(capsys, words, message):
     capsys.readouterr()
     assert main([*words.split(), *TINY, "hydra.run.dir=no"]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and not Path("no").exists()
+    assert message in error and error.count("\n") == 1 and not Path("no").exists()
 
 
-def test_describe_says_how_to_train_it_on(capsys):
-    uses = [use["command"] or "" for use in told(capsys, "describe", "run")["uses"]]
+def test_describe_prints_commands_that_train_a_vit_further(capsys):
+    uses = [use["command"] or "" for use in run_json(capsys, "describe", "run")["uses"]]
     assert any("recipe=full recipe.base=run/model.gguf data=images" in use for use in uses)
     assert any("recipe=lora recipe.base=run/model.gguf data=images" in use for use in uses)

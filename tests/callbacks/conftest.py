@@ -1,4 +1,4 @@
-"""Tiny real runs for the tests of the callbacks."""
+"""Fixtures that run tiny real trainings for the tests of the callbacks."""
 
 import itertools
 import json
@@ -18,21 +18,21 @@ MODEL = [
     "model.n_layers=1", "model.context=16",
 ]  # fmt: skip
 ENGINES = {
-    # One thread: several test processes share few cores, where waiting threads cost more than they bring.
+    # One thread: several test processes share a few cores, where more threads are slower.
     "cpu": ["engine=cpu", "engine.threads=1"],
-    # For tests that need no numbers, above all in child processes: torch is slow to import.
+    # For tests that need no numbers, mainly in child processes: torch is slow to import.
     "noop": ["plugins=[toyexp.testing.null]", "engine=noop"],
 }
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen jugs.\n" * 60
 COUNTER = itertools.count()
 
 
-def no_such_number(word):
+def reject_nonstandard_number(word):
     raise ValueError(f"{word} is not strict JSON")
 
 
 @dataclass
-class Trained:
+class FinishedRun:
     code: int
     dir: Path
     out: str = ""
@@ -41,9 +41,9 @@ class Trained:
     @property
     def events(self):
         lines = (self.dir / "events.jsonl").read_text().splitlines()
-        return [json.loads(line, parse_constant=no_such_number) for line in lines]
+        return [json.loads(line, parse_constant=reject_nonstandard_number) for line in lines]
 
-    def of(self, kind):
+    def select(self, kind):
         return [e for e in self.events if e["kind"] == kind]
 
     @property
@@ -52,13 +52,13 @@ class Trained:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def separate_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def settings(tmp_path):
-    """The overrides of a tiny run in directory `to`; of two for the same key the last one counts."""
+    """Return a function that builds the overrides of a tiny run in directory `to`; the last of repeated keys wins."""
     (tmp_path / "text.txt").write_text(TEXT)
 
     def build(*overrides, to="run", engine="cpu"):
@@ -71,26 +71,26 @@ def settings(tmp_path):
 
 @pytest.fixture
 def train(settings, tmp_path, capsys):
-    """Runs a tiny experiment in this process."""
+    """Return a function that runs a tiny experiment in this process."""
 
     def run(*overrides, to="run", engine="cpu"):
         capsys.readouterr()
         code = main(settings(*overrides, to=to, engine=engine))
         captured = capsys.readouterr()
-        return Trained(code, tmp_path / to, captured.out, captured.err)
+        return FinishedRun(code, tmp_path / to, captured.out, captured.err)
 
     return run
 
 
 @pytest.fixture
-def trained(tmp_path):
-    """What a run of another process left in directory `to`."""
-    return lambda code, to="run": Trained(code, tmp_path / to)
+def read_run(tmp_path):
+    """Return a function that reads the results of another process's run in directory `to`."""
+    return lambda code, to="run": FinishedRun(code, tmp_path / to)
 
 
 @pytest.fixture
 def local_plugin(tmp_path, monkeypatch):
-    """Writes a module beside the user's files, under a name of its own: a process imports a module once."""
+    """Return a function that writes a plugin module. Each has a new name, as a process imports a module once."""
     monkeypatch.chdir(tmp_path)
 
     def write(source):
@@ -103,8 +103,8 @@ def local_plugin(tmp_path, monkeypatch):
 
 @pytest.fixture
 def spawn(tmp_path):
-    """Starts `python <words>`, its output to a pipe; whatever still runs at the end is killed."""
-    started = []
+    """Return a function that starts `python <words>` with its output in a pipe; kill remaining processes at the end."""
+    processes = []
 
     def start(*words, env=()):
         process = subprocess.Popen(
@@ -115,11 +115,11 @@ def spawn(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        started.append(process)
+        processes.append(process)
         return process
 
     yield start
-    for process in started:
+    for process in processes:
         if process.poll() is None:
             process.kill()
         process.wait()

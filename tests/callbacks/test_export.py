@@ -17,16 +17,18 @@ def tensors(path):
         return {name: file.read(name) for name in file.tensors}
 
 
-def test_the_export_holds_the_initial_values_when_nothing_was_learned(train):
+def test_the_export_of_an_untrained_model_holds_the_initial_values(train):
     # With lr=0 no step changes a weight, so one step and twelve must give the same file contents.
-    one, twelve = (tensors(train("lr=0", f"steps={n}", to=f"run{n}").dir / "model.gguf") for n in (1, 12))
-    learned = tensors(train("lr=0.01").dir / "model.gguf")
-    assert one.keys() == twelve.keys() == learned.keys()
-    assert all(np.array_equal(one[name], twelve[name]) for name in one)
-    assert all(not np.array_equal(one[name], learned[name]) for name in one)
+    after_one_step, after_twelve_steps = (
+        tensors(train("lr=0", f"steps={n}", to=f"run{n}").dir / "model.gguf") for n in (1, 12)
+    )
+    trained = tensors(train("lr=0.01").dir / "model.gguf")
+    assert after_one_step.keys() == after_twelve_steps.keys() == trained.keys()
+    assert all(np.array_equal(after_one_step[name], after_twelve_steps[name]) for name in after_one_step)
+    assert all(not np.array_equal(after_one_step[name], trained[name]) for name in after_one_step)
 
 
-def test_the_file_names_the_run_it_came_from(train):
+def test_the_file_has_the_name_of_its_run(train):
     run = train("name=mine", engine="noop")
     with GGUFFile(run.dir / "model.gguf") as file:
         keys = file.metadata
@@ -45,14 +47,14 @@ def test_a_smaller_type_rounds_matrices_and_keeps_norms(train, kind):
         if values.ndim < 2:
             assert not error.any(), name
             continue
-        # Rows of 16 numbers do not divide into blocks of 32 and become F16, which is the closer of the two.
+        # Rows of 16 numbers do not divide into blocks of 32 and become F16, which is the more precise type.
         blocks = values.reshape(-1, min(32, values.shape[-1]))
         largest = np.abs(blocks).max(axis=1, keepdims=True)
         assert (error.reshape(blocks.shape) <= ROUNDING[kind] * largest + 1e-8).all(), name
 
 
-def test_a_model_that_its_type_cannot_hold_is_written_all_the_same(train, tmp_path):
-    """A run of a night must not end without its numbers: the tensor that is too large for float16 stays float32."""
+def test_a_tensor_that_overflows_its_type_stays_float32(train, tmp_path):
+    """A long run must not end without an export: a tensor too large for float16 is written as float32."""
     first = train("model.tied=false").dir / "model.gguf"
     writer = Writer()
     with GGUFFile(first) as file:
@@ -61,7 +63,7 @@ def test_a_model_that_its_type_cannot_hold_is_written_all_the_same(train, tmp_pa
         for t in file.tensors.values():
             values = file.read(t.name)
             if t.name == "token_embd.weight":
-                values[250] = 7e4  # a byte that the text does not have
+                values[250] = 7e4  # a byte that does not occur in the text
             writer.add_numbers(t.name, t.shape, "F32", iter_pieces(values))
     writer.save(tmp_path / "base.gguf")
     words = ("recipe=full", f"recipe.base={tmp_path / 'base.gguf'}", "callbacks.gguf_export.type=f16", "lr=1e-4")
@@ -73,7 +75,7 @@ def test_a_model_that_its_type_cannot_hold_is_written_all_the_same(train, tmp_pa
         assert file.read("token_embd.weight")[250, 0] == pytest.approx(7e4, rel=1e-3)
 
 
-def test_k_quants_without_llama_cpp_are_refused_before_the_run(train, monkeypatch, tmp_path):
+def test_k_quants_without_llama_cpp_are_rejected_before_the_run(train, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     run = train("callbacks.gguf_export.type=q4_k_m", engine="noop")
@@ -81,15 +83,15 @@ def test_k_quants_without_llama_cpp_are_refused_before_the_run(train, monkeypatc
     assert not run.dir.exists()
 
 
-def test_every_writes_a_file_on_the_way_and_no_second_one_at_the_end(train):
+def test_the_setting_every_exports_during_the_run_and_only_once_at_the_end(train):
     run = train("callbacks.gguf_export.every=4", engine="noop")
     assert sorted(p.name for p in run.dir.glob("*.gguf")) == ["model-4.gguf", "model-8.gguf", "model.gguf"]
-    assert [(e["step"], e["path"].split("/")[-1]) for e in run.of("export")] == [
+    assert [(e["step"], e["path"].split("/")[-1]) for e in run.select("export")] == [
         (4, "model-4.gguf"),
         (8, "model-8.gguf"),
         (12, "model.gguf"),
     ]
-    assert run.result["artifacts"] == [e["path"] for e in run.of("export")]
+    assert run.result["artifacts"] == [e["path"] for e in run.select("export")]
 
 
 def test_a_failed_run_exports_nothing(train):
@@ -97,14 +99,14 @@ def test_a_failed_run_exports_nothing(train):
     assert run.code == 1 and not list(run.dir.rglob("*.gguf"))
 
 
-ALIEN = """
+BLOCKING_PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
 from toyexp import Callback, hookimpl
 
 @dataclass(eq=False)
 class Alien(Callback):
-    "Puts something where the model will stand."
+    "Create a directory at the path of the model file."
     name: ClassVar[str] = "alien"
     @hookimpl
     def on_start(self, run):
@@ -117,8 +119,8 @@ def register_callbacks(register):
 """
 
 
-def test_an_export_whose_place_is_taken_fails_the_run_and_leaves_the_other_results(train, local_plugin):
-    plugins = f"plugins=[toyexp.testing.null,{local_plugin(ALIEN)}]"
+def test_an_export_whose_path_exists_fails_the_run_and_keeps_other_results(train, local_plugin):
+    plugins = f"plugins=[toyexp.testing.null,{local_plugin(BLOCKING_PLUGIN)}]"
     run = train("callbacks=[default,plots,alien]", plugins, engine="noop")
     assert run.code == 1 and (run.dir / "model.gguf" / "mine").exists()
     assert run.err.startswith("toyexp: error: ") and "model.gguf: could not be written: it exists" in run.err
@@ -128,7 +130,7 @@ def test_an_export_whose_place_is_taken_fails_the_run_and_leaves_the_other_resul
     assert not list(run.dir.rglob("*.tmp"))
 
 
-def test_a_type_nobody_can_write_is_refused(train):
+def test_an_unknown_type_is_rejected(train):
     run = train("callbacks.gguf_export.type=int4")
     assert run.code == 2 and "int4" in run.err and "q8_0" in run.err
     assert not run.dir.exists()

@@ -22,7 +22,7 @@ from toyexp_callbacks.plots import Curves, draw_curves
 from toyexp_callbacks.plots import smooth as smooth_values
 
 
-class ThreadDoneAtOnce:
+class SynchronousThread:
     def __init__(self, target, args, daemon):
         self.start = lambda: target(*args)
 
@@ -33,26 +33,26 @@ class ThreadDoneAtOnce:
         pass
 
 
-def ink(path, size=(900, 1200)):
-    """The share of the picture that is not white."""
+def measure_ink(path, size=(900, 1200)):
+    """Return the share of pixels that are not white."""
     picture = imread(path)
     assert picture.shape[:2] == size
     return float((picture[..., :3] < 0.99).any(axis=-1).mean())
 
 
-def test_a_run_leaves_a_picture_of_its_curves(train):
+def test_a_run_writes_a_plot_of_its_curves(train):
     run = train("callbacks=[default,plots]")
     path = run.dir / "plots" / "curves.png"
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert 0.01 < ink(path) < 0.3
+    assert 0.01 < measure_ink(path) < 0.3
     pictures = [str(path), str(path.with_suffix(".svg"))]
     assert path.with_suffix(".svg").read_text().rstrip().endswith("</svg>")
-    assert [e["path"] for e in run.of("export") if e.get("what") == "plot"] == pictures
+    assert [e["path"] for e in run.select("export") if e.get("what") == "plot"] == pictures
     assert set(pictures) <= set(run.result["artifacts"])
-    assert "plots/curves.png" in run.out, "the person is told where it is"
+    assert "plots/curves.png" in run.out, "the output must name the plot's path"
 
 
-def test_a_smoothed_curve_is_the_mean_of_its_neighbours_and_ends_in_that_of_half_a_window():
+def test_a_smoothed_curve_is_a_centred_moving_average():
     values = np.random.default_rng(0).normal(size=300)
     values[[7, 150]] = math.nan, math.inf
     smooth, width = smooth_values(values)
@@ -66,39 +66,41 @@ def test_a_smoothed_curve_is_the_mean_of_its_neighbours_and_ends_in_that_of_half
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():
     values = np.ones(100_000)
     values[31_234], values[77_777] = 9.0, -5.0
-    steps, kept = thin_curve(range(100_000), values, 200)
+    steps, thinned = thin_curve(range(100_000), values, 200)
     assert len(steps) <= 200 and list(steps) == sorted(steps)
-    assert (kept.max(), kept.min()) == (9.0, -5.0)
-    assert steps[kept.argmax()] == 31_234 and steps[kept.argmin()] == 77_777
+    assert (thinned.max(), thinned.min()) == (9.0, -5.0)
+    assert steps[thinned.argmax()] == 31_234 and steps[thinned.argmin()] == 77_777
 
 
-def test_final_values_stop_and_best_are_written_into_the_picture_and_the_same_run_makes_the_same_bytes(tmp_path):
+def test_the_plot_labels_final_values_stop_and_best_and_is_reproducible(tmp_path):
     steps = list(range(1, 101))
     losses = [5 - step / 50 for step in steps]
-    of = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, losses)}
+    curves_by_name = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, losses)}
     held_out = {"loss": ([0, 50, 100], [5.0, 3.123, 3.4567]), "accuracy": ([0, 50, 100], [0.1, 0.6, 0.875])}
-    curves = Curves("name $x_1$", "below", "image", of, held_out, [40], 50, (100, "stopped early"))
+    curves = Curves("name $x_1$", "below", "image", curves_by_name, held_out, [40], 50, (100, "stopped early"))
     pictures = draw_curves(curves)
     (tmp_path / "a.svg").write_bytes(pictures[".svg"])
-    words = svg_texts(tmp_path / "a.svg")
+    labels = svg_texts(tmp_path / "a.svg")
     for text in ("held-out 3.457", "held-out 87.5 %", "best, step 50", "stopped early, step 100", "warning, step 40",
                  "loss (nats per image)", "held-out accuracy (%)", "gradient norm", "learning rate",
                  "step"):  # fmt: skip
-        assert text in words, words
-    assert any(word.startswith("training 3.0") for word in words), "the mean of the last steps"
+        assert text in labels, labels
+    assert any(word.startswith("training 3.0") for word in labels), "the mean of the last steps"
     assert draw_curves(curves) == pictures
 
 
-def test_the_name_of_a_small_panel_is_no_longer_than_the_panel_is_high(tmp_path):
-    of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr", "rms of all weights of the head")}
-    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("name", steps=of))[".svg"])
+def test_long_names_of_small_panels_are_wrapped(tmp_path):
+    curves_by_name = {
+        name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr", "rms of all weights of the head")
+    }
+    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("name", steps=curves_by_name))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert {"gradient norm", "learning rate", "rms of all", "weights of the", "head"} <= {*words}, words
 
 
-def test_only_pictures_that_toyexp_drew_are_known_as_its_own(tmp_path):
-    of = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr")}
-    for suffix, picture in draw_curves(Curves("name", steps=of)).items():
+def test_only_plots_drawn_by_toyexp_are_recognised_as_its_own(tmp_path):
+    curves_by_name = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr")}
+    for suffix, picture in draw_curves(Curves("name", steps=curves_by_name)).items():
         (tmp_path / f"ours{suffix}").write_bytes(picture)
         assert is_own_plot(tmp_path / f"ours{suffix}")
     figure = Figure()
@@ -111,69 +113,71 @@ def test_only_pictures_that_toyexp_drew_are_known_as_its_own(tmp_path):
     assert not is_own_plot(tmp_path / "none.png") and not is_own_plot(tmp_path)
 
 
-def test_pictures_that_are_drawn_side_by_side_are_those_that_are_drawn_alone():
+def test_plots_drawn_in_several_threads_equal_those_drawn_alone():
     curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([], []), "lr": ([], [])})
-    alone = draw_curves(curves)
+    expected = draw_curves(curves)
     with ThreadPoolExecutor(4) as threads:
-        assert all(other == alone for other in threads.map(draw_curves, [curves] * 4))
+        assert all(drawn == expected for drawn in threads.map(draw_curves, [curves] * 4))
     assert matplotlib.rcParams["svg.hashsalt"] is None
 
 
-def test_a_picture_that_cannot_be_written_is_told_once_and_fails_no_run(train, tmp_path, monkeypatch):
-    """Somebody has put a file of that name there meanwhile: the run does not replace it."""
-    theirs = tmp_path / "run" / "plots" / "curves.png"
+def test_a_plot_that_cannot_be_written_is_reported_once_and_does_not_fail_the_run(train, tmp_path, monkeypatch):
+    """Another program has created a file of that name, which the run does not replace."""
+    foreign_file = tmp_path / "run" / "plots" / "curves.png"
 
-    def drawn_by(curves):
-        theirs.parent.mkdir(exist_ok=True)
-        theirs.write_bytes(b"theirs")
+    def draw(curves):
+        foreign_file.parent.mkdir(exist_ok=True)
+        foreign_file.write_bytes(b"theirs")
         return {".png": b"png", ".svg": b"svg"}
 
     monkeypatch.setattr(plots, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(plots, "TIME_SHARE", math.inf)
-    monkeypatch.setattr(plots, "draw_curves", drawn_by)
-    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=ThreadDoneAtOnce))
+    monkeypatch.setattr(plots, "draw_curves", draw)
+    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=SynchronousThread))
     run = train("callbacks=[default,plots]", "steps=12", "eval_every=3", engine="noop")
     assert run.code == 0 and run.result["reason"] == "completed" and run.result["steps"] == 12, run.err
-    (warning,) = run.of("warning")
+    (warning,) = run.select("warning")
     assert "the run continues" in warning["text"] and "not written by" in warning["text"]
-    assert theirs.read_bytes() == b"theirs"
+    assert foreign_file.read_bytes() == b"theirs"
 
 
-def test_a_run_that_a_callback_has_ended_says_which_and_why(train):
+def test_the_plot_names_the_callback_that_stopped_the_run_and_its_reason(train):
     run = train("callbacks=[default,plots,early_stop]", "steps=12", "eval_every=2", "callbacks.early_stop.patience=2",
                 "callbacks.early_stop.min_delta=100", engine="noop")  # fmt: skip
     words = " ".join(svg_texts(run.dir / "plots" / "curves.svg"))
-    assert f"early_stop: 2 evals without a held-out loss below {run.of('eval')[0]['loss'] - 100:.4f}" in words, words
+    assert f"early_stop: 2 evals without a held-out loss below {run.select('eval')[0]['loss'] - 100:.4f}" in words, (
+        words
+    )
     assert f", step {run.result['steps']}" in words and run.result["steps"] < 12
 
 
-def test_the_best_eval_is_marked_where_it_was_and_one_that_was_the_last_is_not(train):
-    """Of a rate so high that the held-out loss does not only fall, and of one with which it does."""
+def test_the_best_evaluation_is_marked_unless_it_is_the_last(train):
+    """One learning rate is so high that the held-out loss also rises; with the other one it only falls."""
     words = ["checkpoint_best=loss", "eval_every=2", "callbacks=[constant,events,plots]"]
-    wild = train(*words, "lr=0.5", to="wild")
-    scores = {e["loss"]: e["step"] for e in wild.of("eval") if e["step"]}
-    assert 0 < (best := scores[min(scores)]) < 12, "the rate is not as wild as it should be"
-    assert f"best, step {best}" in svg_texts(wild.dir / "plots" / "curves.svg")
+    unstable = train(*words, "lr=0.5", to="wild")
+    scores = {e["loss"]: e["step"] for e in unstable.select("eval") if e["step"]}
+    assert 0 < (best := scores[min(scores)]) < 12, "the learning rate is too low"
+    assert f"best, step {best}" in svg_texts(unstable.dir / "plots" / "curves.svg")
     falling = train(*words, "lr=0.01", to="falling")
-    assert falling.result["best"]["step"] == 12, "the rate is not as tame as it should be"
+    assert falling.result["best"]["step"] == 12, "the learning rate is too high"
     assert not any(word.startswith("best") for word in svg_texts(falling.dir / "plots" / "curves.svg"))
 
 
-def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_steps(train, tmp_path, monkeypatch):
-    seen = []
+def test_a_plot_is_drawn_during_training_and_a_resumed_run_plots_all_steps(train, tmp_path, monkeypatch):
+    drawings = []
 
-    def drawn_by(curves):
-        seen.append((list(curves.steps["loss"][0]), (tmp_path / "run" / "plots" / "curves.png").is_file()))
+    def draw(curves):
+        drawings.append((list(curves.steps["loss"][0]), (tmp_path / "run" / "plots" / "curves.png").is_file()))
         return {".png": b"png", ".svg": b"svg"}
 
     monkeypatch.setattr(plots, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(plots, "TIME_SHARE", math.inf)
-    monkeypatch.setattr(plots, "draw_curves", drawn_by)
-    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=ThreadDoneAtOnce))
+    monkeypatch.setattr(plots, "draw_curves", draw)
+    monkeypatch.setattr(plots, "threading", SimpleNamespace(Thread=SynchronousThread))
     assert train("callbacks=[default,plots]", "steps=12", "eval_every=4", engine="noop").code == 0
-    assert [(steps[-1], there) for steps, there in seen] == [(4, False), (8, True), (12, True), (12, True)]
+    assert [(steps[-1], existed) for steps, existed in drawings] == [(4, False), (8, True), (12, True), (12, True)]
     assert main([f"resume={tmp_path / 'run'}", "plugins=[toyexp.testing.null]", "steps=15"]) == 0
-    assert seen[-1][0] == list(range(1, 16))
+    assert drawings[-1][0] == list(range(1, 16))
 
 
 @pytest.mark.parametrize(
@@ -181,39 +185,41 @@ def test_a_picture_is_drawn_while_the_run_trains_and_a_resumed_one_has_all_its_s
     [["steps=1"], ["eval_every=0"], ["engine.nan_at=5"], ["engine.nan_at=1"]],
     ids=["one step", "no evals", "ends in NaN", "only NaN"],
 )
-def test_curves_with_holes_are_drawn_too(train, words):
+def test_curves_with_missing_values_are_drawn(train, words):
     run = train("callbacks=[events,plots]", *words, engine="noop")
     assert run.code == (1 if "nan" in words[0] else 0)
-    assert ink(run.dir / "plots" / "curves.png") > 0.01
+    assert measure_ink(run.dir / "plots" / "curves.png") > 0.01
     assert "callback plots failed" not in (run.dir / "log.txt").read_text()
 
 
-def test_pictures_do_not_follow_a_matplotlibrc(tmp_path):
+def test_plots_do_not_depend_on_a_matplotlibrc(tmp_path):
     rc = {"text.usetex": True, "font.size": 30, "axes.facecolor": "black"}
     curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([1], [1]), "lr": ([], [])})
     write_run(tmp_path / "run", seed=0, steps=4)
     engine = {"name": "ggml", "engine": "ggml", "rounds": [0.1], "quartiles": [0.1, 0.1], "ratio": 1.0,
               "tokens_per_second": 100.0, "seconds_per_step": 0.1}  # fmt: skip
 
-    def pictures():
+    def draw_all():
         comparison = Comparison.build([read_run(tmp_path / "run")])
         sheets = draw_sheet(comparison, "run"), bench.sheet([engine], "tokens", "Speed", [])
         return [draw_curves(curves)[".svg"], *(each.pictures(".svg") for each in sheets)]
 
-    plainly = pictures()
+    expected = draw_all()
     with matplotlib.rc_context(rc):
-        assert pictures() == plainly
-        assert all(matplotlib.rcParams[key] == value for key, value in rc.items()), "they are the program's"
+        assert draw_all() == expected
+        assert all(matplotlib.rcParams[key] == value for key, value in rc.items()), (
+            "settings of the calling program have changed"
+        )
 
 
-def test_an_error_while_drawing_is_a_warning_and_the_run_counts(train, monkeypatch):
-    def drawn_by(curves):
+def test_an_error_while_drawing_is_a_warning_and_the_run_completes(train, monkeypatch):
+    def draw(curves):
         raise ValueError("no such font")
 
-    monkeypatch.setattr(plots, "draw_curves", drawn_by)
+    monkeypatch.setattr(plots, "draw_curves", draw)
     run = train("callbacks=[default,plots]", engine="noop")
     assert run.code == 0 and run.result["reason"] == "completed", run.err
-    assert [e["text"] for e in run.of("warning")] == ["plots: failed, the run continues: no such font"]
+    assert [e["text"] for e in run.select("warning")] == ["plots: failed, the run continues: no such font"]
     assert not any("curves" in path for path in run.result["artifacts"])
 
 
@@ -224,7 +230,7 @@ def test_a_run_without_the_callback_never_imports_matplotlib(settings, spawn):
     assert out.splitlines()[-1] == "False", out
 
 
-def test_without_matplotlib_the_run_is_refused_with_what_to_install(train, monkeypatch):
+def test_without_matplotlib_the_run_is_rejected_with_the_package_to_install(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = train("callbacks=[default,plots]")
     assert run.code == 2
@@ -232,7 +238,7 @@ def test_without_matplotlib_the_run_is_refused_with_what_to_install(train, monke
     assert not run.dir.exists()
 
 
-def test_a_matplotlib_that_cannot_be_imported_is_found_before_the_training(train, monkeypatch):
+def test_a_matplotlib_that_cannot_be_imported_is_reported_before_training(train, monkeypatch):
     monkeypatch.setattr("toyexp.base.packages._broken_packages", {})
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = train("callbacks=[plots,events,gguf_export]", engine="noop")
@@ -241,7 +247,7 @@ def test_a_matplotlib_that_cannot_be_imported_is_found_before_the_training(train
     assert not run.dir.exists()
 
 
-def test_a_reason_with_dollar_signs_is_drawn_and_is_no_formula():
+def test_a_stop_reason_with_dollar_signs_is_drawn_as_plain_text():
     curves = Curves(title="run", early_end=(2, r"worth $\nope$ no more"))
     curves.steps["loss"] = [1, 2], [2.0, 1.0]
     assert draw_curves(curves)[".svg"].startswith(b"<?xml")

@@ -17,28 +17,33 @@ NUMBER = r"\d+\.\d{4}"
 SPEED = r"[\d.]+[kM]? tokens/s"
 
 
-def watch(words, columns, cwd):
-    """What a terminal of that width shows: every state of every line."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+def run_in_terminal(words, columns, cwd):
+    """Run toyexp in a terminal of that width; return every state of every line that it shows."""
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
-    environment.pop("COLUMNS", None)  # it would win over the terminal's own width
+    environment.pop("COLUMNS", None)  # COLUMNS would take precedence over the terminal's width
     process = subprocess.Popen(
-        [sys.executable, "-m", "toyexp", *words], cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+        [sys.executable, "-m", "toyexp", *words],
+        cwd=cwd,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
     )
-    os.close(theirs)
-    shown = b""
+    os.close(terminal)
+    output = b""
     while True:
         try:
-            part = os.read(ours, 1 << 16)
-        except OSError:  # how Linux says that the other side is closed
+            part = os.read(controller, 1 << 16)
+        except OSError:  # on Linux, the error for a closed terminal
             break
         if not part:
             break
-        shown += part
-    os.close(ours)
-    assert process.wait(60) == 0, shown.decode()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+        output += part
+    os.close(controller)
+    assert process.wait(60) == 0, output.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
     return [state for line in text.split("\r\n") for state in line.split("\r") if state]
 
 
@@ -51,12 +56,12 @@ def watch(words, columns, cwd):
         (30, r"40/40  loss 1\.0244"),
     ],
 )
-def test_a_terminal_gets_a_bar_and_the_numbers_that_fit_whole(settings, tmp_path, columns, last):
+def test_a_terminal_shows_a_bar_and_as_many_numbers_as_fit(settings, tmp_path, columns, last):
     words = settings("callbacks=[progress,sample]", "steps=40", "callbacks.sample.tokens=4", engine="noop")
-    states = watch(words, columns, tmp_path)
+    states = run_in_terminal(words, columns, tmp_path)
     bars = [s for s in states if "/40  loss" in s]
     assert bars, states
-    # The null engine's losses: 1 + 1/41 after 40 steps. Three columns are left free, for the ^C of a Ctrl-C.
+    # The null engine's losses: 1 + 1/41 after 40 steps. Three columns are left free for the ^C of Ctrl-C.
     assert all(len(s) <= columns - 3 for s in bars)
     assert re.fullmatch(last, bars[-1].strip()), bars
     assert "step 40/40  sample" in states
@@ -64,50 +69,50 @@ def test_a_terminal_gets_a_bar_and_the_numbers_that_fit_whole(settings, tmp_path
     assert any(s.startswith("completed after 40 steps") for s in states[after:])
 
 
-@pytest.mark.parametrize(("columns", "drawn"), [(28, 8), (27, 0)])
-def test_a_bar_is_drawn_from_eight_columns_on(columns, drawn, monkeypatch):
+@pytest.mark.parametrize(("columns", "bar_width"), [(28, 8), (27, 0)])
+def test_a_bar_is_drawn_from_eight_columns_on(columns, bar_width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     bar = Bar(40, 0)
     bar.draw(40, loss="loss 1.0")
-    with bar._console.capture() as shown:
+    with bar._console.capture() as capture:
         bar._console.print(bar._live.renderable)
     bar.stop()
-    assert shown.get().rstrip() == f"40/40  loss 1.0  {'━' * drawn}".rstrip()
+    assert capture.get().rstrip() == f"40/40  loss 1.0  {'━' * bar_width}".rstrip()
 
 
-def test_something_is_on_a_terminal_before_anything_is_loaded_and_gone_when_the_first_line_comes(settings, tmp_path):
-    states = watch(settings("callbacks=[]", "steps=1", engine="noop"), 80, tmp_path)
+def test_a_terminal_shows_starting_until_the_first_line_is_printed(settings, tmp_path):
+    states = run_in_terminal(settings("callbacks=[]", "steps=1", engine="noop"), 80, tmp_path)
     assert states[0] == "starting"
     first = next(i for i, s in enumerate(states) if s.startswith("engine "))
-    assert states[first - 1].isspace(), "the line was wiped before another was written over it"
+    assert states[first - 1].isspace(), "the line must be cleared before the next one"
 
 
-def test_a_pipe_gets_about_ten_plain_lines_and_each_held_out_loss(train):
+def test_a_pipe_receives_about_ten_plain_lines_and_each_held_out_loss(train):
     run = train("steps=30", "eval_every=15", engine="noop")
     assert "\x1b" not in run.out and "\r" not in run.out
     lines = [s for s in run.out.splitlines() if s.startswith("step ")]
     line = rf"step ([ \d]\d)/30  loss {NUMBER}  lr \d\.\d\de[-+]\d\d  {SPEED}(  \d+ s left)?"
-    seen = [m for s in lines if (m := re.fullmatch(line, s))]
-    assert [int(m[1]) for m in seen] == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
-    assert [bool(m[2]) for m in seen] == [True] * 10 + [False]
+    step_matches = [m for s in lines if (m := re.fullmatch(line, s))]
+    assert [int(m[1]) for m in step_matches] == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
+    assert [bool(m[2]) for m in step_matches] == [True] * 10 + [False]
     held_out = [m[1] for s in lines if (m := re.fullmatch(rf"step ([ \d]\d)/30  held-out loss {NUMBER}", s))]
     assert held_out == [" 0", "15", "30"]
-    assert len(seen) + len(held_out) == len(lines), lines
+    assert len(step_matches) + len(held_out) == len(lines), lines
 
 
-def test_every_sets_the_steps_between_lines(train):
+def test_the_setting_every_sets_the_steps_between_lines(train):
     run = train("steps=30", "eval_every=0", "callbacks.progress.every=10", engine="noop")
     assert re.findall(r"^step +(\d+)/30", run.out, re.MULTILINE) == ["1", "10", "20", "30"]
 
 
-SLOW_START = """
+SLOW_START_PLUGIN = """
 import toyexp.training.loop
 from dataclasses import dataclass
 from toyexp import Callback, hookimpl
 
 @dataclass(eq=False)
 class SlowStart(Callback):
-    '''Makes the first step slow, as that of a compiling engine is.'''
+    '''Make the first step slow, as that of a compiled engine is.'''
     name = "slow_start"
     @hookimpl
     def lr(self, step):
@@ -120,7 +125,7 @@ def register_callbacks(register):
 
 
 class Clock:
-    """A time that passes when it is told to."""
+    """A clock that tests advance."""
 
     now = 0.0
 
@@ -128,34 +133,34 @@ class Clock:
         return self.now
 
 
-def test_the_speed_shown_forgets_a_slow_first_step(train, local_plugin, monkeypatch):
+def test_the_printed_speed_excludes_a_slow_first_step(train, local_plugin, monkeypatch):
     clock = Clock()
     for module in (loop, next_steps):
         monkeypatch.setattr(module, "time", clock)
-    plugins = f"plugins=[toyexp.testing.null,{local_plugin(SLOW_START)}]"
+    plugins = f"plugins=[toyexp.testing.null,{local_plugin(SLOW_START_PLUGIN)}]"
     run = train("callbacks=[slow_start,progress]", "steps=10", "eval_every=0", plugins, engine="noop")
     speeds = [float(n) * (1000 if k else 1) for n, k in re.findall(r"loss .*  ([\d.]+)(k?) tokens/s", run.out)]
-    # 64 tokens in 0.5 s, and then in 4 ms; an average with the first step would be below 1.2k.
+    # 64 tokens in 0.5 s, then in 4 ms each; an average that includes the first step would be below 1.2k.
     assert (speeds[0], speeds[-1]) == (128, 16_000)
 
 
-def test_a_reader_that_goes_away_ends_the_lines_and_not_the_run(settings, spawn, trained):
+def test_a_closed_pipe_ends_the_output_and_not_the_run(settings, spawn, read_run):
     words = settings("callbacks=[progress,events]", "steps=400", "callbacks.progress.every=1", engine="noop")
     process = spawn("-m", "toyexp", *words)
     while not process.stdout.readline().startswith("step "):
         assert process.poll() is None
     process.stdout.close()
     assert process.wait(60) == 0
-    assert trained(0).events[-1]["final_step"] == 400
+    assert read_run(0).events[-1]["final_step"] == 400
 
 
-def test_a_negative_interval_is_refused(train):
+def test_a_negative_interval_is_rejected(train):
     run = train("callbacks.progress.every=-1")
     assert run.code == 2 and "callbacks.progress.every=-1: must be at least 0" in run.err
     assert not run.dir.exists()
 
 
-def test_skipped_steps_in_a_row_are_a_line_for_the_first_and_one_that_counts_them(capsys):
+def test_consecutive_skipped_steps_print_a_line_for_the_first_and_a_count(capsys):
     model = SimpleNamespace(reads=SimpleNamespace(units="tokens"))
     run, bar = SimpleNamespace(steps=9, resumed_step=0, plan=SimpleNamespace(model=model)), Progress(every=100)
     bar.on_start(run)
@@ -164,13 +169,13 @@ def test_skipped_steps_in_a_row_are_a_line_for_the_first_and_one_that_counts_the
         bar.on_step(run, step, {"loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": 1, "wall_us": 1.0})
         if math.isnan(loss):
             bar.on_event(run, "skipped", {"step": step, "loss": loss, "grad_norm": 1.0})
-    told = re.findall(r"step (\d)/9  skipped: (\d?)", capsys.readouterr().out)
-    assert told == [("2", ""), ("4", ""), ("6", "3"), ("9", "")]
+    printed = re.findall(r"step (\d)/9  skipped: (\d?)", capsys.readouterr().out)
+    assert printed == [("2", ""), ("4", ""), ("6", "3"), ("9", "")]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [1, 4, 7, 10, 13, 16, 19, 100]), (50, [1, 50, 100])])
-def test_plain_output_is_not_silent_for_longer_than_a_minute(every, steps, monkeypatch, capsys):
-    """Unless lines were asked for: the first 20 steps take 20 s each, the others nothing."""
+def test_plain_output_prints_a_line_at_least_every_minute(every, steps, monkeypatch, capsys):
+    """Except with `every`. The first 20 steps take 20 s each, the others no time."""
     now = [0.0]
     monkeypatch.setattr("toyexp_callbacks.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)

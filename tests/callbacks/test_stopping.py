@@ -10,8 +10,8 @@ from toyexp_callbacks.stopping import EarlyStop, QualityGate
 NO_LEARNING = "lr=0"  # the held-out loss then never falls
 
 
-def looks_until_stop(stop, losses):
-    """How many evals it takes until the callback wants to stop."""
+def count_evals_until_stop(stop, losses):
+    """Return the number of evaluations until the callback stops the run, or None."""
     for count, loss in enumerate(losses, start=1):
         stop.on_eval({"loss": loss})
         if stop.stop_reason():
@@ -19,14 +19,14 @@ def looks_until_stop(stop, losses):
     return None
 
 
-def test_early_stop_ends_a_run_that_no_longer_learns_and_says_why(train):
+def test_early_stop_ends_a_run_that_no_longer_learns_with_its_reason(train):
     run = train(
         "callbacks=[default,early_stop]", NO_LEARNING, "steps=40", "eval_every=2", "callbacks.early_stop.patience=3"
     )
     assert run.code == 0
     end = run.events[-1]
     assert (end["reason"], end["exit_code"]) == ("aborted", 0)
-    # The first eval sets the best loss, the next three (at steps 2, 4 and 6) do not beat it.
+    # The first evaluation sets the best loss; the next three (at steps 2, 4 and 6) are not better.
     assert 6 <= end["final_step"] <= 7
     assert run.result["why"].startswith("early_stop: 3 evals without a held-out loss below ")
     assert f"stopped after {end['final_step']} steps in " in run.out
@@ -39,22 +39,22 @@ def test_early_stop_lets_a_run_that_learns_finish(train):
     assert run.events[-1]["reason"] == "completed" and run.events[-1]["final_step"] == 12
 
 
-def test_patience_counts_looks_since_the_last_improvement():
-    assert looks_until_stop(EarlyStop(patience=2), [3, 2, 2.5, 1.9, 2, 2.1, 1]) == 6
-    assert looks_until_stop(EarlyStop(patience=1), [3, 2, 1]) is None
+def test_patience_counts_evaluations_since_the_last_improvement():
+    assert count_evals_until_stop(EarlyStop(patience=2), [3, 2, 2.5, 1.9, 2, 2.1, 1]) == 6
+    assert count_evals_until_stop(EarlyStop(patience=1), [3, 2, 1]) is None
     impatient = EarlyStop(patience=1)
-    assert looks_until_stop(impatient, [1, 1]) == 2, "an equal loss is no improvement"
+    assert count_evals_until_stop(impatient, [1, 1]) == 2, "an equal loss must not count as an improvement"
     assert "early_stop: 1 eval without a held-out loss below" in impatient.stop_reason()
 
 
-def test_small_gains_count_together():
+def test_small_improvements_add_up():
     falling = [3 - 0.04 * i for i in range(20)]
-    assert looks_until_stop(EarlyStop(patience=3, min_delta=0.1), falling) is None
-    assert looks_until_stop(EarlyStop(patience=2, min_delta=0.1), falling) == 3
+    assert count_evals_until_stop(EarlyStop(patience=3, min_delta=0.1), falling) is None
+    assert count_evals_until_stop(EarlyStop(patience=2, min_delta=0.1), falling) == 3
 
 
-def test_a_loss_that_is_no_number_is_no_improvement():
-    assert looks_until_stop(EarlyStop(patience=2), [float("nan"), float("nan")]) == 2
+def test_a_nan_loss_is_no_improvement():
+    assert count_evals_until_stop(EarlyStop(patience=2), [float("nan"), float("nan")]) == 2
 
 
 def test_the_quality_gate_passes_a_run_that_learned(train):
@@ -92,14 +92,14 @@ def test_the_gate_judges_the_null_engines_known_losses(train):
     assert run.code == 0
 
 
-def test_a_run_that_failed_is_not_judged(train):
+def test_the_quality_gate_does_not_judge_a_failed_run(train):
     run = train("callbacks=[events,quality_gate]", "engine.nan_at=3", engine="noop")
     assert run.code == 1 and "quality gate" not in run.err
     assert "quality_gate" not in run.events[-1]
 
 
 @pytest.mark.parametrize("name", ["early_stop", "quality_gate"])
-def test_a_run_that_never_looks_is_refused_before_anything_is_written(train, name):
+def test_a_run_without_evaluations_is_rejected_before_anything_is_written(train, name):
     run = train(f"callbacks=[default,{name}]", "eval_every=0")
     assert run.code == 2
     assert run.err == (f"toyexp: error: callbacks.{name} needs evaluations: eval_every must be above 0\n")
@@ -116,16 +116,16 @@ def test_a_run_that_never_looks_is_refused_before_anything_is_written(train, nam
         "quality_gate.max_loss=0",
     ],
 )
-def test_numbers_that_cannot_work_are_refused(train, word):
+def test_invalid_settings_are_rejected(train, word):
     run = train(f"callbacks=[{word.partition('.')[0]}]", f"callbacks.{word}")
     assert run.code == 2 and f"callbacks.{word.partition('=')[0]}" in run.err
     assert not run.dir.exists()
 
 
-# -- other scores than the loss ---------------------------------------------------------------------------------------
+# -- other metrics than the loss --------------------------------------------------------------------------------------
 
 
-def test_early_stop_knows_that_an_accuracy_should_rise():
+def test_early_stop_expects_an_accuracy_to_rise():
     stop = EarlyStop(metric="accuracy", patience=2, min_delta=0.01)
     for accuracy in (0.1, 0.5, 0.9, 0.905):
         stop.on_eval({"loss": 9.0, "accuracy": accuracy})  # the loss does not matter
@@ -137,20 +137,20 @@ def test_early_stop_knows_that_an_accuracy_should_rise():
 
 
 def judge(values, reason="completed", **settings):
-    """The verdict on a run whose evals gave these accuracies."""
-    said = []
+    """Return the verdict on a run whose evaluations had these accuracies, and the error message."""
+    emitted = []
     gate = QualityGate(metric="accuracy", **settings)
     gate.check()
     for value in values:
         gate.on_eval({"loss": 1.0, "accuracy": value})
     try:
-        gate.on_end(SimpleNamespace(emit=lambda kind, **fields: said.append(fields)), reason)
+        gate.on_end(SimpleNamespace(emit=lambda kind, **fields: emitted.append(fields)), reason)
     except RunFailed as error:
-        return said[0]["passed"], str(error)
-    return said[0]["passed"], ""
+        return emitted[0]["passed"], str(error)
+    return emitted[0]["passed"], ""
 
 
-def test_the_quality_gate_knows_that_an_accuracy_should_rise():
+def test_the_quality_gate_expects_an_accuracy_to_rise():
     assert judge([0.1, 0.9]) == (True, "")
     assert judge([0.9, 0.9]) == (False, "quality gate: held-out accuracy_ratio is 1.0000, it must be at most 0.95")
     assert judge([0.5, 0.0])[0] is False
@@ -160,12 +160,12 @@ def test_the_quality_gate_knows_that_an_accuracy_should_rise():
     )  # fmt: skip
 
 
-def test_a_run_that_was_stopped_early_is_judged_as_one_that_took_all_its_steps():
+def test_a_run_stopped_early_is_judged_as_a_completed_one():
     for values in ([0.1, 0.9], [0.9, 0.9]):
         assert judge(values, reason="aborted") == judge(values)
 
 
-def test_a_score_the_run_does_not_have_is_refused_with_those_it_has(train):
+def test_an_unknown_metric_is_rejected_with_the_available_ones(train):
     for name in ("early_stop", "quality_gate"):
         run = train(f"callbacks=[default,{name}]", f"callbacks.{name}.metric=los", to=name)
         assert run.code == 2 and f"callbacks.{name}.metric=los: did you mean loss?" in run.err
@@ -174,7 +174,7 @@ def test_a_score_the_run_does_not_have_is_refused_with_those_it_has(train):
     assert run.code == 2 and "checkpoint_best=acuracy: there is: loss, ppl" in run.err and not run.dir.exists()
 
 
-def test_a_held_out_loss_that_is_no_number_at_the_end_fails_the_run(train):
+def test_a_nan_held_out_loss_at_the_end_fails_the_run(train):
     run = train("engine.nan_at=12", "nonfinite=skip", engine="noop")
     assert run.code == 1 and "the held-out loss after step 12 is nan" in run.err
     assert run.events[-1]["exit_code"] == 1 and "held-out loss" in run.result["error"]
@@ -182,12 +182,12 @@ def test_a_held_out_loss_that_is_no_number_at_the_end_fails_the_run(train):
 
 
 @pytest.mark.parametrize("words", [["metric=accuracy", "max_loss=1"], ["metric=ppl", "max_loss=1"], ["least=0.9"]])
-def test_limits_that_do_not_go_with_the_metric_are_refused(train, words):
+def test_limits_that_do_not_apply_to_the_metric_are_rejected(train, words):
     run = train("callbacks=[default,quality_gate]", *(f"callbacks.quality_gate.{w}" for w in words))
     assert run.code == 2 and "does not apply to metric=" in run.err
 
 
-def test_a_gate_that_comes_later_does_not_judge(tmp_path, monkeypatch, capsys):
+def test_a_quality_gate_cannot_be_added_to_a_resumed_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["engine=noop", "plugins=[toyexp.testing.null]", "data=random", "steps=4", "hydra.run.dir=run"]
     assert main([*words, "callbacks=[events]"]) == 0
@@ -201,6 +201,6 @@ def test_a_gate_that_comes_later_does_not_judge(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("values", [[], [1.0], ["x", 1.0], [None, 1.0], 5])
-def test_a_gate_takes_back_two_numbers_alone(values):
+def test_the_quality_gate_rejects_an_invalid_saved_state(values):
     with pytest.raises((TypeError, ValueError)):
         QualityGate().resume({"values": values})

@@ -97,7 +97,7 @@ def test_files_left_out_and_scaled_images_are_reported_once(digits_run, tmp_path
     assert main(["predict", str(root / "run"), str(tmp_path)]) == 0
     errors = capsys.readouterr().err
     assert f"2 other files left out, such as {tmp_path / 'notes'}\n" in errors
-    assert errors.count("images of sizes such as 8 x 8 and 24 x 24 pixels are cut") == 1
+    assert errors.count("images of sizes such as 8 x 8 and 24 x 24 pixels are cropped") == 1
 
 
 def test_a_line_break_in_a_class_name_is_escaped():

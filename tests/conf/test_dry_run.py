@@ -101,6 +101,8 @@ def test_epochs_are_converted_to_steps_when_the_data_is_opened(capsys):
     words += ["data=jsonl", "data.path=chats.jsonl", "data.tokenizer=byte", "batch_size=4", "eval_every=0",
               "callbacks=[events,cosine]", "callbacks.cosine.warmup=0.2", "model.context=32"]  # fmt: skip
     assert dry(capsys, *words, "epochs=3")["epochs"] == pytest.approx(60 / 19)
+    assert main([*words, "epochs=3", "--dry-run"]) == 0
+    assert re.findall(r"\S*epochs\S*", capsys.readouterr().out) == ["epochs=3", "(epochs=3)"]
     assert main([*words, "epochs=3", "hydra.run.dir=run"]) == 0
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert "steps: 15" in (saved := Path("run/config.yaml").read_text()) and "epochs: null" in saved

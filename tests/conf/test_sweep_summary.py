@@ -44,6 +44,11 @@ def test_trials_are_ranked_by_mean_with_the_sample_deviation():
     assert ranking.best is ranking.points[0] and ranking.has_seeds
 
 
+def test_seeds_alone_are_one_row_without_a_mark():
+    ranking = rank_jobs([job(i, f"seed={i}", eval_loss=float(i)) for i in range(2)])
+    assert ranking.table()[1:] == [("-", "2", "0.5000 ± 0.7071", "")]
+
+
 def test_a_metric_to_maximise_also_orders_seeds_and_missing_values_come_last():
     accuracies = [("lr=1", 0.3), ("lr=1", 0.9), ("lr=1", 0.6), ("lr=2", 0.7), ("lr=2", 0.8), ("lr=3", None)]
     jobs = [job(i, f"{lr} seed={i}", eval_loss=float(i), eval_scores={"accuracy": score})

@@ -344,6 +344,9 @@ def test_every_page_is_a_topic_of_help_and_shows_the_files_it_links_to(capsys):
     assert "A model (`toyexp help plugins/model`)" in read_page("plugin-author")
     assert main(["help", "plugins/engine"]) == 0
     assert "class MyEngineSession(Session):" in capsys.readouterr().out
+    for alias in ("ops", "loss"):
+        capsys.readouterr()
+        assert main(["help", alias]) == 0 and capsys.readouterr().out.startswith("# Losses and ops")
     assert main(["help", "runs"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("The command of the same name: toyexp runs --help")
     for kind in KINDS:

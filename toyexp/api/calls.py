@@ -53,19 +53,20 @@ def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
 
 def translate_error(text: str) -> str:
     """Replace options by keywords and commands by calls in an error message."""
-    text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda found: found[1].replace("-", "_"), text)
-    return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(PYTHON_CALLS)})\b", lambda found: PYTHON_CALLS[found[1]], text)
+    text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda match: match[1].replace("-", "_"), text)
+    return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(PYTHON_CALLS)})\b", lambda match: PYTHON_CALLS[match[1]], text)
 
 
 @contextlib.contextmanager
-def note_remains(where: Path, call: str) -> Iterator[None]:
+def note_remains(directory: Path, call: str) -> Iterator[None]:
     """Add a note to an error or interrupt of a run: how to open the run and how to resume it."""
     try:
         yield
     except (RunFailed, KeyboardInterrupt) as error:
-        if (where / "config.yaml").is_file():
-            going_on = f"; resume: {call}resume={short_path(where)!r})" if any(where.glob("checkpoints/step-*")) else ""
-            error.add_note(f"open the run: toyexp.open({short_path(where)!r}){going_on}")
+        if (directory / "config.yaml").is_file():
+            has_checkpoint = any(directory.glob("checkpoints/step-*"))
+            resuming = f"; resume: {call}resume={short_path(directory)!r})" if has_checkpoint else ""
+            error.add_note(f"open the run: toyexp.open({short_path(directory)!r}){resuming}")
         raise
 
 
@@ -86,11 +87,11 @@ def check_words(call: str, words: Sequence[Any]) -> list[str]:
     return list(words)
 
 
-def check_path(what: str, given: Any) -> Path:
+def check_path(what: str, value: Any) -> Path:
     """Return a path; raise UserError for other types."""
-    if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes) or not os.fspath(given):
-        raise UserError(f"{what}: must be a path, got {printable(repr(given))}")
-    return Path(given)
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
+        raise UserError(f"{what}: must be a path, got {printable(repr(value))}")
+    return Path(value)
 
 
 def format_settings(settings: Mapping[str, Any], swept: bool = False) -> list[str]:
@@ -112,6 +113,6 @@ def _overrides(key: str, value: Any, swept: bool) -> Iterator[str]:
         for name, inner in value.items():
             yield from _overrides(key if name == "name" and parts[0] != "callbacks" else f"{key}.{name}", inner, swept)
     elif swept and isinstance(value, list | tuple | range) and key not in ("callbacks", "plugins"):
-        yield f"{key}={','.join(format_override(key, one).removeprefix(f'{key}=') for one in value)}"
+        yield f"{key}={','.join(format_override(key, item).removeprefix(f'{key}=') for item in value)}"
     else:
         yield format_override(key, value)

@@ -68,17 +68,17 @@ def run(
         from toyexp.runner.one_run import prepare_request
         from toyexp.training.resume import AUTO, Complete
 
-        flags, asked, going_on = read_flags(expand_overrides(typed))
+        flags, overrides, resume_value = read_flags(expand_overrides(typed))
         if "--multirun" in flags:
             raise UserError("toyexp.run --multirun: trains one experiment; for several use toyexp.sweep(...)")
-        asked += _directory_override("hydra.run.dir", "toyexp.run directory", directory)
-        request = _build_request("toyexp.run", flags, asked)
+        overrides += _directory_override("hydra.run.dir", "toyexp.run directory", directory)
+        request = _build_request("toyexp.run", flags, overrides)
         if "sweep.resume" in request.values:
             raise UserError("toyexp.run sweep.resume: resumes a sweep; use toyexp.sweep(resume=DIR)")
         try:
-            ready = prepare_request(request, going_on)
+            ready = prepare_request(request, resume_value)
         except Complete as error:
-            if going_on != AUTO:
+            if resume_value != AUTO:
                 raise
             return Result(error.run, request.registry)
         with note_remains(ready.directory, "toyexp.run("), update_summary(ready.directory, ready.resumed is not None):
@@ -132,18 +132,18 @@ def sweep(
     with isolated_call("toyexp.sweep", quiet):
         from toyexp.sweeps.begin import prepare_sweep
 
-        flags, asked = split_flags(expand_overrides(typed))
+        flags, overrides = split_flags(expand_overrides(typed))
         flags.pop("--multirun", None)
-        asked += _directory_override("hydra.sweep.dir", "toyexp.sweep directory", directory)
-        asked += _directory_override("sweep.resume", "toyexp.sweep resume", resume)
-        request = _build_request("toyexp.sweep", flags, asked)
+        overrides += _directory_override("hydra.sweep.dir", "toyexp.sweep directory", directory)
+        overrides += _directory_override("sweep.resume", "toyexp.sweep resume", resume)
+        request = _build_request("toyexp.sweep", flags, overrides)
         runner = prepare_sweep(flags, request)
         code = runner.run()
         if code > 128:
             interrupted = KeyboardInterrupt(f"interrupted by {Signals(code - 128).name}")
             if runner.folder is not None:  # None if the sweep had not started
-                left = repr(short_path(runner.folder.path))
-                interrupted.add_note(f"open the sweep: toyexp.open({left}); resume: toyexp.sweep(resume={left})")
+                shown = repr(short_path(runner.folder.path))
+                interrupted.add_note(f"open the sweep: toyexp.open({shown}); resume: toyexp.sweep(resume={shown})")
             raise interrupted
         if runner.folder is None:
             raise UserError(next((job.error for job in runner.source.jobs if job.error), "the sweep has no job"))
@@ -159,8 +159,8 @@ class SweepResult(Sequence[Result]):
     def __init__(self, directory: Path, registry: Registry | None = None):
         self.directory = directory.absolute()
         self._registry = registry or load()
-        self._jobs, asked = read_sweep(self.directory)
-        self._ranking: Ranking[Job] = rank_jobs(self._jobs, asked["sweep"])
+        self._jobs, spec = read_sweep(self.directory)
+        self._ranking: Ranking[Job] = rank_jobs(self._jobs, spec["sweep"])
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,16 +188,16 @@ class SweepResult(Sequence[Result]):
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._jobs for word in job.overrides))
         rows = []
         for job, point in self._ranking.jobs():
-            result, found = self._results[job.number], job.result
-            known: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in job.overrides}
+            result, summary = self._results[job.number], job.result
+            values: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in job.overrides}
             with contextlib.suppress(UserError):  # the run was resumed since
-                known |= result.settings if result else {}
-            scores = {f"held_out_{name}": value for name, value in (found.get("eval_scores") or {}).items()}
+                values |= result.settings if result else {}
+            scores = {f"held_out_{name}": value for name, value in (summary.get("eval_scores") or {}).items()}
             rows.append({
                 "job": job.number,
-                **{key: known.get(key) for key in keys},
-                "state": str(job.status), "steps": found.get("steps"), "loss": found.get("train_loss"),
-                "held_out_loss": found.get("eval_loss"), **scores, "seconds": found.get("seconds"),
+                **{key: values.get(key) for key in keys},
+                "state": str(job.status), "steps": summary.get("steps"), "loss": summary.get("train_loss"),
+                "held_out_loss": summary.get("eval_loss"), **scores, "seconds": summary.get("seconds"),
                 "mean": point.mean if point.values else None, "deviation": point.deviation, "error": job.error,
             })  # fmt: skip
         return rows
@@ -243,13 +243,13 @@ class SweepResult(Sequence[Result]):
         rows = [[_text(row.get(name)) for name in heads] for row in self.table[:MAX_ROWS]]
         more = f"{len(self.table) - MAX_ROWS} more in .table; " if len(self.table) > MAX_ROWS else ""
         failed = f", {len(self.errors)} without a result (.errors)" if self.errors else ""
-        place = short_path(self.directory)
-        below = f"{more}{pluralise(len(self._jobs), 'job')}{failed}, the best {self.metric} first; {place}"
-        return heads, rows, below
+        directory = short_path(self.directory)
+        caption = f"{more}{pluralise(len(self._jobs), 'job')}{failed}, the best {self.metric} first; {directory}"
+        return heads, rows, caption
 
     def __repr__(self) -> str:
-        heads, rows, below = self._table_cells()
-        return "\n".join([*align_columns([heads, *rows]), below])
+        heads, rows, caption = self._table_cells()
+        return "\n".join([*align_columns([heads, *rows]), caption])
 
     def _repr_html_(self) -> str:
         return table_html(*self._table_cells())
@@ -301,9 +301,9 @@ def evaluate(
         request = parse_experiment(
             "eval", format_settings({**settings, **({"plugins": list(plugins)} if plugins else {})})
         )
-        where = None if data is None else os.fspath(check_path("toyexp.evaluate data", data))
-        on_it = None if adapter is None else check_path("toyexp.evaluate adapter", adapter)
-        return evaluating.evaluate(check_path("toyexp.evaluate", model), request, where, on_it)
+        data_path = None if data is None else os.fspath(check_path("toyexp.evaluate data", data))
+        adapter_path = None if adapter is None else check_path("toyexp.evaluate adapter", adapter)
+        return evaluating.evaluate(check_path("toyexp.evaluate", model), request, data_path, adapter_path)
 
 
 @protect_imports()
@@ -330,5 +330,5 @@ def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool
         from toyexp.results.filters import split_filters
         from toyexp.sweeps.compare import compare_runs
 
-        places, filters = split_filters([os.fspath(check_path("toyexp.compare", run)) for run in runs])
-        return compare_runs(places, filters, None if metric is None else str(metric), pool)
+        paths, filters = split_filters([os.fspath(check_path("toyexp.compare", run)) for run in runs])
+        return compare_runs(paths, filters, None if metric is None else str(metric), pool)

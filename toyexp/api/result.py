@@ -49,16 +49,16 @@ class Result:
         self.directory = directory.absolute()
         self.checkpoint = checkpoint  # read weights from it, instead of the final ones
         self._registry = registry or load()
-        self._when, found = self._start_times(), read_run(self.directory)
-        self.name, self._engine_name = found.name, found.engine
-        self.state = found.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
-        self.why = found.why  # message of the callback that stopped it, or error message, or empty
-        self.steps = found.steps  # optimiser steps; None if unknown
-        self.loss = found.train_loss  # smoothed training loss, over about 50 steps, in nats per target
+        self._when, record = self._start_times(), read_run(self.directory)
+        self.name, self._engine_name = record.name, record.engine
+        self.state = record.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
+        self.why = record.why  # message of the callback that stopped it, or error message, or empty
+        self.steps = record.steps  # optimiser steps; None if unknown
+        self.loss = record.train_loss  # smoothed training loss, over about 50 steps, in nats per target
         # Held-out metrics of the exported model: loss in nats per target, and others such as accuracy.
-        self.held_out = {**({} if found.loss is None else {"loss": found.loss}), **found.scores}
+        self.held_out = {**({} if record.loss is None else {"loss": record.loss}), **record.scores}
         self.best: dict[str, Any] | None = read_result(directory).get("best")  # step, metric, score: `checkpoint_best`
-        self.seconds, self.speed = found.seconds, found.speed  # total; tokens (or images) per second of training steps
+        self.seconds, self.speed = record.seconds, record.speed  # total; tokens (or images) per second of steps
         if not late:
             self.lines()  # reads settings, history and warnings
 
@@ -87,7 +87,7 @@ class Result:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """All settings by full key: settings["model"], settings["model.d_model"]."""
+        """Settings by full key: settings["model"], settings["model.d_model"]."""
         return setting_values(self._run_directory)
 
     @cached_property
@@ -104,13 +104,13 @@ class Result:
     @property
     def files(self) -> dict[str, Path]:
         """Files of the run by relative path; a checkpoint is a directory: files["checkpoints/step-200"]."""
-        found: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         with contextlib.suppress(OSError):
             for path in sorted(self._run_directory.iterdir()):
-                inside = sorted(path.iterdir()) if path.name in FILE_DIRECTORIES and path.is_dir() else [path]
-                shown = [p for p in inside if not p.name.startswith(".") and p.name not in (LOCK_FILE, LEDGER)]
-                found |= {str(p.relative_to(self.directory)): p for p in shown}
-        return found
+                entries = sorted(path.iterdir()) if path.name in FILE_DIRECTORIES and path.is_dir() else [path]
+                shown = [p for p in entries if not p.name.startswith(".") and p.name not in (LOCK_FILE, LEDGER)]
+                files |= {str(p.relative_to(self.directory)): p for p in shown}
+        return files
 
     # -- model --
 
@@ -120,7 +120,7 @@ class Result:
 
         Raise UserError if the run left no weights.
         """
-        return self._load_model.model
+        return self._loaded_model.model
 
     @cached_property
     def parameters(self) -> Mapping[str, np.ndarray]:
@@ -131,7 +131,7 @@ class Result:
         from toyexp.formats.file_plan import frozen_tensors
         from toyexp.interfaces.format import LazyTensors
 
-        loaded = self._load_model
+        loaded = self._loaded_model
         tensors = {t.name: t for t in frozen_tensors(self.model, loaded.path, loaded.adapter)[0]}
 
         def read(name: str) -> np.ndarray:
@@ -143,7 +143,7 @@ class Result:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer: encode(), decode(); raise UserError if the model has none."""
-        return self._load_model.tokenizer()
+        return self._loaded_model.tokenizer()
 
     def logits(self, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
         """Return the float32 logits of the model, before the softmax.
@@ -157,7 +157,7 @@ class Result:
         from toyexp.inference.predict import logits
 
         with isolated_call("logits"):
-            return logits(self._load_model, inputs, engine)
+            return logits(self._loaded_model, inputs, engine)
 
     def generate(
         self, prompt: str | Sequence[int], tokens: int = 64, *, temperature: float = 0.8, top_k: int = 40,
@@ -178,7 +178,7 @@ class Result:
         from toyexp.inference.predict import token_ids
         from toyexp.interfaces.sampling import Sampling
 
-        loaded = self._load_model
+        loaded = self._loaded_model
         numbers = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
                    "seed": seed}  # fmt: skip
         for key, value in numbers.items():
@@ -197,22 +197,22 @@ class Result:
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, token_ids("generate", prompt, (1,)).tolist())
         sampling = Sampling(temperature, top_k, top_p, min_p)
         adapter = str(loaded.adapter) if loaded.adapter else None
-        asked = Options(loaded.path, text, ids, chat, system, tokens, sampling, seed, adapter, engine)
+        options = Options(loaded.path, text, ids, chat, system, tokens, sampling, seed, adapter, engine)
         with isolated_call("generate", quiet=True):
-            found = write(asked, self._registry, lambda text: None, print_note)
-        return found.text if isinstance(prompt, str) and found.text is not None else found.ids
+            generated = write(options, self._registry, lambda text: None, print_note)
+        return generated.text if isinstance(prompt, str) and generated.text is not None else generated.ids
 
     # -- internals --
 
     @property
-    def _load_model(self) -> LoadedModel:
+    def _loaded_model(self) -> LoadedModel:
         """The model file and its adapter; raise UserError if the run left no weights or was resumed since."""
         from toyexp.inference.loaded_model import LoadedModel
         from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file
 
-        where, adapter = self.checkpoint or self._run_directory, self._run_directory / ADAPTER
-        if (where / MODEL).exists():
-            return LoadedModel.open(where, self._registry)
+        directory, adapter = self.checkpoint or self._run_directory, self._run_directory / ADAPTER
+        if (directory / MODEL).exists():
+            return LoadedModel.open(directory, self._registry)
         if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
             record = read_origin(self.directory)
             path = find_model_file(Path(record.resolve(str(base))), registry=self._registry)
@@ -220,29 +220,29 @@ class Result:
                 raise UserError(f"{short_path(path)}: has changed since the run: {changes[0]}; restore that file")
             return LoadedModel(path, adapter, self._registry)
         with isolated_call("weights"):
-            return LoadedModel.open(where, self._registry)
+            return LoadedModel.open(directory, self._registry)
 
     # -- display --
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the summary as pairs of label and text."""
         chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._engine_name]
-        taken = "" if self.steps is None else f" after {pluralise(self.steps, 'step')}"
-        took = "" if self.seconds is None else f" in {self.seconds:.1f} s"
+        after = "" if self.steps is None else f" after {pluralise(self.steps, 'step')}"
+        duration = "" if self.seconds is None else f" in {self.seconds:.1f} s"
         first = self.history.held_out.get("loss", np.empty(0))
-        begun = f"{first[0]:.4f} -> " if len(first) > 1 and math.isfinite(first[0]) else ""
-        told = [
+        initial = f"{first[0]:.4f} -> " if len(first) > 1 and math.isfinite(first[0]) else ""
+        rows = [
             ("run", f"{self.name}  ({', '.join(filter(None, chosen))})"),
-            ("state", f"{self.state}{taken}{took}" + (f": {self.why}" if self.why else "")),
-            *((f"held-out {k}", f"{begun if k == 'loss' else ''}{v:.4f}") for k, v in self.held_out.items()),
+            ("state", f"{self.state}{after}{duration}" + (f": {self.why}" if self.why else "")),
+            *((f"held-out {k}", f"{initial if k == 'loss' else ''}{v:.4f}") for k, v in self.held_out.items()),
         ]
         if self.loss is not None:
-            told.append(("smoothed train loss", f"{self.loss:.4f}"))
+            rows.append(("smoothed train loss", f"{self.loss:.4f}"))
         if self.warnings:
-            told.append(("warnings", f"{len(self.warnings)}: {self.warnings[0]}"))
+            rows.append(("warnings", f"{len(self.warnings)}: {self.warnings[0]}"))
         if self.checkpoint:
-            told.append(("weights", self.checkpoint.name))
-        return [*told, ("directory", short_path(self.directory))]
+            rows.append(("weights", self.checkpoint.name))
+        return [*rows, ("directory", short_path(self.directory))]
 
     def __repr__(self) -> str:
         return "\n".join(align_columns(self.lines()))
@@ -277,11 +277,11 @@ def run_html(lines: Sequence[tuple[str, str]], history: History) -> str:
     return f"<table>{rows}</table>{loss_svg(history)}"
 
 
-def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
+def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
     """Return a table as HTML, with a caption below."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(below)}</p>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(caption)}</p>"
 
 
 def loss_svg(history: History) -> str:
@@ -293,11 +293,11 @@ def loss_svg(history: History) -> str:
     last, low, high = int(steps.max()), values.min(), values.max()
     across = LEFT + (WIDTH - LEFT - RIGHT) * steps / (last or 1)
     down = TOP + (HEIGHT - TOP - BELOW) * (high - values) / (high - low or 1.0)
-    places = [*zip(across.round(1), down.round(1), strict=True)]
-    line = " ".join(f"{x},{y}" for x, y in places[: len(trained[0])])
+    coordinates = [*zip(across.round(1), down.round(1), strict=True)]
+    line = " ".join(f"{x},{y}" for x, y in coordinates[: len(trained[0])])
     points = "".join(
         f'<circle cx="{x}" cy="{y}" r="3"><title>step {step}: {value:.4f}</title></circle>'
-        for (x, y), step, value in zip(places[len(trained[0]) :], *held_out, strict=True)
+        for (x, y), step, value in zip(coordinates[len(trained[0]) :], *held_out, strict=True)
     )
     words = f"loss; held-out as points; {last} steps"
     return (

@@ -72,27 +72,28 @@ def train(
         raise UserError("train callbacks: must be a list, such as ['default', 'plots']")
     with isolated_call("toyexp.train", quiet):
         show_status("starting the engine")
-        given = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
+        choices = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
         with convert_memory_errors():
-            registry = _extend_registry([*given.values(), *callbacks])
-            built = _build_config(given, callbacks, settings, registry)
+            registry = _extend_registry([*choices.values(), *callbacks])
+            built = _build_config(choices, callbacks, settings, registry)
             if resume is not None:
-                where = check_path("toyexp.train resume", resume).absolute()
-                require_run(where, "resume")
+                run_directory = check_path("toyexp.train resume", resume).absolute()
+                require_run(run_directory, "resume")
             else:
                 now = f"{datetime.now():%Y-%m-%d_%H%M%S_%f}"
-                below = Path("outputs", built.settings.name, now)
-                where = (below if directory is None else check_path("toyexp.train directory", directory)).absolute()
-            ready = prepare_parts(built, where, resume is not None, "directory")
-        with note_remains(where, "toyexp.train(..., "), update_summary(where, resume is not None):
+                default = Path("outputs", built.settings.name, now)
+                chosen = default if directory is None else check_path("toyexp.train directory", directory)
+                run_directory = chosen.absolute()
+            ready = prepare_parts(built, run_directory, resume is not None, "directory")
+        with note_remains(run_directory, "toyexp.train(..., "), update_summary(run_directory, resume is not None):
             ready.run()
-    return Result(where, registry)
+    return Result(run_directory, registry)
 
 
 def _extend_registry(parts: Sequence[Any]) -> Registry:
     """Return the installed plugins and the classes of these parts, so that the run can be read."""
-    known = load()
-    grown = Registry({kind: dict(offers) for kind, offers in known.offers.items()}, known.problems, known.notes)
+    loaded = load()
+    extended = Registry({kind: dict(offers) for kind, offers in loaded.offers.items()}, loaded.problems, loaded.notes)
     for part in parts:
         kind = next((kind for kind, base in KINDS.items() if isinstance(part, base)), None)
         if kind:
@@ -101,33 +102,33 @@ def _extend_registry(parts: Sequence[Any]) -> Registry:
                 raise UserError(f"train {kind}: {cls.__name__} has no name; add one to the class: name = 'mine'")
             if kind == "callbacks":
                 check_hooks(cls, RunHooks, f"train callbacks: {cls.__name__}")
-            there = grown.offers[kind].get(cls.name)
-            if there and there.cls is not cls:
-                raise UserError(f"train {kind}={cls.__name__}: the name {cls.name} is taken by {there.cls.__name__}")
-            grown.offers[kind].setdefault(cls.name, Offer(kind, cls.name, cls, cls.__module__, LOCAL))
-    return grown
+            other = extended.offers[kind].get(cls.name)
+            if other and other.cls is not cls:
+                raise UserError(f"train {kind}={cls.__name__}: the name {cls.name} is taken by {other.cls.__name__}")
+            extended.offers[kind].setdefault(cls.name, Offer(kind, cls.name, cls, cls.__module__, LOCAL))
+    return extended
 
 
 def _build_config(
-    given: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
+    choices: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
 ) -> Config:
-    parts = {kind: copy(_resolve_part(kind, given[kind], registry)) for kind in ("data", "recipe", "optim")}
-    watching = _resolve_callbacks(callbacks, registry)
-    base = _load_base(parts["recipe"], given["model"], registry)
-    parts["model"] = base or _resolve_part("model", given["model"] or "llama", registry)
-    if given["engine"] == AUTO:
+    parts = {kind: copy(_resolve_part(kind, choices[kind], registry)) for kind in ("data", "recipe", "optim")}
+    watchers = _resolve_callbacks(callbacks, registry)
+    base = _load_base(parts["recipe"], choices["model"], registry)
+    parts["model"] = base or _resolve_part("model", choices["model"] or "llama", registry)
+    if choices["engine"] == AUTO:
         engine, note = pick_engine({"name": AUTO}, registry)
     else:
-        engine = _resolve_part("engine", given["engine"], registry)
+        engine = _resolve_part("engine", choices["engine"], registry)
         note = f"{engine.name}: {check_engine(engine)}"
     name = f"{parts['recipe'].name}-{parts['model'].name}"
-    of_run = _build_settings({"name": name, **settings})
-    plain: dict[str, Any] = {f.name: getattr(of_run, f.name) for f in fields(of_run)}
+    top_level = _build_settings({"name": name, **settings})
+    plain: dict[str, Any] = {f.name: getattr(top_level, f.name) for f in fields(top_level)}
     plain |= {kind: _plain_settings(kind, part) for kind, part in {**parts, "engine": engine}.items()}
-    plain["callbacks"] = {name: _plain_settings(f"callbacks.{name}", callback) for name, callback in watching.items()}
-    check_parts(of_run, parts, watching)
+    plain["callbacks"] = {name: _plain_settings(f"callbacks.{name}", callback) for name, callback in watchers.items()}
+    check_parts(top_level, parts, watchers)
     return Config(
-        settings=of_run, **parts, engine=engine, callbacks=watching, plain=plain, engine_note=note, base=base,
+        settings=top_level, **parts, engine=engine, callbacks=watchers, plain=plain, engine_note=note, base=base,
         default_callbacks=default_callbacks,
     )  # fmt: skip
 
@@ -143,26 +144,26 @@ def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
             hint = f"; for your own text: {text.cls.__module__}.{text.cls.__name__}(path='book.txt')"
         raise UserError(f"train {registry.explain_missing(kind, shown, registry.offers[kind])}{hint}")
     if not isinstance(value, KINDS[kind]):
-        wanted = f"train {kind}: must be a name or a toyexp.{KINDS[kind].__name__}"
+        expected = f"train {kind}: must be a name or a toyexp.{KINDS[kind].__name__}"
         if isinstance(value, type):
-            raise UserError(f"{wanted}, got the class {value.__name__}; use {value.__name__}()")
-        raise UserError(f"{wanted}, got {printable(repr(value))}; {suggest('', registry.offers[kind])}")
+            raise UserError(f"{expected}, got the class {value.__name__}; use {value.__name__}()")
+        raise UserError(f"{expected}, got {printable(repr(value))}; {suggest('', registry.offers[kind])}")
     return value
 
 
-def _resolve_callbacks(given: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:
+def _resolve_callbacks(values: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:
     """Return callbacks by name; `default` stands for the default callbacks."""
-    each = [one for value in given for one in (default_callbacks() if value == "default" else [value])]
-    found: dict[str, Callback] = {}
+    expanded = [item for value in values for item in (default_callbacks() if value == "default" else [value])]
+    by_name: dict[str, Callback] = {}
     objects: dict[str, Callback] = {}
-    for value in each:
+    for value in expanded:
         callback = _resolve_part("callbacks", value, registry)
-        if callback.name in found and isinstance(value, str):
+        if callback.name in by_name and isinstance(value, str):
             continue
         if not isinstance(value, str) and objects.setdefault(callback.name, callback) is not callback:
             raise UserError(f"train callbacks: two are named {callback.name}; names must be unique")
-        found[callback.name] = callback
-    return found
+        by_name[callback.name] = callback
+    return by_name
 
 
 def _load_base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
@@ -175,13 +176,13 @@ def _load_base(recipe: Recipe, model: Any, registry: Registry) -> Model | None:
     return load_open_model(open_gguf(str(path)), registry, recipe.reads)
 
 
-def _build_settings(given: Mapping[str, Any]) -> Settings:
-    if {"steps", "epochs"} <= given.keys():
-        raise UserError(f"train epochs={given['epochs']}: sets the number of steps; leave steps={given['steps']} out")
-    known = {f.name for f in fields(Settings)} - {"resume", "plugins"}
-    for key in given.keys() - known:
-        raise UserError(f"train {key}: unknown setting; {suggest(key, known)}")
-    return Settings(**apply_types(Settings, dict(given), ""))
+def _build_settings(values: Mapping[str, Any]) -> Settings:
+    if {"steps", "epochs"} <= values.keys():
+        raise UserError(f"train epochs={values['epochs']}: sets the number of steps; leave steps={values['steps']} out")
+    names = {f.name for f in fields(Settings)} - {"resume", "plugins"}
+    for key in values.keys() - names:
+        raise UserError(f"train {key}: unknown setting; {suggest(key, names)}")
+    return Settings(**apply_types(Settings, dict(values), ""))
 
 
 def _plain_settings(where: str, part: Any) -> dict[str, Any]:

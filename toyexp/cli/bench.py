@@ -283,8 +283,8 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
     for row, engine in enumerate(engines):
         units = engine[f"{unit}_per_second"] * engine["seconds_per_step"]  # per step
         speed, (low, high) = units / engine["seconds_per_step"], (units / seconds for seconds in engine["quartiles"])
-        own = engine["name"] == engine["engine"]  # not a baseline
-        axes.barh(row, speed, height=0.5, color=BLUE if own else PALE, alpha=0.45 if own else 0.6)
+        is_engine = engine["name"] == engine["engine"]  # not a baseline
+        axes.barh(row, speed, height=0.5, color=BLUE if is_engine else PALE, alpha=0.45 if is_engine else 0.6)
         if rounds > 1:
             axes.plot([units / seconds for seconds in engine["rounds"]], [row] * rounds, color=INK, marker="|",
                       markersize=9, markeredgewidth=0.6, alpha=0.5, linestyle="none")  # fmt: skip
@@ -294,7 +294,7 @@ def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Se
         axes.text(1.01, row, f"{label}\n{fit_text(ratio, 34)}".strip() if len(engines) > 1 else label, va="center",
                   transform=axes.get_yaxis_transform(), fontsize=SMALL, color=INK)  # fmt: skip
     lines = [textwrap.wrap(engine["name"], 26, max_lines=2, placeholder="…") for engine in engines]
-    names = ["\n".join(fit_text(line, 26) for line in some) for some in lines]
+    names = ["\n".join(fit_text(line, 26) for line in wrapped) for wrapped in lines]
     axes.set_yticks(range(len(engines)), names)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(engines) - 0.5, -0.5)

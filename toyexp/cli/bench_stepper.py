@@ -45,15 +45,15 @@ RUN_ONLY_KEYS = {*keys_by_role(OF_A_RUN, Settings), "sweep", "hydra"}  # keys th
 FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")
 STEPS_ALONE = 3  # later steps may need more memory than the first
 SLICE = 0.3  # seconds per round of one stepper
-WARM_UP = 0.1  # seconds of steps that are not timed, and the minimum number of such steps:
-WARM_UP_STEPS = 3
+WARM_UP = 0.1  # minimum seconds of steps that are not timed
+WARM_UP_STEPS = 3  # minimum number of steps that are not timed
 BATCHES = 8  # prepared in advance, and reused
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
 
 
 def prepare_runs(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
     """Prepare the experiment on each engine; keys are the labels as typed, such as ggml or ggml:blas=false."""
-    return {label: prepare(asked.build_config()) for label, asked in request.per_engine(labels).items()}
+    return {label: prepare(for_engine.build_config()) for label, for_engine in request.per_engine(labels).items()}
 
 
 def parse_engines(
@@ -68,8 +68,8 @@ class Stepper(Protocol):
     """A model and its optimiser, ready to train."""
 
     note: str  # versions, device and threads
-    devices: int = 1  # that share the work
-    pids: Sequence[int] = ()  # of other processes of this stepper on this machine
+    devices: int = 1  # number of devices that share the work
+    pids: Sequence[int] = ()  # process ids of its other processes on this machine
 
     def step(self, batch: Batch) -> object:
         """Launch one training step; wait for it, or on an asynchronous device for an earlier one."""
@@ -115,9 +115,9 @@ class EngineStepper(Stepper):
 
     def step(self, batch: Batch) -> None:
         """Launch one step with the optimiser's numbers of this step."""
-        given = self.session.step_input(batch, self._plan.numbers(self._steps, self._lr))
+        step_input = self.session.step_input(batch, self._plan.numbers(self._steps, self._lr))
         self._steps += 1
-        self._pending.append(self.stack.step({0: given})[0])
+        self._pending.append(self.stack.step({0: step_input})[0])
         if len(self._pending) >= self.session.depth:
             self._pending.pop(0)()
 
@@ -142,7 +142,7 @@ def worker_pids(ranks: Sequence[str]) -> list[int]:
 
 
 def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
-    """Open a stepper and warm it up; return it with the steps per round: `steps`, or if 0 as many as fill SLICE."""
+    """Open a stepper and warm it up; return it and the steps per round: `steps`, or if 0 enough for SLICE seconds."""
     stepper = open_stepper()
     try:
         times: list[float] = []
@@ -163,8 +163,8 @@ class Entry:
 
     name: str
     settings: list[str]  # as typed, without the engine
-    engine: str  # label
-    file: str = ""  # of the baseline
+    engine: str  # label, such as ggml:threads=1
+    file: str = ""  # path of the baseline; empty for an engine
 
     def prepare(self) -> tuple[Prepared, Callable[[], Stepper]]:
         """Prepare the experiment; return it with a function that opens the stepper."""
@@ -330,8 +330,8 @@ def main(words: Sequence[str]) -> None:
             seconds = time.monotonic() - began
     _, peak = memory_bytes()
     others = [_linux_memory(pid) for pid in stepper.pids]
-    whole = max(peak, before) + sum(most for _, most in filter(None, others)) if all(others) else None
-    figures = seconds, stepper.device_bytes(), whole, peak - imported
+    total = max(peak, before) + sum(most for _, most in filter(None, others)) if all(others) else None
+    figures = seconds, stepper.device_bytes(), total, peak - imported
     json.dump(dict(zip(FIGURES, figures, strict=True)), sys.stdout)
     stepper.close()
 

@@ -54,17 +54,19 @@ class BuiltInCommand(Command):
         return parser.format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
-        """Parse the words. Those of `completion` are another command line, which a shell passes, and stay unparsed."""
+        """Parse the words, except those of `completion`: a shell passes it the command line to complete."""
         if self.completions == "shells":
             return Arguments(rest=list(words))
-        found = super().read(words)
-        for word in found.rest:
+        arguments = super().read(words)
+        for word in arguments.rest:
             if self.name in NO_SETTINGS and "=" in word and not os.path.lexists(word):
+                if (flag := f"--{word.partition('=')[0]}") in self.parser().options:
+                    raise UserError(f"{self.name} {word}: is an option here; type {flag} {word.partition('=')[2]}")
                 what = f"is a setting of a run; {self.name} only takes plugins=[...]"
                 raise UserError(f"{self.name} {word}: {what}; see toyexp {self.name} --help")
             if self.name in SETTINGS_ONLY and "=" not in word and word[:1] not in "~+":
                 raise UserError(f"{self.name} {word}: expected key=value; see toyexp {self.name} --help")
-        return found
+        return arguments
 
     def unknown_option(self, word: str, after: Sequence[str]) -> UserError:
         """Return an error about an unknown option, which may be a setting typed with dashes."""
@@ -211,7 +213,7 @@ def register_commands(register: Register) -> None:
 
 
 def find(name: str, words: Sequence[str]) -> Command | None:
-    """Return the command of that name, or None. Plugins, also those that `words` name, are only loaded if needed."""
+    """Return a command by name, or None. Load plugins, also local ones in `words`, only if it is not built in."""
     if name in COMMANDS:
         return COMMANDS[name]()
     from toyexp.plugins.discovery import load

@@ -132,10 +132,10 @@ class Line:
                 yield replace(c, text=f"{key}={c.text}")
             return
         prefix = self.word[: len(self.word) - len(self.word.lstrip("+~"))]
-        found = (
+        candidates = (
             self._plugin_names("callbacks", "callbacks.{}") if prefix == "~" else self._keys(self.word[len(prefix) :])
         )
-        yield from (replace(c, text=prefix + c.text) for c in found)
+        yield from (replace(c, text=prefix + c.text) for c in candidates)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
         """Yield keys: first the part up to a dot, then full keys. Keys of callbacks have two such parts."""
@@ -150,7 +150,7 @@ class Line:
         if key in GROUPS:
             yield from self._group_names(key, value)
             return
-        for setting in [setting for known, setting in self._settings(key) if known == key]:
+        for setting in [setting for name, setting in self._settings(key) if name == key]:
             choices, suffixes = possible_values(setting)
             yield from map(Candidate, choices)
             if "run's directory" in setting.comment:
@@ -162,11 +162,11 @@ class Line:
         """Yield names of a config group: a single name, in a list, or between the commas of a sweep."""
         head = value[: max(value.rfind("["), value.rfind(",")) + 1] or ("[" if kind == "callbacks" else "")
         typed = re.split(r"[\[,]", head)
-        found = [c for c in self._choices(kind) if c.text not in typed]
-        for c in found:
+        candidates = [c for c in self._choices(kind) if c.text not in typed]
+        for c in candidates:
             if not head.startswith("["):
                 yield replace(c, text=head + c.text)
-            elif [f for f in found if (head + f.text).startswith(value)] == [
+            elif [f for f in candidates if (head + f.text).startswith(value)] == [
                 c
             ]:  # the only match: offer what follows it
                 yield from (replace(c, text=f"{head}{c.text}{end}", more=end == ",") for end in "],")
@@ -178,11 +178,11 @@ class Line:
     def _choices(self, kind: str) -> list[Candidate]:
         """Return the choices of a config group: plugins, and presets in the config directories."""
         pairs = zip(self.before, self.before[1:], strict=False)
-        given = [value for flag, value in pairs if SHORT_FLAGS.get(flag, flag) in ("--config-dir", "--config-path")]
-        roots = [d / kind for d in (*map(Path, given), CONF)]
-        found = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
-        found += [Candidate("auto", "The best engine on this machine.")] if kind == "engine" else []
-        return list({c.text: c for c in (*found, *self._plugin_names(kind))}.values())
+        chosen = [value for flag, value in pairs if SHORT_FLAGS.get(flag, flag) in ("--config-dir", "--config-path")]
+        roots = [d / kind for d in (*map(Path, chosen), CONF)]
+        candidates = [Candidate(p.relative_to(d).with_suffix("").as_posix()) for d in roots for p in d.rglob("*.yaml")]
+        candidates += [Candidate("auto", "The best engine on this machine.")] if kind == "engine" else []
+        return list({c.text: c for c in (*candidates, *self._plugin_names(kind))}.values())
 
     def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
         """Yield top-level settings and those of the key's group: of the chosen part, else of all parts."""
@@ -235,8 +235,8 @@ def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
 def runs() -> list[Candidate]:
     """Return the newest runs in outputs/."""
     with contextlib.suppress(OSError):
-        found = [path.parent for path in Path("outputs").glob("*/*/config.yaml")]
-        newest = sorted(found, key=lambda p: p.name, reverse=True)[:RUNS]
+        directories = [path.parent for path in Path("outputs").glob("*/*/config.yaml")]
+        newest = sorted(directories, key=lambda p: p.name, reverse=True)[:RUNS]
         return [Candidate(str(path), f"run of {path.parent.name}", path=True) for path in newest]
     return []
 
@@ -328,14 +328,14 @@ class TypedLine(NamedTuple):
     kept_length: int  # characters of the last word that readline does not replace
     quote: str  # open quote, or empty
 
-    def replacement(self, found: Candidate) -> str:
+    def replacement(self, candidate: Candidate) -> str:
         """Return the text that replaces the rest of the word."""
-        text = found.text[self.kept_length :]
+        text = candidate.text[self.kept_length :]
         if self.quote:  # readline closes the quote
             return text
-        if found.path:
+        if candidate.path:
             text = re.sub(SHELL_CHARACTERS, r"\\\g<0>", text)
-        return text if found.more else f"{text} "
+        return text if candidate.more else f"{text} "
 
 
 def read_line(line: str, breaks: str = "") -> TypedLine:

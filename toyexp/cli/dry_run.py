@@ -17,7 +17,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from toyexp.base.attribution import call_checked
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import align_columns, format_bytes, format_count, format_duration, pluralise, short_path
 from toyexp.base.memory import available_bytes, convert_memory_errors
@@ -46,7 +45,7 @@ from toyexp.training.settings import Interval, evaluations
 
 WARM_UP_STEPS, WARM_UP = 3, 0.1  # minimum number and seconds of steps that are not timed
 STEPS, SLICE = 3, 0.5  # minimum number and seconds of timed steps
-PATIENCE = 5.0  # seconds after which one step of either kind is enough
+PATIENCE = 5.0  # seconds after which a single warm-up or timed step is enough
 NOTHING_WRITTEN = "dry run: nothing was trained or written, apart from the data cache"
 MAX_SHAPES = 8  # number of groups of jobs that are measured; the others count as their mean
 COST_NEUTRAL = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep",
@@ -86,7 +85,7 @@ def _estimate_run(
     settings, flops = _changed_settings(request, composed), step_flops(plan)
     tried["seconds"] += time.perf_counter() - ended
     units, learned = prepared.model.reads.units, tried["learned"]
-    known = call_checked(Mapping, prepared.dataset.describe).get(f"train_{units}")
+    rows = prepared.batches.rows_per_epoch
     batch, weights = minimum_bytes(plan, config.engine)
     return {
         "settings": settings,  # other than the defaults of the chosen parts
@@ -95,7 +94,7 @@ def _estimate_run(
         "units": units,
         "units_per_step": learned,  # targets with a loss, mean over the measured steps
         units: round(steps * learned),
-        "epochs": steps * learned / known if known else None,  # None: unknown size of the data
+        "epochs": steps * config.settings.batch_size / rows if rows else None,  # None: unknown size of the data
         "batch_bytes": batch,
         "weights_bytes": weights,  # trainable weights, gradients and optimiser state
         "frozen_bytes": _frozen_bytes(prepared),
@@ -111,7 +110,8 @@ def _estimate_run(
 def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
     """Format the estimate of a run as text."""
     tried, units, epochs, free = estimate["tried"], estimate["units"], estimate["epochs"], estimate["free_bytes"]
-    in_epochs = "" if epochs is None else f" ({epochs:.3g} epochs)"
+    in_about = any(word.startswith("epochs=") for word in estimate["settings"])
+    in_epochs = "" if epochs is None or in_about else f" ({epochs:.3g} epochs)"
     after = f" (after step {estimate['begins']})" if estimate["begins"] else ""
     parts = {
         "batch": estimate["batch_bytes"],
@@ -120,8 +120,8 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
     parts |= {"frozen weights": estimate["frozen_bytes"]} if estimate["frozen_bytes"] else {}
     parts |= {"checkpoint copy": estimate["checkpoint_bytes"]} if estimate["checkpoint_bytes"] else {}
     free_text = "" if free is None else f" of {format_bytes(free)} free"
-    held = format_bytes(tried["process_bytes"])
-    held += f", plus device memory {format_bytes(tried['device_bytes'])}" if tried["device_bytes"] else ""
+    measured = format_bytes(tried["process_bytes"])
+    measured += f", plus device memory {format_bytes(tried['device_bytes'])}" if tried["device_bytes"] else ""
     took = f"{pluralise(estimate['steps'], 'step')} of {format_duration(tried['step'])}"
     if tried["evaluations"]:
         took += f" and {pluralise(tried['evaluations'], 'eval')} of {format_duration(tried['evaluation'])}"
@@ -137,7 +137,7 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
         f"steps    {estimate['steps']}{after}, {per_step} {units} each: {in_all} in total{in_epochs}",
         f"memory   at least {format_bytes(sum(parts.values()))}{free_text}: "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()),
-        f"         measured peak of the process: {held}",
+        f"         measured peak of the process: {measured}",
         f"compute  {estimate['flops_per_step'] / 1e9:.3g} GFLOP per step, {estimate['flops'] / 1e9:.3g} in total",
         f"time     about {format_duration(estimate['seconds'])}: {took}, {format_duration(tried['ready'])} to start",
         f"         {pluralise(tried['steps'], 'step')} measured; callbacks, checkpoints and exports take extra time",
@@ -160,8 +160,8 @@ def _frozen_bytes(prepared: Prepared) -> int:
     in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
     for tensor in prepared.plan.tensors if not engine.own_memory else ():
         info = mappable_tensor(tensor) if in_files else None
-        whole = 4 * tensor.size
-        size += 0 if tensor.trainable else min(info.nbytes // info.shape[0] * tensor.shape[0], whole) if info else whole
+        full = 4 * tensor.size
+        size += 0 if tensor.trainable else min(info.nbytes // info.shape[0] * tensor.shape[0], full) if info else full
     return size
 
 
@@ -169,10 +169,10 @@ def _changed_settings(request: Request, composed: Composition) -> list[str]:
     """Return the typed choices, and each setting that differs from the default of the chosen parts."""
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
-        usual = replace(request, settings=chosen).compose()
+        defaults = replace(request, settings=chosen).compose()
     except UserError:  # some choices need a setting
         return [str(o.input_line) for o in request.settings]
-    return [*(str(o.input_line) for o in chosen), *composed.diff(usual)]
+    return [*(str(o.input_line) for o in chosen), *composed.diff(defaults)]
 
 
 def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
@@ -216,16 +216,16 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
     if not len(held_out):  # the run warns of this itself
         return 0.0
 
-    def seconds(some: Sequence[Any]) -> float:
+    def seconds(batches: Sequence[Any]) -> float:
         began = time.perf_counter()
-        stepper.session.evaluate(some)
-        compute_scores(prepared.model, stepper.session.logits, some)
+        stepper.session.evaluate(batches)
+        compute_scores(prepared.model, stepper.session.logits, batches)
         return time.perf_counter() - began
 
     first = [held_out[0]]
     seconds(first)  # warm-up
-    some = [held_out[k] for k in range(min(len(held_out), max(1, int(SLICE / max(seconds(first), 1e-6)))))]
-    return seconds(some) / len(some) * len(held_out)
+    batches = [held_out[k] for k in range(min(len(held_out), max(1, int(SLICE / max(seconds(first), 1e-6)))))]
+    return seconds(batches) / len(batches) * len(held_out)
 
 
 # -- a sweep ----------------------------------------------------------------------------------------------------------
@@ -235,10 +235,10 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
 class Shape:
     """Jobs whose steps should cost the same, judging by their settings."""
 
-    own: list[str]  # settings that distinguish this group
+    settings: list[str]  # settings that distinguish this group
     jobs: list[Job]
     start: float = 0.0  # seconds from the start of a job's process to its first step
-    found: Mapping[str, Any] | None = None  # output of --dry-run --json for the first job; None: not measured
+    estimate: Mapping[str, Any] | None = None  # output of --dry-run --json for the first job; None: not measured
 
 
 def dry_run_sweep(runner: Runner, as_json: bool) -> int:
@@ -258,7 +258,7 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
                 print_error(f"error in job {shape.jobs[0].number}: {error}")
                 codes.append(error.exit_code)
         show_status("")
-        if any(shape.found for shape in shapes):
+        if any(shape.estimate for shape in shapes):
             estimate = _sum_jobs(shapes, runner, root)
             print_output(dump_json(estimate, indent=2) if as_json else "\n".join(_sweep_lines(estimate, runner)))
         return 1 if 1 in codes else max(codes)
@@ -267,11 +267,11 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
 
 
 def _group_jobs(jobs: Sequence[Job]) -> Sequence[Shape]:
-    found: dict[tuple[str, ...], Shape] = {}
+    shapes: dict[tuple[str, ...], Shape] = {}
     for job in jobs:
-        own = [word for word in job.overrides if not _is_cost_neutral(word)]
-        found.setdefault(tuple(own), Shape(own, [])).jobs.append(job)
-    return list(found.values())
+        settings = [word for word in job.overrides if not _is_cost_neutral(word)]
+        shapes.setdefault(tuple(settings), Shape(settings, [])).jobs.append(job)
+    return list(shapes.values())
 
 
 def _is_cost_neutral(word: str) -> bool:
@@ -310,55 +310,56 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
         if to is sys.stdout:
             out.append(line)
 
-    with tempfile.TemporaryDirectory() as aside:
-        order = LaunchSpec(
-            root, Path(aside, "log"), words, [], False, launcher.share.cores * of_machine, gpus, is_stack=True
+    with tempfile.TemporaryDirectory() as folder:
+        spec = LaunchSpec(
+            root, Path(folder, "log"), words, [], False, launcher.share.cores * of_machine, gpus, is_stack=True
         )
         began = time.perf_counter()
-        ended = run_process(order, Stop(), take, start=launcher.start)
+        ended = run_process(spec, Stop(), take, start=launcher.start)
         seconds = time.perf_counter() - began
     if ended.code:
         raise UserError(ended.error) if ended.code == 2 else RunFailed(str(ended))
-    shape.found = json.loads("\n".join(out))
-    shape.start = seconds - shape.found["tried"]["seconds"]
+    shape.estimate = json.loads("\n".join(out))
+    shape.start = seconds - shape.estimate["tried"]["seconds"]
 
 
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     """Return the command line that measures a job."""
-    asked = runner.request.spec
+    spec = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
-        return [f"resume={root / job.directory}", *(word for word in asked["settings"] if word.startswith("plugins="))]
-    where = root / job.directory if job.directory else runner.configs.directory(job, root)[1]
-    place = [] if where.exists() else [format_override("hydra.run.dir", where)]
-    return [*shared_args(asked), *job.overrides, *place, f"hydra.job.num={job.number}"]
+        return [f"resume={root / job.directory}", *(word for word in spec["settings"] if word.startswith("plugins="))]
+    directory = root / job.directory if job.directory else runner.configs.directory(job, root)[1]
+    directory_override = [] if directory.exists() else [format_override("hydra.run.dir", directory)]
+    return [*shared_args(spec), *job.overrides, *directory_override, f"hydra.job.num={job.number}"]
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
     """Sum up the estimates of all jobs; groups that were not measured count as the mean."""
-    launcher, asked, search = runner.launcher, runner.request, runner.source.description
+    launcher, request, search = runner.launcher, runner.request, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
-    left, entries = list[int](), list[dict[str, Any]]()
+    unmeasured, entries = list[int](), list[dict[str, Any]]()
     for shape in shapes:
-        if not (found := shape.found):
-            left += [job.number for job in shape.jobs]
+        if not (estimate := shape.estimate):
+            unmeasured += [job.number for job in shape.jobs]
             continue
-        tried, every = found["tried"], int(runner.configs.config(shape.jobs[0]).cfg.eval_every)
+        tried, every = estimate["tried"], int(runner.configs.config(shape.jobs[0]).cfg.eval_every)
         for job in shape.jobs:
-            begins, end = 0, found["begins"] + found["steps"]
+            begins, end = 0, estimate["begins"] + estimate["steps"]
             if job.directory:
                 begins = next(iter(checkpoint.list_checkpoints(root / job.directory / "checkpoints")), 0)
             if any(word.startswith("steps=") for word in job.overrides):
                 end = int(runner.configs.config(job).cfg.steps)
-            is_first = (asked.settings.isolate and not launcher.trains_stacks) or not seconds  # of its process
+            is_first = (request.settings.isolate and not launcher.trains_stacks) or not seconds  # of its process
             seconds[job.number] = (
                 (shape.start if is_first else tried["ready"])
                 + (end - begins) * tried["step"]
                 + evaluations(begins, end, every) * tried["evaluation"]
             )
-            flops[job.number] = (end - begins) * found["flops_per_step"]
-        entries.append({"jobs": [j.number for j in shape.jobs], "own": shape.own, "start": shape.start, **found})
-    seconds |= dict.fromkeys(left, statistics.mean(seconds.values()))
-    flops |= dict.fromkeys(left, statistics.mean(flops.values()))
+            flops[job.number] = (end - begins) * estimate["flops_per_step"]
+        numbers = [job.number for job in shape.jobs]
+        entries.append({"jobs": numbers, "own": shape.settings, "start": shape.start, **estimate})
+    seconds |= dict.fromkeys(unmeasured, statistics.mean(seconds.values()))
+    flops |= dict.fromkeys(unmeasured, statistics.mean(flops.values()))
     at_once = max(min(launcher.limit(), len(seconds)), 1)
     free = [0.0] * at_once
     for number in sorted(seconds):  # each job starts when a slot is free
@@ -368,16 +369,16 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
         for key, _, value in (word.partition("=") for word in job.overrides):
             varied.setdefault(key, {})[value] = None
     return {
-        "directory": str(root), "settings": asked.spec["settings"],
+        "directory": str(root), "settings": request.spec["settings"],
         "varied": {key: list(values) for key, values in varied.items()}, "search": search, "jobs": len(seconds),
         "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": entries,
-        "not_tried": left, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
+        "not_tried": unmeasured, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
     }  # fmt: skip
 
 
 def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     """Format the estimate of a sweep as text."""
-    shapes, search, left, prune = (
+    shapes, search, unmeasured, prune = (
         estimate["shapes"],
         estimate["search"],
         estimate["not_tried"],
@@ -393,14 +394,16 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     lines += map(_align, shapes[0]["about"])
     head = ["jobs", "parameters", "trainable", "memory", "peak", "step", "eval", "GFLOP/step", "start", "settings"]
     lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
-    if left:
+    if unmeasured:
         mean = f"the mean of the {len(shapes)} measured groups"
-        lines.append(f"guessed  {pluralise(len(left), 'job')} in other groups were not measured and count as {mean}")
-    one = estimate["seconds_of_jobs"].values()
-    each = (
-        format_duration(min(one))
-        if max(one) < 1.05 * min(one)
-        else f"{format_duration(min(one))} to {format_duration(max(one))}"
+        lines.append(
+            f"guessed  {pluralise(len(unmeasured), 'job')} in other groups were not measured: counted as {mean}"
+        )
+    seconds = estimate["seconds_of_jobs"].values()
+    per_job = (
+        format_duration(min(seconds))
+        if max(seconds) < 1.05 * min(seconds)
+        else f"{format_duration(min(seconds))} to {format_duration(max(seconds))}"
     )
     points = "trials are not chosen yet: these are runs at the ends of intervals and at each value"
     notes = [
@@ -412,7 +415,7 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     return [
         *lines,
         f"compute  {estimate['flops'] / 1e9:.3g} GFLOP in total",
-        f"time     about {format_duration(estimate['seconds'])}: {jobs}, {each} each, {how}",
+        f"time     about {format_duration(estimate['seconds'])}: {jobs}, {per_job} each, {how}",
         *(f"         {note}" for note in notes if note),
         NOTHING_WRITTEN,
     ]

@@ -69,9 +69,9 @@ def run_models(arguments: Arguments) -> int:
 
     directories = [Path(word) for word in arguments.rest]
     for path in directories:
-        if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises where the way there may not be taken
-            there = os.path.exists(path)  # noqa: PTH110 - likewise
-            what = "not a directory; to describe a file: toyexp describe" if there else "not found"
+        if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises if a parent directory is not accessible
+            exists = os.path.exists(path)  # noqa: PTH110 - likewise
+            what = "not a directory; to describe a file: toyexp describe" if exists else "not found"
             raise UserError(f"models {path}: {what}")
     return find_models(load(arguments.modules), directories).show(arguments)
 
@@ -108,10 +108,10 @@ def run_eval(arguments: Arguments) -> int:
     usage = ", then settings and options: toyexp eval model.gguf batch_size=4"
     what = parse_model_path("eval", files, usage)
     request = parse_experiment("eval", [word for word in arguments.settings if "=" in word])
-    found = evaluate(what, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
-    found.show(arguments)
-    if not math.isfinite(found.loss):
-        raise RunFailed(f"{found.file}: its held-out loss is {found.loss}")
+    evaluation = evaluate(what, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
+    evaluation.show(arguments)
+    if not math.isfinite(evaluation.loss):
+        raise RunFailed(f"{evaluation.file}: its held-out loss is {evaluation.loss}")
     return 0
 
 
@@ -137,24 +137,24 @@ def run_predict(arguments: Arguments) -> int:
     from toyexp.inference.predict import list_images, predict
 
     if not arguments.rest[1:]:
-        given = f"predict {arguments.rest[0]}" if arguments.rest else "predict"
-        raise UserError(f"{given}: needs a model, then images or directories of images: toyexp predict RUN photo.png")
-    what, *places = map(Path, arguments.rest)
+        typed = f"predict {arguments.rest[0]}" if arguments.rest else "predict"
+        raise UserError(f"{typed}: needs a model, then images or directories of images: toyexp predict RUN photo.png")
+    what, *image_paths = map(Path, arguments.rest)
     table = arguments.csv
     if table is not None:
         _check_table(table, arguments)
     require_pillow()
-    files, modules = list_images(places), arguments.modules
-    found = predict(what, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
-    for image in found.failures:
+    files, modules = list_images(image_paths), arguments.modules
+    predictions = predict(what, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
+    for image in predictions.failures:
         print(escape_cell(f"{image.file}: {image.error}"), file=sys.stderr)
     if table is None:
-        found.show(arguments)
+        predictions.show(arguments)
     else:
-        with convert_write_errors(Path(table)), write_atomically(Path(table)) as place:
-            place.write_text(found.csv(), encoding="utf-8", errors="surrogateescape")
-        print_line(f"{found.summary()}; {table}")
-    return 1 if found.failures else 0
+        with convert_write_errors(Path(table)), write_atomically(Path(table)) as temporary:
+            temporary.write_text(predictions.csv(), encoding="utf-8", errors="surrogateescape")
+        print_line(f"{predictions.summary()}; {table}")
+    return 1 if predictions.failures else 0
 
 
 def _check_table(table: str, arguments: Arguments) -> None:

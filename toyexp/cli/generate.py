@@ -106,12 +106,12 @@ def read(arguments: Arguments) -> Options:
     return options
 
 
-def _read_prompt(given: str | None) -> str | None:
-    if given is None:
+def _read_prompt(prompt: str | None) -> str | None:
+    if prompt is None:
         return None
-    if given == "-" and sys.stdin is None:
+    if prompt == "-" and sys.stdin is None:
         raise UserError("--prompt -: standard input is closed; use --prompt TEXT or a pipe")
-    raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if given == "-" else os.fsencode(given)
+    raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if prompt == "-" else os.fsencode(prompt)
     if len(raw) > MAX_PROMPT_BYTES:
         raise UserError(
             f"--prompt -: more than {MAX_PROMPT_BYTES >> 20} MiB, which fits no context; give its last part"
@@ -138,12 +138,12 @@ class Conversation:
 
     def __init__(self, author: Generator, template: ChatTemplate | None):
         assert author.tokenizer is not None
-        self._author, self._found, self._tokenizer = author, template, author.tokenizer
+        self._author, self._chat_template, self._tokenizer = author, template, author.tokenizer
         self._template = Template(template.text, author.tokenizer, template.file) if template else None
         self._turns = system_turns(author.options)
         self._fixed = len(self._turns)  # messages that are never dropped: the system message
         self._dropped = self._answering = self._stopped = False
-        self._words = stream(author.options.seed, "generate")
+        self._random = stream(author.options.seed, "generate")
 
     def ids(self, message: str) -> list[int]:
         """Add a user message and return all ids; raise UserError if the message alone exceeds the context."""
@@ -167,12 +167,12 @@ class Conversation:
 
     def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
         """Generate the answer to a message, until its end or the first Ctrl-C."""
-        scribe, self._answering, self._stopped = TextBuilder(self._tokenizer, write), True, False
+        builder, self._answering, self._stopped = TextBuilder(self._tokenizer, write), True, False
         generated = self._author.write(
-            message, ids, scribe, self._words, self._found, lambda: self._stopped, print_note
+            message, ids, builder, self._random, self._chat_template, lambda: self._stopped, print_note
         )
         self._answering = False
-        self._turns.append({"role": "assistant", "content": scribe.text})
+        self._turns.append({"role": "assistant", "content": builder.text})
         return generated
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -190,7 +190,7 @@ def chat(
     Call `on_answer` with each finished or stopped answer. Return the number of messages from a pipe that were skipped.
     Raise UserError for a model without a tokenizer.
     """
-    loaded, left_out = load_model(options, registry), 0
+    loaded, skipped = load_model(options, registry), 0
     if options.engine.partition(":")[0] == LLAMA_CPP:
         raise UserError(f"--engine {options.engine}: cannot hold a conversation; use --prompt")
     with Generator(loaded, options, CHAT_STEP) as author:
@@ -205,41 +205,41 @@ def chat(
             else "no chat template: messages are continued as plain text"
         )
         print_note(f"{how} · {CHAT_HINT}")
-        talk = Conversation(author, template)
-        with handle_signals({signal.SIGINT: talk.interrupt}):
+        conversation = Conversation(author, template)
+        with handle_signals({signal.SIGINT: conversation.interrupt}):
             for message in messages():
                 try:
-                    ids = talk.ids(message)
+                    ids = conversation.ids(message)
                 except BadChat as error:
                     raise UserError(f"{template.file if template else loaded.name}: {error}") from None
                 except UserError as error:
                     print_note(str(error))
-                    left_out += not sys.stdin.isatty()
+                    skipped += not sys.stdin.isatty()
                     continue
-                answer = talk.answer(message, ids, write)
+                answer = conversation.answer(message, ids, write)
                 on_answer(answer)
                 if answer.reason in (LIMIT, STOPPED):
                     print_note(f"({answer.reason}{f', --tokens {options.tokens}' if answer.reason == LIMIT else ''})")
-    return left_out
+    return skipped
 
 
 def messages() -> Iterator[str]:
     """Yield the non-empty lines typed or piped in; Ctrl-C discards the current line of a terminal."""
     if sys.stdin is None:
         raise UserError("generate --chat: standard input is closed; use --prompt TEXT")
-    before_a_person = sys.stdin.isatty() and is_terminal()
-    if before_a_person:
+    is_interactive = sys.stdin.isatty() and is_terminal()
+    if is_interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - line editing and history for input()
     while True:
         try:
-            line = input("> ") if before_a_person else _read_line()
+            line = input("> ") if is_interactive else _read_line()
         except EOFError:
-            if before_a_person:
+            if is_interactive:
                 print(flush=True)
             return
         except Interrupted as signalled:
-            if not before_a_person or signalled.exit_code != 128 + signal.SIGINT:
+            if not is_interactive or signalled.exit_code != 128 + signal.SIGINT:
                 raise
             print(flush=True)
             print_note(CHAT_HINT)

@@ -25,7 +25,7 @@ def inspect(flags: Mapping[str, str], request: Request) -> int:
         if "--cfg" in flags:
             print(_format_config(composed, flags), end="")
             return 0
-        words = composed.every.hydra_overrides(composed.given)
+        words = composed.all_keys.hydra_overrides(composed.typed)
     try:
         _print_from_hydra(flags.get("--info"), request.source, [*request.source.overrides(), *words])
     except OSError:  # the output cannot be written
@@ -45,12 +45,12 @@ def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> Non
     handlers, level = list(root.handlers), root.level
     try:
         with initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
-            own, parser = GlobalHydra.instance().hydra, get_args_parser()
-            assert own is not None
+            active, parser = GlobalHydra.instance().hydra, get_args_parser()
+            assert active is not None
             if info is None:
-                own.hydra_help(source.name, parser, parser.parse_args(words))
+                active.hydra_help(source.name, parser, parser.parse_args(words))
             else:
-                own.show_info(info, source.name, words)
+                active.show_info(info, source.name, words)
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)

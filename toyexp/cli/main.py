@@ -58,7 +58,7 @@ def run_words(typed: Sequence[str]) -> int:
         show_status("")
         if command.name in COMMANDS:
             return _call(command, words[1:])
-        return _call_of_a_plugin(command, words[1:])
+        return _call_plugin_command(command, words[1:])
     if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # an unknown command is an error below
         return run_words(["help"])
     if "--version" in words:
@@ -75,7 +75,7 @@ def _call(command: Command, words: Sequence[str]) -> int:
     return 0
 
 
-def _call_of_a_plugin(command: Command, words: Sequence[str]) -> int:
+def _call_plugin_command(command: Command, words: Sequence[str]) -> int:
     """Run a plugin's sub-command; report an unexpected exception as a failure of the plugin."""
     try:
         with attribute_errors(f"command.{command.name}", "while it ran"):

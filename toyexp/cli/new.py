@@ -41,10 +41,10 @@ def run(arguments: Arguments) -> int:
     kind = KIND_ALIASES.get(words[0], words[0])
     if kind not in KINDS:
         raise UserError(f"new {kind}: unknown kind; {suggest(kind, KINDS)}")
-    place = write(kind, words[1], Path(arguments.into or "."), arguments.modules)
-    commands = re.findall(r"```\n(.*?)```", (place / "README.md").read_text(), re.DOTALL)[0].splitlines()
-    print(f"{short_path(place)}: {', '.join(sorted(path.name for path in place.iterdir()))}\n")
-    for line in (f"cd {short_path(place)}", *([] if find_spec("pytest") else ["pip install pytest"]), *commands):
+    directory = write(kind, words[1], Path(arguments.into or "."), arguments.modules)
+    commands = re.findall(r"```\n(.*?)```", (directory / "README.md").read_text(), re.DOTALL)[0].splitlines()
+    print(f"{short_path(directory)}: {', '.join(sorted(path.name for path in directory.iterdir()))}\n")
+    for line in (f"cd {short_path(directory)}", *([] if find_spec("pytest") else ["pip install pytest"]), *commands):
         print(f"  {line}")
     print(f"\nHow to write it: toyexp help plugins/{kind}")
     return 0
@@ -54,18 +54,18 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
     """Write the plugin, or nothing on an error, and return its directory; raise UserError for an invalid name."""
     files = {path.name: path.read_text() for path in (TEMPLATES / kind).iterdir() if path.is_file()}
     _check_name(kind, name, "".join(files.values()), modules)
-    place = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
-    if place.exists() or place.is_symlink():
-        raise UserError(f"new {kind} {name}: {short_path(place)} already exists; choose another name or --into")
-    if why := unwritable_reason(place):
-        raise UserError(f"new {kind} {name}: {short_path(place)} cannot be written ({why})")
-    with convert_write_errors(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(place) as new:
+    directory = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
+    if directory.exists() or directory.is_symlink():
+        raise UserError(f"new {kind} {name}: {short_path(directory)} already exists; choose another name or --into")
+    if why := unwritable_reason(directory):
+        raise UserError(f"new {kind} {name}: {short_path(directory)} cannot be written ({why})")
+    with convert_write_errors(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(directory) as new:
             new.mkdir()
             for file, text in files.items():
                 (new / fill_template(file, kind, name)).write_text(fill_template(text, kind, name))
-    return place
+    return directory
 
 
 def fill_template(text: str, kind: str, name: str) -> str:
@@ -82,22 +82,22 @@ def _name_forms(name: str) -> tuple[str, str, str]:
 
 def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None:
     """Raise UserError for a name that is invalid or taken."""
-    asked = f"new {kind} {name}"
+    command = f"new {kind} {name}"
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         guess = "_".join(re.findall("[a-z0-9]+", re.sub("([a-z0-9])([A-Z])", r"\1_\2", name).lower()))
         hint = f"; did you mean {guess}?" if name.isascii() and guess[:1].isalpha() else ""
-        raise UserError(f"{asked}: use lower-case letters, digits and single underscores, a letter first{hint}")
+        raise UserError(f"{command}: use lower-case letters, digits and single underscores, a letter first{hint}")
     if len(name) > MAX_NAME_LENGTH:
         raise UserError(f"new {kind} {name[:20]}...: has {len(name)} characters; at most {MAX_NAME_LENGTH} are allowed")
     _, its_class, _ = _name_forms(name)
     if name != f"my_{kind}" and (iskeyword(its_class) or re.search(rf"\b{its_class}\b", template)):
-        raise UserError(f"{asked}: the class name {its_class} is already in use; try my_{name}")
+        raise UserError(f"{command}: the class name {its_class} is already in use; try my_{name}")
     offer = load(modules).offers[KINDS[kind]].get(name)
     if offer is not None:
         key = "--type " if kind == "format" else f"{KINDS[kind]}="
-        raise UserError(f"{asked}: {key}{name} is already the name of {offer.plugin} ({offer.package})")
+        raise UserError(f"{command}: {key}{name} is already the name of {offer.plugin} ({offer.package})")
     preset = CONF / KINDS[kind] / f"{name}.yaml"
     if preset.is_file() or (kind, name) == ("engine", "auto"):
-        raise UserError(f"{asked}: {KINDS[kind]}={name} is already in use; choose another name")
+        raise UserError(f"{command}: {KINDS[kind]}={name} is already in use; choose another name")
     if find_spec(f"toyexp_{name}") is not None:
-        raise UserError(f"{asked}: a module toyexp_{name} already exists; choose another name")
+        raise UserError(f"{command}: a module toyexp_{name} already exists; choose another name")

@@ -27,23 +27,23 @@ _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULT
 
 def topics() -> dict[str, Path]:
     """Return the pages by topic, such as `data` or `plugins/data`; `start` is the first page."""
-    found: dict[str, Path] = {}
+    pages: dict[str, Path] = {}
     for path in sorted(PAGES.rglob("*.md")):
-        place = path.relative_to(PAGES)
-        name = place.parent if place.stem == "index" else place.with_suffix("")
-        found["/".join(name.parts if name.parts[:1] == ("plugins",) else name.parts[-1:]) or "start"] = path
-    return found
+        relative = path.relative_to(PAGES)
+        name = relative.parent if relative.stem == "index" else relative.with_suffix("")
+        pages["/".join(name.parts if name.parts[:1] == ("plugins",) else name.parts[-1:]) or "start"] = path
+    return pages
 
 
 def read_page(topic: str) -> str:
     """Return a page with templates inserted and links as `toyexp help` commands; raise UserError for unknown topics."""
-    known = topics()
-    if topic not in known:
-        own = topic.removesuffix(".md").rpartition("/")[2]  # guides/data.md: data
-        meant = nearest(topic, known) or (own if own in known else nearest(own, known)) or _KEY_PAGES.get(own)
-        hint = f"did you mean {meant}?" if meant else suggest("", known)
+    pages = topics()
+    if topic not in pages:
+        stem = topic.removesuffix(".md").rpartition("/")[2]  # guides/data.md: data
+        meant = nearest(topic, pages) or (stem if stem in pages else nearest(stem, pages)) or _KEY_PAGES.get(stem)
+        hint = f"did you mean {meant}?" if meant else suggest("", pages)
         raise UserError(f"help {topic}: unknown page; {hint}")
-    page, by_path = known[topic], {path: name for name, path in known.items()}
+    page, by_path = pages[topic], {path: name for name, path in pages.items()}
 
     def link_text(link: re.Match[str]) -> str:
         name = by_path.get((page.parent / link[2]).resolve())
@@ -60,14 +60,14 @@ def search(words: str) -> list[tuple[str, int, str]]:
 
     The page about a setting of that name comes first, then pages ranked by titles, headings and number of matches.
     """
-    found, begins = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
+    results, pattern = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
-        lines = [(n, line) for n, line in enumerate(read_page(topic).splitlines(), 1) if begins.search(line)]
+        lines = [(n, line) for n, line in enumerate(read_page(topic).splitlines(), 1) if pattern.search(line)]
         hits = [(len(line.partition(" ")[0]) if line[0] == "#" else 9, n, line) for n, line in lines]  # heading level
         if hits:
             depth, number, line = min(hits)
-            found.append((topic != _KEY_PAGES.get(words), depth, -len(hits), topic, number, line.strip("# ")))
-    return [(topic, number, line) for *_, topic, number, line in sorted(found)]
+            results.append((topic != _KEY_PAGES.get(words), depth, -len(hits), topic, number, line.strip("# ")))
+    return [(topic, number, line) for *_, topic, number, line in sorted(results)]
 
 
 def insert_templates(page: str) -> str:
@@ -112,6 +112,7 @@ _KEY_PAGES = {
     "data_seed": "runs", "model_seed": "runs", "epochs": "runs", "eval_every": "runs", "nonfinite": "resume",
     "checkpoint_every": "resume", "checkpoint_keep": "resume", "checkpoint_best": "resume",
 }  # fmt: skip
+_PAGE_ALIASES = {"ops": "plugins/ops", "loss": "plugins/ops"}
 _COMMAND_PAGES = {
     "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",
     "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
@@ -168,17 +169,18 @@ def run_help(arguments: Arguments) -> int:
     if not arguments.rest:
         print(usage_text())
         return 0
-    word, offers = " ".join(arguments.rest), load(arguments.modules).offers
+    typed, offers = " ".join(arguments.rest), load(arguments.modules).offers
+    word = _PAGE_ALIASES.get(typed, typed)
     if word in offers["command"] and word not in topics():
         raise UserError(f"help {word}: is a command; see toyexp {word} --help")
-    found = [] if word in topics() or not word.strip() else search(word)
-    if len(found) > 1:
-        print(f"no page is named {word}; {len(found)} pages mention it (best first, at most {MAX_HITS}):")
-        for topic, number, line in found[:MAX_HITS]:
-            begins = max(line.lower().find(word.lower()) - 30, 0)
-            print(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[begins : begins + 64]}")
+    results = [] if word in topics() or not word.strip() else search(word)
+    if len(results) > 1:
+        print(f"no page is named {word}; {len(results)} pages mention it (best first, at most {MAX_HITS}):")
+        for topic, number, line in results[:MAX_HITS]:
+            start = max(line.lower().find(word.lower()) - 30, 0)
+            print(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + 64]}")
         return 0
-    print_page(read_page(found[0][0] if found else word))
+    print_page(read_page(results[0][0] if results else word))
     if word in offers["command"]:
         print(f"\nThe command of the same name: toyexp {word} --help")
     return 0

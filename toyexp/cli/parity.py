@@ -156,10 +156,10 @@ def measure(prepared: Prepared, batches: Batches) -> Measured:
         return Measured(began, gradients, losses, {t.name: session.download(t.name) for t in plan.trainable})
 
 
-def loss_difference(ours: Sequence[float], theirs: Sequence[float]) -> LossDifference:
-    """Compare two loss curves, absolutely and relative to `theirs`; NaN counts as an infinite difference."""
-    absolute = [_ratio(abs(a - b), 1) for a, b in zip(ours, theirs, strict=True)]
-    relative = [_ratio(d, abs(b)) for d, b in zip(absolute, theirs, strict=True)]
+def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> LossDifference:
+    """Compare two loss curves, absolutely and relative to `reference`; NaN counts as an infinite difference."""
+    absolute = [_ratio(abs(a - b), 1) for a, b in zip(losses, reference, strict=True)]
+    relative = [_ratio(d, abs(b)) for d, b in zip(absolute, reference, strict=True)]
     return LossDifference(max(absolute), fmean(absolute), max(relative), fmean(relative))
 
 
@@ -175,16 +175,16 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     moved = {name: _distance(w, reference.start[name]) for name, w in reference.weights.items()}
     numbers = sum(w.size for w in reference.weights.values())
     typical = math.hypot(*moved.values()) / math.sqrt(max(numbers, 1))  # of one number
-    whole = math.hypot(*(_norm(g) for g in reference.gradients.values()))
+    total_norm = math.hypot(*(_norm(g) for g in reference.gradients.values()))
     differences = []
     for name, w_ref in reference.weights.items():
         g, g_ref = measured.gradients[name], reference.gradients[name]
         off = _distance(measured.weights[name], w_ref)
-        rounding = 0 < max(_norm(g), _norm(g_ref)) < ROUNDING * whole
+        rounding = 0 < max(_norm(g), _norm(g_ref)) < ROUNDING * total_norm
         differences.append(
             TensorDifference(
                 name,
-                _ratio(_distance(g, g_ref), whole if rounding else max(_norm(g_ref), SMALL * whole)),
+                _ratio(_distance(g, g_ref), total_norm if rounding else max(_norm(g_ref), SMALL * total_norm)),
                 _cosine(g, g_ref),
                 0.0 if rounding else _ratio(off, max(moved[name], typical * math.sqrt(w_ref.size))),
                 _ratio(off, _norm(w_ref)),
@@ -218,16 +218,16 @@ def _norm(array: np.ndarray) -> float:
     return float(np.linalg.norm(array.astype(np.float64)))
 
 
-def _distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+def _distance(array: np.ndarray, reference: np.ndarray) -> float:
     with np.errstate(invalid="ignore"):  # inf - inf
-        return _norm(ours.astype(np.float64) - theirs)
+        return _norm(array.astype(np.float64) - reference)
 
 
-def _cosine(ours: np.ndarray, theirs: np.ndarray) -> float:
-    norms = _norm(ours), _norm(theirs)
+def _cosine(array: np.ndarray, reference: np.ndarray) -> float:
+    norms = _norm(array), _norm(reference)
     if not all(norms):
         return float(norms == (0, 0))
-    return float(np.vdot(ours.astype(np.float64), theirs.astype(np.float64))) / norms[0] / norms[1]
+    return float(np.vdot(array.astype(np.float64), reference.astype(np.float64))) / norms[0] / norms[1]
 
 
 def _ratio(difference: float, scale: float) -> float:
@@ -249,15 +249,15 @@ def run(arguments: Arguments) -> int:
     limits = {name: limit for name, limit in typed.items() if limit is not None}
     request, labels = parse_engines("parity", arguments, RUN_ONLY_KEYS)
     _require_schedules(request)
-    own = experiment_sweep(request)
-    fixed = [str(o.input_line) for o in own if not o.is_sweep_override()]
+    sweep = experiment_sweep(request)
+    fixed = [str(o.input_line) for o in sweep if not o.is_sweep_override()]
     request = request.with_defaults(f"steps={STEPS}").with_overrides(*fixed)
     watch: Callable[[str], None] = (lambda line: None) if as_json else print_output
     reports: dict[str, Report] = {}
-    if picture and (several := [o.key_or_group for o in own if o.is_sweep_override()]):
+    if picture and (several := [o.key_or_group for o in sweep if o.is_sweep_override()]):
         what = f"plots a single experiment, but this one sweeps over {', '.join(several)}"
         raise UserError(f"--plot {plot}: {what}; leave it out")
-    for varied in combinations(own):
+    for varied in combinations(sweep):
         label = " ".join(varied)
         if varied:
             watch(f"\n[{len(reports)}] {label}")
@@ -267,13 +267,13 @@ def run(arguments: Arguments) -> int:
             watch(line)
         if picture:
             lines = [line.partition(" ") for line in introduction(runs[labels[0]])]
-            told = [about.strip() for what, _, about in lines if what in ("model", "data", "recipe")]
-            drawn = sheet(report.plain(), f"{' and '.join(labels[1:])} against {report.reference}", told)
+            details = [about.strip() for what, _, about in lines if what in ("model", "data", "recipe")]
+            drawn = sheet(report.plain(), f"{' and '.join(labels[1:])} against {report.reference}", details)
             watch(f"plot    {plot}, {format_bytes(drawn.write(picture))}")
     within = sum(report.within for report in reports.values())
     if as_json:
         jobs = [{"overrides": label, **report.plain()} for label, report in reports.items()]
-        print(dump_json({"within": within == len(jobs), "jobs": jobs} if own else reports[""].plain(), indent=2))
+        print(dump_json({"within": within == len(jobs), "jobs": jobs} if sweep else reports[""].plain(), indent=2))
     if len(reports) > 1:
         watch(f"\n{within} of {len(reports)} within the tolerances")
     return 0 if within == len(reports) else 1
@@ -322,8 +322,8 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
     lines = ["", *align_columns(rows, right=range(1, 8))]
     for engine in report.engines:
         shown = engine.tensors if every_tensor else engine.tensors[:TENSORS_SHOWN]
-        of = f"{len(shown)} of {len(engine.tensors)} tensors"
-        rows = [(f"{engine.engine}, {of}", "gradient", "cosine", "weights", "of norm")]
+        count = f"{len(shown)} of {len(engine.tensors)} tensors"
+        rows = [(f"{engine.engine}, {count}", "gradient", "cosine", "weights", "of norm")]
         for t in shown:
             rows.append((t.name, f"{t.gradient:.1e}", f"{t.cosine:.6f}", f"{t.weights:.1e}", f"{t.of_norm:.1e}"))
         lines += ["", *align_columns(rows, right=range(1, 8))]

@@ -20,8 +20,8 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     rows = (2.4, 2.0, 0.75 + ROW * max(len(tensors), 3))
     every = len(engines[0]["tensors"])
     left_out = f"the {len(tensors)} of {every} tensors that differ most" if len(tensors) < every else ""
-    found = Sheet(0.5 + sum(rows), title, " · ".join(filter(None, [*below, left_out])), rows, columns=(1, 1, 2))
-    losses, differences, gradients, weights = found.panels
+    figure = Sheet(0.5 + sum(rows), title, " · ".join(filter(None, [*below, left_out])), rows, columns=(1, 1, 2))
+    losses, differences, gradients, weights = figure.panels
     _losses(losses, report)
     _differences(differences, report)
     for axes, what, about in (
@@ -31,18 +31,18 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
         _errors(axes, engines, tensors, what, about)
     gradients.set_yticks(range(len(tensors)), [fit_text(name, 34) for name in tensors], fontsize=SMALL - 1)
     weights.set_yticks(range(len(tensors)), [""] * len(tensors))
-    return found
+    return figure
 
 
 def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the tensors with the largest errors relative to the tolerances of any engine, worst first."""
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for engine in engines:
         limits = engine["tolerances"]
         for tensor in engine["tensors"]:
-            far = max(tensor[what] / limits[what] if limits[what] else math.inf for what in ("gradient", "weights"))
-            found[tensor["name"]] = max(found.get(tensor["name"], 0.0), far)
-    return sorted(found, key=lambda name: -found[name])[:ROWS]
+            error = max(tensor[what] / limits[what] if limits[what] else math.inf for what in ("gradient", "weights"))
+            errors[tensor["name"]] = max(errors.get(tensor["name"], 0.0), error)
+    return sorted(errors, key=lambda name: -errors[name])[:ROWS]
 
 
 def _losses(axes: Any, report: Mapping[str, Any]) -> None:
@@ -56,27 +56,27 @@ def _losses(axes: Any, report: Mapping[str, Any]) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=SMALL, labelcolor="linecolor")
 
 
-def _legend(engine: str, of: Mapping[str, Any]) -> str:
-    return f"{fit_text(engine, 40)}, at the end {of['losses'][-1]:.5g}"
+def _legend(engine: str, results: Mapping[str, Any]) -> str:
+    return f"{fit_text(engine, 40)}, at the end {results['losses'][-1]:.5g}"
 
 
 def _differences(axes: Any, report: Mapping[str, Any]) -> None:
-    """Plot the difference of each loss from the first engine, to which the tolerance applies."""
-    each = [
+    """Plot how far the losses of each engine are from those of the first one, and the tolerance."""
+    differences = [
         [abs(ours - theirs) for ours, theirs in zip(engine["losses"], report["losses"], strict=True)]
         for engine in report["engines"]
     ]
     tolerances = {engine["rounds_to"]: engine["tolerances"]["loss"] for engine in report["engines"]}
-    floor = _logarithmic(axes, "y", [value for values in each for value in values], tolerances.values())
-    for number, values in enumerate(each):
+    floor = _logarithmic(axes, "y", [value for values in differences for value in values], tolerances.values())
+    for number, values in enumerate(differences):
         _line(axes, number, [max(value, floor) for value in values], clip_on=False)
     for name, tolerance in tolerances.items():
-        at = max(tolerance, floor)
-        axes.axhline(at, color=RED, linewidth=1, linestyle="--")
-        axes.annotate(f"tolerance of {name}, {tolerance:g}", (0.99, at), xycoords=("axes fraction", "data"),
+        height = max(tolerance, floor)
+        axes.axhline(height, color=RED, linewidth=1, linestyle="--")
+        axes.annotate(f"tolerance of {name}, {tolerance:g}", (0.99, height), xycoords=("axes fraction", "data"),
                       xytext=(0, -3), textcoords="offset points", ha="right", va="top", fontsize=SMALL,
                       color=RED)  # fmt: skip
-    if any(value == 0 for values in each for value in values):
+    if any(value == 0 for values in differences for value in values):
         axes.annotate("at the bottom: bit-identical", (0.01, max(*tolerances.values(), floor)),
                       xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
                       fontsize=SMALL, color=GREY)  # fmt: skip
@@ -90,14 +90,14 @@ def _errors(
     """Plot one kind of error for each tensor, with a mark per engine, and the tolerance."""
     axes.grid(visible=False)
     axes.grid(axis="x")
-    each = [{tensor["name"]: tensor[what] for tensor in engine["tensors"]} for engine in engines]
+    errors = [{tensor["name"]: tensor[what] for tensor in engine["tensors"]} for engine in engines]
     tolerances = {engine["rounds_to"]: engine["tolerances"][what] for engine in engines}
-    floor = _logarithmic(axes, "x", [of[name] for of in each for name in tensors], tolerances.values())
+    floor = _logarithmic(axes, "x", [by_tensor[name] for by_tensor in errors for name in tensors], tolerances.values())
     highest = axes.get_xlim()[1]
-    for number, of in enumerate(each):
-        places = [min(max(of[name], floor), highest) for name in tensors]
+    for number, by_tensor in enumerate(errors):
+        positions = [min(max(by_tensor[name], floor), highest) for name in tensors]
         look = {"markersize": 4, "linestyle": "none", "alpha": 0.85, **_line_style(number)}
-        axes.plot(places, range(len(tensors)), clip_on=False, **look)
+        axes.plot(positions, range(len(tensors)), clip_on=False, **look)
     for tolerance in set(tolerances.values()):
         axes.axvline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
     axes.set_ylim(len(tensors) - 0.5, -0.5)
@@ -107,8 +107,8 @@ def _errors(
 
 def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Iterable[float]) -> float:
     """Set a logarithmic axis that fits errors and tolerances; return its lower end, where 0 is drawn."""
-    known = [value for value in (*values, *tolerances) if 0 < value < math.inf] or [1.0]
-    low, high = min(known) / 4, max(known) * 4
+    positive = [value for value in (*values, *tolerances) if 0 < value < math.inf] or [1.0]
+    low, high = min(positive) / 4, max(positive) * 4
     axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
     return low
 

@@ -96,10 +96,10 @@ def check(path: str) -> CheckReport:
     broken = [p for p in registry.problems if p.package == PACKAGE]
     if broken:
         return CheckReport(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])
-    offers = [o for known in registry.offers.values() for o in known.values() if o.package == PACKAGE]
+    offers = [o for by_name in registry.offers.values() for o in by_name.values() if o.package == PACKAGE]
     offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # tested by the suite of their format
-    beside = [target.with_name(f"test_{target.name}")] if target.is_file() else []
-    tests = [*beside, *sorted(file for folder in (target, target / "tests") for file in folder.glob("test_*.py"))]
+    adjacent = [target.with_name(f"test_{target.name}")] if target.is_file() else []
+    tests = [*adjacent, *sorted(file for folder in (target, target / "tests") for file in folder.glob("test_*.py"))]
     results = _PytestResults(offers)
     if tests := [file for file in tests if file.is_file()]:
         _run_pytest(tests, results)
@@ -144,7 +144,7 @@ def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: 
             engine = registry.classes("engine")[name](threads=1)
             engine.check()
             engines.append(engine)
-    beside = SuiteParts(engines, registry.models(), [*registry.classes("data").values()])
+    other_parts = SuiteParts(engines, registry.models(), [*registry.classes("data").values()])
     suites: dict[str, type] = {}
     lines = []
     for offer in offers:
@@ -156,10 +156,10 @@ def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: 
             continue
         name = SUITES[offer.kind].__name__
         try:
-            suites[f"Test{offer.cls.__name__}"] = make_suite(offer.kind, offer.cls, beside)
+            suites[f"Test{offer.cls.__name__}"] = make_suite(offer.kind, offer.cls, other_parts)
         except UserError as error:
-            own = f"write a test: class Test{offer.cls.__name__}({name}): ..."
-            lines.append(Line(label, name, note=f"{error}; {own}"))
+            hint = f"write a test: class Test{offer.cls.__name__}({name}): ..."
+            lines.append(Line(label, name, note=f"{error}; {hint}"))
         except Exception as error:  # of the plugin
             lines.append(Line(label, name, Counter(failed=1), [explain_import_error(error)]))
     if suites:
@@ -188,7 +188,7 @@ class _PytestResults:
     def __init__(self, offers: Sequence[Offer], note: str = "") -> None:
         self._offers, self._note = offers, note
         self._lines: dict[tuple[str, str], Line] = {}
-        self._of: dict[str, Line] = {}  # by test id
+        self._test_lines: dict[str, Line] = {}  # by test id
         self._about: set[tuple[str, str | None]] = set()  # tested kinds, with the name if the suite has one
 
     def is_about(self, offer: Offer) -> bool:
@@ -217,9 +217,9 @@ class _PytestResults:
         subject = getattr(subject, "__func__", subject)
         subject = subject if inspect.isclass(subject) else type(subject)
         offer = next((o for o in self._offers if o.kind == cls.kind and o.cls is subject), None)
-        alone = [o for o in self._offers if o.kind == cls.kind]
-        if offer is None and len(alone) == 1:
-            offer = alone[0]
+        same_kind = [o for o in self._offers if o.kind == cls.kind]
+        if offer is None and len(same_kind) == 1:
+            offer = same_kind[0]
         self._about.add((cls.kind, offer.name if offer else None))
         suite = next((b.__name__ for b in cls.__mro__ if b.__module__.startswith("toyexp.testing.")), cls.__name__)
         return self._line(_label(offer) if offer else cls.kind, suite)
@@ -229,7 +229,7 @@ class _PytestResults:
     def pytest_collection_modifyitems(self, items: Any) -> None:
         """Assign each collected test to a part."""
         for item in items:
-            self._of[item.nodeid] = self._suite(getattr(item, "cls", None))
+            self._test_lines[item.nodeid] = self._suite(getattr(item, "cls", None))
 
     def pytest_collectreport(self, report: Any) -> None:
         """Count a file or class that failed to be collected or was skipped."""
@@ -244,7 +244,7 @@ class _PytestResults:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count the result of a test."""
         if report.when == "call" or report.outcome != "passed":
-            self._count(self._of[report.nodeid], report)
+            self._count(self._test_lines[report.nodeid], report)
 
     def _file_line(self, raised: Any) -> str:
         """Return the innermost line of a traceback in the files of the parts, or an empty text."""
@@ -280,7 +280,7 @@ def _run_pytest(files: Sequence[Path | str], results: _PytestResults) -> None:
         try:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
-                contextlib.redirect_stderr(io.StringIO()) as said,
+                contextlib.redirect_stderr(io.StringIO()) as stderr,
                 block_exit(),
                 pytest.MonkeyPatch.context() as patched,
             ):
@@ -290,6 +290,6 @@ def _run_pytest(files: Sequence[Path | str], results: _PytestResults) -> None:
             code = pytest.ExitCode.OK
             results.record_crash(f"conftest.py: pytest.skip: {error}")
     if code == pytest.ExitCode.USAGE_ERROR:  # a conftest.py that cannot be imported is one
-        results.record_crash(said.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
+        results.record_crash(stderr.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
     if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in results.sorted_lines()):
         raise KeyboardInterrupt

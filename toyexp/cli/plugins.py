@@ -64,21 +64,21 @@ def _list(registry: Registry) -> None:
             print(f"  {name:<{width}} {offer.help}{offer.origin}")
     for problem in registry.problems:
         print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    one = f"toyexp plugins NAME{registry.plugins_override}"
-    print(f"\nSettings of a plugin or preset: {one}; which recipe can train which model: --matrix", flush=True)
+    command = f"toyexp plugins NAME{registry.plugins_override}"
+    print(f"\nSettings of a plugin or preset: {command}; which recipe can train which model: --matrix", flush=True)
     for line in broken_engines(registry):  # last, because it imports the engines
         print_output(f"not here: {line}")
 
 
 def broken_engines(registry: Registry) -> Iterator[str]:
     """Yield a line for each package that is installed but cannot be imported, with the engines that need it."""
-    found: dict[str, list[str]] = {}
+    engines: dict[str, list[str]] = {}
     working_directory()  # without one MKL ends the process
     for offer in registry.engines():
         try:
             offer.cls().check()
         except Broken as reason:
-            found.setdefault(str(reason), []).append(offer.name)
+            engines.setdefault(str(reason), []).append(offer.name)
         except Exception:  # unavailable devices are reported by `toyexp doctor`
             continue
-    yield from (f"engine={','.join(names)}: {reason}" for reason, names in found.items())
+    yield from (f"engine={','.join(names)}: {reason}" for reason, names in engines.items())

@@ -79,10 +79,10 @@ class Runs(Answer):
         rows = [[escape_cell(cell) for cell in line] for line in [heads, *(row(run, scores) for run in self.runs)]]
         states = [run.state for run in self.runs]
         total = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(sorted(states)))
-        of = "" if len(self.runs) == self.seen else f" of {self.seen}"
+        of_all = "" if len(self.runs) == self.seen else f" of {self.seen}"
         rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
         table, missing = fit_rows(rows)
-        count = f"{len(self.runs)}{of} run{'' if self.seen == 1 else 's'}: {total}"
+        count = f"{len(self.runs)}{of_all} run{'' if self.seen == 1 else 's'}: {total}"
         return [*align_table(table, {*RIGHT, *scores}), "", *wrap_lines([*missing, *notes, count])]
 
     def csv(self) -> str:
@@ -101,11 +101,11 @@ class Runs(Answer):
 def run(arguments: Arguments) -> int:
     """List runs."""
     check_form(arguments)
-    places, filters = split_filters(arguments.rest)
-    for word in places:
+    paths, filters = split_filters(arguments.rest)
+    for word in paths:
         if not Path(word).is_dir() and not (word.lower().endswith(".zip") and Path(word).is_file()):
             raise UserError(f"runs {word}: not a directory, zip archive or filter (key=value); see toyexp runs --help")
-    named, notes = places or ["outputs"], list[str]()
+    named, notes = paths or ["outputs"], list[str]()
     with unzip_archives(named) as where:
         runs = [
             read_run(path) for path in dict.fromkeys(path for word in where for path in find_runs(Path(word), notes))
@@ -158,8 +158,8 @@ def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]
         return [list(row) for row in rows], []
     columns_of = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
     alike = {head: cells[0] for head in DROP_IF_EQUAL if len(set(cells := columns_of.get(head, ()))) == 1 < len(cells)}
-    table, gone = drop_columns(rows, [*alike, *DROP_ORDER])
-    same, others = [head for head in gone if head in alike], [head for head in gone if head not in alike]
+    table, dropped = drop_columns(rows, [*alike, *DROP_ORDER])
+    same, others = [head for head in dropped if head in alike], [head for head in dropped if head not in alike]
     notes = [f"same for all runs: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
     notes += [f"columns left out to fit the terminal: {', '.join(others)}; --csv has all"] if others else []
     over = max(map(len, align_columns(table))) - (terminal_width() or sys.maxsize)
@@ -199,23 +199,23 @@ def run_compare(arguments: Arguments) -> int:
     check_form(arguments)
     page, plot, metric = arguments.html, arguments.plot, arguments.metric
     if (page or plot) and (arguments.json or arguments.csv):
-        asked, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
-        raise UserError(f"{asked} {other}: cannot be combined; run the command twice")
+        option, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
+        raise UserError(f"{option} {other}: cannot be combined; run the command twice")
     if page:
         check_report_path(page)
     picture = check_plot_path("--plot", plot) if plot else None
     named, filters = split_filters(arguments.rest)
     if not named:
         raise UserError("compare: needs runs, sweeps or directories with runs, such as toyexp compare outputs")
-    with unzip_archives(named) as places:
-        answer = compare_runs(places, filters, metric, arguments.pool)
-        comparison, alone = answer.comparison, Path(places[0]) if len(places) == 1 else None
+    with unzip_archives(named) as paths:
+        answer = compare_runs(paths, filters, metric, arguments.pool)
+        comparison, single = answer.comparison, Path(paths[0]) if len(paths) == 1 else None
         if page:
-            size = Report(title(places), read_importance(alone) if alone else None).write(comparison, Path(page))
+            size = Report(title(paths), read_importance(single) if single else None).write(comparison, Path(page))
             print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
-            whole = alone if not filters and not metric else None
-            print_line(f"plot    {plot}, {format_bytes(draw_sheet(comparison, title(places), whole).write(picture))}")
+            drawn = draw_sheet(comparison, title(paths), None if filters or metric else single)
+            print_line(f"plot    {plot}, {format_bytes(drawn.write(picture))}")
         if not page and not picture:
             if not arguments.csv:
                 return answer.show(arguments)

@@ -32,19 +32,19 @@ from toyexp.training.provenance import Origin
 from toyexp.training.settings import Settings
 
 
-def build_parts(cfg: DictConfig, keys: Keys, begun: Origin) -> dict[str, Any]:
+def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
     """Return the checked parts of a run, except the engine, by their names in Config.
 
-    If a run is resumed, relative paths refer to the directory where it was started (`begun`).
+    If a run is resumed, relative paths refer to the directory where it was started (`origin`).
     """
     plain = _apply_all_types(resolve_config(cfg))
-    classes = {where: found[0] for where, found in keys.classes.items() if found}
+    classes = {where: candidates[0] for where, candidates in keys.classes.items() if candidates}
     for kind in PARTS:
         plain[kind] = _apply_types_cached(classes[kind], plain[kind], kind)
     for name, node in plain["callbacks"].items():
         plain["callbacks"][name] = _apply_types_cached(classes[f"callbacks.{name}"], node, f"callbacks.{name}")
     parts = {
-        kind: create_part(classes[kind], resolve_paths(classes[kind], plain[kind], begun))
+        kind: create_part(classes[kind], resolve_paths(classes[kind], plain[kind], origin))
         for kind in PARTS
         if kind != "engine"
     }
@@ -68,18 +68,18 @@ def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping
         raise UserError(f"optim.accumulate={accumulate}: must divide batch_size={batch_size}")
 
 
-def _apply_all_types(found: dict[str, Any]) -> dict[str, Any]:
+def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
     """Return the top-level settings with types, and the settings of the parts unchanged, in the order of Root."""
-    groups = {kind: found[kind] for kind in (*PARTS, "callbacks") if isinstance(found.get(kind), dict)}
+    groups = {kind: values[kind] for kind in (*PARTS, "callbacks") if isinstance(values.get(kind), dict)}
     if len(groups) <= len(PARTS):  # a part is missing or invalid
-        return {key: value for key, value in apply_types(Root, found, "").items() if key != "sweep"}
-    if "sweep" in found:  # checked, but not part of a run
-        _apply_types_cached(Sweep, found["sweep"], "sweep")
-    own = {key: value for key, value in found.items() if key not in (*groups, "sweep")}
-    return _apply_types_cached(Settings, own, "") | groups
+        return {key: value for key, value in apply_types(Root, values, "").items() if key != "sweep"}
+    if "sweep" in values:  # checked, but not part of a run
+        _apply_types_cached(Sweep, values["sweep"], "sweep")
+    top_level = {key: value for key, value in values.items() if key not in (*groups, "sweep")}
+    return _apply_types_cached(Settings, top_level, "") | groups
 
 
-def build_saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Origin) -> tuple[Model, Data, Recipe]:
+def build_saved_parts(plain: Mapping[str, Any], registry: Registry, origin: Origin) -> tuple[Model, Data, Recipe]:
     """Return the checked model, data and recipe of a saved configuration; raise UserError for a missing file."""
     parts = []
     for kind in ("model", "data", "recipe"):
@@ -87,7 +87,7 @@ def build_saved_parts(plain: Mapping[str, Any], registry: Registry, begun: Origi
         if not isinstance(node, Mapping) or "name" not in node:
             raise UserError(f"the configuration of the run has no {kind}")
         cls = part_class(kind, node, registry)
-        parts.append(create_part(cls, resolve_paths(cls, apply_types(cls, node, kind), begun)))
+        parts.append(create_part(cls, resolve_paths(cls, apply_types(cls, node, kind), origin)))
         parts[-1].check()
     return parts[0], parts[1], parts[2]
 
@@ -114,14 +114,14 @@ def _value(node: Any) -> Any:
     return node
 
 
-_typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the previous job: raw, typed
+_typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the previous job: repr, typed
 
 
 def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return `apply_types(...)`, cached for settings equal to those of the previous job (saves 1 to 5 ms each)."""
-    given = repr(node)
-    if (cls, where) not in _typed_cache or _typed_cache[cls, where][0] != given:
-        _typed_cache[cls, where] = given, apply_types(cls, node, where)
+    raw = repr(node)
+    if (cls, where) not in _typed_cache or _typed_cache[cls, where][0] != raw:
+        _typed_cache[cls, where] = raw, apply_types(cls, node, where)
     return copy.deepcopy(_typed_cache[cls, where][1])
 
 
@@ -143,7 +143,7 @@ def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any
     return values | {key: expand_path(values[key]) for key in texts if where in PARTS}
 
 
-def resolve_paths(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[str, Any]:
+def resolve_paths(cls: type, node: Mapping[str, Any], origin: Origin) -> Mapping[str, Any]:
     """Resolve relative paths in the settings of a part against the directory where its run was started.
 
     A text is a path if such a file exists, unless it is a plain word such as data.tokenizer=byte in a setting with a
@@ -152,7 +152,7 @@ def resolve_paths(cls: type, node: Mapping[str, Any], begun: Origin) -> Mapping[
     words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}
     paths = [key for key, value in texts.items() if key not in words or "." in value or "/" in value]
-    return {**node, **{key: begun.resolve(texts[key]) for key in paths}}
+    return {**node, **{key: origin.resolve(texts[key]) for key in paths}}
 
 
 def create_part(cls: type, node: Mapping[str, Any]) -> Any:
@@ -163,16 +163,16 @@ def create_part(cls: type, node: Mapping[str, Any]) -> Any:
 # -- choice of the engine ---------------------------------------------------------------------------------------------
 
 
-def parse_label(label: str, asked: str) -> tuple[str, dict[str, str]]:
-    """Parse `name:key=value:...` into engine name and settings; errors begin with `asked`."""
-    name, *own = label.split(":")
-    if own and not name:
-        raise UserError(f"{asked}: missing engine name before ':'; expected for example ggml:threads=1")
-    if len(own) == 1 and own[0].isdecimal():
+def parse_label(label: str, prefix: str) -> tuple[str, dict[str, str]]:
+    """Parse `name:key=value:...` into engine name and settings; errors begin with `prefix`."""
+    name, *settings = label.split(":")
+    if settings and not name:
+        raise UserError(f"{prefix}: missing engine name before ':'; expected for example ggml:threads=1")
+    if len(settings) == 1 and settings[0].isdecimal():
         return label, {}  # cuda:0: the registry raises a specific error for this name
-    if not all("=" in setting and "," not in setting for setting in own):
-        raise UserError(f"{asked}: expected {name}:key=value, such as {name}:threads=1")
-    return name, dict(setting.split("=", 1) for setting in own)
+    if not all("=" in setting and "," not in setting for setting in settings):
+        raise UserError(f"{prefix}: expected {name}:key=value, such as {name}:threads=1")
+    return name, dict(setting.split("=", 1) for setting in settings)
 
 
 def build_engine(label: str, registry: Registry) -> Engine:
@@ -180,14 +180,14 @@ def build_engine(label: str, registry: Registry) -> Engine:
     return pick_labelled_engine(label, registry, f"engine={label}")[0]
 
 
-def pick_labelled_engine(label: str, registry: Registry, asked: str) -> tuple[Engine, str]:
-    """Return the engine of a label and a line that describes it; errors in the label begin with `asked`."""
-    name, own = parse_label(label, asked)
+def pick_labelled_engine(label: str, registry: Registry, prefix: str) -> tuple[Engine, str]:
+    """Return the engine of a label and a line that describes it; errors in the label begin with `prefix`."""
+    name, settings = parse_label(label, prefix)
     cls = part_class("engine", {"name": name}, registry)
-    known = [f.name for f in dataclasses.fields(cls)]
-    for key in own.keys() - set(known):
-        raise UserError(f"{asked}: unknown setting {printable(key)} of {name}; {suggest(key, known)}")
-    return pick_engine(apply_types(cls, {"name": name, **own}, "engine"), registry)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in settings.keys() - set(names):
+        raise UserError(f"{prefix}: unknown setting {printable(key)} of {name}; {suggest(key, names)}")
+    return pick_engine(apply_types(cls, {"name": name, **settings}, "engine"), registry)
 
 
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:
@@ -224,10 +224,10 @@ def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, st
                 e.name for e in later if e.on_gpu and os.environ.get(e.device_variable or "-", "-1") not in ("", "-1")
             ]
             return engine, f"{offer.name}: {facts} ({_auto_note(passed_over, broken, shown)})"
-    found = "".join(f"; {fact}" for fact in (*broken, *absent))
+    reasons = "".join(f"; {fact}" for fact in (*broken, *absent))
     command = f"`toyexp doctor{registry.plugins_override}`"
     rest = "the reasons" if absent else "the reasons and what to install"
-    raise UserError(f"engine=auto: no engine works here{found}; {command} shows {rest}")
+    raise UserError(f"engine=auto: no engine works here{reasons}; {command} shows {rest}")
 
 
 def check_engine(engine: Engine) -> str:
@@ -236,12 +236,12 @@ def check_engine(engine: Engine) -> str:
         return engine.check()
     except UserError:
         raise
-    except Exception as error:  # of a library while it loads, or of a plugin
+    except Exception as error:  # raised by a library while it loads, or by a plugin
         raise hidden_interrupt(error) or Broken(f"its check failed ({explain_import_error(error)})") from None
 
 
 def _auto_note(passed_over: Sequence[str], broken: Mapping[str, Sequence[str]], shown: Sequence[str]) -> str:
-    told = [", ".join(passed_over)] if passed_over else []
-    told += [f"{', '.join(names)}: {fact}" for fact, names in broken.items()]
+    clauses = [", ".join(passed_over)] if passed_over else []
+    clauses += [f"{', '.join(names)}: {fact}" for fact, names in broken.items()]
     later = f"; not tried: {', '.join(shown)}" if shown else ""
-    return "auto" + (f"; unavailable: {'; '.join(told)}" if told else "") + later
+    return "auto" + (f"; unavailable: {'; '.join(clauses)}" if clauses else "") + later

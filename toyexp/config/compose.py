@@ -46,41 +46,41 @@ from toyexp.training.resume import differences
 from toyexp.training.run_config import Config
 
 
-def compose(given: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composition:
+def compose(typed: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composition:
     """Compose the configuration of one run; raise UserError if that fails."""
     keys = Keys.from_registry(registry)
-    check_settings(given, keys, source)
+    check_settings(typed, keys, source)
     try:
-        words = keys.hydra_overrides(given)
+        words = keys.hydra_overrides(typed)
         cfg = compose_cached(words, source)
     except UserError:  # raised by safe_yaml
         raise
     except Exception as error:  # Hydra raises arbitrary exceptions for malformed files
-        raise explain(error, given, registry, source) from None
-    check_files(cfg, given, source)
-    found = Composition(cfg, given, keys, modules, source)
+        raise explain(error, typed, registry, source) from None
+    check_files(cfg, typed, source)
+    composition = Composition(cfg, typed, keys, modules, source)
     with open_dict(cfg):
-        for override in given:  # data.path=2024_01 is a text, but Hydra parses a number
+        for override in typed:  # data.path=2024_01 is a text, but Hydra parses a number
             is_number = isinstance(single_value(override), bool | int | float)
             if is_number and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
                 OmegaConf.update(cfg, override.key_or_group, str(override.input_line).partition("=")[2].strip())
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
-        for override in mapping_overrides(given):  # typed patterns precede those of files: the first match counts
+        for override in mapping_overrides(typed):  # typed patterns precede those of files: the first match counts
             node = OmegaConf.select(cfg, override.key_or_group)
             typed_names: Any = override.value()
             both = {name: node[name] for name in (*typed_names, *node)}
             OmegaConf.update(cfg, override.key_or_group, both, merge=False)
-        typed_keys = {o.key_or_group for o in given}
+        typed_keys = {o.key_or_group for o in typed}
         if "steps" in typed_keys and cfg.get("epochs") is not None:
             if "epochs" in typed_keys:
                 raise UserError(f"epochs={cfg.epochs:g}: sets the number of steps; leave steps={cfg.steps} out")
             cfg.epochs = None
-        cfg.hydra.sweeper.params = {key: values for key, values in found.sweeps.items() if key not in typed_keys}
+        cfg.hydra.sweeper.params = {key: values for key, values in composition.sweeps.items() if key not in typed_keys}
         for f in dataclasses.fields(Root):
             if f.name not in cfg:  # a user's file may leave keys out
                 cfg[f.name] = getattr(Root(), f.name)
     HydraConfig.instance().set_config(cfg)  # read by ${hydra:...}
-    return found
+    return composition
 
 
 @dataclass
@@ -88,8 +88,8 @@ class Composition:
     """The composed configuration of one run."""
 
     cfg: DictConfig  # with Hydra's settings under `hydra`
-    given: Sequence[Override]  # as typed
-    every: Keys  # keys of all available parts
+    typed: Sequence[Override]
+    all_keys: Keys  # keys of all available parts
     modules: Sequence[str] = ()  # local plugins from the command line; files cannot load code
     source: Source = field(default_factory=Source.from_flags)
 
@@ -121,13 +121,13 @@ class Composition:
     @cached_property
     def _base_and_keys(self) -> tuple[Model | None, Keys]:
         """Return the base model, and the keys of the configuration with that model."""
-        keys = check_keys(self.cfg, self.every)
-        base = load_base(self.cfg, self.given, keys, self.source.begun)
+        keys = check_keys(self.cfg, self.all_keys)
+        base = load_base(self.cfg, self.typed, keys, self.source.origin)
         if base is None:
             return None, keys
         with open_dict(self.cfg):
             self.cfg.model = dict(base.settings)
-        return base.model, self.every.restrict(self.cfg)
+        return base.model, self.all_keys.restrict(self.cfg)
 
     def diff(self, other: Composition) -> list[str]:
         """Return the settings, other than Hydra's, that differ from another configuration."""
@@ -136,11 +136,11 @@ class Composition:
 
     def check_parts(self) -> None:
         """Check all parts except the base file and the engine; raise UserError for invalid settings."""
-        build_parts(self.cfg, check_keys(self.cfg, self.every), self.source.begun)
+        build_parts(self.cfg, check_keys(self.cfg, self.all_keys), self.source.origin)
 
     def build_config(self) -> Config:
         """Build the parts of a run; raise UserError for invalid settings."""
-        registry = self.every.registry
+        registry = self.all_keys.registry
         if self.sweeps:
             name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
             what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
@@ -148,7 +148,7 @@ class Composition:
             raise UserError(f"{what} sweeps over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
         base, keys = self._base_and_keys
         try:
-            parts = build_parts(self.cfg, keys, self.source.begun)
+            parts = build_parts(self.cfg, keys, self.source.origin)
         except UserError:
             with self.locate_errors():
                 raise
@@ -157,15 +157,15 @@ class Composition:
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(
             **parts, engine=engine, engine_note=note, base=base, default_callbacks=default_callbacks,
-            cwd=self.source.begun.cwd,
+            cwd=self.source.origin.cwd,
             suggest_command=lambda: suggest_command(
-                inputs_by_key(self.given), parts["recipe"], parts["model"], type(parts["data"]), registry
+                inputs_by_key(self.typed), parts["recipe"], parts["model"], type(parts["data"]), registry
             ),
             omissions=[
                 *(f"plugin {p.plugin} ({p.package}) is left out: {p.reason}" for p in registry.problems),
                 *registry.notes,
-                *_repetition_warnings(self.given),
-                *_callback_warnings(self.given, parts["callbacks"], registry),
+                *_repetition_warnings(self.typed),
+                *_callback_warnings(self.typed, parts["callbacks"], registry),
                 *_thread_warnings(parts["plain"], engine),
                 *rank_warnings(),
             ],
@@ -173,13 +173,13 @@ class Composition:
 
     def _set_devices(self, engine: dict[str, Any]) -> None:
         """Set engine.devices to the number of started ranks, unless the user typed another number."""
-        typed_number = any(o.key_or_group == "engine.devices" for o in self.given) and engine.get("devices") != "1"
+        typed_number = any(o.key_or_group == "engine.devices" for o in self.typed) and engine.get("devices") != "1"
         if (count := started_ranks().count) > 1 and "devices" in engine and not typed_number:
             engine["devices"] = str(count)
 
     def locate_errors(self) -> AbstractContextManager[None]:
         """Add file and line to a UserError about a setting that comes from a file."""
-        return locate_errors(self.given, self.source)
+        return locate_errors(self.typed, self.source)
 
     def sweep_settings(self) -> Sweep:
         """Return the checked settings of a sweep; raise UserError for invalid ones."""
@@ -193,11 +193,11 @@ class Composition:
 # -- warnings about settings without effect ----------------------------------------------------------------
 
 
-def _repetition_warnings(given: Sequence[Override]) -> list[str]:
+def _repetition_warnings(typed: Sequence[Override]) -> list[str]:
     """Warn of each setting typed twice with different values. As in Hydra, the last one counts."""
-    last = {o.key_or_group: o.input_line for o in given}
-    braced = mapping_overrides(given) if len(last) < len(given) else []
-    pairs = [(o.input_line, last[o.key_or_group]) for o in given if o not in braced]
+    last = {o.key_or_group: o.input_line for o in typed}
+    braced = mapping_overrides(typed) if len(last) < len(typed) else []
+    pairs = [(o.input_line, last[o.key_or_group]) for o in typed if o not in braced]
     return [f"{line}: overridden by the later {later}" for line, later in pairs if line != later]
 
 
@@ -208,12 +208,12 @@ def _thread_warnings(plain: Mapping[str, Any], engine: Engine) -> list[str]:
     return [f"engine.threads={threads}: has no effect: engine=auto chose {engine.name}, which has no such setting"]
 
 
-def _callback_warnings(given: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
+def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
     """Warn if `callbacks=[plots]` was typed, which drops the default callbacks.
 
     Do not warn for an empty list or presets, nor of the default schedule if another schedule is chosen.
     """
-    lists = [o for o in given if o.key_or_group == "callbacks"]
+    lists = [o for o in typed if o.key_or_group == "callbacks"]
     value = lists[-1].value() if lists else []
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -225,12 +225,12 @@ def _callback_warnings(given: Sequence[Override], callbacks: Mapping[str, Callba
     missing = [name for name, schedule in usual.items() if name not in callbacks and not (schedule and scheduled)]
     if not missing:
         return []
-    kept = [f"callbacks=[default,{','.join(name for name in names if name not in usual)}]".replace(",]", "]")]
-    kept += [
+    overrides = [f"callbacks=[default,{','.join(name for name in names if name not in usual)}]".replace(",]", "]")]
+    overrides += [
         f"'~callbacks.{name}'" for name, schedule in usual.items() if schedule and name not in callbacks and scheduled
     ]
     return [f"callbacks=[{','.join(names)}]: without {', '.join(missing)}, which are on by default; to keep them: "
-            f"{' '.join(kept)}"]  # fmt: skip
+            f"{' '.join(overrides)}"]  # fmt: skip
 
 
 # -- the model of the recipe's base file ---------------------
@@ -244,7 +244,7 @@ class Base:
     settings: Mapping[str, Any]  # as in the file, except `context`, the run's row length
 
 
-def load_base(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Origin) -> Base | None:
+def load_base(cfg: DictConfig, typed: Sequence[Override], keys: Keys, origin: Origin) -> Base | None:
     """Return the base of the recipe, or None; raise UserError for a file that no model class can represent.
 
     Raise UserError too if a typed setting of `model`, other than its context, differs from the file.
@@ -253,39 +253,39 @@ def load_base(cfg: DictConfig, given: Sequence[Override], keys: Keys, begun: Ori
     if cls.base_file is Recipe.base_file:
         return None
     node = apply_types(cls, resolve_config(cfg)["recipe"], "recipe")
-    recipe: Recipe = create_part(cls, resolve_paths(cls, node, begun))
+    recipe: Recipe = create_part(cls, resolve_paths(cls, node, origin))
     if unfit := model_mismatch(recipe, described()):
-        raise UserError(f"{unfit}{suggest_command(inputs_by_key(given), recipe, described(), data, keys.registry)}")
+        raise UserError(f"{unfit}{suggest_command(inputs_by_key(typed), recipe, described(), data, keys.registry)}")
     recipe.check()
     path = recipe.base_file()
     if path is None:
         return None
     model = recipe.prepare_base(load_open_model(open_gguf(str(path)), keys.registry, recipe.reads))
     settings = {"name": model.name, **model_settings(model)}
-    for override in given:
+    for override in typed:
         _check_model(
             override, cfg, f"recipe={recipe.name} takes the model from {source_path(path)}, a {model.name}", model
         )
     if model.context:
         settings["context"] = context = cfg.model.get("context", model.context)
         if isinstance(context, int) and context > model.context:
-            held = f"has a context of {model.context} tokens; use model.context={model.context} or less"
-            raise UserError(f"model.context={context}: {source_path(path)} {held}")
+            limit = f"has a context of {model.context} tokens; use model.context={model.context} or less"
+            raise UserError(f"model.context={context}: {source_path(path)} {limit}")
     return Base(model, settings)
 
 
-def _check_model(override: Override, cfg: DictConfig, taken: str, model: Model) -> None:
+def _check_model(override: Override, cfg: DictConfig, origin: str, model: Model) -> None:
     """Raise UserError for a typed setting of the model that differs from the file."""
     kind, _, key = override.key_or_group.partition(".")
     if kind != "model" or key == "context":
         return
-    held = model_settings(model)
-    wanted, there = (cfg.model[key], held.get(key)) if key else (override.value(), model.name)
-    if wanted != there:
-        but = f" with {key}={there}" if key in held else ""
-        raise UserError(f"{override.input_line}: {taken}{but}; leave {override.key_or_group} out")
+    file_settings = model_settings(model)
+    typed_value, file_value = (cfg.model[key], file_settings.get(key)) if key else (override.value(), model.name)
+    if typed_value != file_value:
+        but = f" with {key}={file_value}" if key in file_settings else ""
+        raise UserError(f"{override.input_line}: {origin}{but}; leave {override.key_or_group} out")
 
 
-def inputs_by_key(given: Sequence[Override]) -> dict[str, str]:
+def inputs_by_key(typed: Sequence[Override]) -> dict[str, str]:
     """Return the typed settings by key."""
-    return {o.key_or_group: str(o.input_line) for o in given}
+    return {o.key_or_group: str(o.input_line) for o in typed}

@@ -22,7 +22,7 @@ from toyexp.config.schema import Source, compose_raw, composition_cache
 from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 
-JOB_KEYS = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # keys that differ between jobs but choose nothing
+JOB_KEYS = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # keys that differ between jobs but choose no part
 CACHE_SIZE = 32  # maximum number of entries
 HYDRA_REFERENCE = re.compile(r"hydra[.:](?!job\.num)")  # ${hydra:job.override_dirname} depends on all overrides
 
@@ -56,18 +56,18 @@ def store_composition(words: Sequence[str], source: Source) -> None:
         composition_cache.clear()
     if composition_cache.get((source, names)) is None and all(map(_is_choice, names)):
         cfg = compose_raw(names, source)
-        own = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
-        composition_cache[source, names] = None if HYDRA_REFERENCE.search(own) else cfg
+        text = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+        composition_cache[source, names] = None if HYDRA_REFERENCE.search(text) else cfg
 
 
 def _preset_files() -> list[tuple[str, int, int]]:
     """Return path, modification time in ns and size in bytes of toyexp's presets."""
-    stated = [(str(path), path.stat()) for path in sorted(CONF.rglob("*.yaml"))]
-    return [(path, status.st_mtime_ns, status.st_size) for path, status in stated]
+    files = [(str(path), path.stat()) for path in sorted(CONF.rglob("*.yaml"))]
+    return [(path, status.st_mtime_ns, status.st_size) for path, status in files]
 
 
 def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Split overrides into those that choose parts, add keys or set mappings, and those that set a plain value."""
+    """Return overrides in two lists: the first choose parts, add keys or set mappings; the others set a plain value."""
     keys = {word: word.partition("=") for word in words}
     names = tuple(
         w
@@ -93,8 +93,8 @@ def _set_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
 
 def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     names, values = split_choices(words)
-    told = [word for word in names if word.startswith(JOB_KEYS)]
-    return tuple(word for word in names if word not in told), [*values, *told]
+    job_words = [word for word in names if word.startswith(JOB_KEYS)]
+    return tuple(word for word in names if word not in job_words), [*values, *job_words]
 
 
 def _is_choice(word: str) -> bool:
@@ -111,19 +111,19 @@ def isolate_hydra() -> Iterator[None]:
     """Restore Hydra's schemas, file readers and configuration on exit."""
     Plugins.instance()  # registers its file readers, once per process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
-    theirs, readers = store.repo, sources.types
-    had = HydraConfig in Singleton._instances
+    stored, readers = store.repo, sources.types
+    was_set = HydraConfig in Singleton._instances
     cfg = HydraConfig.instance().cfg
-    begun = GlobalHydra.instance().hydra  # set if the caller is composing, or runs under @hydra.main
+    outer = GlobalHydra.instance().hydra  # set if the caller is composing, or runs under @hydra.main
     if not _schemas:
-        _schemas.update({name: theirs[name] for name in ("hydra", "_dummy_empty_config_.yaml")})
+        _schemas.update({name: stored[name] for name in ("hydra", "_dummy_empty_config_.yaml")})
     store.repo, sources.types = _schemas, dict(readers)
     GlobalHydra.instance().hydra = None
     try:
         yield
     finally:
-        store.repo, sources.types = theirs, readers
-        GlobalHydra.instance().hydra = begun
+        store.repo, sources.types = stored, readers
+        GlobalHydra.instance().hydra = outer
         HydraConfig.instance().cfg = cfg
-        if not had:
+        if not was_set:
             del Singleton._instances[HydraConfig]

@@ -19,14 +19,14 @@ from toyexp.plugins.settings import list_settings
 def lines_about(name: str, registry: Registry) -> list[str]:
     """Return a title, and a line per setting, of everything with this name; raise UserError for an unknown name."""
     auto = [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
-    found = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]
-    if not found:
-        known = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
+    blocks = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]
+    if not blocks:
+        names = {n for offers in registry.offers.values() for n in offers} | {*registry.offers, AUTO}
         presets = {path.stem for kind in GROUPS for path in (CONF / kind).glob("*.yaml")}
-        best = nearest(name, known | presets)
+        best = nearest(name, names | presets)
         hint = f"did you mean {best}?" if best else f"list all names: toyexp plugins{registry.plugins_override}"
         raise UserError(f"plugins {printable(name)}: unknown name; {hint}")
-    return [line for block in found for line in block]
+    return [line for block in blocks for line in block]
 
 
 def _plugins(name: str, registry: Registry) -> Iterator[list[str]]:

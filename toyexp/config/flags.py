@@ -20,7 +20,7 @@ SHORT_FLAGS = {
     "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-i": "--info",
     "-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir",
 }  # fmt: skip
-# Values of a flag: None: no value, (): any value, else one of these.
+# Allowed values of each flag; None: it takes no value, (): any value.
 FLAGS: dict[str, tuple[str, ...] | None] = {
     "--multirun": None,
     "--dry-run": None,
@@ -34,7 +34,7 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
     "--config-dir": (),
     "--hydra-help": None,
 }
-PRINTING_FLAGS = {"--cfg", "--info", "--hydra-help"}  # these only print
+PRINTING_FLAGS = {"--cfg", "--info", "--hydra-help"}  # flags that only print
 # Overrides known from Hydra, and the settings of toyexp that do the same.
 HYDRA_CHOICES = {
     "hydra/launcher=basic": ["sweep.launcher=serial"],
@@ -71,11 +71,11 @@ def split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return flags with values, by long name, and settings; raise UserError for any other word."""
     typed: list[str] = []
     for word, following in zip(words, [*words[1:], ""], strict=False):
-        given, equals, value = word.partition("=")
-        flag = SHORT_FLAGS.get(given, given) + equals + value
+        option, equals, value = word.partition("=")
+        flag = SHORT_FLAGS.get(option, option) + equals + value
         typed.append("--info=all" if flag == "--info" and following not in (FLAGS["--info"] or ()) else flag)
-    found = Arguments()
-    rest = parser().split(typed, found)
+    arguments = Arguments()
+    rest = parser().split(typed, arguments)
     settings: list[str] = []
     for i, word in enumerate(rest):
         if word.startswith("-"):
@@ -85,7 +85,7 @@ def split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
             raise unknown_word(word, settings, rest[i + 1 :], load(parse_modules(words)).offers["command"])
         settings += HYDRA_CHOICES.get(word, [word.replace("hydra.launcher.n_jobs=", "sweep.jobs=", 1)])
-    flags = {f"--{name.replace('_', '-')}": "" if value is True else value for name, value in vars(found).items()}
+    flags = {f"--{name.replace('_', '-')}": "" if value is True else value for name, value in vars(arguments).items()}
     return flags, settings
 
 
@@ -122,11 +122,11 @@ def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
 
 def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
     """Split off `resume=`; its value is not parsed by Hydra, because a path may contain special characters."""
-    given = [word.lstrip("+").removeprefix("resume=") for word in settings if word.lstrip("+").startswith("resume=")]
-    if not given or given[-1] == "null":
+    values = [word.lstrip("+").removeprefix("resume=") for word in settings if word.lstrip("+").startswith("resume=")]
+    if not values or values[-1] == "null":
         return list(settings), None
-    value = given[-1]
-    if other := next((text for text in given if text != value), None):
+    value = values[-1]
+    if other := next((text for text in values if text != value), None):
         raise UserError(f"resume={value}: contradicts resume={other}; leave one of them out")
     if not value:
         raise UserError("resume=: needs the directory of a run, or auto for the newest run of this name")
@@ -149,7 +149,7 @@ def unknown_option(word: str, after: Sequence[str], flags: Collection[str]) -> U
 
 
 def dashed_setting(word: str, after: Sequence[str]) -> str | None:
-    """Return the setting that a word such as --lr stands for, or None."""
+    """Return the setting for a word such as --lr; None if there is no such setting."""
     name, equals, value = word.partition("=")
     return _setting(name.lstrip("-"), value if equals else _value(after)) if len(name) > 2 else None
 
@@ -175,16 +175,16 @@ def unknown_word(word: str, before: Sequence[str], after: Sequence[str], command
 
 
 def _value(after: Sequence[str]) -> str:
-    """Return the value typed after a key and a space, or dots if there is none."""
+    """Return the value typed after a key and a space, or `...` without one."""
     words = [word for word in after[:2] if not word.startswith("-")]
     text = "".join(words if words[:1] == ["="] else words[:1])
     return text.removeprefix("=") if text.startswith("=") or "=" not in text else "..."
 
 
 def _setting(name: str, value: str) -> str | None:
-    """Return the setting meant, such as lr=0.1, or None."""
+    """Return the setting for a key of toyexp or another tool, such as lr=0.1; None for an unknown key."""
     key = name.replace("-", "_")
-    known = {*GROUPS, *(f.name for f in dataclasses.fields(Settings))}
-    if key in known or key.partition(".")[0] in GROUPS:
+    keys = {*GROUPS, *(f.name for f in dataclasses.fields(Settings))}
+    if key in keys or key.partition(".")[0] in GROUPS:
         return f"{key}={value or '...'}"
     return translate_setting(key, value or "...")

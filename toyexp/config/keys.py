@@ -21,7 +21,7 @@ from toyexp.plugins.rules import type_hints
 
 @dataclass(frozen=True)
 class Keys:
-    """Classes whose fields are keys, by their place: "" (top level), sweep, model, callbacks.cosine, ..."""
+    """Classes whose fields are keys, by section: "" (top level), sweep, model, callbacks.cosine, ..."""
 
     registry: Registry
     classes: Mapping[str, Sequence[type[Any]]]
@@ -35,23 +35,23 @@ class Keys:
 
     def restrict(self, cfg: DictConfig) -> Keys:
         """Return the keys of the parts that a configuration chooses; ignore unknown names."""
-        chosen = {kind: [n for n in chosen_names(cfg, kind) if n in known] for kind, known in self.offers.items()}
+        chosen = {kind: [n for n in chosen_names(cfg, kind) if n in offered] for kind, offered in self.offers.items()}
         return replace(
             self, classes=_classes_by_key({k: {n: self.offers[k][n] for n in names} for k, names in chosen.items()})
         )
 
     def unknown_keys(self, cfg: DictConfig) -> list[str]:
         """Return the keys of a configuration that no class has, at the top level and in its parts."""
-        found = sorted({str(key) for key in cfg} - self.key_names("") - {"hydra"})
+        unknown = sorted({str(key) for key in cfg} - self.key_names("") - {"hydra"})
         for where in (w for w, classes in self.classes.items() if w and classes and not w.startswith("sweep")):
-            there = {str(key) for key in OmegaConf.select(cfg, where)}
-            found += [f"{where}.{key}" for key in sorted(there - self.key_names(where))]
-        return found
+            present = {str(key) for key in OmegaConf.select(cfg, where)}
+            unknown += [f"{where}.{key}" for key in sorted(present - self.key_names(where))]
+        return unknown
 
     def key_names(self, where: str) -> set[str]:
-        """Return the names of the keys at a place."""
-        own = {name for cls in self.classes.get(where, ()) for name in self.field_names(cls)}
-        return own if where == "" or where.partition(".")[0] == "sweep" else own | {"name"}
+        """Return the names of the keys in a section, such as model."""
+        names = {name for cls in self.classes.get(where, ()) for name in self.field_names(cls)}
+        return names if where == "" or where.partition(".")[0] == "sweep" else names | {"name"}
 
     @staticmethod
     def field_names(cls: type) -> set[str]:
@@ -88,7 +88,7 @@ class Keys:
 
 
 def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
-    """Return the classes by the place of their settings."""
+    """Return the classes by the section of their settings."""
     callbacks = {f"callbacks.{name}": [cls] for name, cls in offers["callbacks"].items()}
     parts = {kind: list(offers[kind].values()) for kind in PARTS}
     launchers = {f"sweep.{launcher}": [cls] for launcher, cls in LAUNCHER_SETTINGS.items()}

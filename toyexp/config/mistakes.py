@@ -25,25 +25,25 @@ from toyexp.plugins.registry import Registry
 
 EMPTY = "is empty (an unset shell variable?); leave it out to use the default"
 
-# One of several values after `=`; commas within quotes or brackets belong to the value.
+# Matches one of several values after `=`; commas within quotes or brackets belong to the value.
 LIST_ITEM = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*\}|[^,])+""")
 
 # -- typed settings --------------------------------------------------------------------------------------
 
 
-def check_settings(given: Sequence[Override], keys: Keys, source: Source) -> None:
+def check_settings(typed: Sequence[Override], keys: Keys, source: Source) -> None:
     """Raise UserError for settings that Hydra would ignore, or reject with a less helpful message."""
-    for override in given:
+    for override in typed:
         types = keys.types(override.key_or_group)
         choice = override.key_or_group in GROUPS and not override.is_delete()
-        if wrong := _form_mistake(override, types, keys) or (
+        if mistake := _form_mistake(override, types, keys) or (
             _choice_mistake(override, keys, source) if choice else None
         ):
-            raise UserError(wrong)
+            raise UserError(mistake)
 
 
 def check_brackets(override: Override, keys: Keys) -> None:
-    """Raise UserError for a list given to a numeric setting, which was meant as a sweep."""
+    """Raise UserError if a number gets a list in brackets, such as lr=[0.1,0.2]; it must be a sweep instead."""
     key, line = str(override.key_or_group), str(override.input_line)
     types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
     if listed and types & {int, float} and types <= {int, float, type(None)}:
@@ -60,9 +60,9 @@ def check_blanks(override: Override, keys: Keys) -> None:
     if key in GROUPS or str not in keys.types(key) or not simple:
         return
     values = LIST_ITEM.findall(line.partition("=")[2])
-    kept = [v if _keeps_blanks(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
-    if kept != values:
-        raise UserError(f'{line!r}: spaces at the ends are lost; to keep them, quote: "{key}={",".join(kept)}"')
+    quoted = [v if _keeps_blanks(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
+    if quoted != values:
+        raise UserError(f'{line!r}: spaces at the ends are lost; to keep them, quote: "{key}={",".join(quoted)}"')
 
 
 def _keeps_blanks(text: str) -> bool:
@@ -71,7 +71,7 @@ def _keeps_blanks(text: str) -> bool:
 
 
 def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str | None:
-    """Return what is wrong with the form of a setting of these types; None if nothing is."""
+    """Return an error message for an override that is malformed for a setting of these types; None if it is valid."""
     key, line, value = str(override.key_or_group), str(override.input_line), override.value()
     text = line.partition("=")[2]
     kind, *rest = key.split(".")
@@ -110,7 +110,7 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
 
 
 def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
-    """Return what is wrong with the key of a setting of a part; None if nothing is."""
+    """Return an error message for an invalid key of a part, such as model.a.b; None if it is valid."""
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
         return unknown_key(f"{kind}.{rest[0]}", None, keys.registry)
@@ -134,7 +134,7 @@ def _mapping_example(key: str) -> str:
 
 
 def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | None:
-    """Return what is wrong with the choice of a part; None if nothing is."""
+    """Return an error message for an invalid choice of a part, such as model=lama; None if it is valid."""
     kind, line, value = str(override.key_or_group), str(override.input_line), override.value()
     names: list[Any] = value if isinstance(value, list) else [value]
     if line.startswith("+"):
@@ -142,16 +142,16 @@ def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | Non
     if isinstance(value, list) and kind != "callbacks":
         several = f"; to run several, sweep: -m {kind}={','.join(map(str, names))}" if len(names) > 1 else ""
         return f"{line}: must be one name, without brackets{several}"
-    strangers = [name for name in names if not isinstance(name, str) or name not in keys.offers.get(kind, ())]
-    if not strangers:
+    unknown = [name for name in names if not isinstance(name, str) or name not in keys.offers.get(kind, ())]
+    if not unknown:
         return None
-    known = choices(kind, keys.registry, source)  # presets too
-    if not all(isinstance(name, str) and name for name in strangers):
-        return f"{line}: must be a name; {suggest('', known)}"
-    strangers = [name for name in strangers if name not in known]
-    if kind == "model" and strangers and re.search(r"[/.]", strangers[0]):
+    valid = choices(kind, keys.registry, source)  # presets too
+    if not all(isinstance(name, str) and name for name in unknown):
+        return f"{line}: must be a name; {suggest('', valid)}"
+    unknown = [name for name in unknown if name not in valid]
+    if kind == "model" and unknown and re.search(r"[/.]", unknown[0]):
         return f"{line}: must be an architecture; to fine-tune a model file: recipe=full recipe.base=FILE.gguf"
-    return keys.registry.explain_missing(kind, strangers[0], known) if strangers else None
+    return keys.registry.explain_missing(kind, unknown[0], valid) if unknown else None
 
 
 def _sweep_keys() -> set[str]:
@@ -161,9 +161,9 @@ def _sweep_keys() -> set[str]:
 # -- unknown keys -------------------------------------------------------------------------------------------
 
 
-def check_keys(cfg: DictConfig, every: Keys) -> Keys:
+def check_keys(cfg: DictConfig, all_keys: Keys) -> Keys:
     """Return the keys of the chosen parts; raise UserError for an unknown key or a missing part."""
-    keys, registry = every.restrict(cfg), every.registry
+    keys, registry = all_keys.restrict(cfg), all_keys.registry
     for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:
             registry.get("callbacks", name)  # raises
@@ -188,20 +188,23 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
     keys = Keys.from_registry(registry) if cfg is None else Keys.from_registry(registry).restrict(cfg)
     kind, *rest = re.split("[./]", key)
     where, _, last = key.rpartition(".")
-    there = {k: chosen_names(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
-    theirs = (translate_setting(key, value) or "").removesuffix(f"={value}")
+    chosen_by_kind = {k: chosen_names(cfg, k) if cfg is not None else [] for k in (kind, "callbacks")}
+    translated = (translate_setting(key, value) or "").removesuffix(f"={value}")
     if kind == "sweep":
-        theirs = theirs or (f"hydra.{key}" if rest in (["dir"], ["subdir"]) else "")
-        hint = f"did you mean {theirs}?" if theirs else suggest(key, _sweep_keys())
+        translated = translated or (f"hydra.{key}" if rest in (["dir"], ["subdir"]) else "")
+        hint = f"did you mean {translated}?" if translated else suggest(key, _sweep_keys())
         return f"unknown key {key}; {hint}"
     if kind == "hydra":
         return f"unknown key {key}; {suggest(key, HYDRA_KEYS)}"
-    if kind not in keys.key_names(""):  # it may belong elsewhere
-        of_sweeps = [place for place in keys.classes if place.partition(".")[0] == "sweep"]
-        places = [*PARTS, *(f"callbacks.{name}" for name in there["callbacks"]), *of_sweeps]
-        homes = [theirs] * bool(theirs) + [f"{place}.{key}" for place in places if key in keys.key_names(place)]
-        homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.key_names(""))])]
-        hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
+    if kind not in keys.key_names(""):  # it may be a key of a part
+        launchers = [section for section in keys.classes if section.partition(".")[0] == "sweep"]
+        sections = [*PARTS, *(f"callbacks.{name}" for name in chosen_by_kind["callbacks"]), *launchers]
+        meant_keys = [translated] * bool(translated)
+        meant_keys += [f"{section}.{key}" for section in sections if key in keys.key_names(section)]
+        meant_keys += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.key_names(""))])]
+        hint = (
+            f"did you mean {meant_keys[0]}?" if meant_keys else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
+        )
         return f"unknown key {key}; {hint}"
     if not rest:
         return f"{key}: not in the configuration file; put 'schema' first in its defaults list"
@@ -213,14 +216,14 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
             return f"unknown key {key}; {hint}"
         if cfg is not None and rest[0] not in cfg.callbacks:
             return _missing_callback(key)
-    chosen = f"{kind}={there[kind][0]}" if there[kind] and kind != "callbacks" else where
+    chosen = f"{kind}={chosen_by_kind[kind][0]}" if chosen_by_kind[kind] and kind != "callbacks" else where
     owners = " or ".join(sorted(n for n, offer in offers.items() if last in Keys.field_names(offer.cls)))
     if owners and kind != "callbacks":
         return f"unknown key {key} with {chosen}; it belongs to {kind}={owners}: choose that, or leave the key out"
     valid = keys.key_names(where) - {"name"}
     best = nearest(last, valid)
-    own = f"{kind}_{last}"  # data.seed -> data_seed
-    meant = theirs or (own if own in keys.key_names("") else best and f"{where}.{best}")
+    top_level_key = f"{kind}_{last}"  # data.seed -> data_seed
+    meant = translated or (top_level_key if top_level_key in keys.key_names("") else best and f"{where}.{best}")
     hint = f"did you mean {meant}?" if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
     return f"unknown key {key}; {hint}"
 
@@ -233,11 +236,11 @@ def _missing_callback(key: str) -> str:
 # -- errors of Hydra ------------------------------------------------------------------------------------------
 
 
-def explain(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError:
+def explain(error: Exception, typed: Sequence[Override], registry: Registry, source: Source) -> UserError:
     """Convert an exception of Hydra or OmegaConf into a UserError."""
     text = str(error)
     if isinstance(error, RecursionError):
-        included = next(config_files(given, source))
+        included = next(config_files(typed, source))
         hint = "remove the circular reference from the defaults lists"
         return UserError(f"{included}: includes itself; {hint}")
     if not isinstance(error, HydraException | OmegaConfBaseException | OverflowError):
@@ -251,19 +254,19 @@ def explain(error: Exception, given: Sequence[Override], registry: Registry, sou
         key, value = next(_misplaced_values(load_yaml(path), Keys.from_registry(registry)), (None, None))
         if key in (*PARTS, "callbacks"):
             return UserError(f"{file_line(path, key)}: {key} must be a mapping of settings; {_choice_hint(key, value)}")
-    found = _explain_key(error, given, registry, source) or wrong_value(error, key, [] if path else given, registry)
-    if path is None or str(found).startswith(str(path)):
-        return found
-    return UserError(f"{file_line(path, key or '')}: {found}")
+    explained = _explain_key(error, typed, registry, source) or wrong_value(error, key, [] if path else typed, registry)
+    if path is None or str(explained).startswith(str(path)):
+        return explained
+    return UserError(f"{file_line(path, key or '')}: {explained}")
 
 
 def _choice_hint(kind: str, value: Any) -> str:
     return f"choose it in the defaults list of the file: '- override /{kind}: {format_value(value)}'"
 
 
-def _misplaced_values(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield keys of a file with a single value or list instead of a mapping, or a mapping instead of a list."""
-    for key, value in ((f"{where}{name}", value) for name, value in held.items() if value is not None):
+def _misplaced_values(content: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key of a file that holds a value or list instead of a mapping, or a mapping instead of a list."""
+    for key, value in ((f"{where}{name}", value) for name, value in content.items() if value is not None):
         names = key in keys.classes or key == "callbacks" or keys.is_mapping(key)
         if isinstance(value, dict) != names and (names or keys.is_list(key)):
             yield key, value
@@ -271,15 +274,15 @@ def _misplaced_values(held: Any, keys: Keys, where: str = "") -> Iterator[tuple[
             yield from _misplaced_values(value, keys, f"{key}.")
 
 
-def _explain_key(error: Exception, given: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
+def _explain_key(error: Exception, typed: Sequence[Override], registry: Registry, source: Source) -> UserError | None:
     """Convert an error about a key or choice, recognised by its message; return None for other errors."""
     text = str(error)
     if match := re.search(r"Could not override '([^']+)'|Key '[^']+' not in .*\n\s*full_key: (\S+)", text):
         if match[2] == "experiment":
-            return misplaced_error(given, source)
+            return misplaced_error(typed, source)
         key = match[1] or match[2]
-        value = next((str(o.input_line).partition("=")[2] for o in given if o.key_or_group == key), "...")
-        return UserError(unknown_key(key, _compose_choices(given, source), registry, value))
+        value = next((str(o.input_line).partition("=")[2] for o in typed if o.key_or_group == key), "...")
+        return UserError(unknown_key(key, _compose_choices(typed, source), registry, value))
     if match := re.search(r"An item is already at '([^']+)'", text):
         return UserError(f"+{match[1]}: the key already exists; leave out '+'")
     if match := re.search(r"Could not (?:find|load) '(?:([^']+)/)?([^'/]+)'", text):
@@ -288,33 +291,33 @@ def _explain_key(error: Exception, given: Sequence[Override], registry: Registry
         return UserError(f"{kind}={name}: unknown name{hint}")
     if match := re.search(r"Multiple values for (\S+)\. .*: (\S+)'", text):
         return UserError(
-            f"{next(config_files(given, source))}: {match[1]} is chosen twice; {_choice_hint(match[1], match[2])}"
+            f"{next(config_files(typed, source))}: {match[1]} is chosen twice; {_choice_hint(match[1], match[2])}"
         )
-    dropped = next((o for o in given if o.is_delete() and "Could not delete" in text), None)
+    dropped = next((o for o in typed if o.is_delete() and "Could not delete" in text), None)
     if dropped is None:
         return None
-    cfg, name = _compose_choices(given, source), dropped.key_or_group.partition(".")[2]
-    there = chosen_names(cfg, "callbacks") if cfg is not None else []
-    return UserError(f"{dropped.input_line}: the run has no such callback; {suggest(name, there)}")
+    cfg, name = _compose_choices(typed, source), dropped.key_or_group.partition(".")[2]
+    callback_names = chosen_names(cfg, "callbacks") if cfg is not None else []
+    return UserError(f"{dropped.input_line}: the run has no such callback; {suggest(name, callback_names)}")
 
 
-def wrong_value(error: Exception, key: str | None, given: Sequence[Override], registry: Registry) -> UserError:
-    """Convert an error about a value; name the setting that gave it."""
+def wrong_value(error: Exception, key: str | None, typed: Sequence[Override], registry: Registry) -> UserError:
+    """Convert an error about a value; name the setting that has it."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    same = [o for o in given if o.key_or_group == key]  # it may be set twice
-    guilty = [o for o in same if f"'{o.value()}'" in str(cause)] or same
-    label = str(guilty[-1].input_line) if guilty else key or "the config"
+    matching = [o for o in typed if o.key_or_group == key]  # the key may be set twice
+    culprits = [o for o in matching if f"'{o.value()}'" in str(cause)] or matching
+    label = str(culprits[-1].input_line) if culprits else key or "the config"
     if key and Keys.from_registry(registry).is_mapping(key):
         return UserError(f"{label}: must be {_mapping_example(key)}")
-    numbers = [value for o in guilty if isinstance(value := o.value(), float) and value.is_integer()]
-    whole = next((number for number in numbers if abs(number) < 2**63), None)
-    written_out = f"; write {key}={int(whole)}" if whole is not None and "Integer" in str(cause) else ""
+    numbers = [value for o in culprits if isinstance(value := o.value(), float) and value.is_integer()]
+    integral = next((number for number in numbers if abs(number) < 2**63), None)
+    written_out = f"; write {key}={int(integral)}" if integral is not None and "Integer" in str(cause) else ""
     return UserError(f"{rephrase(label, cause)}{written_out}")
 
 
-def _compose_choices(given: Sequence[Override], source: Source) -> DictConfig | None:
+def _compose_choices(typed: Sequence[Override], source: Source) -> DictConfig | None:
     """Compose only the typed choices, to know which keys to suggest; return None if that fails."""
-    chosen = [str(o.input_line) for o in given if o.key_or_group in GROUPS]
+    chosen = [str(o.input_line) for o in typed if o.key_or_group in GROUPS]
     try:
         return compose_cached(chosen, source)
     except (HydraException, OmegaConfBaseException):
@@ -359,9 +362,9 @@ def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> 
     """Raise UserError for files with misplaced settings, or with keys that are only allowed on the command line."""
     if "experiment" in cfg:
         raise misplaced_error(parsed, source)
-    given = {o.key_or_group for o in parsed}
+    typed_keys = {o.key_or_group for o in parsed}
     for key, example in RESUMES.items():
-        if key not in given and OmegaConf.select(cfg, key, throw_on_resolution_failure=False) is not None:
+        if key not in typed_keys and OmegaConf.select(cfg, key, throw_on_resolution_failure=False) is not None:
             where = next(
                 (path for path in config_files(parsed, source) if _has_key(load_yaml(path), key)), "the config"
             )
@@ -382,36 +385,36 @@ def misplaced_error(parsed: Sequence[Override], source: Source) -> UserError:
 def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
     """Yield the file of the experiment, if one is chosen, and the main file."""
     names = [str(o.value()) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
-    places = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
+    paths = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
               for folder in source.directories]  # fmt: skip
-    yield from [path for path in places if path.is_file()][:1]
+    yield from [path for path in paths if path.is_file()][:1]
     yield source.directory / f"{source.name}.yaml"
 
 
 @contextlib.contextmanager
-def locate_errors(given: Sequence[Override], source: Source) -> Iterator[None]:
+def locate_errors(typed: Sequence[Override], source: Source) -> Iterator[None]:
     """Prefix a UserError about a setting with the file and line that set it, unless it was typed."""
     try:
         yield
     except UserError as error:
-        found = re.match(r"([a-z]\w*(?:\.\w+)*)(=|: | )", str(error))
-        if type(error) is not UserError or not found or source.saved or found[1] in {o.key_or_group for o in given}:
+        match = re.match(r"([a-z]\w*(?:\.\w+)*)(=|: | )", str(error))
+        if type(error) is not UserError or not match or source.saved or match[1] in {o.key_or_group for o in typed}:
             raise
-        key, said = found[1], str(error)[found.end() :]
-        for path in config_files(given, source):
-            if not path.is_relative_to(CONF) and _has_key(load_yaml(path), key, one_value=found[2] == "="):
-                raise UserError(f"{file_line(path, key, said)}: {error}") from error
+        key, message = match[1], str(error)[match.end() :]
+        for path in config_files(typed, source):
+            if not path.is_relative_to(CONF) and _has_key(load_yaml(path), key, one_value=match[2] == "="):
+                raise UserError(f"{file_line(path, key, message)}: {error}") from error
         raise
 
 
-def file_line(path: Path, key: str, said: str = "") -> str:
-    """Return `path, line 3`: the line of a key in a file, or of the mapping key inside it with which `said` begins."""
+def file_line(path: Path, key: str, message: str = "") -> str:
+    """Return `path, line 3`: the line of a key in a file, or of a key below it if `message` begins with that key."""
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
     for part in key.split("."):  # the keys of a preset are relative
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         line, node = next(((k.start_mark.line + 1, v) for k, v in pairs if k.value == part), (line, node))
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-    line = next((k.start_mark.line + 1 for k, _ in pairs if said.startswith((f"{k.value}:", f"{k.value} "))), line)
+    line = next((k.start_mark.line + 1 for k, _ in pairs if message.startswith((f"{k.value}:", f"{k.value} "))), line)
     return f"{path}, line {line}" if line else str(path)
 
 

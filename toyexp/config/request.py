@@ -69,32 +69,32 @@ class Request:
     def use_saved_config(self, directory: Path) -> Request:
         """Return a copy based on the saved configuration of a run; raise UserError if the settings contradict it."""
         source = Source.from_run(directory, self.values, self.modules)
-        typed = {} if source.begun.cwd in (None, Path.cwd()) else self.values
-        here = {key: Path(typed[key]).absolute() for key in MOVED if os.path.lexists(typed.get(key, ""))}
-        settings = [o for o in self.settings if o.key_or_group not in here]
+        typed = {} if source.origin.cwd in (None, Path.cwd()) else self.values
+        moved = {key: Path(typed[key]).absolute() for key in MOVED if os.path.lexists(typed.get(key, ""))}
+        settings = [o for o in self.settings if o.key_or_group not in moved]
         return replace(
-            self, settings=[*settings, *parse([format_override(*pair) for pair in here.items()])], source=source
+            self, settings=[*settings, *parse([format_override(*pair) for pair in moved.items()])], source=source
         )
 
     def per_engine(self, labels: Sequence[str]) -> dict[str, Request]:
         """Return a copy for each engine label `name[:key=value...]`; typed engine.key=value apply to all."""
-        found = {}
+        requests = {}
         for label in labels:
-            name, own = parse_label(label, f"engine={label}")
-            found[label] = self.with_overrides(
-                f"engine={name}", *(f"engine.{key}={value}" for key, value in own.items())
+            name, settings = parse_label(label, f"engine={label}")
+            requests[label] = self.with_overrides(
+                f"engine={name}", *(f"engine.{key}={value}" for key, value in settings.items())
             )
-        return found
+        return requests
 
 
 def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[str]]:
     """Split off `engine=name[:key=value...],...`; return its labels, or those of `default`, and the other words."""
-    asked = [word.removeprefix("engine=") for word in words if word.startswith("engine=")]
-    if len(asked) > 1:
-        raise UserError(f"engine={asked[1]}: give all engines in one list: engine={','.join(asked)}")
-    labels = [label for text in asked or filter(None, [default]) for label in text.strip("[]").split(",")]
-    if named := [label for label in labels if label] if "" in labels else []:
-        raise UserError(f"engine={','.join(labels)}: empty name; did you mean engine={','.join(named)}?")
+    lists = [word.removeprefix("engine=") for word in words if word.startswith("engine=")]
+    if len(lists) > 1:
+        raise UserError(f"engine={lists[1]}: give all engines in one list: engine={','.join(lists)}")
+    labels = [label for text in lists or filter(None, [default]) for label in text.strip("[]").split(",")]
+    if nonempty := [label for label in labels if label] if "" in labels else []:
+        raise UserError(f"engine={','.join(labels)}: empty name; did you mean engine={','.join(nonempty)}?")
     if len(set(labels)) < len(labels):
         raise UserError(f"engine={','.join(labels)}: has an engine twice; give each its own settings: ggml:threads=1")
     return labels, [word for word in words if not word.startswith("engine=")]

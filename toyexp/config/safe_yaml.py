@@ -44,24 +44,24 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
         return
     check_nodes(root, path)
     for node, key in _nodes(root):
-        place = f"{path}, line {node.start_mark.line + 1}"
+        location = f"{path}, line {node.start_mark.line + 1}"
         if node.tag not in PLAIN_TAGS:
-            raise UserError(f"{place}: {printable(node.tag)} names a type; only plain values are allowed")
+            raise UserError(f"{location}: {printable(node.tag)} names a type; only plain values are allowed")
         if node.tag in NUMBER_TAGS and ":" in node.value:  # sexagesimal
-            raise UserError(f"{place}: YAML parses {node.value} in base 60; write the number, or quote the text")
+            raise UserError(f"{location}: YAML parses {node.value} in base 60; write the number, or quote the text")
         if key and not ours and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
-            raise UserError(f"{place}: {printable(str(node.value))} sets Hydra's own settings, which is not allowed")
+            raise UserError(f"{location}: {printable(str(node.value))} sets Hydra's own settings, which is not allowed")
         if key and node.value in RESERVED_KEYS:
-            raise UserError(f"{place}: {node.value} {CODE_ERROR}")
+            raise UserError(f"{location}: {node.value} {CODE_ERROR}")
         if not key and not ours and isinstance(node, yaml.ScalarNode):
-            check_text(node.value, place)
+            check_text(node.value, location)
     if not ours:
         _check_hydra(root, text, path, preset)
 
 
-def require_plugins(asked: object, loaded: Sequence[str], what: str) -> None:
+def require_plugins(plugins: object, loaded: Sequence[str], what: str) -> None:
     """Raise UserError if a configuration needs local plugins that are not loaded: files must not load code."""
-    names = [str(name) for name in asked] if isinstance(asked, Iterable) and not isinstance(asked, str) else []
+    names = [str(name) for name in plugins] if isinstance(plugins, Iterable) and not isinstance(plugins, str) else []
     if missing := [name for name in names if name not in loaded]:
         add = f"'plugins=[{printable(','.join(names), 200)}]'"
         raise UserError(
@@ -81,15 +81,15 @@ def _nodes(node: yaml.Node, key: bool = False) -> Iterator[tuple[yaml.Node, bool
             yield from _nodes(item)
 
 
-def check_text(text: str, place: str) -> None:
+def check_text(text: str, location: str) -> None:
     """Raise UserError for an interpolation that reads from the machine, such as ${oc.env:HOME}."""
     for match in re.finditer(r"(\\*)\$\{\s*([^:}$]*)(.?)", text):
         escaped, name, end = len(match[1]) % 2, match[2].strip(), match[3]
         if escaped or (end == "}" or (end == ":" and name in RESOLVERS)):
             continue
         also = "; pass a variable on the command line: key=$NAME" if name.startswith("oc.env") else ""
-        there = f"only ${{key}} and ${{now:...}} are{also}"
-        raise UserError(f"{place}: {printable(text)} is not allowed in a file; {there}")
+        allowed = f"only ${{key}} and ${{now:...}} are{also}"
+        raise UserError(f"{location}: {printable(text)} is not allowed in a file; {allowed}")
 
 
 def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
@@ -103,13 +103,13 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
         if key.value != "hydra" or not isinstance(value, yaml.MappingNode):
             continue
         for name, inner in value.value:
-            place = f"{path}, line {name.start_mark.line + 1}"
+            location = f"{path}, line {name.start_mark.line + 1}"
             if preset and name.value in PLACES:
-                raise UserError(f"{place}: a preset cannot set hydra.{name.value}; type hydra.{name.value}.dir=...")
+                raise UserError(f"{location}: a preset cannot set hydra.{name.value}; type hydra.{name.value}.dir=...")
             if name.value not in HYDRA_KEYS:
-                known = ", ".join(f"hydra.{key}" for key in HYDRA_KEYS)
-                raise UserError(f"{place}: hydra.{printable(name.value)} is not allowed in a file; allowed: {known}")
+                names = ", ".join(f"hydra.{key}" for key in HYDRA_KEYS)
+                raise UserError(f"{location}: hydra.{printable(name.value)} is not allowed in a file; allowed: {names}")
             if name.value == "sweeper" and any(k.value != "params" for k, _ in inner.value):
-                raise UserError(f"{place}: only hydra.sweeper.params is allowed in a file")
+                raise UserError(f"{location}: only hydra.sweeper.params is allowed in a file")
             if name.value == "searchpath" and "pkg:" in str(inner.value):
-                raise UserError(f"{place}: hydra.searchpath loads a Python package (pkg://), which is not allowed")
+                raise UserError(f"{location}: hydra.searchpath loads a Python package (pkg://), which is not allowed")

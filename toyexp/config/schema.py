@@ -42,7 +42,7 @@ START_DIRECTORY = "TOYEXP_BEGUN"  # environment variable: where a resumed sweep 
 
 @dataclass
 class Root(Settings):
-    """All top-level keys of a configuration: settings of the run, its parts, and settings of sweeps."""
+    """Top-level keys of a configuration: settings of the run, its parts, and settings of sweeps."""
 
     sweep: Sweep = field(default_factory=Sweep)
     model: Any = MISSING
@@ -75,7 +75,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         if not ours and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
             raise UserError(f"{config_path}: cannot be loaded from {self.path}")
         if not os.path.lexists(path):
-            return super().load_config(config_path)  # which raises
+            return super().load_config(config_path)  # raises an error of Hydra
 
         def load(text: str) -> Any:
             return copy.deepcopy(_load_text(text)), self._get_header_dict(text)
@@ -104,10 +104,10 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the settings of a part with types and defaults."""
-        found = super().load_config(config_path)
-        if isinstance(found.config, type):
-            found.config = OmegaConf.structured(schema(found.config, Path(config_path).stem))
-        return found
+        result = super().load_config(config_path)
+        if isinstance(result.config, type):
+            result.config = OmegaConf.structured(schema(result.config, Path(config_path).stem))
+        return result
 
 
 composition_cache: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {}  # valid for the current schemas
@@ -120,10 +120,10 @@ def store_schemas(registry: Registry) -> None:
     if "schema.yaml" not in store.repo:  # storing it is slow
         store.store(name="schema", node=Root)
     for kind, offers in all_part_classes(registry).items():
-        known = store.repo.setdefault(kind, {})
+        nodes = store.repo.setdefault(kind, {})
         for name, cls in offers.items():
             file, package = f"{name}.yaml", f"callbacks.{name}" if kind == "callbacks" else None
-            if file in known and known[file].node is cls:
+            if file in nodes and nodes[file].node is cls:
                 continue
             offer = registry.offers[kind].get(name)  # None if its plugin was dropped
             if offer and offer.origin:  # a third-party plugin; built-in ones are known to be valid
@@ -134,7 +134,7 @@ def store_schemas(registry: Registry) -> None:
                     registry.drop(offer, f"{kind}={name}: fields are not valid settings: {what}")
                     continue
             node: Any = cls
-            known[file] = ConfigNode(file, node, kind, package, None)
+            nodes[file] = ConfigNode(file, node, kind, package, None)
             composition_cache.clear()
 
 
@@ -150,8 +150,8 @@ def schema(cls: type, name: str) -> type:
 
 def part_classes(kind: str, registry: Registry) -> dict[str, type]:
     """Return the classes of a kind by name: those of plugins, and engine=auto."""
-    own = {AUTO: AutoEngine} if kind == "engine" else {}
-    return own | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
+    auto = {AUTO: AutoEngine} if kind == "engine" else {}
+    return auto | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
 
 
 def all_part_classes(registry: Registry) -> dict[str, dict[str, type]]:
@@ -172,7 +172,7 @@ class Source:
     name: str = "config"
     extra: Path | None = None  # additional directory of presets
     saved: bool = False  # the saved configuration of a run
-    begun: Origin = field(default_factory=Origin, compare=False)  # start directory of that run
+    origin: Origin = field(default_factory=Origin, compare=False)  # start directory of that run
 
     @classmethod
     def from_run(cls, directory: Path, chosen: Mapping[str, str], modules: Sequence[str]) -> Source:
@@ -188,21 +188,21 @@ class Source:
         if "hydra" in saved:
             raise UserError(f"{file}: the key hydra has no effect when a run is resumed; remove it")
         for kind in ("model", "data", "recipe", "optim"):
-            then, now = saved.get(kind), chosen.get(kind)
-            if not isinstance(then, dict) or now in (None, then.get("name")):
+            saved_node, chosen_name = saved.get(kind), chosen.get(kind)
+            if not isinstance(saved_node, dict) or chosen_name in (None, saved_node.get("name")):
                 continue
-            was = printable(str(then.get("name")))
-            raise UserError(f"resume={directory}: resumes with {kind}={was}; leave {kind}={now} out")
+            saved_name = printable(str(saved_node.get("name")))
+            raise UserError(f"resume={directory}: resumes with {kind}={saved_name}; leave {kind}={chosen_name} out")
         others = {"engine", "callbacks"} & chosen.keys()
-        begun = parse_origin(saved_state(directory))
+        origin = parse_origin(saved_state(directory))
         if others:
-            return cls._write_config({k: v for k, v in saved.items() if k not in others}, begun)
-        return cls(directory.absolute(), saved=True, begun=begun)
+            return cls._write_config({k: v for k, v in saved.items() if k not in others}, origin)
+        return cls(directory.absolute(), saved=True, origin=origin)
 
     @classmethod
-    def _write_config(cls, settings: Mapping[str, Any], begun: Origin) -> Source:
+    def _write_config(cls, settings: Mapping[str, Any], origin: Origin) -> Source:
         """Write settings to a temporary directory, deleted with this object; Hydra needs a file."""
-        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True, begun=begun)
+        source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True, origin=origin)
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         text = yaml.safe_dump(dict(settings), sort_keys=False)
         (source.directory / "config.yaml").write_text(text, encoding="utf-8")
@@ -211,13 +211,13 @@ class Source:
     @classmethod
     def from_flags(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
         """Return the source named by --config-path, --config-name and --config-dir; raise UserError if missing."""
-        for flag, given in (("--config-path", path), ("--config-dir", extra)):
-            if given is not None:
-                require_directory(given, f"{flag} {given}")
+        for flag, value in (("--config-path", path), ("--config-dir", extra)):
+            if value is not None:
+                require_directory(value, f"{flag} {value}")
         directory = Path(path).absolute() if path else CONF
-        begun = parse_origin({"cwd": os.environ.get(START_DIRECTORY)})
+        origin = parse_origin({"cwd": os.environ.get(START_DIRECTORY)})
         extra_directory = Path(extra).absolute() if extra else None
-        source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, begun=begun)
+        source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, origin=origin)
         file = directory / f"{source.name}.yaml"
         if not file.exists():
             hint = suggest(source.name, [p.stem for p in directory.glob("*.yaml")])
@@ -227,7 +227,7 @@ class Source:
 
     @property
     def directories(self) -> list[Path]:
-        """All directories that may contain presets."""
+        """Directories that may contain presets."""
         return list(dict.fromkeys(d for d in (self.directory, self.extra, CONF) if d))
 
     def overrides(self) -> list[str]:
@@ -239,16 +239,16 @@ class Source:
             return []
         quoted = [f'"file://{d}"'.replace("\\", "\\\\") for d in self.directories[1:]]
         added = [f"hydra.searchpath=[{','.join(quoted)}]", "hydra.output_subdir=null"]
-        ours = load_yaml(CONF / "config.yaml")["hydra"]
+        our_hydra = load_yaml(CONF / "config.yaml")["hydra"]
         if self.directory == CONF:
-            return added + _directory_overrides(ours)
+            return added + _directory_overrides(our_hydra)
         path = self.directory / f"{self.name}.yaml"
-        theirs = load_yaml(path) or {}
-        if not isinstance(theirs, dict):
+        user_config = load_yaml(path) or {}
+        if not isinstance(user_config, dict):
             raise UserError(f"{path}: must contain keys with values, such as steps: 100")
-        own: dict[str, Any] = theirs["hydra"] if isinstance(theirs.get("hydra"), dict) else {}
-        quiet = [] if own else ["hydra/hydra_logging=none", "hydra/job_logging=none"]
-        return added + quiet + _directory_overrides({k: {**ours[k], **(own.get(k) or {})} for k in PLACES})
+        user_hydra: dict[str, Any] = user_config["hydra"] if isinstance(user_config.get("hydra"), dict) else {}
+        quiet = [] if user_hydra else ["hydra/hydra_logging=none", "hydra/job_logging=none"]
+        return added + quiet + _directory_overrides({k: {**our_hydra[k], **(user_hydra.get(k) or {})} for k in PLACES})
 
 
 def _directory_overrides(hydra_node: Mapping[str, Any]) -> list[str]:
@@ -265,8 +265,8 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
         return load(text)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        place = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise UserError(f"{place}: not valid YAML: {problem or 'cannot be parsed'}") from None
+        location = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise UserError(f"{location}: not valid YAML: {problem or 'cannot be parsed'}") from None
 
 
 def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:

@@ -44,7 +44,7 @@ class Submitit:
     cluster: str | None = None  # slurm, local or debug; null: slurm if it is installed, else local
     partition: str | None = None  # Slurm partition; null: the cluster's default
     timeout_min: int = 60  # time limit of a job in minutes; it then saves a checkpoint and is queued again
-    gpus: int = 0  # GPUs per job; 0: as many as the engine uses
+    gpus: int = 0  # GPUs per job; 0: the number that the engine uses
     cpus: int | None = None  # CPU cores per job; null: the cluster's default
     mem_gb: float | None = None  # memory per job in GB; null: the cluster's default
     requeues: int = 10  # how many times a job is queued again after its time limit
@@ -55,12 +55,12 @@ class Ray:
     """Ray cluster that `sweep.launcher=ray` uses, and resources of each job."""
 
     address: str | None = None  # cluster: auto (the one on this machine) | HOST:PORT; null: RAY_ADDRESS, or a new one
-    gpus: float = 0  # GPUs per job (0.5: two jobs share one); 0: as many as the engine uses
+    gpus: float = 0  # GPUs per job (0.5: two jobs share one); 0: the number that the engine uses
     cpus: int | None = None  # CPU cores per job; null: an equal share of the machines' cores
     retries: int = 3  # how many times a job is restarted, from its checkpoint, after its node fails
 
     def cluster(self) -> str | None:
-        """Return the address of a running cluster; None if a new one is to be started."""
+        """Return the address of the running cluster to use; None to start a new one."""
         return self.address or os.environ.get(RAY_ADDRESS) or None
 
 
@@ -98,24 +98,24 @@ class Sweep:
             raise UserError("sweep.retry=true: only has an effect with sweep.resume=DIR")
         self._check_search()
         for launcher in LAUNCHER_SETTINGS:
-            own = getattr(self, launcher)
-            asked = [f.name for f in dataclasses.fields(own) if is_changed(own, f.name)]
-            if asked and self.launcher != launcher:
-                given = f"sweep.{launcher}.{asked[0]}={getattr(own, asked[0])}"
-                raise UserError(f"{given}: only has an effect with sweep.launcher={launcher}")
+            resources = getattr(self, launcher)
+            changed = [f.name for f in dataclasses.fields(resources) if is_changed(resources, f.name)]
+            if changed and self.launcher != launcher:
+                setting = f"sweep.{launcher}.{changed[0]}={getattr(resources, changed[0])}"
+                raise UserError(f"{setting}: only has an effect with sweep.launcher={launcher}")
             limits = {name: f"[{low},{MAX_INT}]" for name, low in LIMITS[launcher].items()}
-            require_range(f"sweep.{launcher}", own, **limits)
+            require_range(f"sweep.{launcher}", resources, **limits)
         if self.ray.gpus > 1 and self.ray.gpus % 1:
             raise UserError(f"sweep.ray.gpus={self.ray.gpus}: must be a whole number, or a fraction such as 0.5")
 
     def _check_search(self) -> None:
         words = {"search": SEARCHES, "prune": PRUNERS}
-        require_choice("sweep", self, **{k: known for k, known in words.items() if getattr(self, k) is not None})
+        require_choice("sweep", self, **{k: allowed for k, allowed in words.items() if getattr(self, k) is not None})
         require_range("sweep", self, trials=f"[1,{MAX_JOBS}]", repeats=f"[1,{MAX_JOBS}]")
         if self.search is None:
             for name in (name for name in SEARCH_KEYS if is_changed(self, name)):
-                given = f"sweep.{name}={getattr(self, name)}"
-                raise UserError(f"{given}: only has an effect with a search: sweep.search=tpe sweep.trials=20")
+                setting = f"sweep.{name}={getattr(self, name)}"
+                raise UserError(f"{setting}: only has an effect with a search: sweep.search=tpe sweep.trials=20")
             return
         if self.trials is None and self.search != "grid":
             raise UserError(f"sweep.search={self.search}: needs a number of trials: sweep.trials=20")
@@ -126,8 +126,8 @@ def other_tools(kind: str) -> dict[str, str]:
     """Return the table of other tools' settings, commands, or options of generate."""
     import yaml  # deferred: only error messages need it
 
-    found: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("other_tools.yaml").read_text())
-    return found[kind]
+    tables: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("other_tools.yaml").read_text())
+    return tables[kind]
 
 
 def translate_setting(key: str, value: str) -> str | None:
@@ -136,13 +136,13 @@ def translate_setting(key: str, value: str) -> str | None:
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
         return "sweep.metric=... (loss and ppl are minimised, any other metric is maximised)"
     table = {theirs: ours for ours, names in other_tools("settings").items() for theirs in names.split()}
-    said = value.strip("[]'\"").lower()
-    ours = table.get(f"{last}={'false' if said in ('no', 'none', 'null', 'off', '0') else said}", table.get(last))
+    lowered = value.strip("[]'\"").lower()
+    ours = table.get(f"{last}={'false' if lowered in ('no', 'none', 'null', 'off', '0') else lowered}", table.get(last))
     return ours if ours is None or "=" in ours else f"{ours}={value}"
 
 
 def top_level_settings() -> Iterator[tuple[str, Setting]]:
     """Yield every key that does not belong to a part, with its full name."""
-    own = ((f"sweep.{launcher}.", cls) for launcher, cls in LAUNCHER_SETTINGS.items())
-    for prefix, cls in (("", Settings), ("sweep.", Sweep), *own):
+    launchers = ((f"sweep.{launcher}.", cls) for launcher, cls in LAUNCHER_SETTINGS.items())
+    for prefix, cls in (("", Settings), ("sweep.", Sweep), *launchers):
         yield from ((prefix + s.name, s) for s in list_settings(cls) if s.name not in LAUNCHER_SETTINGS)

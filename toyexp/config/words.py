@@ -1,4 +1,4 @@
-"""Parse overrides (`key=value`) with Hydra's grammar, and explain those that it cannot parse."""
+"""Parse overrides (`key=value`) with Hydra's grammar, and explain syntax errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISTRIBUTIONS = re.compile(
 
 
 def parse(words: Sequence[str]) -> list[Override]:
-    """Parse settings with Hydra; raise UserError for those that it cannot parse."""
+    """Parse overrides with Hydra; raise UserError for a syntax error."""
     return [copy.copy(_parse_one(text)) for text in words]
 
 
@@ -77,8 +77,8 @@ def _format_value(key: str, value: Any) -> str:
 
 def _parse_error(text: str) -> UserError:
     key, equals, value = text.partition("=")
-    engine, *own = value.split(":")
-    one = re.sub(",[, ]*,", ",", text).rstrip(", ")
+    engine, *engine_settings = value.split(":")
+    compact = re.sub(",[, ]*,", ",", text).rstrip(", ")
     tight, several, escaped = _strip_spaces(text), text.split(), _escape_brackets(key, value)
     for wrong, words in (
         (not equals, "expected key=value, such as steps=100"),
@@ -89,11 +89,11 @@ def _parse_error(text: str) -> UserError:
         ),
         (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
         (
-            key == "engine" and own,
-            f"settings of the engine are written separately: {' engine.'.join([f'engine={engine}', *own])}",
+            key == "engine" and engine_settings,
+            f"settings of the engine are written separately: {' engine.'.join([f'engine={engine}', *engine_settings])}",
         ),
         (value[:1] == "~", f"unknown home directory {value.partition('/')[0]}; give the full path"),
-        (one != text and _is_readable(one), f"empty value next to a comma; did you mean {one}?"),
+        (compact != text and _is_readable(compact), f"empty value next to a comma; did you mean {compact}?"),
         (re.match(r"[a-z]+\(", value) and _is_readable(f"{text})"), f"missing closing parenthesis: {text})"),
         (value.endswith("()"), f"{value} has no value; write several values as {key}=1,2,3"),
         (

@@ -115,7 +115,7 @@ class Ranking(Generic[J]):
         """Return a header and a row for each point."""
         rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
         for point in self.points:
-            mark = "best" if point is self.best else ""
+            mark = "best" if point is self.best and len(self.points) > 1 else ""
             rows.append((point.label or "-", str(len(point.values)), str(point), mark))
         return rows
 

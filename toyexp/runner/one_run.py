@@ -57,11 +57,11 @@ def prepare_request(
 
 
 def locate(request: Request, resume: str | None) -> tuple[Request, Composition, Path | None]:
-    """Return the request (a resumed run's with its saved settings), its configuration, and the directory to resume."""
-    of_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
-    many = ("sweep.",) if of_job else ("sweep.", "hydra.sweep.")  # a job keeps the hydra.sweep settings of its sweep
+    """Return the request, with the saved settings of a resumed run; its configuration; the directory to resume."""
+    is_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
+    prefixes = ("sweep.",) if is_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
     for override in request.settings:
-        if f"{override.key_or_group}.".startswith(many):
+        if f"{override.key_or_group}.".startswith(prefixes):
             raise UserError(f"{override.input_line}: applies to sweeps; add -m to start one, or sweep.resume=DIR")
     if resume is None:
         return request, request.compose(), None
@@ -94,8 +94,8 @@ def prepare_run(
     """Build and check one configuration, for a run in `directory` with further `callbacks`, or to resume a run."""
     show_status("starting the engine")
     source = composed.source
-    begun = source.begun if source.begun.cwd else read_origin(source.directory)  # the run that this one repeats
-    with convert_memory_errors(), begun.explain_missing_paths(MOVED):
+    origin = source.origin if source.origin.cwd else read_origin(source.directory)  # the run that this one repeats
+    with convert_memory_errors(), origin.explain_missing_paths(MOVED):
         built = composed.build_config()
         built.callbacks.update(callbacks or {})
         run_directory = resume or directory or composed.directory("hydra.run.dir")
@@ -103,26 +103,26 @@ def prepare_run(
             run = prepare_parts(built, run_directory, resume is not None)
         if resume:
             return run
-        return run._replace(prepared=_warn_of_changes(run.prepared, begun, source.directory, composed))
+        return run._replace(prepared=_warn_of_changes(run.prepared, origin, source.directory, composed))
 
 
-def prepare_parts(config: Config, directory: Path, goes_on: bool, key: str = "hydra.run.dir") -> PreparedRun:
-    """Prepare a run in an empty directory (errors name its `key`), or if it `goes_on`, from the checkpoint there."""
+def prepare_parts(config: Config, directory: Path, is_resumed: bool, key: str = "hydra.run.dir") -> PreparedRun:
+    """Prepare a run in an empty directory, or if it is resumed from its checkpoint; errors name the setting `key`."""
     config.engine.follow()  # rank 0 starts the other ranks
-    if goes_on:
+    if is_resumed:
         restore_filled_settings(directory, config.data)
     else:
         require_empty(directory, key)
     show_status("reading the data")
     prepared = prepare(config)
-    return PreparedRun(prepared, directory, load_resume_state(directory, prepared) if goes_on else None)
+    return PreparedRun(prepared, directory, load_resume_state(directory, prepared) if is_resumed else None)
 
 
-def _warn_of_changes(prepared: Prepared, begun: Origin, repeated: Path, composed: Composition) -> Prepared:
-    if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.given} or not begun.sources:
+def _warn_of_changes(prepared: Prepared, origin: Origin, repeated: Path, composed: Composition) -> Prepared:
+    if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.typed} or not origin.sources:
         return prepared
     changes = [
         f"{short_path(repeated)}: this run repeats it, but {change}"
-        for change in begun.list_changes(source_digests(prepared))
+        for change in origin.list_changes(source_digests(prepared))
     ]
     return replace(prepared, warnings=[*prepared.warnings, *changes[:1]])

@@ -81,7 +81,7 @@ class JobConfigs:
         keys = {override.key_or_group for override in overrides}
         with read_write(cfg.hydra.sweeper):  # leave out the experiment's own sweep: the job has one value of each key
             cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
-        return replace(composed, cfg=cfg, given=overrides)
+        return replace(composed, cfg=cfg, typed=overrides)
 
     def _set_hydra_config(self, job: Job) -> tuple[Composition, bool]:
         """Compose a job, publish it for ${hydra:...} lookups, and return it with whether Hydra composed it completely.

@@ -50,10 +50,10 @@ def _write_file(path: Path) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with _disk_errors():
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(".*.tmp"):  # left by a killed process
+        for leftover in path.parent.glob(".*.tmp"):  # left by a killed process
             with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > MAX_AGE:
-                    left.unlink()
+                if time.time() - leftover.stat().st_mtime > MAX_AGE:
+                    leftover.unlink()
         file = open(temporary, "xb+", BLOCK)  # noqa: SIM115
     try:
         yield file

@@ -33,8 +33,8 @@ class Message(NamedTuple):
     further: Mapping[str, Any] = MappingProxyType({})
 
     @property
-    def said(self) -> str:
-        """The content, or ""."""
+    def text(self) -> str:
+        """The content; "" if there is none."""
         return self.content or ""
 
     def fields(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     """Rows of parts made from one example, with counts of changes by the chat template."""
 
     rows: list[list[Part]]
-    not_as_asked: int = 0  # answers that do not begin with the template's generation prompt
+    off_prompt: int = 0  # answers that do not begin with the template's generation prompt
     thoughts_dropped: int = 0  # answers whose reasoning the template drops
 
 
@@ -72,19 +72,19 @@ def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
     """Return a conversation in the plain format: role line, content, and end-of-text after an answer."""
     if tools:
         raise BadExample("has tools, which the plain format does not support")
-    parts, given = [], ""
+    parts, prompt = [], ""
     for number, message in enumerate(messages, 1):
         role, content = message.role, message.content
         if message.further or content is None:
             keys = ", ".join(printable(key, 20) for key in message.fields())
             raise BadExample(f"message {number} holds {keys}; the plain format only supports role and content")
-        given += f"{role}:\n"
+        prompt += f"{role}:\n"
         if role == "assistant":
-            parts += [Part(given, False), Part(content, True, end=True)]
-            given = "\n"
+            parts += [Part(prompt, False), Part(content, True, end=True)]
+            prompt = "\n"
         else:
-            given += f"{content}\n"
-    return Rows([[*parts, Part(given, False)] if messages[-1].role != "assistant" else parts])
+            prompt += f"{content}\n"
+    return Rows([[*parts, Part(prompt, False)] if messages[-1].role != "assistant" else parts])
 
 
 def iter_strings(value: Any) -> Iterator[str]:
@@ -108,14 +108,14 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     split = 0
     before: list[int] = []
     for i, part in enumerate(parts):
-        found = _encode(part, tokenizer, ids)
-        if i and before and found and not parts[i - 1].end:
+        encoded = _encode(part, tokenizer, ids)
+        if i and before and encoded and not parts[i - 1].end:
             joined = part._replace(text=parts[i - 1].text + part.text)
-            split += _encode(joined, tokenizer, ids[: len(ids) - len(before)]) != before + found
-        ids += found
+            split += _encode(joined, tokenizer, ids[: len(ids) - len(before)]) != before + encoded
+        ids += encoded
         ids += [tokenizer.eos] * part.end
         learned += [part.learned or everything] * (len(ids) - len(learned))
-        before = found
+        before = encoded
     if not any(learned):
         raise BadExample("has no token to learn")
     if learned[0]:  # the first learned token needs a token before it

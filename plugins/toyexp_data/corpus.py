@@ -39,16 +39,16 @@ def chunks(path: Path) -> Iterator[str]:
                 raw = file.read(min(CHUNK, size - done))
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
-            start, begun = start or raw[:HEAD_SIZE], done
+            start, offset = start or raw[:HEAD_SIZE], done
             done += len(raw)
-            whole, nul, _ = raw.partition(b"\0")
+            before_nul, nul, _ = raw.partition(b"\0")
             try:
-                text = decoder.decode(whole, final=bool(nul) or done >= size or not raw)
+                text = decoder.decode(before_nul, final=bool(nul) or done >= size or not raw)
             except UnicodeDecodeError as error:
-                place = begun + len(whole) - len(error.object) + error.start
-                raise not_text_error(path, place, error.object[error.start], start) from None
+                position = offset + len(before_nul) - len(error.object) + error.start
+                raise not_text_error(path, position, error.object[error.start], start) from None
             if nul:
-                raise not_text_error(path, begun + len(whole), 0, start)
+                raise not_text_error(path, offset + len(before_nul), 0, start)
             yield text
             if not raw:
                 return
@@ -81,10 +81,10 @@ class Facts:
         return part + ([f"{count} skipped (data.on_error), such as {self.skipped[0]}"] if count else [])
 
 
-def megabytes(part: float, whole: float) -> str:
+def megabytes(part: float, total: float) -> str:
     """Format two sizes in MB with as many digits as tell them apart: 4.0 of 10.6 MB."""
     for digits in range(1, 7):
-        shown = [f"{size / 1e6:.{digits}f}" for size in (part, whole)]
+        shown = [f"{size / 1e6:.{digits}f}" for size in (part, total)]
         if shown[0] != shown[1] and float(shown[0]):
             break
     return " of ".join(shown) + " MB"
@@ -96,20 +96,20 @@ class Corpus:
     def __init__(self, files: Sequence[Path], limit: int | None, fraction: float, skip: bool = False):
         self._files, self._limit, self._fraction, self._skip = files, limit, fraction, skip
         self._began, self._stats = time.time(), {path: _stat(path) for path in files}
-        self._key = repr(([(str(p), found) for p, found in self._stats.items()], limit, skip))
+        self._key = repr(([(str(p), status) for p, status in self._stats.items()], limit, skip))
 
     @cached_property
     def facts(self) -> Facts:
         """Facts about the text, cached or from reading it."""
-        known = recall("text", self._key)
-        return Facts(**known) if known else self._survey[0]
+        cached = recall("text", self._key)
+        return Facts(**cached) if cached else self._survey[0]
 
     @cached_property
     def _survey(self) -> tuple[Facts, list[tuple[Path, int]]]:
         show_status("reading the text")
         digest, room = hashlib.sha256(), self._limit or NO_LIMIT
         documents: list[tuple[Path, int]] = []
-        taken, size, skipped = 0, sum(found.size for found in self._stats.values()), list[str]()
+        used, size, skipped = 0, sum(status.size for status in self._stats.values()), list[str]()
         for path in self._files:
             before = digest.copy()
             digest.update(b"\0" if documents else b"")
@@ -123,11 +123,11 @@ class Corpus:
                 skipped.append(str(reason))
                 continue
             documents.append((path, length))
-            taken, room = taken + count, room - length
+            used, room = used + count, room - length
             if room <= 0:
                 break
-        facts = Facts(digest.hexdigest(), len(documents), taken, size, skipped)
-        if all(found.is_changed < self._began - SETTLE_TIME for found in self._stats.values()):
+        facts = Facts(digest.hexdigest(), len(documents), used, size, skipped)
+        if all(status.change_time < self._began - SETTLE_TIME for status in self._stats.values()):
             remember("text", self._key, asdict(facts))
         return facts, documents
 
@@ -157,8 +157,8 @@ class Corpus:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file changed since this object was made."""
-        for path, found in self._stats.items():
-            if found.size and _stat(path) != found:  # files in /proc are empty and always new
+        for path, status in self._stats.items():
+            if status.size and _stat(path) != status:  # files in /proc are empty and always new
                 raise UserError(f"{path}: changed while it was read; start again when it is complete")
 
 
@@ -176,17 +176,17 @@ class Stat(NamedTuple):
     """Properties that change whenever a file changes."""
 
     size: int
-    is_changed: float  # seconds: the later of mtime and ctime
+    change_time: float  # seconds: the later of mtime and ctime
     marks: tuple[int, ...]
 
 
 def _stat(path: Path) -> Stat:
     try:
-        of = path.stat()
+        status = path.stat()
     except OSError:  # reading it will report the error
         return Stat(0, 0.0, ())
-    marks = of.st_dev, of.st_ino, of.st_mtime_ns, of.st_ctime_ns
-    return Stat(of.st_size, max(of.st_mtime, of.st_ctime), marks)
+    marks = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    return Stat(status.st_size, max(status.st_mtime, status.st_ctime), marks)
 
 
 def characters(texts: Iterator[Iterator[str]]) -> list[str]:
@@ -201,35 +201,38 @@ def characters(texts: Iterator[Iterator[str]]) -> list[str]:
 
 def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
     """Yield pieces spread evenly over a text of `size` characters, about `limit` characters in all."""
-    seen = taken = 0
+    seen = used = 0
     for piece in pieces:
         seen += len(piece)
-        if taken + len(piece) <= max(seen * limit / size, len(piece)):
-            taken += len(piece)
+        if used + len(piece) <= max(seen * limit / size, len(piece)):
+            used += len(piece)
             yield piece
 
 
 @dataclass
 class FoundFiles:
-    """Files in a fixed order, the number of other files, and what could not be read, with the reason."""
+    """Files of a data set in a fixed order, and what was left out."""
 
     files: list[Path] = field(default_factory=list)
     others: int = 0  # files with another suffix
-    strange: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # files, links and directories, each with the reason
 
     def omissions(self) -> list[str]:
         """Return how many files were not chosen, with the setting that chooses them, and the unreadable ones."""
         count = len(self.files)
-        told = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
-        return [*told, *self.unreadable_note()]
+        notes = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
+        return [*notes, *self.unreadable_note()]
 
     def unreadable_note(self) -> list[str]:
         """Return a note about what could not be read."""
-        return [f"{len(self.strange)} skipped, such as {self.strange[0]}"] if self.strange else []
+        return [f"{len(self.unreadable)} skipped, such as {self.unreadable[0]}"] if self.unreadable else []
 
 
 def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
-    """Return the files that `path` means; of a directory, those with one of the suffixes. Raise UserError for none."""
+    """Return the file, or the matches of a pattern; of directories, the files with one of the suffixes below them.
+
+    Raise UserError if there is none.
+    """
     found = FoundFiles()
     matches = match_paths(path)
     for match in matches:
@@ -238,9 +241,9 @@ def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
         else:
             found.files.append(match)
     if not found.files:
-        more = "".join(f" ({skipped})" for skipped in found.unreadable_note())
+        reason = "".join(f" ({skipped})" for skipped in found.unreadable_note())
         raise UserError(
-            f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{more}; "
+            f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{reason}; "
             "choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"
         )
     return found
@@ -258,26 +261,26 @@ def match_paths(path: str) -> list[Path]:
 
 
 def _add_folder(found: FoundFiles, folder: Path, suffixes: Collection[str]) -> None:
-    def unreadable(error: OSError) -> None:
-        found.strange.append(f"{error.filename}: {system_message(error)}")
+    def note_error(error: OSError) -> None:
+        found.unreadable.append(f"{error.filename}: {system_message(error)}")
 
-    inside: list[Path] = []
-    walked = os.walk(folder, onerror=unreadable)  # Path.rglob hides what it may not read
-    for number, (place, folders, names) in enumerate(walked, 1):
+    chosen_files: list[Path] = []
+    walk = os.walk(folder, onerror=note_error)  # Path.rglob hides what it may not read
+    for number, (directory, folders, names) in enumerate(walk, 1):
         if number % STATUS_EVERY == 0:
-            show_status(f"looking for text below {folder}: {len(inside)} files in {number} folders")
-        links = [os.path.join(place, f) for f in folders if os.path.islink(os.path.join(place, f))]  # noqa: PTH114, PTH118
-        found.strange += [f"{link}: is a link to a directory" for link in links]
+            show_status(f"looking for text below {folder}: {len(chosen_files)} files in {number} folders")
+        links = [os.path.join(directory, f) for f in folders if os.path.islink(os.path.join(directory, f))]  # noqa: PTH114, PTH118
+        found.unreadable += [f"{link}: is a link to a directory" for link in links]
         chosen = [n for n in names if ALL in suffixes or os.path.splitext(n)[1] in suffixes]  # noqa: PTH122
         found.others += len(names) - len(chosen)
         for name in chosen:
-            file = Path(place, name)
+            file = Path(directory, name)
             reason = _reason(file)
             if reason:
-                found.strange.append(f"{file}: {reason}")
+                found.unreadable.append(f"{file}: {reason}")
             else:
-                inside.append(file)
-    found.files += sorted(inside)
+                chosen_files.append(file)
+    found.files += sorted(chosen_files)
 
 
 def _reason(path: Path) -> str | None:

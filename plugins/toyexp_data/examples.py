@@ -51,8 +51,8 @@ class ExampleDataset(Dataset):
 
     def prompt(self) -> list[int]:
         """Return the prompt of the first held-out example, as ids."""
-        read = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
-        return cast("list[int]", self.held_out.ids[:read].tolist())
+        length = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
+        return cast("list[int]", self.held_out.ids[:length].tolist())
 
     def omissions(self) -> list[str]:
         """Return a note about skipped lines."""
@@ -62,27 +62,27 @@ class ExampleDataset(Dataset):
 
     def remarks(self) -> list[str]:
         """Return remarks from reading the data and from the chat template."""
-        told = {
+        texts = {
             "chats_in_rows": "{} conversations become {rows_of_these} rows, as their template changes earlier turns",
             "answers_not_as_asked": "{} answers do not begin with the template's generation prompt",
             "thoughts_dropped": "{} answers are without their reasoning, which their template drops",
             "chat_date": "their template uses the date {} (data.date)",
         }
-        done = [words.format(self._facts[key], **self._facts) for key, words in told.items() if self._facts.get(key)]
-        return [*self._remarks, *done]
+        notes = [text.format(self._facts[key], **self._facts) for key, text in texts.items() if self._facts.get(key)]
+        return [*self._remarks, *notes]
 
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Return rows of one example each, or packed; raise UserError if no example fits the context."""
-        whole = context + 1  # a row's tokens, and the last one's target
+        length = context + 1  # a row's tokens, and the last one's target
         for name, part in (("training", self.train), ("held-out", self.held_out)):
-            if len(part.first) and not part.usable(whole).any():
+            if len(part.first) and not part.usable(length).any():
                 what = f"none of the {len(part.lengths)} {name} examples has a learned token within it"
                 raise UserError(f"model.context={context}: {what}; the shortest needs {part.first.min()}")
         return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
 
 
 class Examples:
-    """Concatenated examples: ids, which are learned, and each example's length and first learned token."""
+    """Concatenated examples: token ids, which ids are learned, each example's length and first learned token."""
 
     def __init__(self, examples: Sequence[Example], eos: int):
         self.eos = eos
@@ -92,23 +92,23 @@ class Examples:
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
 
-    def usable(self, whole: int) -> np.ndarray:
-        """Return which examples have a learned token among their first `whole` tokens, [N]."""
-        return self.first < whole
+    def usable(self, length: int) -> np.ndarray:
+        """Return which examples have a learned token among their first `length` tokens, [N]."""
+        return self.first < length
 
-    def rows(self, whole: int, pack: bool, order: np.ndarray) -> list[list[int]]:
-        """Return the examples in each row of `whole` tokens: one, or with `pack` several (best fit, longest first)."""
-        order, lengths = order[self.usable(whole)[order]], np.minimum(self.lengths, whole)
+    def rows(self, row_length: int, pack: bool, order: np.ndarray) -> list[list[int]]:
+        """Return the examples of each row: one, or with `pack` several that fit (best fit, longest first)."""
+        order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
         if not pack:
             return [[example] for example in order.tolist()]
         rows: list[list[int]] = []
-        by_room: list[list[int]] = [[] for _ in range(whole)]  # rows by their free tokens
+        by_room: list[list[int]] = [[] for _ in range(row_length)]  # rows by their free tokens
         for example in order[np.argsort(-lengths[order], kind="stable")].tolist():
             length = int(lengths[example])
-            room = next((r for r in range(length, whole) if by_room[r]), whole)
-            if room == whole:
+            room = next((r for r in range(length, row_length) if by_room[r]), row_length)
+            if room == row_length:
                 rows.append([])
-            row = by_room[room].pop() if room < whole else len(rows) - 1
+            row = by_room[room].pop() if room < row_length else len(rows) - 1
             rows[row].append(example)
             by_room[room - length].append(row)
         return rows
@@ -118,15 +118,15 @@ class Examples:
         ids = np.full((len(rows), context + 1), self.eos, np.int32)
         learned = np.zeros(ids.shape, np.float32)
         for row, members in enumerate(rows):
-            at = 0
+            position = 0
             for example in members:
                 length = min(int(self.lengths[example]), context + 1)
-                source, place = int(self.starts[example]), slice(at, at + length)
-                ids[row, place] = self.ids[source : source + length]
-                learned[row, place] = self.learned[source : source + length]
-                at += length
-        cut = np.ascontiguousarray
-        return {"tokens": cut(ids[:, :-1]), "targets": cut(ids[:, 1:]), "weights": cut(learned[:, 1:])}
+                source, target = int(self.starts[example]), slice(position, position + length)
+                ids[row, target] = self.ids[source : source + length]
+                learned[row, target] = self.learned[source : source + length]
+                position += length
+        compact = np.ascontiguousarray
+        return {"tokens": compact(ids[:, :-1]), "targets": compact(ids[:, 1:]), "weights": compact(learned[:, 1:])}
 
 
 class ExampleBatches(Batches):
@@ -143,35 +143,35 @@ class ExampleBatches(Batches):
         self.rows_per_epoch = len(self._rows)
         self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.inputs, whole, parts = TOKENS.inputs(context), context + 1, (train, held_out)
-        cut = sum(int((p.usable(whole) & (p.lengths > whole)).sum()) for p in parts)
-        too_long, count = sum(int((~p.usable(whole)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
+        self.inputs, row_length, parts = TOKENS.inputs(context), context + 1, (train, held_out)
+        cut = sum(int((p.usable(row_length) & (p.lengths > row_length)).sum()) for p in parts)
+        too_long, count = sum(int((~p.usable(row_length)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
         self.facts = {"truncated": cut, "too_long": too_long}
-        told = {
+        counts = {
             f"{cut} of {count} examples cut to the context (model.context)": cut,
             f"{too_long} of {count} examples left out: their prompts exceed the context (model.context)": too_long,
         }
-        self.omissions = [text for text, number in told.items() if number]
+        self.omissions = [text for text, number in counts.items() if number]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")
 
     def batch(self, k: int) -> Batch:
         """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
-        places = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
-        chosen = [self._rows[self._order(epoch)[place]] for epoch, place in places]
+        positions = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
+        chosen = [self._rows[self._order(epoch)[position]] for epoch, position in positions]
         return self._train.fill(chosen, self._context)
 
     def held_out(self) -> Sequence[Batch]:
         """Return at most `eval_batches` batches, evenly spread; padding rows of the last have weight 0."""
         count = len(self._held_out_rows)
-        wanted = min(count, self._eval_batches * self._count)
-        chosen = np.arange(wanted) * count // wanted
+        used = min(count, self._eval_batches * self._count)
+        chosen = np.arange(used) * count // used
         batches = []
-        for first in range(0, wanted, self._count):
+        for first in range(0, used, self._count):
             part = chosen[first : first + self._count]
-            filled = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
-            batch = self._held_out.fill([self._held_out_rows[i] for i in filled], self._context)
+            padded = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
+            batch = self._held_out.fill([self._held_out_rows[i] for i in padded], self._context)
             batch["weights"][len(part) :] = 0
             batches.append(batch)
         return batches

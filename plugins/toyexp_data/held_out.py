@@ -21,8 +21,8 @@ class SplitData(Data):
 
     def check(self) -> None:
         """Raise UserError for invalid held-out settings."""
-        taken = {"eval_images": "[0,inf)"} if self.gives is IMAGES else {"eval_batches": "[1,inf)"}
-        require_range("data", self, val_fraction="(0,1]", **taken)
+        bounds = {"eval_images": "[0,inf)"} if self.gives is IMAGES else {"eval_batches": "[1,inf)"}
+        require_range("data", self, val_fraction="(0,1]", **bounds)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield warnings about an evaluation larger than the held-out part; raise UserError if all is held out."""
@@ -31,11 +31,11 @@ class SplitData(Data):
         key = "eval_images" if self.gives is IMAGES else "eval_batches"
         if not is_changed(self, key):
             return
-        given = f"data.{key}={getattr(self, key)}"
+        setting = f"data.{key}={getattr(self, key)}"
         if not preview.config["eval_every"]:
-            yield f"{given}: has no effect with eval_every=0"
+            yield f"{setting}: has no effect with eval_every=0"
         elif self.gives is IMAGES:
             if (images := preview.dataset.describe()["held_out_images"]) < getattr(self, key):
-                yield f"{given}: only {images} are held out; all are used"
+                yield f"{setting}: only {images} are held out; all are used"
         elif (batches := len(preview.batches.held_out())) < getattr(self, key):
-            yield f"{given}: only {batches} are held out; all are used"
+            yield f"{setting}: only {batches} are held out; all are used"

@@ -37,7 +37,7 @@ class Images(SplitData):
     normalise: str = "train"  # pixel mean and std from: train (the training images) | fixed (0.5 and 0.5)
     augment: str = "none"  # none | flip (horizontally) | shift (by up to 1/8 of the size) | flip_shift
     val_fraction: float = 0.1  # share of each class held out for validation, the same for every seed; (0, 1]
-    eval_images: int = 0  # held-out images that one eval takes; 0: all
+    eval_images: int = 0  # held-out images per evaluation; 0: all
     max_mb: float = 4000.0  # maximum megabytes of pixels in memory
 
     @classmethod
@@ -77,61 +77,61 @@ class Images(SplitData):
         import numpy as np
 
         images = np.empty((len(listed), *shape), np.uint8)
-        found: list[tuple[Path, int]] = []
+        usable: list[tuple[Path, int]] = []
         sizes: set[tuple[int, int]] = set()
         skipped: list[str] = []
         for file, label in listed:
             try:
                 if isinstance(label, str):
                     raise toyexp.BadImage(label)
-                images[len(found)] = toyexp.read_image(file, self.image_size, self.color, self.resize, sizes)
+                images[len(usable)] = toyexp.read_image(file, self.image_size, self.color, self.resize, sizes)
             except toyexp.BadImage as reason:
                 if self.on_error == "refuse":
                     raise UserError(f"{file}: {reason} (data.on_error=skip leaves such images out)") from None
                 skipped.append(f"{_relative_name(file, self.path)}: {reason}")
             else:
-                found.append((file, label))
-        held = self._split()[1]
-        told = [*toyexp.scaling_note(sizes, self.image_size), *([f"held out: {held}"] if held else [])]
-        apart = np.array([held in file.parents for file, _ in found], bool)
-        trained = {label for (_, label), out in zip(found, apart, strict=True) if not out}
-        missing = [name for number, name in enumerate(names) if number not in trained]
-        if missing or len(names) < 2 or (held and not apart.any()):
-            empty = f"class {printable(missing[0])}" if missing else f"{held}, to be held out,"
+                usable.append((file, label))
+        held_dir = self._split()[1]
+        remarks = [*toyexp.scaling_note(sizes, self.image_size), *([f"held out: {held_dir}"] if held_dir else [])]
+        is_held_out = np.array([held_dir in file.parents for file, _ in usable], bool)
+        train_labels = {label for (_, label), is_held in zip(usable, is_held_out, strict=True) if not is_held}
+        missing = [name for number, name in enumerate(names) if number not in train_labels]
+        if missing or len(names) < 2 or (held_dir and not is_held_out.any()):
+            empty = f"class {printable(missing[0])}" if missing else f"{held_dir}, to be held out,"
             what = f"{empty} has no image" if missing or len(names) > 1 else "has fewer than two classes"
             raise UserError(f"data.path={self.path}: {what}{f' that can be used ({skipped[0]})' if skipped else ''}")
         facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:MAX_NAMED]}
         return toyexp.ImageDataset(
-            images[: len(found)], np.array([label for _, label in found], np.int32), names,
+            images[: len(usable)], np.array([label for _, label in usable], np.int32), names,
             self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
-            self._left_out({file for file, _ in listed}, skipped), told, apart if held else None,
+            self._left_out({file for file, _ in listed}, skipped), remarks, is_held_out if held_dir else None,
         )  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield warnings about settings without effect."""
         yield from super().warnings(preview)
-        if is_changed(self, "val_fraction") and (held := self._split()[1]):
-            yield f"data.val_fraction={self.val_fraction}: has no effect; {held} is held out"
+        if is_changed(self, "val_fraction") and (directory := self._split()[1]):
+            yield f"data.val_fraction={self.val_fraction}: has no effect; {directory} is held out"
 
     def _left_out(self, listed: set[Path], skipped: Sequence[str]) -> list[str]:
-        told = (
-            [f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {skipped[0]}"] if skipped else []
-        )
+        notes = [
+            f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {name}" for name in skipped[:1]
+        ]
         others = sorted(f for f in toyexp.iter_files(Path(self.path)) if f not in listed)
         if self.labels:
             others = [f for f in others if f.suffix.lower() in toyexp.IMAGE_SUFFIXES]
-            told += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
+            notes += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
         elif others:
-            told.append(f"{len(others)} other files, such as {_relative_name(others[0], self.path)}")
-        return told
+            notes.append(f"{len(others)} other files, such as {_relative_name(others[0], self.path)}")
+        return notes
 
     def _folders(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
-        train, held = self._split()
+        train, held_dir = self._split()
         folders = _subdirectories(train)
         if not folders:
             raise UserError(f"data.path={self.path}: contains no directories; data=images needs one per class")
         names = [f.name for f in folders]
-        for folder in _subdirectories(held) if held else []:
+        for folder in _subdirectories(held_dir) if held_dir else []:
             if folder.name not in names:
                 raise UserError(f"{folder}: is held out, but {train} has no class of that name")
             folders.append(folder)
@@ -141,18 +141,13 @@ class Images(SplitData):
         return listed, names
 
     def _split(self) -> tuple[Path, Path | None]:
-        whole = Path(self.path)
-        names = {f.name.lower(): f for f in _subdirectories(whole)}
-        train, held = names.get("train"), next((names[name] for name in HELD_OUT if name in names), None)
-        if (
-            self.labels
-            or not train
-            or not held
-            or not names.keys() <= {"train", *HELD_OUT}
-            or not _subdirectories(train)
-        ):
-            return whole, None
-        return train, held
+        root = Path(self.path)
+        names = {f.name.lower(): f for f in _subdirectories(root)}
+        train, held_dir = names.get("train"), next((names[name] for name in HELD_OUT if name in names), None)
+        is_split = not self.labels and train and held_dir and names.keys() <= {"train", *HELD_OUT}
+        if not (is_split and train and _subdirectories(train)):
+            return root, None
+        return train, held_dir
 
     def _read_labels(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
         """Return the files in `labels`, each with its class or the reason why it is unusable, and the class names."""
@@ -160,11 +155,11 @@ class Images(SplitData):
             lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
         except csv.Error as error:
             raise UserError(f"data.labels={self.labels}: cannot be read: {error}") from None
-        wanted = [(Path(self.path, line[0]), _parse_int(line[-1]), line) for line in lines]
-        numbers = [number for _, number, _ in wanted if number is not None]
+        entries = [(Path(self.path, line[0]), _parse_int(line[-1]), line) for line in lines]
+        numbers = [number for _, number, _ in entries if number is not None]
         count = self.classes or max(numbers, default=-1) + 1
         listed: list[tuple[Path, int | str]] = []
-        for file, number, line in wanted:
+        for file, number, line in entries:
             if len(line) != 2 or number is None:
                 raise UserError(f"data.labels={self.labels}: a line is a file and a class number, not {line}")
             if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100 - as written
@@ -173,18 +168,18 @@ class Images(SplitData):
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
         if count > len(lines):
             raise UserError(f"data.labels={self.labels}: {count} classes for {len(lines)} images; each needs one")
-        self._check_once(wanted)
+        self._check_once(entries)
         return listed, [str(number) for number in range(count)]
 
     def _check_once(self, listed: Sequence[tuple[Path, int | None, list[str]]]) -> None:
         """Raise UserError for an image listed twice, which could be both in the training and the held-out part."""
-        known: dict[str, int | None] = {}
+        labels: dict[str, int | None] = {}
         for file, number, line in listed:
-            place = os.path.abspath(file)  # noqa: PTH100 - ./a.png is a.png, and links are what they are called
-            if place in known:
-                classes = "" if known[place] == number else f", as class {known[place]} and {number}"
+            path = os.path.abspath(file)  # noqa: PTH100 - ./a.png is a.png, and links are what they are called
+            if path in labels:
+                classes = "" if labels[path] == number else f", as class {labels[path]} and {number}"
                 raise UserError(f"data.labels={self.labels}: {printable(line[0])} is listed twice{classes}")
-            known[place] = number
+            labels[path] = number
 
 
 def _relative_name(file: Path, folder: str) -> str:
@@ -217,7 +212,7 @@ class Digits(SplitData):
 
     val_fraction: float = 0.2  # share of each digit held out for validation, the same for every seed; (0, 1]
     augment: str = "none"  # none | flip (horizontally) | shift (by one pixel) | flip_shift
-    eval_images: int = 0  # held-out images that one eval takes; 0: all
+    eval_images: int = 0  # held-out images per evaluation; 0: all
 
     def check(self) -> None:
         """Raise UserError for invalid settings, Unavailable without scikit-learn."""

@@ -81,7 +81,7 @@ class Jsonl(TokenizedData):
             raise UserError(f"data.date={self.date}: must be a date such as 2026-11-21 or 2026-11-21T17:30") from None
 
     def _now(self) -> datetime:
-        """Return the time that templates get; of a date, its midnight."""
+        """Return `date`, or today, as the time that chat templates get; midnight without a time."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -105,7 +105,7 @@ class Jsonl(TokenizedData):
             needed = "at least one to train on and one to hold out are needed"
             raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
         held_out = spread_held_out(len(examples), self.val_fraction)
-        tokenizer = self._tokenizer([made for _, made in examples], held_out, vocabulary)
+        tokenizer = self._tokenizer([rows for _, rows in examples], held_out, vocabulary)
         if chats:
             tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
         # All rows of a conversation are in the same part.
@@ -118,45 +118,44 @@ class Jsonl(TokenizedData):
             "examples": len(train) + len(held),
             "chats": chats,
             "chat_template": "gguf" if template else "plain" if chats else None,
-            **(self._template_facts(template, [made for _, made in examples], now) if template else {}),
+            **(self._template_facts(template, [rows for _, rows in examples], now) if template else {}),
             "skipped": len(skipped),
             "skipped_lines": skipped[:MAX_NAMED],
             **tokenizer_facts(tokenizer),
         }
-        few = self.bpe_notes(tokenizer)
-        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, few)
+        bpe_notes = self.bpe_notes(tokenizer)
+        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, bpe_notes)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 
     def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
-        texts = ["".join(part.text for row in made.rows for part in row) for made in examples]
+        texts = ["".join(part.text for row in example.rows for part in row) for example in examples]
         if self.tokenizer == "char":
             return toyexp.tokenizers.Characters.from_texts(texts)
         if self.tokenizer == "bpe":
-            return run_interruptibly(
-                lambda: toyexp.tokenizers.BPE.train(list(compress(texts, ~held_out)), self.bpe_vocab)
-            )
+            train = list(compress(texts, ~held_out))
+            return run_interruptibly(lambda: toyexp.tokenizers.BPE.train(train, self.bpe_vocab))
         return self.read_tokenizer(vocabulary)
 
     def _tokenize(
         self, examples: Iterable[tuple[str, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str]
     ) -> list[Example]:
-        def ids_of(made: Rows) -> list[Example]:
-            return [tokenize(row, tokenizer, self.train_on == "all") for row in made.rows]
+        def ids_of(example: Rows) -> list[Example]:
+            return [tokenize(row, tokenizer, self.train_on == "all") for row in example.rows]
 
         return [row for _, rows in self._usable(examples, ids_of, skipped) for row in rows]
 
     def _template_facts(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
         """Return facts about the template for a run's record, and set `date` to the date it used."""
-        several = [made.rows for made in examples if len(made.rows) > 1]
+        several = [example.rows for example in examples if len(example.rows) > 1]
         if template.is_dated:
             self.date = self.date or now.date().isoformat()
         return {
             "chat_date": self.date if template.is_dated else None,
             "chats_in_rows": len(several),
             "rows_of_these": sum(map(len, several)),
-            "answers_not_as_asked": sum(made.not_as_asked for made in examples),
-            "thoughts_dropped": sum(made.thoughts_dropped for made in examples),
+            "answers_not_as_asked": sum(example.off_prompt for example in examples),
+            "thoughts_dropped": sum(example.thoughts_dropped for example in examples),
         }
 
     def _files(self) -> list[Path]:
@@ -171,21 +170,20 @@ class Jsonl(TokenizedData):
             yield from ((f"{path}:{n}", line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip())
 
     def _usable(
-        self, placed: Iterable[tuple[str, S]], make: Callable[[S], T], skipped: list[str]
+        self, located: Iterable[tuple[str, S]], make: Callable[[S], T], skipped: list[str]
     ) -> list[tuple[str, T]]:
         """Apply `make` to each line; an unusable line stops the run, or is added to `skipped`."""
-        made = []
-        for place, thing in placed:
+        results = []
+        for location, value in located:
             try:
-                made.append((place, make(thing)))
+                results.append((location, make(value)))
             except UserError as reason:
                 if self.on_error == "refuse":
-                    hint = (
-                        " (data.on_error=skip leaves such lines out)" if made else ""
-                    )  # otherwise it may be the wrong file
-                    raise UserError(f"{place}: {reason}{hint}") from None
-                skipped.append(f"{Path(place).name}: {reason}")
-        return made
+                    # If even the first line fails, it is more likely the wrong file.
+                    hint = " (data.on_error=skip leaves such lines out)" if results else ""
+                    raise UserError(f"{location}: {reason}{hint}") from None
+                skipped.append(f"{Path(location).name}: {reason}")
+        return results
 
     def _template(self, vocabulary: Path | None, now: datetime) -> ChatTemplate | None:
         source = self.source(vocabulary)
@@ -216,13 +214,13 @@ def parse(line: bytes) -> dict[str, Any]:
         raise BadExample(f"not one JSON object a line ({printable(str(error))})") from None
     if not isinstance(value, dict):
         raise BadExample(f"is {_kind(value)}; {EXPECTED}")
-    found = [form for form in FORMS if value.keys() & {*form}]
-    if len(found) != 1 or not value.keys() >= {*found[0]}:
+    forms = [form for form in FORMS if value.keys() & {*form}]
+    if len(forms) != 1 or not value.keys() >= {*forms[0]}:
         keys = ", ".join(printable(key, 20) for key in list(value)[:8]) or "none"
         raise BadExample(f"has the keys {keys}; {EXPECTED}")
     if "messages" in value:
         return {"messages": _messages(value["messages"]), "tools": _tools(value.get("tools"))}
-    return {key: _text(value[key], key) for key in found[0]}
+    return {key: _text(value[key], key) for key in forms[0]}
 
 
 def _messages(value: Any) -> list[Message]:

@@ -32,20 +32,20 @@ class Turn(NamedTuple):
     read: str
     answer: str
     learned: list[tuple[int, int]]
-    as_asked: bool  # whether the answer begins with the template's generation prompt
-    ended: bool  # by a control token or the end of {% generation %}
+    follows_prompt: bool  # the answer begins with the template's generation prompt
+    ended: bool  # a control token, or the end of {% generation %}, ends the answer
 
     @property
     def text(self) -> str:
         """Text up to the end of the last learned range."""
         return self.read + self.answer[: self.learned[-1][1]]
 
-    def parts(self, have: int, end: bool) -> list[Part]:
-        """Return the parts after the first `have` characters of `read`; with `end`, end-of-text follows."""
-        pieces, at = [(self.read[have:], False)], 0
+    def parts(self, skip: int, end: bool) -> list[Part]:
+        """Return the parts without the first `skip` characters of `read`; with `end`, end-of-text follows."""
+        pieces, position = [(self.read[skip:], False)], 0
         for begin, stop in self.learned:
-            pieces += [(self.answer[at:begin], False), (self.answer[begin:stop], True)]
-            at = stop
+            pieces += [(self.answer[position:begin], False), (self.answer[begin:stop], True)]
+            position = stop
         parts = [Part(text, learned, special=True) for text, learned in pieces if text]
         return [*parts[:-1], parts[-1]._replace(end=end)]
 
@@ -71,75 +71,72 @@ class ChatTemplate:
     def rows(self, messages: Sequence[Message], tools: Any = None, everything: bool = False) -> Rows:
         """Return a conversation as rows, or as one row with `everything`; raise BadExample if it is rejected."""
         self._check(messages, tools)
-        talk = _Conversation(self._template, messages, tools)
-        whole = talk.beginning(len(messages), False).text
+        conversation = _Conversation(self._template, messages, tools)
+        rendered = conversation.beginning(len(messages), False).text
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
-        numbered = [(number, turn) for number in answers if (turn := self._turn(talk, number))]
+        numbered = [(number, turn) for number in answers if (turn := self._turn(conversation, number))]
         turns = [turn for _, turn in numbered]
         if not turns:
             raise BadExample("the chat template marks none of it as the assistant's words ({% generation %})")
         open_end = not turns[-1].ended and answers[-1] == len(messages) - 1
         rows = _join_turns(turns, open_end)
         if everything and len(rows) > 1:
-            rows = [[Part(whole, True, end=open_end, special=True)]]
-        elif whole.startswith(turns[-1].text) and len(whole) > len(turns[-1].text):
-            rows[-1].append(Part(whole[len(turns[-1].text) :], False, special=True))
+            rows = [[Part(rendered, True, end=open_end, special=True)]]
+        elif rendered.startswith(turns[-1].text) and len(rendered) > len(turns[-1].text):
+            rows[-1].append(Part(rendered[len(turns[-1].text) :], False, special=True))
         dropped = sum(_thinking(messages[number]) not in turn.answer for number, turn in numbered)
-        return Rows(rows, sum(not turn.as_asked for turn in turns), dropped)
+        return Rows(rows, sum(not turn.follows_prompt for turn in turns), dropped)
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
-        said = [(f"what the {m.role} says", m.fields()) for m in messages]
-        for what, value in [*said, ("tools", tools)]:
+        fields = [(f"what the {m.role} says", m.fields()) for m in messages]
+        for what, value in [*fields, ("tools", tools)]:
             for text in iter_strings(value):
-                if spelled := self._control.search(text):
-                    raise BadExample(f"{what} contains the control token {printable(spelled[0])}")
+                if control := self._control.search(text):
+                    raise BadExample(f"{what} contains the control token {printable(control[0])}")
 
     def _turn(self, talk: _Conversation, number: int) -> Turn | None:
         """Return the turn of answer `number`; None if the template marks nothing in it as generated."""
-        asked, after = talk.beginning(number, True).text, talk.beginning(number + 1, False)
-        read, answer, as_asked = asked, after.text[len(asked) :], True
-        if not after.text.startswith(asked):
-            read, answer, as_asked = self._align(talk, number)
+        prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False)
+        read, answer, follows_prompt = prompted, after.text[len(prompted) :], True
+        if not after.text.startswith(prompted):
+            read, answer, follows_prompt = self._align(talk, number)
         talk.require_complete(number, answer)
         if not self._marks or not after.text.endswith(answer):
-            stop = self._stop(answer, talk.messages[number].said.strip())
-            return Turn(read, answer, [(0, stop or len(answer))], as_asked, ended=bool(stop))
+            stop = self._stop(answer, talk.messages[number].text.strip())
+            return Turn(read, answer, [(0, stop or len(answer))], follows_prompt, ended=bool(stop))
         start = len(after.text) - len(answer)
         marked = [(begin, end) for begin, end in after.marked if end > max(begin, start)]
         if marked and (early := start - marked[0][0]) > 0 and read.endswith(after.text[marked[0][0] : start]):
             read, answer, start = read[:-early], after.text[start - early :], start - early
         learned = [(max(begin - start, 0), end - start) for begin, end in marked]
-        return Turn(read, answer, learned, as_asked, ended=True) if learned else None
+        return Turn(read, answer, learned, follows_prompt, ended=True) if learned else None
 
     def _stop(self, answer: str, said: str) -> int:
-        at = answer.find(said)
-        controls = list(self._control.finditer(answer, at + len(said) if at >= 0 else 0))
-        ends = [found.end() for found in controls if found[0] in self._ends]
+        begin = answer.find(said)
+        controls = list(self._control.finditer(answer, begin + len(said) if begin >= 0 else 0))
+        ends = [control.end() for control in controls if control[0] in self._ends]
         return ends[0] if ends else controls[-1].end() if controls else 0
 
     def _align(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
         """Return read and written text of an answer that does not begin with the generation prompt."""
-        message, asked, after = (
-            talk.messages[number],
-            talk.beginning(number, True).text,
-            talk.beginning(number + 1, False).text,
-        )
+        message = talk.messages[number]
+        prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False).text
         begin, end = talk.find_content(number, number + 1, False) or (len(after), len(after))
         turn_asked, turn_after = talk.turn_end(number, True), talk.turn_end(number, False)
-        cut = turn_after + _common_prefix(asked[turn_asked:], after[turn_after:begin])
+        cut = turn_after + _common_prefix(prompted[turn_asked:], after[turn_after:begin])
         cut = next((m.start() for m in self._control.finditer(after) if m.start() < cut < m.end()), cut)
         header = _OPEN_TAG.sub("", after[turn_after:cut])  # common text before the answer, in whole tags
-        read, answer = asked[: turn_asked + len(header)], after[turn_after + len(header) :]
-        opening, content = asked[len(read) :].strip(), message.said.lstrip()
+        read, answer = prompted[: turn_asked + len(header)], after[turn_after + len(header) :]
+        opening, content = prompted[len(read) :].strip(), message.text.lstrip()
         if not opening or (_NO_THOUGHT.fullmatch(opening) and not _thinking(message)):
             # Earlier turns differ, or the template itself begins the answer, perhaps with the same text.
             lead = answer[: max(begin - turn_after - len(header), 0)]
-            begun = next(n for n in range(len(lead), -1, -1) if asked[len(read) :].endswith(lead[:n]))
-            return asked, answer[begun:], True
+            begun = next(n for n in range(len(lead), -1, -1) if prompted[len(read) :].endswith(lead[:n]))
+            return prompted, answer[begun:], True
         if content.startswith(opening):
             rest = content.removeprefix(opening).lstrip()
             tail = rest[len(rest.rstrip()) :]
-            return asked, (rest if after[:end].endswith(tail) else rest.rstrip()) + after[end:], True
+            return prompted, (rest if after[:end].endswith(tail) else rest.rstrip()) + after[end:], True
         return read, answer, False
 
 
@@ -153,66 +150,66 @@ class _Conversation:
         turns = {key: None for number in answers for key in ((number, True), (number + 1, False))}
         wanted = list({(len(messages), False): None, **turns})
         found = template.render_beginnings([m.fields() for m in messages], wanted, tools)
-        self._done = dict(zip(wanted, found, strict=True))
+        self._rendered = dict(zip(wanted, found, strict=True))
 
-    def beginning(self, count: int, ask: bool) -> Rendered:
-        """Return the first `count` messages; with `ask`, followed by the generation prompt."""
-        return _require_rendered(self._done[count, ask])
+    def beginning(self, count: int, prompted: bool) -> Rendered:
+        """Return the first `count` messages; if `prompted`, with the generation prompt after them."""
+        return _require_rendered(self._rendered[count, prompted])
 
-    def find_content(self, number: int, count: int, ask: bool) -> tuple[int, int] | None:
+    def find_content(self, number: int, count: int, prompted: bool) -> tuple[int, int] | None:
         """Return the range of message `number` in the rendered text, found by rendering it with other content."""
-        message, text = self.messages[number], self.beginning(count, ask).text
-        other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.said)
-        is_changed = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
-        fields = [m.fields() for m in is_changed]
-        altered = _require_rendered(*self._template.render_beginnings(fields, [(count, ask)], self._tools)).text
+        message, text = self.messages[number], self.beginning(count, prompted).text
+        other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.text)
+        variant = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
+        fields = [m.fields() for m in variant]
+        altered = _require_rendered(*self._template.render_beginnings(fields, [(count, prompted)], self._tools)).text
         begin = _common_prefix(text, altered)
         if begin == len(text) == len(altered):
             return None
         after = min(_common_prefix(text[::-1], altered[::-1]), len(text) - begin, len(altered) - begin)
         return begin, len(text) - after
 
-    def turn_end(self, number: int, ask: bool) -> int:
+    def turn_end(self, number: int, prompted: bool) -> int:
         """Return where the message before answer `number` ends; raise BadExample if it is not found."""
-        found = self.find_content(number - 1, number + (not ask), ask) if number else (0, 0)
-        if found is None:
+        content_range = self.find_content(number - 1, number + (not prompted), prompted) if number else (0, 0)
+        if content_range is None:
             raise BadExample(f"the chat template changes a turn once others follow; {_ADVICE}")
-        return found[1]
+        return content_range[1]
 
     def require_complete(self, number: int, answer: str) -> None:
         """Raise BadExample unless the answer has the message's content and tool calls; reasoning may be missing."""
-        said = self.messages[number].said
+        said = self.messages[number].text
         calls = self.messages[number].further.get("tool_calls") or ()
-        wanted = [
+        expected = [
             said.strip() if said.strip() in answer else said.rpartition("</think>")[2].strip(),
             *_call_names(calls),
         ]
-        if not answer or not all(text in answer for text in wanted):
+        if not answer or not all(text in answer for text in expected):
             raise BadExample(f"the chat template drops content of the assistant; {_ADVICE}")
 
 
-def _require_rendered(found: Rendered | BadChat) -> Rendered:
-    if isinstance(found, BadChat):
-        raise BadExample(str(found))
-    return found
+def _require_rendered(rendered: Rendered | BadChat) -> Rendered:
+    if isinstance(rendered, BadChat):
+        raise BadExample(str(rendered))
+    return rendered
 
 
 def _thinking(message: Message) -> str:
     """Return the message's reasoning, from any of its places."""
-    thought = next((str(message.further[key]) for key in REASONING if message.further.get(key)), "")
-    return (thought or message.said.rpartition("</think>")[0].rpartition("<think>")[2]).strip()
+    reasoning = next((str(message.further[key]) for key in REASONING if message.further.get(key)), "")
+    return (reasoning or message.text.rpartition("</think>")[0].rpartition("<think>")[2]).strip()
 
 
 def _call_names(calls: Any) -> list[str]:
-    found = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [str(function.get("name", "")) for function in found if isinstance(function, dict)]
+    items = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [str(function.get("name", "")) for function in items if isinstance(function, dict)]
 
 
-def _common_prefix(one: str, other: str) -> int:
-    least, most = 0, min(len(one), len(other))
+def _common_prefix(first: str, second: str) -> int:
+    least, most = 0, min(len(first), len(second))
     while least < most:
         middle = (least + most + 1) // 2
-        same = one[least:middle] == other[least:middle]
+        same = first[least:middle] == second[least:middle]
         least, most = (middle, most) if same else (least, middle - 1)
     return least
 

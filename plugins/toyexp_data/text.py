@@ -97,11 +97,11 @@ class TextData(TokenizedData):
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Read, split and tokenize the text; ids are cached by the digests of text and tokenizer."""
-        found = self.files()
-        corpus = Corpus(found.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
+        inputs = self.files()
+        corpus = Corpus(inputs.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
         text = corpus.facts
         if not text.taken:
-            files = f"{found.files[0]}{f' and {len(found.files) - 1} more' if len(found.files) > 1 else ''}"
+            files = f"{inputs.files[0]}{f' and {len(inputs.files) - 1} more' if len(inputs.files) > 1 else ''}"
             skipped = f" ({text.skipped[0]})" if text.skipped else ""
             raise UserError(f"data={self.name}: found no text in {files}{skipped}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
@@ -115,14 +115,12 @@ class TextData(TokenizedData):
         train = train if self.val_fraction < 1 else train[:0]  # drop the begin and end tokens of empty training parts
         return toyexp.TokenDataset(
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
-            [*text.omissions(), *limits, *found.omissions()], self.bpe_notes(tokenizer),
+            [*text.omissions(), *limits, *inputs.omissions()], self.bpe_notes(tokenizer),
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
         corpus.check_unchanged()  # a tokenizer made from this text has all its characters
-        file = (
-            corpus.first_file_containing(character) or "its text"
-        )  # None if the tokenizer replaces it, as it does a space
+        file = corpus.first_file_containing(character) or "its text"  # None for a character that the tokenizer made
         return UserError(
             f"data={self.name}: {file} holds the character {character!r}, which is not in the tokenizer of "
             f"{self.source(vocabulary)}; use other text: data=text data.path=..."
@@ -134,24 +132,24 @@ class TextData(TokenizedData):
             return self.read_tokenizer(vocabulary), []
         settings = (self.bpe_vocab, self.bpe_mb) if self.tokenizer == "bpe" else ()
         key = f"{corpus.facts.digest}-{self.val_fraction!r}-{self.tokenizer}-{settings}"
-        known = recall("tokenizer", key)
-        if known is None:
-            known = self._learn_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
-            remember("tokenizer", key, known)
+        cached = recall("tokenizer", key)
+        if cached is None:
+            cached = self._learn_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
+            remember("tokenizer", key, cached)
         if not settings:
-            return toyexp.tokenizers.Characters(known["characters"]), []
-        merges = [(a, b) for a, b in known["merges"]]
-        return toyexp.tokenizers.BPE(known["pieces"], merges, len(known["pieces"]) - 1), known["left_out"]
+            return toyexp.tokenizers.Characters(cached["characters"]), []
+        merges = [(a, b) for a, b in cached["merges"]]
+        return toyexp.tokenizers.BPE(cached["pieces"], merges, len(cached["pieces"]) - 1), cached["left_out"]
 
     def _learn_bpe(self, corpus: Corpus) -> dict[str, Any]:
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
         cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.split_text
         pieces: Iterator[str] = (part.text for document in corpus.train() for part in cut_up(document, cuts))
-        partly = 0 < limit < size
-        learned = sample_pieces(pieces, size, limit) if partly else pieces
-        made = run_interruptibly(lambda: toyexp.tokenizers.BPE.train(learned, self.bpe_vocab))
-        left_out = [f"bpe learned from {megabytes(limit, size)}: data.bpe_mb"] if partly else []
-        return {"pieces": made.pieces, "merges": made.merges, "left_out": left_out}
+        is_sampled = 0 < limit < size
+        sample = sample_pieces(pieces, size, limit) if is_sampled else pieces
+        bpe = run_interruptibly(lambda: toyexp.tokenizers.BPE.train(sample, self.bpe_vocab))
+        left_out = [f"bpe learned from {megabytes(limit, size)}: data.bpe_mb"] if is_sampled else []
+        return {"pieces": bpe.pieces, "merges": bpe.merges, "left_out": left_out}
 
 
 def tokenizer_facts(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
@@ -188,11 +186,11 @@ class Stdlib(TextData):
     def files(self) -> FoundFiles:
         """Return every .py file of the library except its tests, in path order."""
         root = sysconfig.get_path("stdlib")
-        found = []
-        for folder, folders, names in os.walk(root):  # pruned: site-packages may have a hundred times as many
+        paths = []
+        for folder, folders, names in os.walk(root):  # not rglob: site-packages may have 100 times as many files
             folders[:] = [f for f in folders if f not in NOT_CODE]
-            found += [os.path.join(folder, n) for n in names if n.endswith(".py")]  # noqa: PTH118 - Path is slow here
-        return FoundFiles([Path(f) for f in sorted(found, key=lambda f: f.replace(os.sep, "/"))])
+            paths += [os.path.join(folder, n) for n in names if n.endswith(".py")]  # noqa: PTH118 - Path is slow here
+        return FoundFiles([Path(f) for f in sorted(paths, key=lambda f: f.replace(os.sep, "/"))])
 
 
 @dataclass

@@ -73,8 +73,8 @@ class Tokens(SplitData):
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """Return the int32 ids of a token file and its vocabulary size; raise UserError for an invalid file."""
-    ids, declared, typed = _numpy(path, dtype) if path.suffix in (".npy", ".npz") else _packed(path, dtype)
-    hint = "" if typed else "; uint16 ids take data.dtype=uint16"
+    ids, declared, is_explicit = _numpy(path, dtype) if path.suffix in (".npy", ".npz") else _packed(path, dtype)
+    hint = "" if is_explicit else "; uint16 ids take data.dtype=uint16"
     if ids.min() < 0:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
     top = int(ids.max()) + 1
@@ -82,7 +82,7 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         place = f"position {int(ids.argmax())}"
         raise UserError(f"{path}: {place} holds the id {top - 1}; the limit is {MAX_IDS}{hint}")
     halves = ids.astype("<i4").view("<u2")  # two uint16 ids read as one int32 give 65536 times the second
-    if not typed and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
+    if not is_explicit and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
         what = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
         raise UserError(f"{path}: {what}; set data.dtype=uint16 or data.dtype=int32")
     if declared and top > declared:
@@ -95,8 +95,8 @@ def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     import numpy as np
 
     raw = read_file(path)
-    declared, body, typed = 0, raw, raw[:4] == MAGIC
-    if typed:
+    declared, body, has_header = 0, raw, raw[:4] == MAGIC
+    if has_header:
         if len(raw) < 16:
             raise UserError(f"{path}: a TOYC header has 16 bytes, the file {len(raw)}")
         version, declared, _ = struct.unpack("<III", raw[4:16])
@@ -109,34 +109,31 @@ def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     if not body:
         raise UserError(f"{path}: holds 0 bytes of ids")
     if len(body) % kind.itemsize:
-        guess = "it is cut off, or holds none" if typed or len(body) % 2 else "uint16 ids take data.dtype=uint16"
+        guess = "it is cut off, or holds none" if has_header or len(body) % 2 else "uint16 ids take data.dtype=uint16"
         raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MAX_IDS:
         raise UserError(f"{path}: its header says {declared} ids; the limit is {MAX_IDS}")
-    return np.frombuffer(body, kind).astype(np.int32), declared, typed
+    return np.frombuffer(body, kind).astype(np.int32), declared, has_header
 
 
 def _numpy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     import numpy as np
 
     with open_file(path) as file:
-        begins = file.read(len(NUMPY))
-    if begins != NUMPY and not begins.startswith(b"PK"):  # an .npz archive has its own error below
+        magic = file.read(len(NUMPY))
+    if magic != NUMPY and not magic.startswith(b"PK"):  # an .npz archive has its own error below
         raise UserError(f"{path}: is not an .npy file; rename packed ids to {path.stem}.bin")
     if dtype != "auto":
         raise UserError(f"{path}: is an .npy file, which has its own dtype; remove data.dtype={dtype}")
     try:
-        ids = np.load(
-            path, mmap_mode="r", allow_pickle=False
-        )  # mapped: a false header cannot claim more than the file has
+        # Mapped, so that a false header cannot claim more memory than the file has bytes.
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:  # numpy's error for an invalid file
         raise UserError(f"{path}: cannot be read as numpy's .npy ({printable(str(error), 120)})") from None
     if not isinstance(ids, np.ndarray):
         raise UserError(f"{path}: is an archive of arrays; token ids must be one array")
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-        raise UserError(
-            f"{path}: holds {ids.dtype} {list(ids.shape)}; token ids must be a one-dimensional integer array"
-        )
+        raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}, expected a one-dimensional array of integers")
     return np.array(ids), 0, True
 
 

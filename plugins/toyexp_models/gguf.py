@@ -41,7 +41,7 @@ class LanguageGGUF(GGUFForm[L]):
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
-        sizes: dict[str, Any] = {name: keys.whole(key) for name, key in SIZES.items()}
+        sizes: dict[str, Any] = {name: keys.integer(key) for name, key in SIZES.items()}
         return sizes | {"vocab": embedding.shape[0], "tied": "output.weight" not in keys.file.tensors}
 
 
@@ -79,12 +79,12 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
         """Return the values of the model's fields, with llama.cpp's defaults; rope scaling must be linear."""
         common = super().sizes(keys)
         usual = common["d_model"] // common["n_heads"]
-        size, value = (keys.whole(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
+        size, value = (keys.integer(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
         if size != value:
             raise keys.file.error(f"its heads have keys of {size} features and values of {value}, toyexp's are equal")
         keys.expect("rope.dimension_count", size)
         return common | {
-            "n_kv_heads": keys.whole("attention.head_count_kv", common["n_heads"]),
+            "n_kv_heads": keys.integer("attention.head_count_kv", common["n_heads"]),
             "head_dim": 0 if size * common["n_heads"] == common["d_model"] else size,
             "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
             "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),

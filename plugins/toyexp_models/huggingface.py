@@ -50,7 +50,7 @@ def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
 def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
     """Qwen3ForCausalLM, which has a bias on the attention's output where it has the others."""
     lost = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * model.qkv_bias
-    return replace(_rotary(model), conversion=Conversion(lost=lost))
+    return replace(_rotary(model), conversion=Conversion(ignored_setting=lost))
 
 
 def gemma_layout(model: RotaryModel, data: Data) -> Layout:
@@ -66,7 +66,7 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
     config = {**layout.config, **activation, "eot_token_id": None}
     is_usual = (model.rope_base, model.rope_scale) == (10000.0, 1.0)
     lost = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
-    conversion = Conversion(("spm",), prefix=False, lost=lost)
+    conversion = Conversion(("spm",), prefix=False, ignored_setting=lost)
     return replace(layout, config=config, tensors={**layout.tensors, **norms}, conversion=conversion)
 
 
@@ -96,7 +96,7 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         is_linear = block and len(spec.shape) == 2
         places[spec.name] = HFTensor(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else identity)
     lost = "" if model.d_ff == 4 * model.d_model else f"it requires d_ff=4*d_model, but d_ff is {model.d_ff}"
-    return Layout(config, places, conversion=Conversion(("bpe",), lost=lost))
+    return Layout(config, places, conversion=Conversion(("bpe",), ignored_setting=lost))
 
 
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:

@@ -67,7 +67,7 @@ class ViTGGUF(GGUFForm[Any]):
         """Return the file's model. Raise UserError if a key is missing."""
         keys = Keys(file)
         block = keys.expect("block", *FORMS)
-        sizes = {name: keys.whole(key) for name, key in SIZES.items()}
+        sizes = {name: keys.integer(key) for name, key in SIZES.items()}
         return cls(**sizes, block=block, norm_eps=keys.number(FORMS[block]))
 
 

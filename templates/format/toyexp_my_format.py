@@ -32,9 +32,7 @@ class MyFormat(Format):
 
     def write(self, export, path):
         """Write the model and its float32 tensors; return a sentence for each tensor that is not finite."""
-        problems = [
-            f"{name} holds numbers that are not finite" for name, t in export.tensors.items() if not is_finite(t)
-        ]
+        problems = [f"{name} contains NaN or infinity" for name, t in export.tensors.items() if not is_finite(t)]
         tensors = {
             name: {"shape": list(tensor.shape), "values": np.asarray(tensor).ravel().tolist()}
             for name, tensor in export.tensors.items()

@@ -23,7 +23,7 @@ class MyModelForm(GGUFForm):
     def read(self, cls, file):
         """Return the model of a file; toyexp loads the tensors by name."""
         vocab, _ = file.tensors["token_embd.weight"].shape
-        return cls(**{name: Keys(file).whole(name) for name in SIZES}, vocab=vocab)
+        return cls(**{name: Keys(file).integer(name) for name in SIZES}, vocab=vocab)
 
 
 @dataclass

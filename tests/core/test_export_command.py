@@ -137,7 +137,7 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
     write_base(tmp_path / "nan.gguf", "llama", tokenizer=Bytes(), spoil="blk.0.ffn_up.weight")
     for kind in ("f32", "f16"):  # copied, and rounded
         assert main(["export", "nan.gguf", "--type", kind]) == 0
-        assert "warning: blk.0.ffn_up.weight holds numbers that are NaN or infinite" in capsys.readouterr().out
+        assert "warning: blk.0.ffn_up.weight contains NaN or infinity" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class OddForm(GGUFForm):
         return {"context": model.context}
 
     def read(self, cls, file):
-        return cls(context=Keys(file).whole("context"))
+        return cls(context=Keys(file).integer("context"))
 
 
 @dataclass

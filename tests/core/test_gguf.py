@@ -529,7 +529,7 @@ def test_a_weight_that_is_not_finite_is_named_when_a_run_reads_it(tmp_path, name
         warnings.simplefilter("error")  # rounding to infinity is no news to numpy
         path = put_llama(tmp_path / "m.gguf", llama_keys(), {Q: with_one(value)}, kind)
     spec = {t.name: t for t in Llama(d_model=32, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64, vocab=257).tensors()}
-    cause = f"{path}: {Q} holds numbers that are NaN or infinite"
+    cause = f"{path}: {Q} contains NaN or infinity"
     for tensor_name, info in spec.items():
         values = FromGGUF(str(path), tensor_name)
         if tensor_name != Q:
@@ -810,9 +810,9 @@ def test_values_keep_their_type_and_value(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "value", "said"),
     [
-        ("f32", math.nan, "holds numbers that are NaN or infinite"),
-        ("f16", -math.inf, "holds numbers that are NaN or infinite"),
-        ("q4_0", math.nan, "holds numbers that are NaN or infinite"),
+        ("f32", math.nan, "contains NaN or infinity"),
+        ("f16", -math.inf, "contains NaN or infinity"),
+        ("q4_0", math.nan, "contains NaN or infinity"),
         ("f16", 7e4, None),  # which F16 cannot: it stays F32
         ("q8_0", -1e7, None),
         ("bf16", 7e4, None),

@@ -114,13 +114,13 @@ def test_the_loss_starts_after_the_part_of_an_answer_that_the_template_writes():
     assert learned == [["t1\n</think>\n\na1<|im_end|>"], ["t2\n</think>\n\na2<|im_end|>"]]
     assert texts[1] == rendered(BEGUN, THOUGHTS[:3], ask=True) + learned[1][0]
     made = ChatTemplate(BEGUN, vocabulary(), "x").rows(THOUGHTS)
-    assert (made.not_as_asked, made.thoughts_dropped) == (0, 0)
+    assert (made.off_prompt, made.thoughts_dropped) == (0, 0)
 
 
 def test_an_answer_without_the_expected_thought_is_used_unchanged_and_counted():
     texts, learned = rows_and_learned(BEGUN, talk("q1", "a1", "q2", "a2"))
     assert learned == [["a1<|im_end|>", "a2<|im_end|>"]] and "think" not in texts[0]
-    assert ChatTemplate(BEGUN, vocabulary(), "x").rows(talk("q1", "a1", "q2", "a2")).not_as_asked == 2
+    assert ChatTemplate(BEGUN, vocabulary(), "x").rows(talk("q1", "a1", "q2", "a2")).off_prompt == 2
     split, begun = rows_and_learned(CHATML + "{% if add_generation_prompt %}<th{% endif %}", talk("q", "<b>x"))
     assert begun == [["<b>x<|im_end|>"]] and split[0].endswith("assistant\n<b>x<|im_end|>"), "no tag is cut in two"
 
@@ -130,7 +130,7 @@ def test_an_empty_thought_of_the_generation_prompt_precedes_the_answer():
     texts, learned = rows_and_learned(NOT_TO_THINK, messages)
     assert learned == [["a1<|im_end|>"], ["a2<|im_end|>"]]
     assert texts[1] == rendered(NOT_TO_THINK, messages[:3], ask=True) + "a2<|im_end|>"
-    assert ChatTemplate(NOT_TO_THINK, vocabulary(), "x").rows(messages).not_as_asked == 0
+    assert ChatTemplate(NOT_TO_THINK, vocabulary(), "x").rows(messages).off_prompt == 0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_generation_prompt_is_not_repeated_before_the_answer(asks, writes, l
     for n, text in enumerate(texts):
         assert text == rendered(template, messages[: 2 * n + 1], ask=True) + learned[n][0]
         assert text.count("</think>") == 1 + n * writes.count("</think>"), "one for each answer"
-    assert ChatTemplate(template, vocabulary(), "x").rows(messages).not_as_asked == 0
+    assert ChatTemplate(template, vocabulary(), "x").rows(messages).off_prompt == 0
 
 
 def test_text_that_the_template_moves_is_read_as_at_inference():

@@ -153,7 +153,7 @@ def test_pefts_rank_and_alpha_patterns_and_rslora_are_applied_as_in_peft(capsys)
     ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.ones((3, 31), np.float32)},
      "blk.0.attn_q.weight is 32 x 32; its lora_a is [3, 31]"),
     ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.full((3, 32), np.nan, np.float32)},
-     "holds numbers that are NaN"),
+     "contains NaN"),
 ])  # fmt: skip
 def test_an_adapter_that_is_more_than_lora_or_does_not_fit_is_rejected(capsys, config, tensors, message):
     write_changed_peft("odd", lambda c: c.update(config), lambda t: t.update(tensors))

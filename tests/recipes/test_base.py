@@ -203,14 +203,14 @@ def test_a_base_with_nan_weights_is_rejected_with_the_tensors_name(tmp_path, cap
     write_base(tmp_path / "base.gguf", "llama", kind, tokenizer=Bytes(), spoil="blk.1.attn_v.weight")
     assert main([*QUICK, "recipe.base=base.gguf", *words.split(" ")]) == 2
     err = capsys.readouterr().err
-    assert err == "toyexp: error: base.gguf: blk.1.attn_v.weight holds numbers that are NaN or infinite\n"
+    assert err == "toyexp: error: base.gguf: blk.1.attn_v.weight contains NaN or infinity\n"
     assert not (tmp_path / "outputs").exists()
 
 
 def test_a_donor_with_a_nan_embedding_is_rejected_before_a_directory_is_created(tmp_path, capsys):
     write_base(tmp_path / "donor.gguf", "llama", tokenizer=Bytes(), spoil="token_embd.weight")
     assert main([*QUICK, "recipe=warm", "recipe.donor=donor.gguf"]) == 2
-    assert "donor.gguf: token_embd.weight holds numbers that are NaN" in capsys.readouterr().err
+    assert "donor.gguf: token_embd.weight contains NaN" in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
 
 

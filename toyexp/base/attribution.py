@@ -30,21 +30,15 @@ def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path
     if broken := broken_requirement(error):
         return RunFailed(str(broken))
     words = " ".join(str(error).split())
-    said = f"{type(error).__name__}: {words[:MESSAGE_LIMIT]}{'...' if len(words) > MESSAGE_LIMIT else ''}".removesuffix(
-        ": "
-    )
-    failed = PluginFailed(
-        f"{who} failed {when}: {said}" + (f"; see {short_path(log)}" if log else error_location(error))
-    )
+    words = words[:MESSAGE_LIMIT] + "..." * (len(words) > MESSAGE_LIMIT)
+    location = f"; see {short_path(log)}" if log else error_location(error)
+    failed = PluginFailed(f"{who} failed {when}: {type(error).__name__}{': ' * bool(words)}{words}{location}")
     failed.__cause__ = error
     return failed
 
 
 class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter in each step
-    """Context manager that attributes exceptions to the plugin that raised them, or else to `who`.
-
-    A BadBatch is attributed to the data plugin `data`. It is a class because it is entered in each training step.
-    """
+    """Context that names the plugin that raised an exception, or else `who`; for a BadBatch, the data plugin `data`."""
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
         self._who, self._when, self._log, self._data = who, when, log, data
@@ -59,22 +53,24 @@ class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter
         try:
             with convert_memory_errors():
                 raise error
-        except (Exception, SystemExit) as found:
-            if isinstance(found, BadBatch) and self._data:
-                raise PluginFailed(f"data.{self._data} {when}: {found}") from found
-            if isinstance(found, OSError) and found.filename is not None:
+        except (Exception, SystemExit) as fault:
+            if isinstance(fault, BadBatch) and self._data:
+                raise PluginFailed(f"data.{self._data} {when}: {fault}") from fault
+            if isinstance(fault, OSError) and fault.filename is not None:
                 raise
-            guilty = _failing_method(found)
-            who = guilty[1] if guilty and guilty[0] != self._who.partition(".")[0] else self._who
-            raise plugin_failure(who, when, found, self._log) from found.__cause__ if has_own_message(found) else found
+            method = _failing_method(fault)
+            who = method[1] if method and method[0] != self._who.partition(".")[0] else self._who
+            raise plugin_failure(who, when, fault, self._log) from (
+                fault.__cause__ if has_own_message(fault) else fault
+            )
 
 
-def call_checked(wanted: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
-    """Call a plugin's method and return its result; raise PluginFailed unless it is of type `wanted`."""
-    found = method(*arguments)
-    if not isinstance(found, wanted):
-        raise wrong_return(method, found, wanted.__name__, who)
-    return found
+def call_checked(expected: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
+    """Call a plugin's method and return its result; raise PluginFailed unless it is of type `expected`."""
+    result = method(*arguments)
+    if not isinstance(result, expected):
+        raise wrong_return(method, result, expected.__name__, who)
+    return result
 
 
 def call_for_lines(method: Callable[..., object], *arguments: object) -> list[str]:
@@ -82,16 +78,16 @@ def call_for_lines(method: Callable[..., object], *arguments: object) -> list[st
 
     Raise PluginFailed for a plain string, which would be iterated letter by letter.
     """
-    found = method(*arguments)
-    if isinstance(found, str) or not isinstance(found, Iterable):
-        raise wrong_return(method, found, "sentences in a list")
-    return [" ".join(str(sentence).splitlines()) for sentence in found]
+    result = method(*arguments)
+    if isinstance(result, str) or not isinstance(result, Iterable):
+        raise wrong_return(method, result, "sentences in a list")
+    return [" ".join(str(sentence).splitlines()) for sentence in result]
 
 
-def wrong_return(method: Callable[..., object], found: object, wanted: str, who: str = "") -> PluginFailed:
+def wrong_return(method: Callable[..., object], result: object, expected: str, who: str = "") -> PluginFailed:
     """Return the PluginFailed for a method that returned another type than expected."""
     who = who or type(getattr(method, "__self__", None)).__name__
-    return PluginFailed(f"{who}.{method.__name__}() returned {printable(repr(found))}, expected {wanted}")
+    return PluginFailed(f"{who}.{method.__name__}() returned {printable(repr(result))}, expected {expected}")
 
 
 @contextlib.contextmanager
@@ -100,9 +96,9 @@ def attribute_part_errors(log: Path | None = None) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, OSError) or has_own_message(error) or (found := _failing_method(error)) is None:
+        if isinstance(error, OSError) or has_own_message(error) or (method := _failing_method(error)) is None:
             raise
-        raise plugin_failure(found[1], f"in {found[2]}()", error, log) from error
+        raise plugin_failure(method[1], f"in {method[2]}()", error, log) from error
 
 
 def _failing_method(error: BaseException) -> tuple[str, str, str] | None:

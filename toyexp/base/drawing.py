@@ -27,12 +27,12 @@ BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
-TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # points, in a picture of 8 inches: a page is 6.5 wide
+TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
 WIDTH = 8.0  # inches
 TITLE_LENGTH = 66  # characters
-RESOLUTION = 150  # dots an inch, of a PNG
-LOG_RATIO = 20.0  # the ratio of the highest to the lowest from which an axis is logarithmic
-# Of each ending, what says in the file that toyexp drew it. Without a date the same picture is the same bytes.
+RESOLUTION = 150  # dots per inch of a PNG
+LOG_RATIO = 20.0  # an axis becomes logarithmic if its largest value is this many times the smallest
+# Metadata by suffix: names toyexp as the creator, and no date, so that equal plots are equal bytes.
 FILE_METADATA: Mapping[str, Mapping[str, str | None]] = {
     ".png": {"Software": "toyexp"},
     ".svg": {"Creator": "toyexp", "Date": None},
@@ -55,7 +55,7 @@ def require_drawing() -> None:
     with require_package("matplotlib", "pip install 'toyexp[plots]'"):
         import matplotlib.backends.backend_agg
         import matplotlib.backends.backend_svg
-        import matplotlib.figure  # noqa: F401 - what a Sheet will use
+        import matplotlib.figure  # noqa: F401 - Sheet imports them
 
 
 @contextlib.contextmanager
@@ -78,12 +78,12 @@ def check_plot_path(option: str, typed: str) -> Path:
 
     An existing file is only accepted if toyexp drew it.
     """
-    path, asked = Path(typed), f"{option} {typed}"
+    path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
-        raise UserError(f"{asked}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")
+        raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")
     if path.is_dir():
-        raise UserError(f"{asked}: is a directory, expected a file; type {option} {path / 'plot.svg'}")
-    require_writable(asked, path)
+        raise UserError(f"{subject}: is a directory, expected a file; type {option} {path / 'plot.svg'}")
+    require_writable(subject, path)
     _require_own_plot(path)
     require_drawing()
     return path
@@ -111,11 +111,8 @@ class Sheet:
     def __init__(
         self, height: float, title: str, below: str, rows: Sequence[float] = (1,), columns: Sequence[int] = ()
     ):
-        """Create the figure; `height` is in inches.
-
-        `rows` are the relative heights of the rows. Without `columns` (panels per row) each row is one panel and all
-        share the x axis.
-        """
+        # `height` is in inches; `rows` has relative heights, `columns` the panels per row. Without `columns` each row
+        # is one panel, and all rows share the x axis.
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs neither a display nor global state
         from matplotlib.figure import Figure
         from matplotlib.transforms import ScaledTranslation
@@ -128,47 +125,47 @@ class Sheet:
             for part, count in zip(parts.flat, columns, strict=True):
                 self.panels += list(part.subplots(1, count, squeeze=False).flat)
         else:
-            found = self.figure.subplots(len(rows), 1, height_ratios=list(rows), squeeze=False, sharex=True)
-            self.panels = list(found.flat)
+            panels = self.figure.subplots(len(rows), 1, height_ratios=list(rows), squeeze=False, sharex=True)
+            self.panels = list(panels.flat)
             self.figure.align_ylabels()
         lines = textwrap.wrap(below, 112, max_lines=2, placeholder=" …")
         # The empty lines reserve space for the subtitle, which has another font.
         self.figure.suptitle(fit_text(title, TITLE_LENGTH) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
                              fontweight="bold")  # fmt: skip
-        place = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
-        told = "\n".join(fit_text(line, 112) for line in lines)
-        self.figure.text(0.01, 1, told, transform=place, va="top", fontsize=SMALL, color=GREY)
+        position = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
+        subtitle = "\n".join(fit_text(line, 112) for line in lines)
+        self.figure.text(0.01, 1, subtitle, transform=position, va="top", fontsize=SMALL, color=GREY)
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
         """Render the figure in several formats, by suffix. Equal figures give equal bytes."""
-        found = {}
+        rendered = {}
         with use_plot_style(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
             for suffix in suffixes:
                 file = io.BytesIO()
                 self.figure.savefig(file, format=suffix[1:], metadata=FILE_METADATA[suffix], dpi=RESOLUTION)
-                found[suffix] = file.getvalue()
-        return found
+                rendered[suffix] = file.getvalue()
+        return rendered
 
     def write(self, path: Path) -> int:
         """Write the figure atomically and return its size in bytes; raise UserError for a foreign file."""
         _require_own_plot(path)
         suffix = path.suffix.lower()
         picture = self.pictures(suffix)[suffix]
-        with convert_write_errors(path), write_atomically(path) as place:
-            place.write_bytes(picture)
+        with convert_write_errors(path), write_atomically(path) as temporary:
+            temporary.write_bytes(picture)
         return len(picture)
 
 
-def thin_curve(steps: Any, values: Any, most: int) -> tuple[Any, Any]:
-    """Reduce a curve to about `most` points, keeping the minimum and maximum of each stretch."""
+def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
+    """Reduce a curve to about `limit` points, keeping the minimum and maximum of each stretch."""
     import numpy as np
 
     x, y = np.asarray(steps), np.asarray(values, np.float64)
-    if len(x) <= most:
+    if len(x) <= limit:
         return x, y
     low, high = (np.where(np.isfinite(y), y, beyond) for beyond in (np.inf, -np.inf))
-    ends = itertools.pairwise(len(x) * i // (most // 2) for i in range(most // 2 + 1))
+    ends = itertools.pairwise(len(x) * i // (limit // 2) for i in range(limit // 2 + 1))
     pairs = ((begin + low[begin:end].argmin(), begin + high[begin:end].argmax()) for begin, end in ends)
     places = sorted({int(place) for pair in pairs for place in pair})
     return x[places], y[places]
@@ -184,13 +181,13 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
     """Make the axis `which` (`x`, `y`) logarithmic if its values span a factor of LOG_RATIO; return True if so."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    known = [value for value in values if math.isfinite(value)]
-    if not known or min(known) <= 0 or max(known) <= LOG_RATIO * min(known):
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or min(finite) <= 0 or max(finite) <= LOG_RATIO * min(finite):
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(
-        LogLocator(subs=(1, 2, 5) if max(known) < (1e3 if which == "y" else 50) * min(known) else (1,))
+        LogLocator(subs=(1, 2, 5) if max(finite) < (1e3 if which == "y" else 50) * min(finite) else (1,))
     )
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -200,20 +197,20 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
 def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write (value, text, colour) labels at the right end of lines, and move them apart where they overlap."""
     axes.get_ylim()  # matplotlib computes the limits lazily
-    known = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
+    finite = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
     height = axes.bbox.height * 72 / axes.figure.dpi
     apart = 1.25 * LABEL / height  # of the height of the axes
-    places = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in known]
-    for i in (i for _ in places for i in range(1, len(places))):  # moving two may create a new overlap
-        missing = apart - (places[i] - places[i - 1])
+    heights = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in finite]
+    for i in (i for _ in heights for i in range(1, len(heights))):  # moving two may create a new overlap
+        missing = apart - (heights[i] - heights[i - 1])
         if missing > 0:
-            places[i - 1], places[i] = places[i - 1] - missing / 2, places[i] + missing / 2
-    for place, (_, text, colour) in zip(places, known, strict=True):
-        axes.text(1.01, place, text, transform=axes.transAxes, color=colour, fontsize=LABEL, va="center")
+            heights[i - 1], heights[i] = heights[i - 1] - missing / 2, heights[i] + missing / 2
+    for height_of, (_, text, colour) in zip(heights, finite, strict=True):
+        axes.text(1.01, height_of, text, transform=axes.transAxes, color=colour, fontsize=LABEL, va="center")
 
 
-def fit_text(text: str, most: int) -> str:
-    """Shorten a text to `most` characters and escape what matplotlib or SVG would misread."""
+def fit_text(text: str, limit: int) -> str:
+    """Shorten a text to `limit` characters and escape what matplotlib or SVG would misread."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    text = text if len(text) <= most else text[: most - 1] + "…"
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.replace("$", r"\$")  # matplotlib reads $ as a formula

@@ -15,10 +15,7 @@ class ToyexpError(Exception):
 
 
 class UserError(ToyexpError):
-    """Invalid input, detected before anything is built.
-
-    The message says what is wrong, what is allowed, what to type.
-    """
+    """Invalid input, detected before anything is built: what is wrong, what is allowed, what to type."""
 
     exit_code = 2
 
@@ -77,13 +74,13 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     if word.lower() in others:
         return word.lower()
     parts = set(re.split("[._]", word))
-    wider = [choice for choice in others if parts <= set(re.split("[._]", choice))]
-    swapped = [choice for choice in others if sorted(choice) == sorted(word)]
-    begun = [choice for choice in others if word.lower().startswith(f"{choice}_")]  # adamw_torch: adamw
+    supersets = [choice for choice in others if parts <= set(re.split("[._]", choice))]
+    anagrams = [choice for choice in others if sorted(choice) == sorted(word)]
+    prefixes = [choice for choice in others if word.lower().startswith(f"{choice}_")]  # adamw_torch: adamw
     cutoff = 0.72 if len(word) > 3 else 0.66  # two letters of three
     close = difflib.get_close_matches(word.lower(), others, 1, cutoff)
-    found = close or swapped or difflib.get_close_matches(word, wider, 1, cutoff=0.0) or begun
-    return found[0] if found else None
+    candidates = close or anagrams or difflib.get_close_matches(word, supersets, 1, cutoff=0.0) or prefixes
+    return candidates[0] if candidates else None
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
@@ -101,11 +98,11 @@ def printable(text: str, limit: int = 60) -> str:
     return safe if len(safe) <= limit else safe[: limit - 3] + "..."
 
 
-def require_visible(asked: str, text: str) -> None:
+def require_visible(key: str, text: str) -> None:
     """Raise UserError for a name with line breaks or with characters that change how nearby text is displayed."""
     joiners = "\u200c\u200d"  # some scripts need them
     if bad := next((c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c not in joiners), None):
-        raise UserError(f"{asked}={printable(text)}: contains the invisible character {bad!a}; leave it out")
+        raise UserError(f"{key}={printable(text)}: contains the invisible character {bad!a}; leave it out")
 
 
 def escape_controls(text: str) -> str:

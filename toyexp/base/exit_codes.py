@@ -26,10 +26,7 @@ TORCHRUN_GRACE = 5.0  # seconds within which torchrun ends all ranks after a fai
 
 
 def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = str) -> int:
-    """Run `work` and return its exit code: 1 for failure, 2 for invalid input, 130 or 143 if interrupted.
-
-    Errors are printed as `explained` returns them.
-    """
+    """Run `work`, print errors as `explained`, return the exit code: 1 failed, 2 invalid input, 130 or 143 a signal."""
     open_standard_files()
     replace_unencodable()
     signals: Signals | None = None
@@ -49,14 +46,14 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
         hidden = hidden_interrupt(error) or (signals.final_interrupt() if signals else None)
         if hidden is not None and not isinstance(error, RunFailed):
             return _report_interrupt(hidden)
-        told = _error_message(error)
-        if told is None:
+        message = _error_message(error)
+        if message is None:
             raise
         if isinstance(error, UserError) and (rank := _torchrun_rank()):
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(TORCHRUN_GRACE)  # torchrun ends this process if rank 0 reported the same
-            told = f"rank {rank} (on {platform.node()}): {told}"
-        print_error(f"error: {explained(told)}")
+            message = f"rank {rank} (on {platform.node()}): {message}"
+        print_error(f"error: {explained(message)}")
         return error.exit_code if isinstance(error, ToyexpError) else 1
     finally:
         show_status("")

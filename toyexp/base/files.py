@@ -33,14 +33,14 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
 }
 
 
-def wrong_kind(mode: int, wanted: int = stat.S_IFREG) -> str | None:
-    """Return why a file mode is not of the kind `wanted` (a regular file), as a phrase; None if it is."""
+def wrong_kind(mode: int, expected: int = stat.S_IFREG) -> str | None:
+    """Return why a file mode is not the `expected` kind (a regular file), as a phrase; None if it is."""
     kind = stat.S_IFMT(mode)
-    if kind == wanted:
+    if kind == expected:
         return None
-    if kind == stat.S_IFIFO and wanted == stat.S_IFREG:  # such as <(command), or /dev/stdin after a |
+    if kind == stat.S_IFIFO and expected == stat.S_IFREG:  # such as <(command), or /dev/stdin after a |
         return "is a pipe, which can be read only once; write its output to a file and name that file"
-    return f"is {KINDS.get(kind, 'something else')}, not {KINDS[wanted]}"
+    return f"is {KINDS.get(kind, 'something else')}, not {KINDS[expected]}"
 
 
 def working_directory() -> Path:
@@ -76,23 +76,23 @@ def dangling_link(path: Path) -> Path | None:
     return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
 
 
-def require_file(path: str | Path, asked: str, *wanted: int) -> Path:
-    """Return the path if it is a file, or one of the kinds `wanted`; raise UserError starting with `asked` if not."""
+def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
+    """Return the path if it is a file, or of one of `kinds`; if not, raise UserError that starts with `subject`."""
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{asked}: {explain_missing(Path(path))}") from None
+        raise UserError(f"{subject}: {explain_missing(Path(path))}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character in it
-        raise UserError(f"{asked}: cannot be read: {system_message(error)}") from None
-    kinds = wanted or (stat.S_IFREG,)
+        raise UserError(f"{subject}: cannot be read: {system_message(error)}") from None
+    kinds = kinds or (stat.S_IFREG,)
     if stat.S_IFMT(mode) not in kinds:
-        raise UserError(f"{asked}: {wrong_kind(mode, kinds[0])}")
+        raise UserError(f"{subject}: {wrong_kind(mode, kinds[0])}")
     return Path(path)
 
 
-def require_directory(path: str | Path, asked: str) -> Path:
-    """Return the path if it is a directory; raise UserError starting with `asked` if not."""
-    return require_file(path, asked, stat.S_IFDIR)
+def require_directory(path: str | Path, subject: str) -> Path:
+    """Return the path if it is a directory; if not, raise UserError that starts with `subject`."""
+    return require_file(path, subject, stat.S_IFDIR)
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -117,26 +117,23 @@ def read_head(path: Path, size: int) -> bytes:
         return b""
 
 
-def read_file(path: Path, most: int | None = None) -> bytes:
-    """Return the bytes of a file; raise UserError if it is not readable or has more than `most` bytes.
-
-    Bytes appended while reading are ignored.
-    """
+def read_file(path: Path, limit: int | None = None) -> bytes:
+    """Return the bytes of a file; raise UserError if it is unreadable or has more than `limit` bytes."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
-            raise UserError(f"{path}: is larger than the limit of {most >> 10} KiB")
+        if limit is not None and size > limit:
+            raise UserError(f"{path}: is larger than the limit of {limit >> 10} KiB")
         try:
-            return file.read(size)
+            return file.read(size)  # without bytes appended meanwhile
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
         except MemoryError:
             raise UserError(f"{path}: does not fit into memory") from None
 
 
-def read_text(path: Path, most: int | None = None) -> str:
-    """Return a UTF-8 text file; raise UserError for more than `most` bytes, a NUL, or a byte that is not UTF-8."""
-    raw = read_file(path, most)
+def read_text(path: Path, limit: int | None = None) -> str:
+    """Return a UTF-8 text file; raise UserError for more than `limit` bytes, a NUL, or a byte that is not UTF-8."""
+    raw = read_file(path, limit)
     text, nul, _ = raw.partition(b"\0")
     try:
         decoded = text.decode("utf-8")
@@ -147,14 +144,14 @@ def read_text(path: Path, most: int | None = None) -> str:
     return decoded
 
 
-def not_text_error(path: Path, place: int, byte: int, start: bytes) -> UserError:
+def not_text_error(path: Path, position: int, byte: int, start: bytes) -> UserError:
     """Return the error for a file that is not UTF-8 text: the byte's position, and a guess from its first bytes."""
     hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if start.startswith(magic)), None)
     if byte:
         hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
-        return UserError(f"{path}: not UTF-8 text (byte {place} is 0x{byte:02x}); {hint}")
+        return UserError(f"{path}: not UTF-8 text (byte {position} is 0x{byte:02x}); {hint}")
     hint = hint or "if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if the rest is text: tr -d '\\0' removes the NULs"
-    return UserError(f"{path}: not text (byte {place} is NUL); {hint}")
+    return UserError(f"{path}: not text (byte {position} is NUL); {hint}")
 
 
 def system_message(error: BaseException) -> str:

@@ -34,7 +34,7 @@ def short_path(path: Path) -> str:
 def format_value(value: Any) -> str:
     """Format a setting's value as it is typed in an override: null, true, [a,b], {a: 1}."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {format_value(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {format_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(format_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -66,8 +66,8 @@ def format_bytes(n: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds: 0.35 ms, 41 s, 12 min, 3.4 h, 2.1 days."""
-    for most, size, unit in ((1, 1e-3, "ms"), (100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
-        if seconds < most:
+    for limit, size, unit in ((1, 1e-3, "ms"), (100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 86400:.3g} days"
 

@@ -12,16 +12,16 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[],
     """Return `__getattr__`, `__dir__` and `__all__` for the names that a package imports in `if TYPE_CHECKING:`."""
     with open(file, encoding="utf-8") as source:
         imports = re.findall(r"^    from ([\w.]+) import (\([^)]*\)|.*)", source.read(), re.MULTILINE)
-    home_of = {name: module for module, names in imports for name in re.findall(r"\w+", names)}
+    modules = {name: module for module, names in imports for name in re.findall(r"\w+", names)}
 
     def get(name: str) -> object:
-        if name not in home_of:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         from toyexp.base.signals import protect_imports  # deferred: this function loads its package
 
         with protect_imports():
-            value = getattr(import_module(home_of[name]), name)
+            value = getattr(import_module(modules[name]), name)
         # Cache it; importing a submodule of that name may have set it already.
         return vars(sys.modules[package]).setdefault(name, value)
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *home_of}), sorted(home_of)
+    return get, lambda: sorted({*vars(sys.modules[package]), *modules}), sorted(modules)

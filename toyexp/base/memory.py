@@ -12,37 +12,36 @@ from toyexp.base.errors import RunFailed, printable
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
-TRAIN_REMEDY = (
-    f"{REMEDY}, and so does engine.recompute=true"  # activations, which the check before a run does not count
-)
+# engine.recompute saves activations, which the memory check before a run does not count.
+TRAIN_REMEDY = f"{REMEDY}, and so does engine.recompute=true"
 EVALUATE_REMEDY = "a smaller batch_size or model.context takes less"  # for commands that do not train
 
 
 def available_bytes() -> int | None:
     """Return the memory that the machine, the container and ulimit -v leave to this process; None if unknown."""
-    left = list(_cgroup_limits())
+    limits = list(_cgroup_limits())
     with contextlib.suppress(OSError, KeyError):
-        known = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
-        left.append(1024 * (int(known["MemAvailable"]) + int(known["SwapFree"])))
+        meminfo = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
+        limits.append(1024 * (int(meminfo["MemAvailable"]) + int(meminfo["SwapFree"])))
     with contextlib.suppress(OSError, ValueError, ImportError):
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            left.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0))
-    if not left:
+            limits.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0))
+    if not limits:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows does not say
-            left.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(left, default=None)
+            limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
 
 
 def _cgroup_limits() -> Iterator[int]:
     """Yield the free memory of each version 2 control group of this process, as containers set them."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = CGROUP_ROOT / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
-        for group in (own, *own.parents):
+        group_path = CGROUP_ROOT / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        for group in (group_path, *group_path.parents):
             if group.is_relative_to(CGROUP_ROOT) and (limit := _read(group / "memory.max")) is not None:
                 cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
                 yield max(limit - (_read(group / "memory.current") or 0) + int(cache[1] if cache else 0), 0)
@@ -63,5 +62,5 @@ def convert_memory_errors(remedy: str = TRAIN_REMEDY) -> Iterator[None]:
     except RuntimeError as error:  # PyTorch only says so in the message
         if not re.search(r"out of memory|allocate memory", str(error)):
             raise
-        told = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
-        raise RunFailed(f"out of memory ({printable(told, 160)}); {remedy}") from error
+        message = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise RunFailed(f"out of memory ({printable(message, 160)}); {remedy}") from error

@@ -86,41 +86,37 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
 
 
 def require_empty(path: Path, key: str) -> None:
-    """Raise UserError unless `path` is missing or empty.
-
-    The message says what to type; `key` is the setting of `path`.
-    """
+    """Raise UserError, with what to type, unless `path` is missing or empty; `key` is its setting."""
     other = f"choose another directory: {key}=..."
     runs = (p for p in path.absolute().parents if key == "hydra.sweep.dir" and (p / LOCK_FILE).exists())
     if run := next((p for p in runs if (p / "config.yaml").exists()), None):
         raise UserError(f"{path} is inside {run}, which is a run directory; {other}")
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        found = [entry.name for entry in entries if not _is_ignorable(entry)]
+        names = [entry.name for entry in entries if not _is_ignorable(entry)]
     except FileNotFoundError:
         if (link := dangling_link(path)) is not None:
             raise UserError(f"{link}: is a link to {link.readlink()}, which does not exist; {other}") from None
         return
     except OSError as error:  # such as a file, or too long a name
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
-    begun = "log.txt" in found and any(
-        entry.name == LOCK_FILE for entry in entries
-    )  # another process has just created it
-    begun = begun or any(name in RUN_FILES or TEMPORARY_NAME.fullmatch(name) for name in found)
-    if begun or SWEEP_FILE in found:
+    # A lock and a log: another process has just created the directory.
+    is_starting = "log.txt" in names and any(entry.name == LOCK_FILE for entry in entries)
+    has_run = is_starting or any(name in RUN_FILES or TEMPORARY_NAME.fullmatch(name) for name in names)
+    if has_run or SWEEP_FILE in names:
         try:
             require_unlocked(path)
         except DirectoryLocked as error:
             raise DirectoryLocked(f"{error}, or {other}") from None
-    if SWEEP_FILE in found:
+    if SWEEP_FILE in names:
         raise UserError(f"{path} already holds a sweep; continue it: sweep.resume={path}, or {other}")
-    if begun:
+    if has_run:
         saved = any((path / "checkpoints").glob("step-*"))
         go_on = f"continue it: resume={path}, or" if saved else "without a checkpoint to resume; remove it, or"
         raise UserError(f"{path} already holds a run{';' if saved else ''} {go_on} {other}")
-    if found:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise UserError(f"{path} is not empty ({printable(found[0])}{more}); {other}")
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise UserError(f"{path} is not empty ({printable(names[0])}{more}); {other}")
 
 
 def require_inside(directory: Path) -> None:
@@ -130,16 +126,13 @@ def require_inside(directory: Path) -> None:
             for entry in entries:
                 if entry.name.startswith((".", "study.log.lock")):  # Optuna's lock is a link
                     continue
-                kind = (
-                    stat.S_IFDIR
-                    if entry.name in RUN_DIRECTORIES or entry.is_dir(follow_symlinks=False)
-                    else stat.S_IFREG
-                )
+                is_directory = entry.name in RUN_DIRECTORIES or entry.is_dir(follow_symlinks=False)
+                kind = stat.S_IFDIR if is_directory else stat.S_IFREG
                 require_plain(Path(entry.path), kind, entry.name in GROWING_FILES or folder.name == "logs")
 
 
 def _is_ignorable(entry: os.DirEntry[str]) -> bool:
-    """Return True for an entry that an empty directory may have: see IGNORED_NAMES, our lock, or our own output."""
+    """Return True for an entry that does not count as content: IGNORED_NAMES, a lock, or this process's output."""
     if entry.name in IGNORED_NAMES or entry.name.startswith(("._", ".nfs")):
         return True
     if entry.name == LOCK_FILE and entry.is_file(follow_symlinks=False):
@@ -148,16 +141,16 @@ def _is_ignorable(entry: os.DirEntry[str]) -> bool:
     if entry.name in (*RUN_FILES, "log.txt", "result.json") or entry.name.endswith((".gguf", ".safetensors")):
         return False  # the run would overwrite its own redirected output
     with contextlib.suppress(OSError):  # `toyexp > DIR/out.txt`, or a cluster's log of the job
-        there = entry.stat()
-        return any(os.path.samestat(os.fstat(number), there) for number in (1, 2))
+        status = entry.stat()
+        return any(os.path.samestat(os.fstat(number), status) for number in (1, 2))
     return False
 
 
 class Ledger:
     """Digests of the files that a run wrote (written.json); a file being replaced has two."""
 
-    def __init__(self, root: Path, known: Mapping[str, list[str]] | None = None):
-        self._root, self._known = root, dict(known or {})
+    def __init__(self, root: Path, digests: Mapping[str, list[str]] | None = None):
+        self._root, self._digests = root, dict(digests or {})
 
     @classmethod
     def open(cls, root: Path) -> Ledger:
@@ -165,16 +158,16 @@ class Ledger:
         path = root / LEDGER
         try:
             with open(path, "rb") as file:
-                known = json.loads(file.read(LEDGER_LIMIT))
+                digests = json.loads(file.read(LEDGER_LIMIT))
         except FileNotFoundError:
             return cls(root)
         except (OSError, ValueError, RecursionError):
-            known = None
-        if not isinstance(known, dict) or not all(
-            isinstance(v, list) and all(isinstance(digest, str) for digest in v) for v in known.values()
+            digests = None
+        if not isinstance(digests, dict) or not all(
+            isinstance(v, list) and all(isinstance(digest, str) for digest in v) for v in digests.values()
         ):
             raise UserError(f"{path}: is damaged; to continue, remove it and the files that the run exported")
-        return cls(root, known)
+        return cls(root, digests)
 
     def foreign_paths(self, names: Iterable[str]) -> list[Path]:
         """Return the paths of the given names that exist but were not written by this run."""
@@ -182,38 +175,37 @@ class Ledger:
 
     def is_replaced(self, path: Path) -> bool:
         """Return True if the run wrote a file at `path` and another file is there now."""
-        return self._name(path) in self._known and not self.owns(path)
+        return self._name(path) in self._digests and not self.owns(path)
 
     def owns(self, path: Path) -> bool:
         """Return True if the file at `path` is the one that the run wrote."""
-        known = self._known.get(self._name(path), [])
+        digests = self._digests.get(self._name(path), [])
         try:
-            return any((_head_digest(path, entry) if "+" in entry else _digest(path)) == entry for entry in known)
+            return any((_head_digest(path, entry) if "+" in entry else _digest(path)) == entry for entry in digests)
         except (OSError, UserError):
             return False
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
-        """Yield a temporary path; on success, rename it to `path` and record its digest.
+        """Yield a temporary path; on success, rename it to `path` and record its digest (if it `grows`, of this part).
 
-        Raise FileExistsError if `path` holds a file that this run did not write. `grows` records only the current
-        beginning.
+        Raise FileExistsError if `path` holds a file that this run did not write.
         """
         if self.foreign_paths([self._name(path)]):
             raise FileExistsError(errno.EEXIST, "it exists and was not written by this run", str(path))
-        place = path.parent / f".tmp-{os.getpid()}"
+        temporary = path.parent / f".tmp-{os.getpid()}"
         try:
             require_plain_path(self._root, path.parent)
-            make_empty_directory(place)
-            yield place / path.name
-            self._note(path, _head_digest(place / path.name) if grows else _digest(place / path.name))
-            swap(place / path.name, path)
+            make_empty_directory(temporary)
+            yield temporary / path.name
+            self._note(path, _head_digest(temporary / path.name) if grows else _digest(temporary / path.name))
+            swap(temporary / path.name, path)
         finally:
-            for left in place.glob("[!.]*"):
-                if left.name != path.name and not self.foreign_paths([self._name(path.with_name(left.name))]):
-                    self._note(path.with_name(left.name), _digest(left))
-                    swap(left, path.with_name(left.name))
-            shutil.rmtree(place, ignore_errors=True)
+            for leftover in temporary.glob("[!.]*"):
+                if leftover.name != path.name and not self.foreign_paths([self._name(path.with_name(leftover.name))]):
+                    self._note(path.with_name(leftover.name), _digest(leftover))
+                    swap(leftover, path.with_name(leftover.name))
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._root).as_posix()
@@ -221,15 +213,15 @@ class Ledger:
     def _note(self, path: Path, digest: str) -> None:
         name = self._name(path)
         before = [_digest(path)] if path.exists() else []
-        self._known[name] = [*before, *({digest} - {*before})]
-        replace_synced(self._root / LEDGER, (json.dumps(self._known, indent=1) + "\n").encode())
+        self._digests[name] = [*before, *({digest} - {*before})]
+        replace_synced(self._root / LEDGER, (json.dumps(self._digests, indent=1) + "\n").encode())
 
 
 def owning_run(path: Path) -> Path | None:
     """Return the run whose ledger or checkpoints/ directory has `path` or a parent of it, or None."""
     path = path.parent.resolve() / path.name
     runs = (folder for folder in path.parents if any((folder / name).is_file() for name in (LOCK_FILE, *RUN_FILES[1:])))
-    written = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._known))
+    written = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._digests))
     return next((run for run, name in written if run / name in (path, *path.parents)), None)
 
 
@@ -242,9 +234,9 @@ def rename_aside(path: Path) -> Path:
     return aside
 
 
-def _head_digest(path: Path, as_in: str = "") -> str:
-    """Return length and digest of a file's beginning, of the length that the entry `as_in` has."""
-    length = as_in.partition("+")[0]
+def _head_digest(path: Path, entry: str = "") -> str:
+    """Return length and digest of a file's beginning, as many bytes as the ledger's `entry` covers."""
+    length = entry.partition("+")[0]
     with open(path, "rb") as file:
         head = file.read(int(length) if length.isdigit() else -1)
     return f"{len(head)}+{hashlib.sha256(head).hexdigest()[:16]}"
@@ -254,8 +246,8 @@ def _digest(path: Path) -> str:
     if not path.is_dir():
         return fingerprint(path)
     files = sorted(p for p in path.rglob("*") if not p.is_dir())
-    told = "".join(f"{p.relative_to(path).as_posix()} {fingerprint(p)}\n" for p in files)
-    return hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()[:16]
+    listing = "".join(f"{p.relative_to(path).as_posix()} {fingerprint(p)}\n" for p in files)
+    return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def cached_fingerprint(path: Path) -> str:

@@ -33,8 +33,8 @@ def require_package(package: str, how: str, distribution: str = "") -> Iterator[
         raise broken_package(title, _broken_packages[package])
     try:
         yield
-        if left := _namespace_problem(getattr(sys.modules.get(package), "__spec__", None)):
-            raise ImportError(left)
+        if problem := _namespace_problem(getattr(sys.modules.get(package), "__spec__", None)):
+            raise ImportError(problem)
     except ModuleNotFoundError as error:
         if error.name == package:
             raise Absent(f"{title} is not installed: {how}") from None
@@ -64,18 +64,18 @@ def _namespace_problem(spec: ModuleSpec | None) -> str:
 @contextlib.contextmanager
 def block_exit() -> Iterator[None]:
     """Make os._exit raise SystemExit in this process, so that an imported module cannot end toyexp silently."""
-    leave, process = os._exit, os.getpid()
+    real_exit, process = os._exit, os.getpid()
 
-    def refuse(status: int) -> NoReturn:
+    def raise_exit(status: int) -> NoReturn:
         if os.getpid() != process:
-            leave(status)
+            real_exit(status)
         raise SystemExit(f"os._exit({status}) would end toyexp")
 
-    os._exit = refuse
+    os._exit = raise_exit
     try:
         yield
     finally:
-        os._exit = leave
+        os._exit = real_exit
 
 
 def explain_import_error(error: BaseException) -> str:
@@ -94,13 +94,13 @@ def explain_import_error(error: BaseException) -> str:
 
 
 def error_location(error: BaseException, of_plugins: bool = False) -> str:
-    """Return " (FILE, line N)" of the last frame outside toyexp and the standard library.
+    """Return " (FILE, line N)" of the last frame outside toyexp and Python; without one, of the last frame.
 
-    If there is no such frame, return the last of all, or "" if `of_plugins`.
+    With `of_plugins`, return "" instead of a frame in toyexp or Python.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
-    known = {"toyexp", *sys.stdlib_module_names}
-    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in known]
+    ours = {"toyexp", *sys.stdlib_module_names}
+    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in ours]
     places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
     return places[-1] if outside or (places and not of_plugins) else ""
 
@@ -140,13 +140,13 @@ def broken_requirement(error: BaseException) -> Broken | None:
         frame, trace = trace.tb_frame, trace.tb_next
         if frame.f_code.co_name == "<module>":
             imported.append(str(frame.f_globals.get("__name__")).partition(".")[0])
-    found = None
+    distribution = None
     if imported:
         from importlib.metadata import entry_points, packages_distributions  # deferred: scanning all packages is slow
 
         plugins = {entry.value.partition(".")[0] for entry in entry_points(group="toyexp")} | {"toyexp"}
-        known = packages_distributions()
-        found = next((known[name][0] for name in reversed(imported) if name in known and name not in plugins), None)
-    if found is None and isinstance(error, ModuleNotFoundError) and error.name:
+        owners = packages_distributions()
+        distribution = next((owners[n][0] for n in reversed(imported) if n in owners and n not in plugins), None)
+    if distribution is None and isinstance(error, ModuleNotFoundError) and error.name:
         return Broken(f"the Python package {error.name.partition('.')[0]} is not installed")
-    return broken_package(found, explain_import_error(error)) if found else None
+    return broken_package(distribution, explain_import_error(error)) if distribution else None

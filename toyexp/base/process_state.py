@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 
-LIBRARY_VARIABLES = (
-    "GOMP_SPINCOUNT",
-    "NVIDIA_TF32_OVERRIDE",
-    "CUBLAS_WORKSPACE_CONFIG",
-)  # read once, when the library loads
+# Libraries read these only once, when they load.
+LIBRARY_VARIABLES = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 
 
 @contextlib.contextmanager
@@ -25,7 +22,7 @@ def restore_process_state() -> Iterator[None]:
     """Restore random state, environment, working directory, logging and module search path on exit."""
     torch: Any = sys.modules.get("torch")  # only if a plugin loaded it
     seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
-    environment, here, path = dict(os.environ), Path.cwd(), list(sys.path)
+    environment, directory, path = dict(os.environ), Path.cwd(), list(sys.path)
     loggers = [
         (logger, logger.handlers[:], logger.level) for logger in (logging.getLogger(), logging.getLogger("toyexp"))
     ]
@@ -40,9 +37,9 @@ def restore_process_state() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys() - set(LIBRARY_VARIABLES):
             del os.environ[name]
         os.environ.update(environment)
-        os.chdir(here)
-        for place in [place for place in sys.path if place not in path]:
-            sys.path.remove(place)
+        os.chdir(directory)
+        for entry in [entry for entry in sys.path if entry not in path]:
+            sys.path.remove(entry)
         for logger, handlers, level in loggers:
             logger.setLevel(level)
             for handler in [h for h in logger.handlers if h not in handlers]:
@@ -54,9 +51,9 @@ def restore_process_state() -> Iterator[None]:
 def use_torch_defaults(torch: Any) -> Iterator[None]:
     """Compute under PyTorch's default settings, and restore the caller's settings on exit."""
     with contextlib.ExitStack() as entered:
-        plain = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda", "mps")]
-        plain += [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []
-        for context in (torch.inference_mode(False), torch.enable_grad(), *plain):
+        contexts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda", "mps")]
+        contexts += [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []
+        for context in (torch.inference_mode(False), torch.enable_grad(), *contexts):
             entered.enter_context(context)
         entered.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)

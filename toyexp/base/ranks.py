@@ -25,29 +25,29 @@ class Ranks:
 
 def started_ranks() -> Ranks:
     """Return this process's rank, or rank 0 of 1 unless all variables are set. Raise UserError for invalid values."""
-    told = {name: os.environ.get(name, "") for name in RANK_VARIABLES}
-    if not all(told.values()):
+    values = {name: os.environ.get(name, "") for name in RANK_VARIABLES}
+    if not all(values.values()):
         return Ranks(0, 1)
-    count = told["WORLD_SIZE"]
-    if not is_integer(count, 1, MAX_INT) or not is_integer(told["RANK"], 0, int(count) - 1):
-        asked = f"RANK={printable(told['RANK'])}, WORLD_SIZE={printable(count)}"
-        raise UserError(f"{asked}: RANK must be a whole number from 0 to WORLD_SIZE - 1")
-    if not is_integer(told["MASTER_PORT"], 1, MAX_PORT):
-        raise UserError(f"MASTER_PORT={printable(told['MASTER_PORT'])}: must be a port from 1 to {MAX_PORT}")
-    return Ranks(int(told["RANK"]), int(count))
+    count = values["WORLD_SIZE"]
+    if not is_integer(count, 1, MAX_INT) or not is_integer(values["RANK"], 0, int(count) - 1):
+        setting = f"RANK={printable(values['RANK'])}, WORLD_SIZE={printable(count)}"
+        raise UserError(f"{setting}: RANK must be a whole number from 0 to WORLD_SIZE - 1")
+    if not is_integer(values["MASTER_PORT"], 1, MAX_PORT):
+        raise UserError(f"MASTER_PORT={printable(values['MASTER_PORT'])}: must be a port from 1 to {MAX_PORT}")
+    return Ranks(int(values["RANK"]), int(count))
 
 
 def rank_warnings() -> list[str]:
     """Return a warning if the environment names several processes that will not train together."""
     if started_ranks().count > 1:
         return []
-    told = {name: value for name in RANK_VARIABLES if (value := os.environ.get(name, ""))}
-    alone = {"RANK": "0", "WORLD_SIZE": "1"}
-    asked = [f"{name}={printable(told[name])}" for name in alone if told.get(name, alone[name]) != alone[name]]
-    missing = [name for name in RANK_VARIABLES if name not in told]
-    if asked and missing:
-        one_of = f"a rank has {', '.join(RANK_VARIABLES[:-1])} and {RANK_VARIABLES[-1]}, as torchrun sets them"
-        return [f"{', '.join(asked)}: {one_of}; {', '.join(missing)} is not set, so this process trains alone"]
+    values = {name: value for name in RANK_VARIABLES if (value := os.environ.get(name, ""))}
+    usual = {"RANK": "0", "WORLD_SIZE": "1"}
+    changed = [f"{name}={printable(values[name])}" for name in usual if values.get(name, usual[name]) != usual[name]]
+    missing = [name for name in RANK_VARIABLES if name not in values]
+    if changed and missing:
+        rule = f"a rank has {', '.join(RANK_VARIABLES[:-1])} and {RANK_VARIABLES[-1]}, as torchrun sets them"
+        return [f"{', '.join(changed)}: {rule}; {', '.join(missing)} is not set, so this process trains alone"]
     name = next(filter(os.environ.get, TASK_VARIABLES), None)
     if name is None or not is_integer(count := os.environ[name], 2, MAX_INT):
         return []

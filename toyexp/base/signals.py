@@ -25,12 +25,12 @@ USR1_VARIABLE = "TOYEXP_SIGUSR1"  # environment variable for a cluster's warning
 
 def ending_signals() -> list[signal.Signals]:
     """Return the signals that end a run; not SIGHUP under `nohup`. Raise UserError for a bad TOYEXP_SIGUSR1."""
-    asked = os.environ.get(USR1_VARIABLE) or "save"
-    if asked not in ("save", "end"):
-        raise UserError(f"{USR1_VARIABLE}={printable(asked)}: must be save or end")
+    action = os.environ.get(USR1_VARIABLE) or "save"
+    if action not in ("save", "end"):
+        raise UserError(f"{USR1_VARIABLE}={printable(action)}: must be save or end")
     numbers = [signal.SIGINT, signal.SIGTERM]
     numbers += [SIGHUP] if SIGHUP and signal.getsignal(SIGHUP) != signal.SIG_IGN else []
-    return numbers + ([SIGUSR1] if SIGUSR1 and asked == "end" else [])
+    return numbers + ([SIGUSR1] if SIGUSR1 and action == "end" else [])
 
 
 _sweep_is_gone = threading.Event()
@@ -92,8 +92,8 @@ class Signals:
 
     def take_save_request(self) -> bool:
         """Return True if a save was requested since the last call."""
-        asked, self.is_save_requested = self.is_save_requested, False
-        return asked
+        is_requested, self.is_save_requested = self.is_save_requested, False
+        return is_requested
 
     def defer_to_step_end(self) -> None:
         """Only record further signals; the training loop acts on them after each step."""
@@ -117,10 +117,10 @@ class Signals:
 @contextlib.contextmanager
 def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
     """Install signal handlers and restore the old ones; yield False, changing nothing, outside the main thread."""
-    ours = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items() if ours}
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main}
     try:
-        yield ours
+        yield is_main
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -170,8 +170,8 @@ def catch_signals(signals: Signals | None = None) -> Iterator[Signals]:
 @contextlib.contextmanager
 def protect_imports() -> Iterator[None]:
     """Delay Ctrl-C until an import is over, if SIGINT has Python's default handler."""
-    python = signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    with handle_signals({signal.SIGINT: Signals().handle} if python else {}):
+    is_default = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    with handle_signals({signal.SIGINT: Signals().handle} if is_default else {}):
         yield
 
 

@@ -20,15 +20,15 @@ def drop_columns(rows: Sequence[Sequence[str]], expendable: Sequence[str]) -> tu
 
     The first row has the heads. Columns of `expendable` are dropped in that order.
     """
-    table, gone = [list(row) for row in rows], []
+    table, dropped = [list(row) for row in rows], []
     for head in expendable:
         if fits_terminal(table):
             break
         if head in table[0]:
-            place = table[0].index(head)
-            table = [[*row[:place], *row[place + 1 :]] for row in table]
-            gone.append(head)
-    return table, gone
+            column = table[0].index(head)
+            table = [[*row[:column], *row[column + 1 :]] for row in table]
+            dropped.append(head)
+    return table, dropped
 
 
 def fits_terminal(rows: Sequence[Sequence[str]]) -> bool:
@@ -39,7 +39,7 @@ def fits_terminal(rows: Sequence[Sequence[str]]) -> bool:
 
 def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
     """Return rows as aligned lines; columns with the heads `right` are right-aligned."""
-    return align_columns(rows, right={place for place, head in enumerate(rows[0]) if head in right})
+    return align_columns(rows, right={column for column, head in enumerate(rows[0]) if head in right})
 
 
 def wrap_lines(lines: Sequence[str]) -> list[str]:

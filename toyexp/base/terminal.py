@@ -23,14 +23,14 @@ _silence_depth = 0  # nesting depth of `silence`
 
 
 @contextlib.contextmanager
-def silence(wanted: bool = True) -> Iterator[None]:
-    """Suppress lines, status and progress bars inside this context, if `wanted`; errors are raised as usual."""
+def silence(enabled: bool = True) -> Iterator[None]:
+    """Suppress lines, status and progress bars inside this context if `enabled`; errors are raised as usual."""
     global _silence_depth
-    _silence_depth += wanted
+    _silence_depth += enabled
     try:
         yield
     finally:
-        _silence_depth -= wanted
+        _silence_depth -= enabled
 
 
 def is_silent() -> bool:

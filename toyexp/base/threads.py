@@ -14,17 +14,15 @@ _WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # if the user set one o
 
 MAX_THREADS = 512  # ggml's limit; too many OpenMP threads end the process
 
-CORES_VARIABLE = (
-    "TOYEXP_CORES"  # environment variable: number of cores that this process may use; parallel jobs share them
-)
+CORES_VARIABLE = "TOYEXP_CORES"  # environment variable: number of cores for this process; parallel jobs share them
 
 
 def available_cores() -> int:
     """Return the number of cores to use: TOYEXP_CORES, or all. Raise UserError if it is no whole number."""
-    given = os.environ.get(CORES_VARIABLE, "")
-    if given and not is_integer(given, 0, MAX_INT):
-        raise UserError(f"{CORES_VARIABLE}={given}: must be a number of cores from 1; 0 or unset uses all")
-    return min(int(given or 0) or MAX_INT, machine_cores())
+    text = os.environ.get(CORES_VARIABLE, "")
+    if text and not is_integer(text, 0, MAX_INT):
+        raise UserError(f"{CORES_VARIABLE}={text}: must be a number of cores from 1; 0 or unset uses all")
+    return min(int(text or 0) or MAX_INT, machine_cores())
 
 
 def machine_cores() -> int:
@@ -38,9 +36,8 @@ def machine_cores() -> int:
 def core_variables(count: int) -> dict[str, str]:
     """Return the environment variables that limit a process and its libraries to `count` cores; 0 sets none."""
     libraries = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
-    return (
-        {CORES_VARIABLE: str(count), **{name: os.environ.get(name, str(count)) for name in libraries}} if count else {}
-    )
+    variables = {CORES_VARIABLE: str(count), **{name: os.environ.get(name, str(count)) for name in libraries}}
+    return variables if count else {}
 
 
 def reduce_spinning() -> None:
@@ -75,7 +72,7 @@ def count_busy() -> int:
 
 
 def _count_busy_now() -> int:
-    """Return the number of other running processes; 0 if the system does not tell."""
+    """Return the number of other running processes; 0 if unknown."""
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     except (OSError, IndexError, ValueError):

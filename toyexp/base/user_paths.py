@@ -40,14 +40,14 @@ def expand_path(value: Any) -> Any:
 
 
 def _expand_user(path: str) -> str:
-    return os.path.expanduser(path)  # noqa: PTH111 - Path.expanduser() raises for a user there is none of
+    return os.path.expanduser(path)  # noqa: PTH111 - Path.expanduser() raises for an unknown user
 
 
 def cache_dir() -> Path | None:
     """Return $TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None for a user without a home."""
-    own, shared = os.environ.get("TOYEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own or shared:
-        return Path(own) if own else Path(shared or "", "toyexp")
+    toyexp_cache, user_cache = os.environ.get("TOYEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if toyexp_cache or user_cache:
+        return Path(toyexp_cache) if toyexp_cache else Path(user_cache or "", "toyexp")
     try:
         return Path.home() / ".cache" / "toyexp"
     except RuntimeError:
@@ -59,12 +59,12 @@ def is_private(path: Path) -> bool:
     if getattr(os, "getuid", None) is None:
         return False
     try:
-        there = path.resolve(strict=True)
-        return all(_is_entry_private(part.lstat()) for part in (there, *there.parents))
+        resolved = path.resolve(strict=True)
+        return all(_is_entry_private(part.lstat()) for part in (resolved, *resolved.parents))
     except (OSError, RuntimeError):
         return False
 
 
 def _is_entry_private(status: os.stat_result) -> bool:
-    shared = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    return status.st_uid in (os.getuid(), 0) and (bool(shared) or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    return status.st_uid in (os.getuid(), 0) and (bool(is_sticky) or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

@@ -30,17 +30,17 @@ def require_positive(key: str, value: float) -> None:
 
 def require_choice(place: str, part: object, **words: Collection[str]) -> None:
     """Raise UserError unless each named setting of `part` is one of its allowed words; `place` prefixes the key."""
-    for name, known in words.items():
-        if (given := getattr(part, name)) not in known:
-            raise UserError(f"{place}.{name}={given}: {suggest(given, known)}")
+    for name, allowed in words.items():
+        if (value := getattr(part, name)) not in allowed:
+            raise UserError(f"{place}.{name}={value}: {suggest(value, allowed)}")
 
 
 def require_range(place: str, part: object, **bounds: str) -> None:
     """Raise UserError for a setting outside its interval, such as `[1,inf)` or `(0,1]`; None is always allowed."""
     for name, bound in bounds.items():
-        holds, words = _interval(bound)
-        if (given := getattr(part, name)) is not None and not holds(given):
-            raise UserError(f"{place}.{name}={given}: must be {words}")
+        contains, words = _interval(bound)
+        if (value := getattr(part, name)) is not None and not contains(value):
+            raise UserError(f"{place}.{name}={value}: must be {words}")
 
 
 @functools.cache

@@ -25,17 +25,17 @@ from toyexp.base.files import KINDS
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path; on success, flush it and rename it to `path`, else remove it."""
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    place = folder / path.name
+    temporary = folder / path.name
     try:
         make_empty_directory(folder)
-        yield place
-        if place.is_dir():
-            sync_directory(place)
-            swap(place, path)
+        yield temporary
+        if temporary.is_dir():
+            sync_directory(temporary)
+            swap(temporary, path)
         else:
-            with open(place, "rb+") as file:  # Windows only flushes files opened for writing
+            with open(temporary, "rb+") as file:  # Windows only flushes files opened for writing
                 os.fsync(file.fileno())
-            place.replace(path)
+            temporary.replace(path)
         sync_directory(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,20 +67,20 @@ def unwritable_reason(path: Path) -> str | None:
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             Path(f"{path}.{os.getpid()}.tmp").lstat()  # fails for too long a name or a loop of links
-        there = next(folder for folder in path.absolute().parents if folder.exists())
+        parent = next(folder for folder in path.absolute().parents if folder.exists())
     except OSError as error:
         return error.strerror
-    if not there.is_dir():
+    if not parent.is_dir():
         return os.strerror(errno.ENOTDIR)
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{os.strerror(errno.EACCES)}: {there}"
+    return None if os.access(parent, os.W_OK | os.X_OK) else f"{os.strerror(errno.EACCES)}: {parent}"
 
 
-def require_writable(asked: str, path: Path) -> None:
-    """Raise UserError unless a file can be created at `path`; `asked` is what the user typed."""
+def require_writable(subject: str, path: Path) -> None:
+    """Raise UserError unless a file can be created at `path`; its message starts with `subject`."""
     if not path.parent.is_dir():
-        raise UserError(f"{asked}: there is no directory {path.parent}")
+        raise UserError(f"{subject}: there is no directory {path.parent}")
     if why := unwritable_reason(path):
-        raise UserError(f"{asked}: cannot be written ({why}); choose another path")
+        raise UserError(f"{subject}: cannot be written ({why}); choose another path")
 
 
 def swap(new: Path, path: Path) -> None:
@@ -99,16 +99,13 @@ def swap(new: Path, path: Path) -> None:
 
 
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
-    """Raise UserError if `path` is a link or of another kind; a file that `grows` must have no hard links.
-
-    A missing path is allowed.
-    """
+    """Raise UserError if `path` exists and is a link or not of `kind`; a file that `grows` must have no hard links."""
     try:
         status = path.lstat()
     except FileNotFoundError:
         return
-    if (found := stat.S_IFMT(status.st_mode)) != kind:
-        what = f"it is {KINDS.get(found, 'something else')}, not {KINDS[kind]}"
+    if (actual := stat.S_IFMT(status.st_mode)) != kind:
+        what = f"it is {KINDS.get(actual, 'something else')}, not {KINDS[kind]}"
     elif grows and stat.S_ISREG(kind) and status.st_nlink > 1:
         what = "it has a hard link, and writing would change that file too"
     else:
@@ -152,13 +149,13 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def replace_synced(path: Path, content: bytes) -> None:
     """Replace a small file atomically; unlike `write_atomically`, do not flush its directory entry."""
-    place = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        place.unlink(missing_ok=True)
-        write_synced(place, content)
-        place.replace(path)
+        temporary.unlink(missing_ok=True)
+        write_synced(temporary, content)
+        temporary.replace(path)
     finally:
-        place.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:

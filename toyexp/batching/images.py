@@ -46,9 +46,9 @@ class ImageDataset(Dataset):
         self.train = images[~held_out], labels[~held_out].astype(np.int32)
         self.held_out = images[held_out], labels[held_out].astype(np.int32)
         channels = self.image_shape[-1]
-        trained = self.train[0] if len(self.train[0]) else images  # an evaluation may hold out all
+        training = self.train[0] if len(self.train[0]) else images  # an evaluation may hold out all
         halves = np.full(channels, 0.5)
-        self.mean, self.std = mean_and_std(trained) if normalise == "train" else (halves, halves)
+        self.mean, self.std = mean_and_std(training) if normalise == "train" else (halves, halves)
         self._augment, self._eval_images, self._left_out, self._remarks = augment, eval_images, left_out, remarks
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
@@ -81,28 +81,29 @@ class ImageDataset(Dataset):
         mean, std = ([float(x) for x in values] for values in (self.mean, self.std))
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
-    def match_preprocessing(self, written: Mapping[str, Any]) -> None:
+    def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
         """Take pixel mean, std and class numbers from the model's file; raise UserError for an unknown class."""
         for name in ("image_mean", "image_std"):
-            ours = self.gguf_metadata()[name]
-            theirs = _numbers(name, written.get(name, ours))
-            if theirs.shape == np.shape(ours) and not np.allclose(theirs, ours, rtol=1e-6):  # the file stores float32
-                setattr(self, name.removeprefix("image_"), theirs)
-        known = written.get("classes", list(self.classes))
-        if not isinstance(known, list):
-            raise UserError(f"its classes are {printable(str(known))}, expected a list of names")
-        unknown = [name for name in self.classes if name not in known]
-        if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(known):
+            value = self.gguf_metadata()[name]
+            stored = _numbers(name, metadata.get(name, value))
+            is_equal = stored.shape != np.shape(value) or np.allclose(stored, value, rtol=1e-6)  # stored as float32
+            if not is_equal:
+                setattr(self, name.removeprefix("image_"), stored)
+        model_classes = metadata.get("classes", list(self.classes))
+        if not isinstance(model_classes, list):
+            raise UserError(f"its classes are {printable(str(model_classes))}, expected a list of names")
+        unknown = [name for name in self.classes if name not in model_classes]
+        if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(model_classes):
             return  # numbered classes, with the model's numbers
         if unknown:
-            names = printable(", ".join(known))
+            names = printable(", ".join(model_classes))
             raise UserError(
                 f"the data has the class {printable(unknown[0])}, but the model knows {names}; "
                 "to train a new output layer for them: recipe=full recipe.new_head=true"
             )
-        numbers = np.array([known.index(name) for name in self.classes], np.int32)
+        numbers = np.array([model_classes.index(name) for name in self.classes], np.int32)
         self.train, self.held_out = ((images, numbers[labels]) for images, labels in (self.train, self.held_out))
-        self.classes, self.vocab = tuple(known), len(known)
+        self.classes, self.vocab = tuple(model_classes), len(model_classes)
 
     def batches(self, context: int, rows: int, seed: int) -> ImageBatches:
         """Return batches of `rows` images; `context` has no effect."""
@@ -132,7 +133,7 @@ class ImageBatches(Batches):
         self.rows_per_epoch = len(self._train[1])
         self._factor = (1 / (255 * dataset.std)).astype(np.float32)
         self._offset = (dataset.mean / dataset.std).astype(np.float32)
-        self._drawn = lru_cache(maxsize=2)(self._draw)
+        self._epoch_draws = lru_cache(maxsize=2)(self._draw)
         self.inputs = {
             "images": InputSpec(dataset.image_shape, "float32"),
             "targets": InputSpec((), "int32", below=dataset.vocab),
@@ -148,29 +149,28 @@ class ImageBatches(Batches):
     def batch(self, k: int) -> Batch:
         """Return training batch `k`: images [rows, height, width, channels], targets [rows], weights [rows]."""
         images, labels = self._train
-        chosen, words = [], []
+        selected, words = [], []
         for number in range(k * self._rows, (k + 1) * self._rows):
-            epoch, place = divmod(number, len(labels))
-            order, bits = self._drawn(epoch)
-            chosen.append(order[place])
-            words.append(int(bits[place]))
-        picked = images[chosen]
+            epoch, index = divmod(number, len(labels))
+            order, bits = self._epoch_draws(epoch)
+            selected.append(order[index])
+            words.append(int(bits[index]))
+        picked = images[selected]
         if self._flip or self._shift:
-            picked = np.stack(
-                [augment_image(i, w, self._flip, self._shift) for i, w in zip(picked, words, strict=True)]
-            )
-        return self._batch(picked, labels[chosen])
+            pairs = zip(picked, words, strict=True)
+            picked = np.stack([augment_image(image, bits, self._flip, self._shift) for image, bits in pairs])
+        return self._batch(picked, labels[selected])
 
     def held_out(self) -> Sequence[Batch]:
         """Return at most `eval_images` images, evenly spread; padding rows of the last batch have weight 0."""
         images, labels = self._held_out
-        wanted = min(len(labels), self._eval_images)
-        chosen = np.arange(wanted) * len(labels) // wanted
+        count = min(len(labels), self._eval_images)
+        chosen = np.arange(count) * len(labels) // count
         batches = []
-        for first in range(0, wanted, self._rows):
+        for first in range(0, count, self._rows):
             part = chosen[first : first + self._rows]
-            filled = np.resize(part, self._rows)  # repeated rows fill the shape, with weight 0
-            batch = self._batch(images[filled], labels[filled])
+            padded = np.resize(part, self._rows)  # repeated rows fill the shape, with weight 0
+            batch = self._batch(images[padded], labels[padded])
             batch["weights"][len(part) :] = 0
             batches.append(batch)
         return batches
@@ -202,13 +202,10 @@ def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation of each channel of 8-bit images, as pixels from 0 to 1.
-
-    They are exact, computed from counts of each pixel value.
-    """
+    """Return the exact mean and standard deviation of each channel of 8-bit images, as pixels from 0 to 1."""
     values = np.arange(256) / 255
     means, deviations = [], []
-    for channel in range(images.shape[-1]):
+    for channel in range(images.shape[-1]):  # from counts of each pixel value
         share = sum(np.bincount(image[..., channel].ravel(), minlength=256) for image in images) / images[..., 0].size
         mean = float((share * values).sum())
         means.append(mean)

@@ -76,18 +76,18 @@ def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
     """Return a note if images of these sizes were cropped and scaled."""
     if sizes <= {(size, size)}:
         return []
-    ends = dict.fromkeys((min(sizes), max(sizes)))
-    told = "sizes such as " * (len(sizes) > 2) + " and ".join(f"{width} x {height}" for width, height in ends)
-    return [f"images of {told} pixels are cropped to their centred square and scaled to {size} x {size}"]
+    extremes = dict.fromkeys((min(sizes), max(sizes)))
+    examples = "sizes such as " * (len(sizes) > 2) + " and ".join(f"{width} x {height}" for width, height in extremes)
+    return [f"images of {examples} pixels are cropped to their centred square and scaled to {size} x {size}"]
 
 
 def iter_files(folder: Path) -> Iterator[Path]:
     """Yield all files below a directory that are not hidden, which excludes operating system files."""
-    inside = (f for f in folder.rglob("*") if not f.is_dir())
-    return (f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+    files = (f for f in folder.rglob("*") if not f.is_dir())
+    return (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
 def iter_images(folder: Path) -> Iterator[Path]:
     """Yield files below a directory with an image suffix, including broken links."""
-    named = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-    return (f for f in named if f.is_file() or dangling_link(f))
+    files = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+    return (f for f in files if f.is_file() or dangling_link(f))

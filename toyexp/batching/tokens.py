@@ -25,17 +25,16 @@ class TokenDataset(Dataset):
 
     def __init__(
         self,
-        train: np.ndarray,
+        train: np.ndarray,  # of any integer type, possibly memory-mapped
         held_out: np.ndarray,
         tokenizer: Tokenizer | None,
         vocab: int,
         eval_batches: int,
         facts: Mapping[str, Any],
-        digest: str | None = None,
+        digest: str | None = None,  # SHA-256 of both arrays as int32, if known
         left_out: Sequence[str] = (),
         remarks: Sequence[str] = (),
     ):
-        """Take two arrays of any integer type, possibly mapped; `digest` is the SHA-256 of both as int32, if known."""
         for part, ids in (("training", train), ("held-out", held_out)):
             if ids.dtype.kind not in "iu":
                 raise UserError(f"the ids of the data's {part} part are {ids.dtype}; they must be integers")
@@ -57,8 +56,8 @@ class TokenDataset(Dataset):
         """Return the first words of a held-out line, preferably one without an indent, as ids."""
         assert self.tokenizer is not None
         lines = self.tokenizer.decode(self.held_out[:PROMPT_TOKENS]).splitlines()
-        whole = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # first and last line may be cut off
-        line = next((line for line in whole if not line[0].isspace()), "".join(whole[:1]))
+        complete = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # first and last line may be cut off
+        line = next((line for line in complete if not line[0].isspace()), "".join(complete[:1]))
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
     def omissions(self) -> Sequence[str]:
@@ -79,7 +78,7 @@ class TokenDataset(Dataset):
 
 
 class TokenBatches(Batches):
-    """Batches in which each epoch has each window of `context` tokens once; (seed, epoch) gives offset and order."""
+    """Batches of windows of `context` tokens, each once per epoch; offset and order depend on (seed, epoch)."""
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
         self._train, self._held_out = train, held_out
@@ -110,18 +109,18 @@ class TokenBatches(Batches):
         row, end = first * self._rows, (first + count) * self._rows
         starts: list[np.ndarray] = []
         while row < end:  # a batch may span epochs, several on a tiny corpus
-            epoch, place = divmod(row, self._windows)
-            starts.append(self._order(epoch)[place : place + end - row])
+            epoch, position = divmod(row, self._windows)
+            starts.append(self._order(epoch)[position : position + end - row])
             row += len(starts[-1])
         return _windows(self._train, np.concatenate(starts), self._span)
 
     def held_out(self) -> Sequence[Batch]:
         """Return at most `eval_batches` batches, evenly spread; padding rows of the last have weight 0."""
         count = (len(self._held_out) - 1) // self._context
-        wanted = min(count, self._eval_batches * self._rows)
-        starts = np.arange(wanted) * count // wanted * self._context
+        chosen = min(count, self._eval_batches * self._rows)
+        starts = np.arange(chosen) * count // chosen * self._context
         batches = []
-        for first in range(0, wanted, self._rows):
+        for first in range(0, chosen, self._rows):
             part = starts[first : first + self._rows]
             spare = self._rows - len(part)  # repeated rows fill the shape, with weight 0
             batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
@@ -168,10 +167,10 @@ class Dropout(Batches):
 
     def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:
         shape = (rows, *self.inputs[name].shape)
-        count, hidden = math.prod(shape), round(share * 65536)  # 16 random bits per number
+        count, dropped = math.prod(shape), round(share * 65536)  # 16 random bits per number
         bits = stream(self._seed, name, k).random_raw(-(-count // 4)).astype("<u8").view("<u2")[:count]
-        scaled_up = hidden / (65536 - hidden)
-        return np.where(bits < hidden, np.float32(-1), np.float32(scaled_up)).reshape(shape)
+        scaled_up = dropped / (65536 - dropped)
+        return np.where(bits < dropped, np.float32(-1), np.float32(scaled_up)).reshape(shape)
 
     def held_out(self) -> Sequence[Batch]:
         """Return the held-out batches, without masks."""

@@ -37,8 +37,11 @@ def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
 
     A model that leaves its classes to the data has no fixed class numbers.
     """
-    metadata, own = open_gguf(str(path)).metadata, {"classes"} if model_settings(model).get("classes") == 0 else set()
-    keys = {name: f"{gguf_architecture(model)}.{name}" for name in dataset.gguf_metadata() if name not in own}
+    metadata, skipped = (
+        open_gguf(str(path)).metadata,
+        {"classes"} if model_settings(model).get("classes") == 0 else set(),
+    )
+    keys = {name: f"{gguf_architecture(model)}.{name}" for name in dataset.gguf_metadata() if name not in skipped}
     try:
         dataset.match_preprocessing({name: metadata[key] for name, key in keys.items() if key in metadata})
         model.fit(dataset)
@@ -50,14 +53,14 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
     """Return the tensors and targets of a LoRA adapter file; raise UserError if it does not fit `model`."""
     with GGUFFile(path) as file:
         alpha = check_adapter(file)
-        if file.architecture != (ours := gguf_architecture(model)):
-            raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {ours}")
+        if file.architecture != (expected := gguf_architecture(model)):
+            raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {expected}")
         linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
         adapted = [t for t in linears if any(name in file.tensors for name in lora_names(t.name))]
         ranks = [_rank(file, linear) for linear in adapted]
         names = [name for linear in adapted for name in lora_names(linear.name)]
-        if strange := file.tensors.keys() - set(names):
-            raise file.error(f"its tensor {printable(min(strange))} matches no linear of this {model.name}")
+        if unknown := file.tensors.keys() - set(names):
+            raise file.error(f"its tensor {printable(min(unknown))} matches no linear of this {model.name}")
         pairs = [PlanTensor(n, file.tensors[n].shape, FromGGUF(str(path), n), trainable=False) for n in names]
     scales = [alpha / rank if alpha else 1.0 for rank in ranks]  # as in llama.cpp
     return pairs, [LoraAdapter(linear.name, scale) for linear, scale in zip(adapted, scales, strict=True)]

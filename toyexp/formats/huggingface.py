@@ -43,9 +43,9 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
     model, tokenizer, layout = exported.model, exported.tokenizer, hf_layout(exported.model, exported.data)
     tensors: dict[str, Tensor] = {}
     for spec in model.tensors():
-        place = layout.tensors[spec.name]
-        shape = place.form(np.broadcast_to(np.float32(0), spec.shape)).shape
-        tensors[place.name] = shape, partial(_convert_tensor, exported.tensors, spec.name, place)
+        stored = layout.tensors[spec.name]
+        shape = stored.form(np.broadcast_to(np.float32(0), spec.shape)).shape
+        tensors[stored.name] = shape, partial(_convert_tensor, exported.tensors, spec.name, stored)
     for name, shape in layout.zeros.items():
         tensors[name] = shape, partial(np.zeros, shape, np.float32)
     config = {**layout.config, "torch_dtype": dtype, "transformers_version": TRANSFORMERS_VERSION}
@@ -72,9 +72,9 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.count_reordered()):
         lines.append(f"transformers may merge {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
-    lost = conversion_problem(hf_layout(model, data).conversion, tokenizer) if model.reads.text else ""
-    if lost:
-        lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {lost}")
+    problem = conversion_problem(hf_layout(model, data).conversion, tokenizer) if model.reads.text else ""
+    if problem:
+        lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {problem}")
     return lines
 
 
@@ -84,14 +84,14 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
     PEFT adds lora_alpha / r * B A to the base's linears, so the rows of B have transformers' order.
     """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    places = hf_layout(plan.model, {}).tensors
+    stored_tensors = hf_layout(plan.model, {}).tensors
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}  # by module
     for adapter in adapters:
-        place, (a, b) = places[adapter.target], (exported.tensors[name] for name in lora_names(adapter.target))
-        module = place.name.removesuffix(".weight")
+        stored, (a, b) = stored_tensors[adapter.target], (exported.tensors[name] for name in lora_names(adapter.target))
+        module = stored.name.removesuffix(".weight")
         ranks[module] = len(a)
-        for name, array in (("lora_A", a), ("lora_B", place.rows(b))):
+        for name, array in (("lora_A", a), ("lora_B", stored.rows(b))):
             tensors[f"base_model.model.{module}.{name}.weight"] = array.shape, array.copy
     rank = Counter(ranks.values()).most_common(1)[0][0]
     config = {
@@ -100,11 +100,11 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
         "base_model_name_or_path": _repository(exported) or exported.about.get("base"),
         "inference_mode": True,
         "r": rank,
-        "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
+        "rank_pattern": {module: module_rank for module, module_rank in ranks.items() if module_rank != rank},
         "lora_alpha": shared_alpha(plan),
         "lora_dropout": adapters[0].dropout,
         "target_modules": [*ranks],
-        "fan_in_fan_out": any(places[a.target].form is np.transpose for a in adapters),
+        "fan_in_fan_out": any(stored_tensors[a.target].form is np.transpose for a in adapters),
         "bias": "none",
     }
     with _directory(path) as folder:
@@ -123,9 +123,9 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
     front += [f"base_model: {repository}"] if repository else []
     what = f"{model.name} of {sum(math.prod(t.shape) for t in model.tensors()):,} parameters"
     keys = {"description": "description", "run": "run_id", "step": "step", "base": "base_model.0.name"}
-    told = {name: general.get(key) for name, key in keys.items()}
-    told |= {key: value for key, value in exported.about.items() if value is not None}
-    cells = {key: printable(str(value)).replace("|", " ") for key, value in told.items() if value is not None}
+    facts = {name: general.get(key) for name, key in keys.items()}
+    facts |= {key: value for key, value in exported.about.items() if value is not None}
+    cells = {key: printable(str(value)).replace("|", " ") for key, value in facts.items() if value is not None}
     load = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")  # this directory']
     if adapter:
         first = f'base = {auto}.from_pretrained("BASE")  # of a GGUF: toyexp export FILE.gguf --type hf --to BASE'
@@ -140,16 +140,15 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
 
 def _repository(exported: ModelExport) -> str | None:
     """Return the base's Hugging Face repository OWNER/NAME, if the base's file names one."""
-    found = HUB.fullmatch(str(exported.general.get("base_model.0.repo_url", "")))
-    return found[1] if found else None
+    match = HUB.fullmatch(str(exported.general.get("base_model.0.repo_url", "")))
+    return match[1] if match else None
 
 
-def _convert_tensor(tensors: Mapping[str, np.ndarray], name: str, place: HFTensor) -> np.ndarray:
-    return place.form(place.rows(tensors[name]))
+def _convert_tensor(tensors: Mapping[str, np.ndarray], name: str, stored: HFTensor) -> np.ndarray:
+    return stored.form(stored.rows(tensors[name]))
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the ids of begin, end and padding."""
     if tokenizer is None:
         return {}
     ends = [tokenizer.eos, *sorted(tokenizer.end_ids - {tokenizer.eos})]
@@ -183,8 +182,8 @@ def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> s
     if isinstance(tokenizer, SentencePiece):
         if conversion.prefix not in (None, tokenizer.prefix):
             return f"for this architecture it sets add_space_prefix={str(conversion.prefix).lower()}"
-        return missing_requirement(tokenizer) or conversion.lost
-    return conversion.lost
+        return missing_requirement(tokenizer) or conversion.ignored_setting
+    return conversion.ignored_setting
 
 
 # For some model_types transformers 5 only reads vocabulary and merges from tokenizer.json, and replaces the
@@ -202,15 +201,15 @@ class FromFile(PreTrainedTokenizerFast):
 '''
 
 
-def tokenizer_files(tokenizer: Tokenizer, replaced: bool) -> dict[str, bytes]:
-    """Return the tokenizer files' contents by name; `replaced`: transformers would use its own tokenizer."""
+def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]:
+    """Return the tokenizer files' contents by name; `is_replaced`: transformers would use its own tokenizer."""
     library, settings = tokenizer.to_huggingface()
     files = {"tokenizer.json": library.encode()}
     if isinstance(tokenizer, SentencePiece):
         settings |= _sentencepiece_settings(tokenizer, library)
         if not missing_requirement(tokenizer):
             files["tokenizer.model"] = sentencepiece_model(tokenizer)
-    if replaced:
+    if is_replaced:
         settings["auto_map"] = CLASS
         files["tokenization.py"] = CODE.encode()
     return files | {"tokenizer_config.json": dump_json(settings, indent=2).encode()}
@@ -219,8 +218,8 @@ def tokenizer_files(tokenizer: Tokenizer, replaced: bool) -> dict[str, bytes]:
 def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
     """Return the settings that llama.cpp's converter only reads from tokenizer_config.json."""
     added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
-    found = {i: token for i, token in added.items() if not token["special"]}
-    settings: dict[str, Any] = {"added_tokens_decoder": found} if found else {}
+    not_special = {i: token for i, token in added.items() if not token["special"]}
+    settings: dict[str, Any] = {"added_tokens_decoder": not_special} if not_special else {}
     if tokenizer.unknown is not None:
         settings["unk_token"] = tokenizer.pieces[tokenizer.unknown]
     return settings | {"add_prefix_space": tokenizer.prefix}

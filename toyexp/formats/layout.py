@@ -41,7 +41,7 @@ class Conversion:
 
     kinds: tuple[str, ...] = ("bpe", "spm")  # supported kinds of tokenizers
     prefix: bool | None = True  # its add_space_prefix for SentencePiece; None: read from the file
-    lost: str = ""  # a setting of this model that it ignores, if any
+    ignored_setting: str = ""  # a setting of this model that it ignores, if any
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ class Layout:
 
     config: Mapping[str, Any]
     tensors: Mapping[str, HFTensor]  # by GGUF name
-    zeros: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # by transformers name: shapes of biases that the model lacks
+    zeros: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of biases that only transformers has
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further JSON files
     tokenizer_replaced: bool = False  # transformers 5 forces its own tokenizer for this model_type
     conversion: Conversion = field(default_factory=Conversion)  # support by llama.cpp's converter

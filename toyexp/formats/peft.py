@@ -39,28 +39,27 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
     config = _config(folder / CONFIG)
     alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
     ranks = [_number(folder, config, "r", 8), *(patterns.values() if isinstance(patterns, dict) else ())]
-    targets = {place.name.removesuffix(".weight"): (name, place) for name, place in _places(folder, model).items()}
+    targets = {stored.name.removesuffix(".weight"): (name, stored) for name, stored in _places(folder, model).items()}
     file = _tensors(folder)
     pairs: dict[str, np.ndarray] = {}
-    for theirs in file.tensors:
-        found = TENSOR.fullmatch(theirs)
-        if found is None or found["module"] not in targets:
-            raise file.error(f"its tensor {printable(theirs)} matches no linear of this {model.name}")
-        ours, place = targets[found["module"]]
-        array, (a, b) = file.read(theirs), lora_names(ours)
+    for stored_name in file.tensors:
+        match = TENSOR.fullmatch(stored_name)
+        if match is None or match["module"] not in targets:
+            raise file.error(f"its tensor {printable(stored_name)} matches no linear of this {model.name}")
+        target, stored = targets[match["module"]]
+        array, (a, b) = file.read(stored_name), lora_names(target)
         if array.ndim != 2:
-            raise file.error(f"{printable(theirs)} has the shape {list(array.shape)}, expected a matrix")
-        if (rank := array.shape[found["part"] == "B"]) not in ranks:
-            raise file.error(f"{printable(theirs)} has rank {rank}; {CONFIG} has r={config.get('r', 8)}")
-        if found["part"] == "A":
+            raise file.error(f"{printable(stored_name)} has the shape {list(array.shape)}, expected a matrix")
+        if (rank := array.shape[match["part"] == "B"]) not in ranks:
+            raise file.error(f"{printable(stored_name)} has rank {rank}; {CONFIG} has r={config.get('r', 8)}")
+        if match["part"] == "A":
             pairs[a] = array
         else:
-            pairs[b] = _reorder_rows(array, place) * np.float32(
-                _relative_scale(config, found["module"], array, alpha, folder)
-            )
+            scale = _relative_scale(config, match["module"], array, alpha, folder)
+            pairs[b] = _reorder_rows(array, stored) * np.float32(scale)
     if not pairs:
         raise file.error("holds no tensors")
-    return alpha, pairs, {key: str(told) for key in ORIGIN_KEYS if (told := file.metadata.get(f"general.{key}"))}
+    return alpha, pairs, {key: str(value) for key in ORIGIN_KEYS if (value := file.metadata.get(f"general.{key}"))}
 
 
 def _config(path: Path) -> Mapping[str, Any]:
@@ -68,18 +67,20 @@ def _config(path: Path) -> Mapping[str, Any]:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise UserError(f"{path}: has peft_type={printable(str(kind))}; only LORA is supported")
-    more = [f"{key}={printable(str(config[key]))}" for key in UNSUPPORTED_KEYS if config.get(key)]
+    extras = [f"{key}={printable(str(config[key]))}" for key in UNSUPPORTED_KEYS if config.get(key)]
     if config.get("bias", "none") != "none":
-        more.append(f"bias={printable(str(config['bias']))}")
+        extras.append(f"bias={printable(str(config['bias']))}")
     if str(config.get("init_lora_weights", "")).lower().startswith(CHANGES_BASE):
-        more.append(f"init_lora_weights={printable(str(config['init_lora_weights']))}")
-    if more:
-        raise UserError(f"{path}: {more[0]} is not supported, only plain LoRA on linears; merge the adapter with PEFT")
+        extras.append(f"init_lora_weights={printable(str(config['init_lora_weights']))}")
+    if extras:
+        raise UserError(
+            f"{path}: {extras[0]} is not supported, only plain LoRA on linears; merge the adapter with PEFT"
+        )
     return config
 
 
-def _number(folder: Path, config: Mapping[str, Any], key: str, usual: int | None = None) -> float:
-    value = config.get(key, usual)
+def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> float:
+    value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise UserError(f"{folder / CONFIG}: {key} is {printable(str(value))}, expected a number above 0")
     return float(value)
@@ -88,11 +89,11 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, usual: int | None
 def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
     """Return the transformers tensors of the model's linears; raise UserError if it is not in transformers."""
     try:
-        places = hf_layout(model, {}).tensors
+        stored = hf_layout(model, {}).tensors
     except UserError as error:
         raise UserError(f"{folder}: is a PEFT adapter, which needs a transformers model: {error}") from None
     linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
-    return {name: places[name] for name in linears}
+    return {name: stored[name] for name in linears}
 
 
 def _tensors(folder: Path) -> TensorsFile:
@@ -102,20 +103,20 @@ def _tensors(folder: Path) -> TensorsFile:
     return TensorsFile(folder / TENSORS)
 
 
-def _reorder_rows(b: np.ndarray, place: HFTensor) -> np.ndarray:
+def _reorder_rows(b: np.ndarray, stored: HFTensor) -> np.ndarray:
     """Return B with its rows in the model's order instead of transformers'."""
-    order = place.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
+    order = stored.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
     return b[np.argsort(order)]
 
 
 def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
     """Return a pair's scale relative to alpha / rank, from rsLoRA and alpha_pattern."""
-    own, patterns = alpha, config.get("alpha_pattern") or {}
+    scale, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern):  # an untrusted regular expression may never end
             what = f"alpha_pattern has {printable(pattern)}, only module names are supported"
             raise UserError(f"{folder / CONFIG}: {what}; merge it with PEFT")
         if f".{module}".endswith(f".{pattern}"):
-            own = _number(folder, patterns, pattern)
+            scale = _number(folder, patterns, pattern)
             break
-    return own / alpha * (math.sqrt(b.shape[1]) if config.get("use_rslora") else 1)
+    return scale / alpha * (math.sqrt(b.shape[1]) if config.get("use_rslora") else 1)

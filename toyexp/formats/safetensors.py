@@ -27,12 +27,12 @@ Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # shape, and a functi
 def json_object(text: Any, what: str) -> dict[str, Any]:
     """Parse a JSON object; raise UserError about `what` if the text is none."""
     try:
-        found = json.loads(text) if isinstance(text, str | bytes) else None
+        value = json.loads(text) if isinstance(text, str | bytes) else None
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise UserError(f"{what} is not a JSON object")
-    return found
+    return value
 
 
 class TensorsFile(ModelFile):
@@ -45,7 +45,7 @@ class TensorsFile(ModelFile):
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
             raise self.error(
-                f"is not a complete safetensors file: the header claims {length} bytes, the file has {size}"
+                f"is not a complete safetensors file: its header claims {length} bytes, the file has {size}"
             )
         header = json_object(self._file.read(length), f"{path}: its header")
         metadata = header.pop("__metadata__", None)
@@ -54,7 +54,7 @@ class TensorsFile(ModelFile):
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the keys that the file's metadata hold."""
+        """Return the model's keys in the file's metadata."""
         return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
@@ -100,10 +100,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, meta
     for name, (shape, _) in tensors.items():
         start, end = end, end + math.prod(shape) * TYPES[kind][1]
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
-    words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(words)) + words)
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
         for name, (_, numbers) in tensors.items():
             for piece in encode_pieces(name, iter_pieces(numbers()), kind, problems):
                 file.write(piece.data)

@@ -49,19 +49,19 @@ def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
         REMOVE_EXTRA_WHITESPACES: False,
         ESCAPE_WHITESPACES: True,
     }
-    ends = _field(TRAINER, _message(trainer)) + _field(NORMALIZER, _message(normalizer))
-    return b"".join(_field(PIECES, piece) for piece in pieces) + ends
+    settings = _field(TRAINER, _message(trainer)) + _field(NORMALIZER, _message(normalizer))
+    return b"".join(_field(PIECES, piece) for piece in pieces) + settings
 
 
 def _pieces(tokenizer: SentencePiece) -> Iterator[tuple[str, float, int]]:
     """Yield text, score and type of each token. SentencePiece allows one unknown token and no spaces in texts."""
-    taken = set(tokenizer.pieces)
+    texts = set(tokenizer.pieces)
     types = tokenizer.types.copy()
     types[types == UNKNOWN] = CONTROL
     types[tokenizer.unknown] = UNKNOWN
     for piece, score, kind in zip(tokenizer.pieces, tokenizer.scores.tolist(), types.tolist(), strict=True):
-        written = piece.replace(" ", BLANK) if kind == USER_DEFINED else piece
-        yield piece if written in taken else written, score, kind
+        text = piece.replace(" ", BLANK) if kind == USER_DEFINED else piece
+        yield piece if text in texts else text, score, kind
 
 
 def _message(fields: Mapping[int, Value]) -> bytes:

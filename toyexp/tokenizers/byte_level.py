@@ -1,7 +1,6 @@
-"""Byte, character and BPE tokenizers that toyexp makes itself; all are byte-level BPE to llama.cpp.
+"""Byte, character and BPE tokenizers that toyexp makes; all are exported as byte-level BPE.
 
-`byte` has no merges, `char` only merges bytes of the same character, and `bpe` has trained merges, so one export serves
-all.
+`byte` has no merges, `char` merges the bytes of each character, and `bpe` has trained merges.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from toyexp.base.errors import UnknownCharacter, UserError
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOL_BYTES, SYMBOLS, Tokenizer
 
-MOST_LEARNED = 1 << 20  # tokens; the library allocates memory for the number asked for
+MOST_LEARNED = 1 << 20  # largest vocabulary to train; the library allocates memory for the requested size
 
 
 class Bytes(Tokenizer):
@@ -62,11 +61,11 @@ class Characters(Tokenizer):
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
         """Return one id per character; raise UnknownCharacter for a character outside the vocabulary."""
-        found = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
-        for text, ids in zip(texts, found, strict=True):
+        encoded = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
+        for text, ids in zip(texts, encoded, strict=True):
             if (ids < 0).any():
                 raise UnknownCharacter(text[int(np.argmin(ids))], "character tokenizer")
-        return found
+        return encoded
 
     def _places(self, text: str) -> Iterator[int]:
         return iter([len(text)])
@@ -100,9 +99,8 @@ class BPE(Tokenizer):
         merges: Sequence[tuple[str, str]],
         eos: int,
         pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"],
-        unreachable: Collection[int] = (),
+        unreachable: Collection[int] = (),  # tokens that no text may produce
     ):
-        """Take pieces by id; `unreachable` are tokens that no text may produce."""
         self.pieces, self.merges, self.bos, self.eos = list(pieces), list(merges), eos, eos
         self._pre, self._unreachable = pre, unreachable
 
@@ -160,8 +158,8 @@ class BPE(Tokenizer):
     def _check(self, texts: Iterable[str]) -> None:
         for text in texts:
             if not self._missing.isdisjoint(text.encode()):
-                lost = next(c for c in text if not self._missing.isdisjoint(c.encode()))
-                raise UnknownCharacter(lost, "tokenizer")
+                character = next(c for c in text if not self._missing.isdisjoint(c.encode()))
+                raise UnknownCharacter(character, "tokenizer")
 
     def _rules(self) -> dict[str, Any]:
         rules = super()._rules()

@@ -45,8 +45,8 @@ class Rendered(NamedTuple):
 class Template:
     """Chat template in Jinja's sandbox, run in a child process with limits on time, memory and output.
 
-    A template that asks for the date (`strftime_now`) gets `now`, or else the real time; `is_dated` tells whether one
-    did. Raise UserError for an invalid template, Unavailable without jinja2.
+    A template that uses the date (`strftime_now`) gets `now`, or else the real time, and `is_dated` becomes True.
+    Raise UserError for an invalid template, Unavailable without jinja2.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
@@ -64,33 +64,33 @@ class Template:
 
     def render(self, messages: Sequence[Mapping[str, Any]], answer: bool, tools: Any = None) -> Rendered:
         """Return the messages as text; `answer` appends the start of the assistant's next message. Raise BadChat."""
-        (found,) = self.render_beginnings(messages, [(len(messages), answer)], tools)
-        if isinstance(found, BadChat):
-            raise found
-        return found
+        (rendered,) = self.render_beginnings(messages, [(len(messages), answer)], tools)
+        if isinstance(rendered, BadChat):
+            raise rendered
+        return rendered
 
     def render_beginnings(
-        self, messages: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[int, bool]], tools: Any = None
+        self, messages: Sequence[Mapping[str, Any]], beginnings: Sequence[tuple[int, bool]], tools: Any = None
     ) -> list[Rendered | BadChat]:
-        """Return the conversation's first messages as text, or the rejection, for each (count, answer) in `wanted`.
+        """Return the conversation's first messages as text, or the rejection, for each (count, answer) in `beginnings`.
 
         A message has a role and content. `tools` are JSON schemas of the tools that the assistant may call.
         """
-        reply = self._ask(messages, tools, wanted)
-        reasons = [reply.get("invalid")] * len(wanted)
+        reply = self._ask(messages, tools, beginnings)
+        reasons = [reply.get("invalid")] * len(beginnings)
         return [self._read(answer) for answer in reply.get("answers", reasons)]
 
-    def _ask(self, messages: Sequence[Mapping[str, Any]], tools: Any, wanted: Sequence[tuple[int, bool]]) -> Any:
-        told = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None, **self._names}
-        return self._renderer.ask({**self._request, "seconds": SECONDS, "told": told, "wanted": wanted})
+    def _ask(self, messages: Sequence[Mapping[str, Any]], tools: Any, beginnings: Sequence[tuple[int, bool]]) -> Any:
+        context = {"messages": [_with_reasoning(m) for m in messages], "tools": tools, "documents": None, **self._names}
+        return self._renderer.ask({**self._request, "seconds": SECONDS, "variables": context, "beginnings": beginnings})
 
     def _read(self, answer: Any) -> Rendered | BadChat:
         if isinstance(answer, str):
             return BadChat(f"the chat template {printable(answer, 150)}")
         self.is_dated |= answer["dated"]
         text = answer["text"].removeprefix(self._added)
-        less = len(answer["text"]) - len(text)
-        return Rendered(text, [(max(begin - less, 0), end - less) for begin, end in answer["marked"] if end > less])
+        lead = len(answer["text"]) - len(text)
+        return Rendered(text, [(max(begin - lead, 0), end - lead) for begin, end in answer["marked"] if end > lead])
 
 
 class _Renderer:
@@ -116,8 +116,8 @@ class _Renderer:
             code = self._end() or 0
             if code > 0:
                 require_jinja()
-            late = sys.platform != "win32" and code == -signal.SIGPROF
-            return {"invalid": f"takes more than {SECONDS:g} s" if late else f"ends its process with {code}"}
+            is_timeout = sys.platform != "win32" and code == -signal.SIGPROF
+            return {"invalid": f"takes more than {SECONDS:g} s" if is_timeout else f"ends its process with {code}"}
 
     def _start(self) -> None:
         self._end()

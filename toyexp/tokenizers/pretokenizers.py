@@ -43,14 +43,14 @@ class PreTokenizer:
 
         Candidates are ends of lines and words; each is verified on the text around it.
         """
-        for ends in (LINE_ENDS, WORD_ENDS):
-            places = [m.start() for m in ends.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
-            yield from (place for place in islice(reversed(places), TRIES) if self._words_end(text, place))
+        for pattern in (LINE_ENDS, WORD_ENDS):
+            starts = [m.start() for m in pattern.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
+            yield from (start for start in islice(reversed(starts), TRIES) if self._words_end(text, start))
 
-    def _words_end(self, text: str, place: int) -> bool:
+    def _words_end(self, text: str, position: int) -> bool:
         """Return True if the words on both sides of a position do not depend on the other side."""
-        before, behind = text[max(place - REACH, 0) : place], text[place : place + REACH]
-        return self._words(before) + self._words(behind) == self._words(before + behind)
+        before, after = text[max(position - REACH, 0) : position], text[position : position + REACH]
+        return self._words(before) + self._words(after) == self._words(before + after)
 
     def _words(self, text: str) -> list[str]:
         return [word for word, _ in self._library_object.pre_tokenize_str(text)]

@@ -32,16 +32,17 @@ class Compiled:
         environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": self._strftime_now}
         self._template = environment.from_string(text)
 
-    def render(self, asked: Mapping[str, Any], count: int, ask: bool) -> dict[str, Any]:
+    def render(self, request: Mapping[str, Any], count: int, prompted: bool) -> dict[str, Any]:
         """Return the first messages as text, the ranges of {% generation %}, and whether the date was used."""
-        self._now, self._dated, self._length, self._marked = asked["now"], False, 0, []
-        told = {**asked["told"], "messages": asked["told"]["messages"][:count], "add_generation_prompt": ask}
+        self._now, self._dated, self._length, self._marked = request["now"], False, 0, []
+        variables = {**request["variables"], "add_generation_prompt": prompted}
+        variables["messages"] = variables["messages"][:count]
         pieces: list[str] = []
-        for piece in self._template.generate(**told):
+        for piece in self._template.generate(**variables):
             pieces.append(piece)
             self._length += len(piece)
-            if self._length > asked["limit"]:
-                raise TemplateError(f"writes more than {asked['limit']} characters")
+            if self._length > request["limit"]:
+                raise TemplateError(f"writes more than {request['limit']} characters")
         return {"text": "".join(pieces), "marked": self._marked, "dated": self._dated}
 
     def _mark(self, words: str) -> None:
@@ -96,21 +97,21 @@ def _raise_template_error(message: Any) -> None:
 compile_template = lru_cache(maxsize=8)(Compiled)
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Render each requested beginning of a conversation, or say why the template rejects it."""
-    seconds = asked["seconds"]
-    template = _attempt(seconds, compile_template, asked["template"])
+    seconds = request["seconds"]
+    template = _attempt(seconds, compile_template, request["template"])
     if isinstance(template, str):
         return {"invalid": template}
-    return {"answers": [_attempt(seconds, template.render, asked, count, ask) for count, ask in asked["wanted"]]}
+    return {"answers": [_attempt(seconds, template.render, request, *beginning) for beginning in request["beginnings"]]}
 
 
-def _attempt(seconds: float, work: Callable[..., Any], *given: Any) -> Any:
+def _attempt(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of `work`, or an error message; the system kills the process after `seconds` of CPU time."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        return work(*given)
+        return work(*arguments)
     except TemplateError as reason:
         return str(reason)
     except MemoryError:

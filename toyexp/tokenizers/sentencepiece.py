@@ -23,10 +23,7 @@ TAIL = 1 << 14  # characters at the end of a text that are searched for a cut
 
 
 class SentencePiece(Tokenizer):
-    """Tokenizer that repeatedly joins the neighbours whose joined token has the highest score.
-
-    Characters that end up without a token are written in byte tokens.
-    """
+    """Tokenizer that repeatedly joins the two neighbours with the best-scored joint token; the rest is byte tokens."""
 
     kind = "spm"
 
@@ -36,24 +33,23 @@ class SentencePiece(Tokenizer):
         scores: np.ndarray,
         types: np.ndarray,
         eos: int,
-        unreachable: frozenset[int] = frozenset(),
-        prefix: bool = True,
+        unreachable: frozenset[int] = frozenset(),  # tokens that no text may produce
+        prefix: bool = True,  # add a space before each text
     ):
-        """Take pieces by id; `unreachable` tokens come from no text, and `prefix` adds a space before a text."""
         self.pieces, self.eos, self.prefix = list(pieces), eos, prefix
         self.types, self.scores, self._unreachable = types, scores, unreachable
         self._ids = {piece: i for i, piece in enumerate(self.pieces) if i not in unreachable}
         self._cost = (-scores).tolist()
         pairs = {piece[n : n + 2] for piece in self._ids for n in range(len(piece) - 1)}
         self._pairs = np.array(sorted(ord(p[0]) << 21 | ord(p[1]) for p in pairs) or [-1])
-        self._known: dict[str, list[int]] = {}
+        self._id_cache: dict[str, list[int]] = {}
 
     @property
     def unknown(self) -> int | None:
         """Id of text without a token, for a vocabulary without byte tokens; None if there is none."""
-        named = self.source.get("ggml.unknown_token_id")
-        if isinstance(named, int) and 0 <= named < self.vocab and self.types[named] in (UNKNOWN, CONTROL):
-            return named
+        declared = self.source.get("ggml.unknown_token_id")
+        if isinstance(declared, int) and 0 <= declared < self.vocab and self.types[declared] in (UNKNOWN, CONTROL):
+            return declared
         return next(iter(np.flatnonzero(self.types == UNKNOWN).tolist()), None)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
@@ -72,21 +68,21 @@ class SentencePiece(Tokenizer):
         """Return the positions in a text without spaces between two characters that no token contains."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
         pairs = codes[:-1] << 21 | codes[1:]
-        place = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
-        found: list[int] = (np.flatnonzero(self._pairs[place] != pairs) + 1).tolist()
-        return found
+        index = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
+        positions: list[int] = (np.flatnonzero(self._pairs[index] != pairs) + 1).tolist()
+        return positions
 
     def _places(self, text: str) -> Iterator[int]:
         begin = max(len(text) - TAIL, 0)
-        return (begin + place for place in reversed(self._break_points(text[begin:].replace(" ", BLANK))))
+        return (begin + position for position in reversed(self._break_points(text[begin:].replace(" ", BLANK))))
 
     def _word_ids(self, word: str) -> list[int]:
-        found = self._known.get(word)
-        if found is None:
-            if len(self._known) >= CACHED:
-                self._known.clear()
-            found = self._known[word] = [i for symbol in self._merge(word) for i in self._token(symbol)]
-        return found
+        ids = self._id_cache.get(word)
+        if ids is None:
+            if len(self._id_cache) >= CACHED:
+                self._id_cache.clear()
+            ids = self._id_cache[word] = [i for symbol in self._merge(word) for i in self._token(symbol)]
+        return ids
 
     def _merge(self, word: str) -> list[str]:
         """Return the word's symbols after all merges: highest score first, leftmost among equals."""
@@ -117,14 +113,14 @@ class SentencePiece(Tokenizer):
 
     def _token(self, symbol: str) -> list[int]:
         """Return a token's id, or the ids of its bytes."""
-        found = self._ids.get(symbol)
-        if found is not None:
-            return [found]
-        spelled = [self._ids.get(f"<0x{byte:02X}>") for byte in symbol.encode()]
-        known = [i for i in spelled if i is not None]
-        if len(known) < len(spelled):
+        token = self._ids.get(symbol)
+        if token is not None:
+            return [token]
+        byte_tokens = [self._ids.get(f"<0x{byte:02X}>") for byte in symbol.encode()]
+        present = [i for i in byte_tokens if i is not None]
+        if len(present) < len(byte_tokens):
             raise UnknownCharacter(symbol, "tokenizer")
-        return known
+        return present
 
     def _token_bytes(self, i: int) -> bytes:
         piece = self.pieces[i]
@@ -153,7 +149,7 @@ class SentencePiece(Tokenizer):
         return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
     def _splits(self, pieces: Iterable[str]) -> Iterator[tuple[float, str, str]]:
-        """Yield cost and halves of every pair of tokens or characters that joins to one of these pieces."""
+        """Yield (cost, left, right) for each way to cut one of these pieces into two tokens or characters."""
         for piece in pieces:
             for n in range(1, len(piece)):
                 if all(len(half) == 1 or half in self._ids for half in (piece[:n], piece[n:])):
@@ -169,14 +165,14 @@ class SentencePiece(Tokenizer):
         splits = list(
             self._splits(p for p, i in normal if shared[self._cost[i]] > 1 or not {p[0], p[-1]} <= ids.keys())
         )
-        found = {a + b for _, a, b in splits if a not in ids or b not in ids}
-        starting: dict[tuple[float, str], set[str]] = {}
+        reordered = {a + b for _, a, b in splits if a not in ids or b not in ids}
+        joined_by_start: dict[tuple[float, str], set[str]] = {}
         for cost, a, b in splits:
-            starting.setdefault((cost, a), set()).add(a + b)
+            joined_by_start.setdefault((cost, a), set()).add(a + b)
         for cost, a, b in splits:
-            rivals = {other for other in starting.get((cost, b), ()) if other != a + b and len({*a, *other}) > 1}
-            found |= rivals | {a + b} if rivals else rivals
-        return len(found)
+            rivals = {other for other in joined_by_start.get((cost, b), ()) if other != a + b and len({*a, *other}) > 1}
+            reordered |= rivals | {a + b} if rivals else rivals
+        return len(reordered)
 
     def _library(self) -> Any:
         """Return the closest tokenizers.Tokenizer: merges in the order of their scores.

@@ -21,9 +21,9 @@ from toyexp.base.signals import run_interruptibly
 from toyexp.base.terminal import print_error
 
 WHITE = " \t\n\v\f\r"  # what llama.cpp strips next to some special tokens
-PIECE = 1 << 15  # minimum characters of a piece; at most twice as many if the text can be cut there
+PIECE = 1 << 15  # characters of a piece: at least this many, and up to twice as many to find a cut
 BATCH = 1 << 21  # characters tokenized at once, on all cores
-LARGE = PIECE << 9  # characters of a piece so large that a warning is printed
+LARGE = PIECE << 9  # characters of a piece above which a warning is printed
 CHARACTER_MEMORY = 100  # bytes of memory per character during tokenization
 END_OF_TEXT = "<|endoftext|>"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of llama.cpp
@@ -76,17 +76,17 @@ class Tokenizer(ABC):
     @property
     def padding(self) -> int:
         """Id that pads the rows of a batch: the GGUF's padding token, or else `eos`."""
-        named = self.source.get("ggml.padding_token_id")
-        return named if isinstance(named, int) and 0 <= named < self.vocab else self.eos
+        declared = self.source.get("ggml.padding_token_id")
+        return declared if isinstance(declared, int) and 0 <= declared < self.vocab else self.eos
 
     # -- text to ids --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """Return the int32 ids of texts without special tokens; `starts`: it begins a text or follows one."""
+        """Return the int32 ids of texts without special tokens; `starts`: follows no other text."""
 
     def encode(self, text: str, special: bool = False, after: int | None = None) -> np.ndarray:
-        """Return the int32 ids of a text that follows the token `after`, or nothing.
+        """Return the int32 ids of a text that follows the token `after`, or begins a document (None).
 
         With `special`, control tokens spelled out in the text become their ids; otherwise no text produces one.
         """
@@ -95,12 +95,9 @@ class Tokenizer(ABC):
         return self.encode_pieces([text], [after is None or after in self._special], special)[0]
 
     def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
-        """Return the int32 ids of each text; `begins` says which begin a document rather than continue a cut.
-
-        Special tokens are extracted first; all remaining text is encoded in one call.
-        """
-        before, behind = self.swallow_before, self.swallow_after
-        texts_cut = [_extract_special(text, self._literals[special], before, behind) for text in texts]
+        """Return the int32 ids of each text; `begins`: whether it begins a document, or continues one that was cut."""
+        before, after = self.swallow_before, self.swallow_after
+        texts_cut = [_extract_special(text, self._literals[special], before, after) for text in texts]
         starts = [
             n > 0 or first
             for parts, first in zip(texts_cut, begins, strict=True)
@@ -108,10 +105,10 @@ class Tokenizer(ABC):
             if isinstance(part, str)
         ]
         plain = [part for parts in texts_cut for part in parts if isinstance(part, str)]
-        found = iter(self._encode(plain, starts))
-        none = np.zeros(0, np.int32)
+        encoded = iter(self._encode(plain, starts))
+        empty = np.zeros(0, np.int32)
         return [
-            np.concatenate([none, *(next(found) if isinstance(p, str) else np.array([p], np.int32) for p in parts)])
+            np.concatenate([empty, *(next(encoded) if isinstance(p, str) else np.array([p], np.int32) for p in parts)])
             for parts in texts_cut
         ]
 
@@ -119,16 +116,16 @@ class Tokenizer(ABC):
         """Yield positions, last first, where this beginning of a longer text may be cut without changing its ids."""
         literals = self._literals[False]
         ahead = max(map(len, literals), default=1) - 1
-        white = WHITE if self.swallow_before or self.swallow_after else ""
-        for place in self._places(text):
-            before, behind = text[:place].rstrip(white), text[place:].lstrip(white)  # a token may strip it
-            near = before[-ahead - 1 :] + behind[:ahead]
-            if len(behind) >= ahead and not any(spelled in near for spelled in literals):
-                yield place
+        stripped = WHITE if self.swallow_before or self.swallow_after else ""
+        for position in self._places(text):
+            before, after = text[:position].rstrip(stripped), text[position:].lstrip(stripped)
+            nearby = before[-ahead - 1 :] + after[:ahead]
+            if len(after) >= ahead and not any(spelled in nearby for spelled in literals):
+                yield position
 
     @abstractmethod
     def _places(self, text: str) -> Iterator[int]:
-        """Yield such positions for text without special tokens."""
+        """Yield positions where text without special tokens may be cut, last first."""
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -136,11 +133,11 @@ class Tokenizer(ABC):
 
     @cached_property
     def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the texts to search for, longest first: without and with control tokens."""
-        wanted = (
+        """Return the special tokens to search for in a text, longest first: without and with control tokens."""
+        searched = (
             sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special)
         )
-        first, second = ({self.pieces[i]: i for i in ids} for ids in wanted)
+        first, second = ({self.pieces[i]: i for i in ids} for ids in searched)
         return first, second
 
     def prompt(self, text: str) -> np.ndarray:
@@ -157,7 +154,7 @@ class Tokenizer(ABC):
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
 
     def _token_bytes(self, i: int) -> bytes:
-        """Return the bytes of an ordinary token; a token not written in byte symbols is its own text."""
+        """Return the bytes of an ordinary token; a piece that is not in byte symbols is encoded as UTF-8."""
         piece = self.pieces[i]
         return bytes(SYMBOL_BYTES[c] for c in piece) if SYMBOL_BYTES.keys() >= set(piece) else piece.encode()
 
@@ -173,13 +170,13 @@ class Tokenizer(ABC):
 
     def fingerprint(self) -> str:
         """Return 16 hex digits of everything that determines the ids of a document."""
-        told: list[Any] = [self.kind, list(self.pieces), [list(m) for m in self.merges]]
+        basics: list[Any] = [self.kind, list(self.pieces), [list(m) for m in self.merges]]
         rest = self._rules()
-        text = json.dumps([*told, rest] if rest else told)
+        text = json.dumps([*basics, rest] if rest else basics)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _rules(self) -> dict[str, Any]:
-        """Return what determines ids besides pieces and merges; empty if all has the values of trained tokenizers."""
+        """Return what determines ids besides pieces and merges, as far as it differs from toyexp's own tokenizers."""
         rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
         if self.add_bos:
             rules["bos"] = self.bos
@@ -191,8 +188,8 @@ class Tokenizer(ABC):
 
     def gguf_metadata(self) -> dict[str, Any]:
         """Return the `tokenizer.*` keys without that prefix: the ones it was read with, if any."""
-        own = dict(self.source) or self._own_metadata()
-        return {**own, "chat_template": self.chat_template} if self.chat_template else own
+        keys = dict(self.source) or self._own_metadata()
+        return {**keys, "chat_template": self.chat_template} if self.chat_template else keys
 
     def _own_metadata(self) -> dict[str, Any]:
         # llama.cpp requires a merge list, and gguf-py cannot write an empty one. No UTF-8 contains the byte 0xFF, so
@@ -228,7 +225,7 @@ class Tokenizer(ABC):
             (engine.add_tokens if i in self.user_defined else engine.add_special_tokens)([token])
         bos = None if self.bos is None else self.pieces[self.bos]
         start, end = [self.bos] * self.add_bos, [self.eos] * self.add_eos
-        whole = json.loads(engine.to_str()) | {"post_processor": _surround(self.pieces, start, end)}
+        contents = json.loads(engine.to_str()) | {"post_processor": _surround(self.pieces, start, end)}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": bos,
@@ -241,7 +238,7 @@ class Tokenizer(ABC):
         }
         if self.chat_template:
             config["chat_template"] = self.chat_template
-        return json.dumps(whole, ensure_ascii=False), config
+        return json.dumps(contents, ensure_ascii=False), config
 
 
 def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
@@ -250,12 +247,12 @@ def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[
     if not tokens:
         return None
     marks = [{"SpecialToken": {"id": pieces[i], "type_id": 0}} for i in tokens]
-    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    single = [*marks[: len(start)], one, *marks[len(start) :]]
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    single = [*marks[: len(start)], first, *marks[len(start) :]]
     return {
         "type": "TemplateProcessing",
         "single": single,
-        "pair": [*single, *marks[: len(start)], two, *marks[len(start) :]],
+        "pair": [*single, *marks[: len(start)], second, *marks[len(start) :]],
         "special_tokens": {pieces[i]: {"id": pieces[i], "ids": [i], "tokens": [pieces[i]]} for i in tokens},
     }
 
@@ -283,16 +280,16 @@ def placeholder_metadata(rows: int) -> dict[str, Any]:
 
 
 def _extract_special(
-    text: str, literals: Mapping[str, int], before: Collection[int], behind: Collection[int]
+    text: str, literals: Mapping[str, int], before: Collection[int], after: Collection[int]
 ) -> list[str | int]:
-    """Replace special tokens in a text by their ids as llama.cpp does: each literal in the given order.
+    """Replace special tokens in a text by their ids, each literal in turn, as llama.cpp does.
 
-    The ids `before` strip the white space before them, and the ids `behind` the white space after them.
+    Tokens whose id is in `before` strip the white space before them, those in `after` the white space after them.
     """
     parts: list[str | int] = [text] if text else []
     for literal, i in literals.items():
         if literal in text:
-            swallows = i in before, i in behind
+            swallows = i in before, i in after
             parts = [
                 new
                 for part in parts
@@ -301,11 +298,11 @@ def _extract_special(
     return parts
 
 
-def _split(text: str, literal: str, i: int, before: bool, behind: bool) -> list[str | int]:
+def _split(text: str, literal: str, i: int, before: bool, after: bool) -> list[str | int]:
     between = text.split(literal)
     if before:
         between = [*(part.rstrip(WHITE) for part in between[:-1]), between[-1]]
-    if behind:
+    if after:
         between = [between[0], *(part.lstrip(WHITE) for part in between[1:])]
     parts: list[str | int] = [i] * (2 * len(between) - 1)
     parts[::2] = between
@@ -325,26 +322,26 @@ def split_text(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size
 
     `cuts` is called with text that continues, and yields cut positions, last first. If it yields none, the piece grows.
     """
-    text, wanted, begins = "", size, True
+    text, target, begins = "", size, True
     for chunk in chunks:
         text += chunk
-        while len(text) > 2 * wanted:
-            place = next(cuts(text[: 2 * wanted]), 0)
-            if place:
-                yield Piece(text[:place], begins, ends=False)
-                text, wanted, begins = text[place:], size, False
+        while len(text) > 2 * target:
+            cut = next(cuts(text[: 2 * target]), 0)
+            if cut:
+                yield Piece(text[:cut], begins, ends=False)
+                text, target, begins = text[cut:], size, False
             else:
-                wanted *= 2
-                _check_memory(wanted)
+                target *= 2
+                _check_memory(target)
     if text:
         yield Piece(text, begins, ends=True)
 
 
 def _check_memory(size: int) -> None:
     """Raise UserError for a piece that needs more memory than is free; print a warning for a very large one."""
-    left = available_bytes() if size >= LARGE else None
-    if left is not None and size * CHARACTER_MEMORY > left:
-        needed = f"needs {size * CHARACTER_MEMORY / 1e9:.3g} GB of memory, {left / 1e9:.3g} GB are free"
+    free = available_bytes() if size >= LARGE else None
+    if free is not None and size * CHARACTER_MEMORY > free:
+        needed = f"needs {size * CHARACTER_MEMORY / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"
         run = f"a run of {size / 1e6:.0f} million characters cannot be cut"
         raise UserError(f"{run} and {needed}: choose another data.tokenizer")
     if size == LARGE:
@@ -357,21 +354,21 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -
     end = np.array([tokenizer.eos], np.int32)
     for batch in _batches(tokenizer, documents):
         texts, begins = [part.text for part in batch], [part.begins for part in batch]
-        found = run_interruptibly(partial(tokenizer.encode_pieces, texts, begins))
-        for part, ids in zip(batch, found, strict=True):
+        encoded = run_interruptibly(partial(tokenizer.encode_pieces, texts, begins))
+        for part, ids in zip(batch, encoded, strict=True):
             yield np.concatenate([start[: part.begins], ids, end[: part.ends]])
 
 
 def _batches(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[list[Piece]]:
     """Yield the documents' pieces in batches of about BATCH characters."""
     batch: list[Piece] = []
-    held = 0
+    size = 0
     for chunks in documents:
         for part in split_text(chunks, tokenizer.cuts):
             batch.append(part)
-            held += len(part.text)
-            if held >= BATCH:
+            size += len(part.text)
+            if size >= BATCH:
                 yield batch
-                batch, held = [], 0
+                batch, size = [], 0
     if batch:
         yield batch

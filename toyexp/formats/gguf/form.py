@@ -72,7 +72,7 @@ def gguf_architecture(model: Model | type[Model]) -> str:
 def read_model(cls: type[M], file: ModelFile) -> M:
     """Return the model of class `cls` in `file`; raise UserError if keys or tensors do not match it exactly."""
     blocks = file.metadata.get(f"{file.architecture}.block_count")
-    if isinstance(blocks, int) and blocks > len(file.tensors):  # which would be slow to list
+    if isinstance(blocks, int) and blocks > len(file.tensors):  # listing so many would be slow
         raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
     form = gguf_form(cls)
     model: M = form.read(cls, file)
@@ -80,11 +80,11 @@ def read_model(cls: type[M], file: ModelFile) -> M:
         model.check()
     except UserError as error:
         raise file.error(str(error)) from None
-    wanted = {t.name: t.shape for t in model.tensors()} | {n: a.shape for n, a in form.constants(model).items()}
-    for name in sorted(wanted.keys() ^ file.tensors.keys()):
-        there = "lacks" if name in wanted else "has"
-        raise file.error(f"{there} the tensor {printable(name)}, unlike toyexp's model={cls.name}")
-    for name, shape in wanted.items():
+    expected = {t.name: t.shape for t in model.tensors()} | {n: a.shape for n, a in form.constants(model).items()}
+    for name in sorted(expected.keys() ^ file.tensors.keys()):
+        verb = "lacks" if name in expected else "has"
+        raise file.error(f"{verb} the tensor {printable(name)}, unlike toyexp's model={cls.name}")
+    for name, shape in expected.items():
         if file.tensors[name].shape != shape:
             raise file.error(f"{name} has the shape {list(file.tensors[name].shape)}, its keys say {list(shape)}")
     return model
@@ -105,10 +105,10 @@ class Keys:
 
     def __init__(self, file: ModelFile):
         self.file, self._prefix = file, f"{file.architecture}."
-        self._left = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
+        self._unread = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """Return a whole number above 0; raise GGUFError if it is none, or missing without a default."""
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Return a key's integer above 0; raise GGUFError for another value, or if it is missing without a default."""
         value = self._take(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise self._wrong(name, value)
@@ -133,7 +133,7 @@ class Keys:
     def ignore(self, *names: str) -> None:
         """Drop keys that do not change the model."""
         for name in names:
-            self._left.pop(self._prefix + name, None)
+            self._unread.pop(self._prefix + name, None)
 
     def finish(self) -> None:
         """Raise GGUFError for keys that were not read."""
@@ -141,14 +141,13 @@ class Keys:
         self.expect("expert_used_count", 0)
         self.expect("attention.causal", True)
         self.expect("pooling_type", 0)  # other values are for text embeddings
-        self.ignore("vocab_size")  # the embedding's rows tell
-        if self._left:
-            raise self.file.error(
-                f"{printable(min(self._left))} is a key that toyexp's {self.file.architecture} does not support"
-            )
+        self.ignore("vocab_size")  # the embedding's rows give it
+        if self._unread:
+            key = printable(min(self._unread))
+            raise self.file.error(f"{key} is a key that toyexp's {self.file.architecture} does not support")
 
     def _take(self, name: str, default: Any) -> Any:
-        value = self._left.pop(self._prefix + name, default)
+        value = self._unread.pop(self._prefix + name, default)
         if value is None:
             raise self.file.error(f"has no {self._prefix}{name}")
         return value

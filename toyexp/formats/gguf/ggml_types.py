@@ -57,7 +57,7 @@ def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
     if name not in _SCALES:
         return all_finite(dequantise(raw, type_id))
     blocks = raw.reshape(-1, block_bytes)
-    return all(all_finite(blocks[:, at : at + 2].copy().view("<f2")) for at in _SCALES[name])
+    return all(all_finite(blocks[:, offset : offset + 2].copy().view("<f2")) for offset in _SCALES[name])
 
 
 def all_finite(array: np.ndarray) -> bool:
@@ -95,28 +95,26 @@ def encode(numbers: np.ndarray, type_name: str) -> np.ndarray:
 
 def check_pieces(name: str, pieces: Iterable[np.ndarray], type_name: str, problems: list[str]) -> Iterator[np.ndarray]:
     """Yield a tensor's bytes unchanged; append a sentence to `problems` if they encode non-finite numbers."""
-    broken = False
+    has_nonfinite = False
     for raw in pieces:
-        broken = broken or not encodes_finite(raw, IDS[type_name])
+        has_nonfinite = has_nonfinite or not encodes_finite(raw, IDS[type_name])
         yield raw
-    if broken:
-        problems.append(f"{name} holds numbers that are NaN or infinite")
+    if has_nonfinite:
+        problems.append(f"{name} contains NaN or infinity")
 
 
 def encode_pieces(
     name: str, numbers: Iterable[np.ndarray], type_name: str, problems: list[str]
 ) -> Iterator[np.ndarray]:
     """Yield a tensor's pieces as bytes of a ggml type; append a sentence to `problems` if any is not finite."""
-    broken, largest = False, 0.0
+    has_nonfinite, largest = False, 0.0
     for piece in numbers:
         raw = encode(piece, type_name)
         if not encodes_finite(raw, IDS[type_name]):
-            broken |= not all_finite(piece)
+            has_nonfinite |= not all_finite(piece)
             largest = max(largest, float(np.abs(piece).max()))
         yield raw
-    if broken:
-        problems.append(f"{name} holds numbers that are NaN or infinite")
+    if has_nonfinite:
+        problems.append(f"{name} contains NaN or infinity")
     elif largest:
-        problems.append(
-            f"{name} holds numbers up to {largest:.3g}, more than {type_name} can hold: infinity was written"
-        )
+        problems.append(f"{name} has numbers up to {largest:.3g}, too large for {type_name}: infinity was written")

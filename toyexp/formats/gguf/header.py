@@ -42,9 +42,8 @@ SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
 
-IMAGE_KEYS = re.compile(
-    rb'"(image_size|patch_size|num_channels|input_size)"'
-)  # in config.json of transformers and timm
+# In config.json of image models of transformers and timm.
+IMAGE_KEYS = re.compile(rb'"(image_size|patch_size|num_channels|input_size)"')
 
 SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: the file it was converted from, named in errors
 
@@ -52,8 +51,8 @@ SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: the file it was converted
 def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
     """Return a hint how to convert a Hugging Face directory to a GGUF; llama.cpp only converts language models."""
     config = folder / "config.json"
-    told = config.read_bytes()[:CHUNK] if config.is_file() else b""
-    if IMAGE_KEYS.search(told) and b'"text_config"' not in told:
+    config_text = config.read_bytes()[:CHUNK] if config.is_file() else b""
+    if IMAGE_KEYS.search(config_text) and b'"text_config"' not in config_text:
         return f"{short_path(folder)} holds an image model; toyexp only reads image models that it trained"
     path = shlex.quote(short_path(folder))
     return f"llama.cpp converts a language model: python {script} {path} --outfile model.gguf"
@@ -206,15 +205,15 @@ def check_offsets(
     tensors: Iterable[TensorInfo], start: int, size: int, alignment: int, error: Callable[[str], UserError]
 ) -> None:
     """Raise `error` unless the tensors fill the file from `start` to its end, each at the next aligned offset."""
-    by_place = sorted(tensors, key=lambda t: t.offset)
-    for tensor in by_place:
+    in_order = sorted(tensors, key=lambda t: t.offset)
+    for tensor in in_order:
         if (beyond := tensor.offset + tensor.nbytes - size) > 0:
             raise error(f"tensor {printable(tensor.name)} ends {beyond} bytes after the end of the file")
-    for one, following in itertools.pairwise(by_place):
-        if one.offset + one.nbytes > following.offset:
-            raise error(f"tensors {printable(one.name)} and {printable(following.name)} overlap")
+    for previous, following in itertools.pairwise(in_order):
+        if previous.offset + previous.nbytes > following.offset:
+            raise error(f"tensors {printable(previous.name)} and {printable(following.name)} overlap")
     end = start
-    for tensor in by_place:
+    for tensor in in_order:
         if tensor.offset - end >= alignment:
             raise error(f"has {tensor.offset - end} unused bytes before tensor {printable(tensor.name)}")
         end = tensor.offset + tensor.nbytes
@@ -263,8 +262,8 @@ class _Cursor:
     def spend(self, memory: int, *what: object) -> None:
         self.part.spent += memory
         if self.part.spent > HEADER_LIMIT:
-            told = " ".join(map(str, what))
-            raise self.part.error(f"{told}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
+            subject = " ".join(map(str, what))
+            raise self.part.error(f"{subject}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
 
     def string(self, what: str | _Label, limit: int) -> str:
         length = self.number("<Q", what)
@@ -278,22 +277,22 @@ class _Cursor:
 
     def strings(self, count: int, what: _Label) -> list[str]:
         """Read `count` strings: the first with every check, the others in the buffer quickly."""
-        found: list[str] = []
-        while len(found) < count:
-            found.append(self.string(what, STRING_LIMIT))
+        texts: list[str] = []
+        while len(texts) < count:
+            texts.append(self.string(what, STRING_LIMIT))
             buffer, first = self._buffer, self.at - self._start
-            at, size, add, length = first, len(buffer), found.append, _LENGTH
+            position, size, add, length = first, len(buffer), texts.append, _LENGTH
             with contextlib.suppress(struct.error, UnicodeDecodeError):  # the checked path then reports the error
-                for _ in range(count - len(found)):
-                    begin = at + 8
-                    stop = begin + length(buffer, at)[0]
+                for _ in range(count - len(texts)):
+                    begin = position + 8
+                    stop = begin + length(buffer, position)[0]
                     if stop > size:
                         break
                     add(buffer[begin:stop].decode())
-                    at = stop
-            self.at += at - first
-            self.spend(4 * (at - first), what)
-        return found
+                    position = stop
+            self.at += position - first
+            self.spend(4 * (position - first), what)
+        return texts
 
     def value(self, kind: int, key: _Label) -> Any:
         if kind == STRING:

@@ -43,10 +43,10 @@ def require_model(file: ModelFile) -> None:
 def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Model]:
     """Return the class in `models` with the file's architecture; raise UserError if there is none."""
     require_model(file)
-    known = models_by_architecture(models)
-    if file.architecture not in known:
-        raise file.error(f"its architecture is {printable(file.architecture)}; {suggest('', known)}; {IN_A_MODULE}")
-    return known[file.architecture]
+    classes = models_by_architecture(models)
+    if file.architecture not in classes:
+        raise file.error(f"its architecture is {printable(file.architecture)}; {suggest('', classes)}; {IN_A_MODULE}")
+    return classes[file.architecture]
 
 
 def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
@@ -62,17 +62,17 @@ def load_open_model(file: ModelFile, registry: Registry, reads: Sequence[Kind] |
 def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
     """Return everything an open file holds about its model, one of `models`; tensors are read on access."""
     model = _load_checked(file, models)
-    prefix, own = f"{file.architecture}.", gguf_form(model).metadata(model)
+    prefix, model_keys = f"{file.architecture}.", gguf_form(model).metadata(model)
     data = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
-    tokenizer, lacks = _tokenizer(file) if model.reads.text else (None, [])
+    tokenizer, problems = _tokenizer(file) if model.reads.text else (None, [])
     return ModelExport(
         model,
         LazyTensors({spec.name: spec.shape for spec in model.tensors()}, file.read),
         tokenizer,
         {key: value for key, value in general.items() if key not in FILE_KEYS},
-        {key: value for key, value in data.items() if key not in own},
-        unreadable=lacks,
+        {key: value for key, value in data.items() if key not in model_keys},
+        unreadable=problems,
     )
 
 
@@ -87,9 +87,9 @@ def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
 
 
 def _load_checked(file: ModelFile, models: Iterable[type[Model]]) -> Model:
-    found = find_model_class(file, models)
+    model_class = find_model_class(file, models)
     _check_tokens(file)
-    return read_model(found, file)
+    return read_model(model_class, file)
 
 
 def _check_tokens(file: ModelFile) -> None:
@@ -101,14 +101,11 @@ def _check_tokens(file: ModelFile) -> None:
 
 @dataclass(frozen=True)
 class FromGGUF(Values):
-    """Initial values from a tensor of a GGUF file, which an engine may map instead of copying.
-
-    `rows` takes only the first rows; None takes all.
-    """
+    """Initial values from a tensor of a GGUF file, which an engine may map instead of copying."""
 
     path: str
     tensor: str
-    rows: int | None = None
+    rows: int | None = None  # take only the first rows; None: all
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Return the tensor in float32, dequantised if needed."""
@@ -126,12 +123,12 @@ class FromGGUF(Values):
 
 def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
     """Return the `general.*` keys, without that prefix, of a model trained from `base`: licence and origin."""
-    passed = ("license", "license.name", "license.link", "adapter_digest")
-    found = {key: base.text(f"general.{key}") for key in passed}
+    copied = ("license", "license.name", "license.link", "adapter_digest")
+    keys = {key: base.text(f"general.{key}") for key in copied}
     parent = {key: base.text(f"general.{key}") for key in PARENT} | {"digest": cached_fingerprint(base.path)}
     parent["name"] = parent["name"] or base.path.stem
-    found |= {f"base_model.0.{key}": value for key, value in parent.items()}
-    return {"base_model.count": 1, **{key: value for key, value in found.items() if value}}
+    keys |= {f"base_model.0.{key}": value for key, value in parent.items()}
+    return {"base_model.count": 1, **{key: value for key, value in keys.items() if value}}
 
 
 def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:

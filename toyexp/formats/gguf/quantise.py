@@ -31,7 +31,7 @@ sys.exit(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target)
 """
 
 
-def quantiser(asked: str) -> list[str]:
+def quantiser(setting: str) -> list[str]:
     """Return a command that works like `llama-quantize SOURCE TARGET KIND`; raise Unavailable if there is none."""
     program = shutil.which("llama-quantize")
     if program is not None:
@@ -40,7 +40,7 @@ def quantiser(asked: str) -> list[str]:
     if reason is None:
         return [sys.executable, "-P", "-c", CHILD]
     remedy = f"put its llama-quantize on the PATH, or pip install llama-cpp-python (llama_cpp {reason})"
-    raise Unavailable(f"{asked} needs llama.cpp, which is not installed: {remedy}")
+    raise Unavailable(f"{setting} needs llama.cpp, which is not installed: {remedy}")
 
 
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
@@ -62,8 +62,8 @@ def quantise(source: Path, target: Path, kind: str, requantise: bool = False) ->
 
 def _cause(run: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in run.stdout.splitlines() if line.strip()]
-    told = [line for line in lines if "fail" in line.lower() or "error" in line.lower()] or lines
-    return printable(told[0] if told else f"it ended with {run.returncode}", 200)
+    messages = [line for line in lines if "fail" in line.lower() or "error" in line.lower()] or lines
+    return printable(messages[0] if messages else f"it ended with {run.returncode}", 200)
 
 
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:

@@ -79,19 +79,16 @@ class GGUFFile(ModelFile):
         return out.reshape(shape)
 
     def weights(self, name: str, rows: int | None = None) -> np.ndarray:
-        """Read as `read`, and raise GGUFError for numbers that are not finite."""
-        found = self.read(name, rows)
-        if not all_finite(found):
+        """Return a tensor as `read` does; raise GGUFError if it contains NaN or infinity."""
+        array = self.read(name, rows)
+        if not all_finite(array):
             raise self._not_finite(name)
-        return found
+        return array
 
     def check_finite(self, name: str, rows: int | None = None) -> None:
-        """Raise GGUFError unless a tensor, or its first rows, is finite; without keeping it in memory.
-
-        Each is checked once; a file that changes during a run is not detected.
-        """
+        """Raise GGUFError if a tensor, or its first rows, contains NaN or infinity; check each only once."""
         info, shape = self._find_tensor(name, rows)
-        if (name, rows) in self._finite:
+        if (name, rows) in self._finite:  # a file that changed since is not noticed
             return
         for _, raw in self.pieces(info, math.prod(shape)):
             if not encodes_finite(raw, info.type_id):
@@ -104,8 +101,8 @@ class GGUFFile(ModelFile):
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         raw = np.empty(math.prod(shape) // per_block * block_bytes, np.uint8)
         for start, piece in self.pieces(info, math.prod(shape)):
-            at = start // per_block * block_bytes
-            raw[at : at + piece.size] = piece
+            position = start // per_block * block_bytes
+            raw[position : position + piece.size] = piece
         return raw.reshape(*shape[:-1], -1)
 
     def pieces(self, info: TensorInfo, count: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
@@ -131,9 +128,7 @@ class GGUFFile(ModelFile):
         return info, (rows, *info.shape[1:])
 
     def _not_finite(self, name: str) -> GGUFError:
-        return GGUFError(
-            f"{source_path(self.tensors[name].path)}: {printable(name)} holds numbers that are NaN or infinite"
-        )
+        return GGUFError(f"{source_path(self.tensors[name].path)}: {printable(name)} contains NaN or infinity")
 
     # -- split models -------------------------------------------------------------------------------------------
 
@@ -149,27 +144,27 @@ class GGUFFile(ModelFile):
         paths = [self.path.with_name(name[1] + _ending(i, count)) for i in range(count)]
         if number:
             raise self.error(f"is part {number + 1} of {count} of a model; give the first one, {paths[0].name}")
-        spent = first.spent
+        memory = first.spent
         for i, path in enumerate(paths[1:], 1):
             try:
-                part = self._parts[path] = Part(path, spent)
+                part = self._parts[path] = Part(path, memory)
             except GGUFError as error:
                 raise GGUFError(f"{error} (part {i + 1} of {count} of {self.path.name})") from None
             if part.split != (i, count, tensors):
                 raise part.error(f"is not part {i + 1} of {count} of {self.path.name}, by its split.* keys")
-            spent = part.spent
+            memory = part.spent
 
     def _all_tensors(self, first: Part) -> dict[str, TensorInfo]:
-        found: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         for part in self._parts.values():
-            twice = next((name for name in part.tensors if name in found), None)
-            if twice is not None:
-                raise part.error(f"has the tensor {printable(twice)}, as has {found[twice].path.name}")
-            found |= part.tensors
+            duplicate = next((name for name in part.tensors if name in tensors), None)
+            if duplicate is not None:
+                raise part.error(f"has the tensor {printable(duplicate)}, as has {tensors[duplicate].path.name}")
+            tensors |= part.tensors
         expected = first.split[2]
-        if expected is not None and expected != len(found):
-            raise self.error(f"split.tensors.count is {expected}, its parts have {len(found)} tensors")
-        return found
+        if expected is not None and expected != len(tensors):
+            raise self.error(f"split.tensors.count is {expected}, its parts have {len(tensors)} tensors")
+        return tensors
 
 
 def _ending(number: int, count: int) -> str:

@@ -32,8 +32,8 @@ FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
 IDS_HINT = "evaluate it on token ids: data=tokens data.path=IDS.bin"
 NULL_MERGE = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands for an empty merge list: no UTF-8 contains the byte 0xFF
 
-# llama.cpp decides much by the text of special tokens: `<|im_end|>` is a control token and ends generation, whatever
-# its type says. Exported models are subject to these rules, so they are followed here.
+# llama.cpp goes by the text of some special tokens: `<|im_end|>` is a control token and ends generation, whatever type
+# the file gives it. Exported models are subject to these rules, so they are followed here.
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
@@ -65,11 +65,7 @@ FAMILIES = {
     "modern-bert": (re.compile("modern-bert", re.IGNORECASE | re.ASCII), "modern bert"),
 }
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # phi-3's special tokens that do not strip white space
-MASK_PRE_TOKENIZERS = (
-    "jina-v2-de",
-    "jina-v2-es",
-    "jina-v2-code",
-)  # pre-tokenizers whose <mask> strips the space before it
+MASK_PRE_TOKENIZERS = ("jina-v2-de", "jina-v2-es", "jina-v2-code")  # their <mask> strips the space before it
 
 
 def read_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -83,9 +79,9 @@ def check_kind(file: GGUFFile) -> None:
     if not model:
         raise file.error(f"has no tokenizer; {IDS_HINT}")
     if model != "llama" and not (model == "gpt2" and pre in PRE_TOKENIZERS):
-        own, known = f"({printable(model)}, pre-tokenizer {printable(pre)})", ", ".join(sorted(PRE_TOKENIZERS))
+        kind, supported = f"({printable(model)}, pre-tokenizer {printable(pre)})", ", ".join(sorted(PRE_TOKENIZERS))
         hint = "Choose another one: data.tokenizer=bpe"
-        raise file.error(f"its tokenizer {own} is not supported; supported: llama, and gpt2 with {known}. {hint}")
+        raise file.error(f"its tokenizer {kind} is not supported; supported: llama, and gpt2 with {supported}. {hint}")
 
 
 def _kind(file: GGUFFile) -> tuple[str, str]:
@@ -155,12 +151,12 @@ class _Reader:
 
     def _read_tokens(self) -> None:
         """Set `pieces` without trailing padding, `types` as llama.cpp sees them, and `unreachable`."""
-        # llama.cpp ends a token at a NUL, and names an empty one so.
+        # As in llama.cpp, a NUL ends a token, and an empty token is called [EMPTY_i].
         tokens = [piece.partition("\0")[0] or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]
         ids = {piece: i for i, piece in enumerate(tokens)}
         if len(ids) < len(tokens):
-            twice = next(piece for i, piece in enumerate(tokens) if ids[piece] != i)
-            raise self.file.error(f"its tokenizer has two equal tokens: {printable(twice)}")
+            duplicate = next(piece for i, piece in enumerate(tokens) if ids[piece] != i)
+            raise self.file.error(f"its tokenizer has two equal tokens: {printable(duplicate)}")
         types = self._array("token_type", len(tokens), "i", NORMAL)
         self.types, self.ends = special_tokens(ids, types, self.keys)
         self.family = family(self.file.text("general.name"))
@@ -187,34 +183,33 @@ class _Reader:
         scores = self._array("scores", len(self.keys["tokens"]), "if", 0).astype(np.float32)[: len(self.pieces)]
         if np.isnan(scores).any():
             raise self.file.error(f"its token {printable(self.pieces[int(np.isnan(scores).argmax())])} has no score")
-        wrong = next(
-            (self.pieces[i] for i in self._ids_with_types(BYTE) if not BYTE_TOKEN.fullmatch(self.pieces[i])), None
-        )
-        if wrong is not None:
-            raise self.file.error(f"its byte token {printable(wrong)} is not of the form <0x0A>")
+        byte_pieces = (self.pieces[i] for i in self._ids_with_types(BYTE))
+        malformed = next((piece for piece in byte_pieces if not BYTE_TOKEN.fullmatch(piece)), None)
+        if malformed is not None:
+            raise self.file.error(f"its byte token {printable(malformed)} is not of the form <0x0A>")
         prefix = self.keys.get("add_space_prefix", True)
         return SentencePiece(self.pieces, scores, self.types, self.keys["eos_token_id"], self.unreachable, prefix)
 
     def _byte_level(self, pre: str) -> Tokenizer:
         if self._ids_with_types(BYTE):
             raise self.file.error("its byte-level BPE has byte tokens (token_type 6), as SentencePiece has")
-        pairs, known = self._pairs(), set(self.pieces)
-        real = [(a, b) for a, b in pairs if a in known and b in known and a + b in known]
-        if pre == "gpt-2" and len(real) < len(pairs) and (own := self._own_tokenizer(real)):
-            return own
-        kept = {*real, NULL_MERGE}
-        lost = next((f"{a} {b}" for a, b in pairs if (a, b) not in kept), None)
-        if lost is not None:
-            raise self.file.error(f"its merge {printable(lost)} uses or makes a text that is not a token")
+        pairs, pieces = self._pairs(), set(self.pieces)
+        usable = [(a, b) for a, b in pairs if a in pieces and b in pieces and a + b in pieces]
+        if pre == "gpt-2" and len(usable) < len(pairs) and (toyexp_tokenizer := self._own_tokenizer(usable)):
+            return toyexp_tokenizer
+        accepted = {*usable, NULL_MERGE}
+        unusable = next((f"{a} {b}" for a, b in pairs if (a, b) not in accepted), None)
+        if unusable is not None:
+            raise self.file.error(f"its merge {printable(unusable)} uses or makes a text that is not a token")
         # Text is merged in byte symbols, so it never produces a token of other characters.
-        strange = {i for i in self._ids_with_types(NORMAL) if not SYMBOL_BYTES.keys() >= set(self.pieces[i])}
-        unreachable = self.unreachable | strange
-        hidden = {self.pieces[i] for i in unreachable}
-        merges = [(a, b) for a, b in real if hidden.isdisjoint((a, b, a + b))]
+        unproducible = {i for i in self._ids_with_types(NORMAL) if not SYMBOL_BYTES.keys() >= set(self.pieces[i])}
+        unreachable = self.unreachable | unproducible
+        unreachable_pieces = {self.pieces[i] for i in unreachable}
+        merges = [(a, b) for a, b in usable if unreachable_pieces.isdisjoint((a, b, a + b))]
         return BPE(self.pieces, merges, self.keys["eos_token_id"], PRE_TOKENIZERS[pre], unreachable)
 
     def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
-        """Return toyexp's own byte or character tokenizer, some of whose merges make no token; `merges` make one."""
+        """Return toyexp's byte or character tokenizer if the file has it; `merges` are those that make a token."""
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):
             return Bytes()
@@ -250,22 +245,22 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
     """
     types, ends = types.copy(), set()
     for names, texts in FILL.items():
-        named = [keys[name] for name in names if isinstance(keys.get(name), int) and 0 <= keys[name] < len(types)]
-        found = named or [ids[text] for text in texts if text in ids]  # if there are several, llama.cpp picks any
-        if not named:
-            types[found] = CONTROL
+        declared = [keys[name] for name in names if isinstance(keys.get(name), int) and 0 <= keys[name] < len(types)]
+        fill_ids = declared or [ids[text] for text in texts if text in ids]  # if there are several, llama.cpp picks any
+        if not declared:
+            types[fill_ids] = CONTROL
         if names[0] in ENDING_FILL:
-            ends.update(found)
-    known = [ids[text] for text in ENDS if text in ids]
-    types[known] = CONTROL
+            ends.update(fill_ids)
+    end_ids = [ids[text] for text in ENDS if text in ids]
+    types[end_ids] = CONTROL
     types[[ids[text] for text in USER_DEFINED_TEXTS if text in ids]] = USER_DEFINED
-    ends.update(known, (keys[name] for name in ("eos_token_id", "eot_token_id", "eom_token_id") if name in keys))
+    ends.update(end_ids, (keys[name] for name in ("eos_token_id", "eot_token_id", "eom_token_id") if name in keys))
 
-    there = {text for text in (*ENDS, "<|plamo:eos|>") if ids.get(text) in ends}
-    if "<|end|>" in there and there & {"<|call|>", "<|calls|>"} and there & {"<|return|>", "<|flush|>"}:
+    end_texts = {text for text in (*ENDS, "<|plamo:eos|>") if ids.get(text) in ends}
+    if "<|end|>" in end_texts and end_texts & {"<|call|>", "<|calls|>"} and end_texts & {"<|return|>", "<|flush|>"}:
         ends.remove(ids["<|end|>"])  # in gpt-oss's format it ends a part of an answer
         types[ids["<|end|>"]] = USER_DEFINED
-    if "</s>" in there and there & {"<|tool_response>", "<|plamo:eos|>"}:
+    if "</s>" in end_texts and end_texts & {"<|tool_response>", "<|plamo:eos|>"}:
         ends.remove(ids["</s>"])
         types[ids["</s>"]] = NORMAL
     return types, ends
@@ -273,34 +268,33 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
 
 def family(name: str) -> str:
     """Return the vocabulary family that llama.cpp infers from `general.name`, or ""."""
-    return next((known for known, (pattern, _) in FAMILIES.items() if pattern.search(name)), "")
+    return next((name_of for name_of, (pattern, _) in FAMILIES.items() if pattern.search(name)), "")
 
 
 def space_swallowing_ids(
-    ids: Mapping[str, int], types: np.ndarray, pre: str, of: str
+    ids: Mapping[str, int], types: np.ndarray, pre: str, family_name: str
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the special tokens that strip the white space before them, and those that strip it after.
+    """Return the special tokens that strip the white space before them, and those that strip it after them.
 
-    No key records this: llama.cpp infers it from the pre-tokenizer and the family (`of`). `types` come from
-    `special_tokens`.
+    No key records this: llama.cpp infers it from the pre-tokenizer and the family. `types` come from `special_tokens`.
     """
     special = frozenset(np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist())
 
-    def named(*texts: str) -> frozenset[int]:
+    def special_ids(*texts: str) -> frozenset[int]:
         return frozenset(ids[text] for text in texts if text in ids) & special
 
-    if any(known in pre for known in MASK_PRE_TOKENIZERS):
-        return named("<mask>"), frozenset()
-    if of == "phi-3":
-        return frozenset(), special - named(*KEEP_SPACE)
-    return (named("[MASK]") if of == "modern-bert" else frozenset()), frozenset()
+    if any(name in pre for name in MASK_PRE_TOKENIZERS):
+        return special_ids("<mask>"), frozenset()
+    if family_name == "phi-3":
+        return frozenset(), special - special_ids(*KEEP_SPACE)
+    return (special_ids("[MASK]") if family_name == "modern-bert" else frozenset()), frozenset()
 
 
 def compatible_name(name: str, tokenizer: Tokenizer | None) -> str:
     """Return a `general.name` from which llama.cpp infers the tokenizer's family."""
-    wanted = tokenizer.family if tokenizer is not None else ""
-    if family(name) == wanted:
+    required = tokenizer.family if tokenizer is not None else ""
+    if family(name) == required:
         return name
-    for pattern, instead in FAMILIES.values():
-        name = pattern.sub(instead, name)
-    return f"{name} (tokenizer of {wanted})" if wanted else name
+    for pattern, replacement in FAMILIES.values():
+        name = pattern.sub(replacement, name)
+    return f"{name} (tokenizer of {required})" if required else name

@@ -81,7 +81,6 @@ def write_model(
 
 
 def _vocab_size(model: Model, tensors: Mapping[str, np.ndarray]) -> int:
-    """Return the number of ids of a language model."""
     table = tensors.get("token_embd.weight")
     return int(model_settings(model).get("vocab", 0)) if table is None else len(table)
 
@@ -127,8 +126,8 @@ def write_pairs(
 
 def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that describe a model, with their full names."""
-    own, architecture = {**gguf_form(model).metadata(model), **data}, gguf_architecture(model)
-    return {f"general.{k}": v for k, v in general.items()} | {f"{architecture}.{k}": v for k, v in own.items()}
+    keys, architecture = {**gguf_form(model).metadata(model), **data}, gguf_architecture(model)
+    return {f"general.{k}": v for k, v in general.items()} | {f"{architecture}.{k}": v for k, v in keys.items()}
 
 
 def check_keys(model: Model) -> None:
@@ -141,18 +140,18 @@ def check_keys(model: Model) -> None:
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` keys with as many tokens as the embedding has rows, as llama.cpp requires."""
+    """Return the `tokenizer.*` keys for `rows` tokens: llama.cpp requires as many as the embedding has rows."""
     if tokenizer is None:
         return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()
     tokens = keys["ggml.tokens"][:rows]
-    known, spare = set(tokens), rows - len(tokens)
-    names = (name for i in itertools.count(len(tokens)) if (name := f"<unused{i}>") not in known)
-    keys["ggml.tokens"] = [*tokens, *itertools.islice(names, spare)]  # llama.cpp aborts on two equal tokens
+    used, missing = set(tokens), rows - len(tokens)
+    names = (name for i in itertools.count(len(tokens)) if (name := f"<unused{i}>") not in used)
+    keys["ggml.tokens"] = [*tokens, *itertools.islice(names, missing)]  # llama.cpp aborts on two equal tokens
     types = keys.get("ggml.token_type", np.full(len(tokens), NORMAL, np.int32))
     for key, values, filler in (("token_type", types, UNUSED), ("scores", keys.get("ggml.scores"), 0)):
         if values is not None:
-            keys[f"ggml.{key}"] = np.append(values[:rows], np.full(spare, filler, values.dtype))
+            keys[f"ggml.{key}"] = np.append(values[:rows], np.full(missing, filler, values.dtype))
     return {f"tokenizer.{key}": value for key, value in keys.items()}
 
 
@@ -280,23 +279,23 @@ def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, e
     def is_rounded(t: TensorInfo) -> bool:
         return types[t.name] != "F32" and (types[t.name] != t.type or every)
 
-    again = [t for t in file.tensors.values() if t.type not in PLAIN and is_rounded(t)]
-    if again and not requantize:
-        kinds = ", ".join(sorted({t.type for t in again}))
-        again_of = f"({len(again)} of {len(file.tensors)} tensors: {kinds})"
-        raise file.error(f"is quantised already {again_of}; export the original, or add --type f32 or --requantize")
+    requantised = [t for t in file.tensors.values() if t.type not in PLAIN and is_rounded(t)]
+    if requantised and not requantize:
+        kinds = ", ".join(sorted({t.type for t in requantised}))
+        summary = f"({len(requantised)} of {len(file.tensors)} tensors: {kinds})"
+        raise file.error(f"is quantised already {summary}; export the original, or add --type f32 or --requantize")
 
 
 def _copy_types(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:
     """Return a writer with the file's keys and tensors, the tensors in the given types."""
     writer = Writer()
-    own = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
+    type_keys = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
     for key, value in file.metadata.items():
-        if key in own:
-            writer.add(key, own.pop(key))
+        if key in type_keys:
+            writer.add(key, type_keys.pop(key))
         elif not key.startswith("split."):
             writer.add(key, value, file.kinds[key])
-    for key, value in own.items():
+    for key, value in type_keys.items():
         writer.add(key, value)
     for info in file.tensors.values():
         if info.type == types[info.name]:

@@ -34,7 +34,7 @@ class MetricListener(Listener):
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Raise UserError for a run without evaluations."""
         if not config["eval_every"]:
-            raise UserError(f"callbacks.{self.name} needs evaluations: eval_every must be above 0")
+            raise UserError(f"callbacks.{self.name} needs evaluations of the held-out data: eval_every must be above 0")
 
     def check_plan(self, plan: Plan) -> None:
         """Raise UserError for a metric that the model does not report."""

@@ -229,24 +229,21 @@ class FoundFiles:
 
 
 def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
-    """Return the file, or the matches of a pattern; of directories, the files with one of the suffixes below them.
-
-    Raise UserError if there is none.
-    """
-    found = FoundFiles()
+    """Return a file, a pattern's matches, or the files with one of the suffixes in a directory; UserError for none."""
+    selection = FoundFiles()
     matches = match_paths(path)
     for match in matches:
         if match.is_dir():
-            _add_folder(found, match, suffixes)
+            _add_folder(selection, match, suffixes)
         else:
-            found.files.append(match)
-    if not found.files:
-        reason = "".join(f" ({skipped})" for skipped in found.unreadable_note())
+            selection.files.append(match)
+    if not selection.files:
+        reason = "".join(f" ({skipped})" for skipped in selection.unreadable_note())
         raise UserError(
             f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{reason}; "
             "choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"
         )
-    return found
+    return selection
 
 
 def match_paths(path: str) -> list[Path]:
@@ -260,9 +257,9 @@ def match_paths(path: str) -> list[Path]:
     return [require_file(match, match, *kinds) for match in matches]
 
 
-def _add_folder(found: FoundFiles, folder: Path, suffixes: Collection[str]) -> None:
+def _add_folder(selection: FoundFiles, folder: Path, suffixes: Collection[str]) -> None:
     def note_error(error: OSError) -> None:
-        found.unreadable.append(f"{error.filename}: {system_message(error)}")
+        selection.unreadable.append(f"{error.filename}: {system_message(error)}")
 
     chosen_files: list[Path] = []
     walk = os.walk(folder, onerror=note_error)  # Path.rglob hides what it may not read
@@ -270,17 +267,17 @@ def _add_folder(found: FoundFiles, folder: Path, suffixes: Collection[str]) -> N
         if number % STATUS_EVERY == 0:
             show_status(f"looking for text below {folder}: {len(chosen_files)} files in {number} folders")
         links = [os.path.join(directory, f) for f in folders if os.path.islink(os.path.join(directory, f))]  # noqa: PTH114, PTH118
-        found.unreadable += [f"{link}: is a link to a directory" for link in links]
+        selection.unreadable += [f"{link}: is a link to a directory" for link in links]
         chosen = [n for n in names if ALL in suffixes or os.path.splitext(n)[1] in suffixes]  # noqa: PTH122
-        found.others += len(names) - len(chosen)
+        selection.others += len(names) - len(chosen)
         for name in chosen:
             file = Path(directory, name)
             reason = _reason(file)
             if reason:
-                found.unreadable.append(f"{file}: {reason}")
+                selection.unreadable.append(f"{file}: {reason}")
             else:
                 chosen_files.append(file)
-    found.files += sorted(chosen_files)
+    selection.files += sorted(chosen_files)
 
 
 def _reason(path: Path) -> str | None:

@@ -111,9 +111,9 @@ class ChatTemplate:
         learned = [(max(begin - start, 0), end - start) for begin, end in marked]
         return Turn(read, answer, learned, follows_prompt, ended=True) if learned else None
 
-    def _stop(self, answer: str, said: str) -> int:
-        begin = answer.find(said)
-        controls = list(self._control.finditer(answer, begin + len(said) if begin >= 0 else 0))
+    def _stop(self, answer: str, content: str) -> int:
+        begin = answer.find(content)
+        controls = list(self._control.finditer(answer, begin + len(content) if begin >= 0 else 0))
         ends = [control.end() for control in controls if control[0] in self._ends]
         return ends[0] if ends else controls[-1].end() if controls else 0
 
@@ -131,8 +131,8 @@ class ChatTemplate:
         if not opening or (_NO_THOUGHT.fullmatch(opening) and not _thinking(message)):
             # Earlier turns differ, or the template itself begins the answer, perhaps with the same text.
             lead = answer[: max(begin - turn_after - len(header), 0)]
-            begun = next(n for n in range(len(lead), -1, -1) if prompted[len(read) :].endswith(lead[:n]))
-            return prompted, answer[begun:], True
+            repeated = next(n for n in range(len(lead), -1, -1) if prompted[len(read) :].endswith(lead[:n]))
+            return prompted, answer[repeated:], True
         if content.startswith(opening):
             rest = content.removeprefix(opening).lstrip()
             tail = rest[len(rest.rstrip()) :]
@@ -148,9 +148,9 @@ class _Conversation:
         self._template, self._tools = template, tools
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
         turns = {key: None for number in answers for key in ((number, True), (number + 1, False))}
-        wanted = list({(len(messages), False): None, **turns})
-        found = template.render_beginnings([m.fields() for m in messages], wanted, tools)
-        self._rendered = dict(zip(wanted, found, strict=True))
+        beginnings = list({(len(messages), False): None, **turns})
+        rendered = template.render_beginnings([m.fields() for m in messages], beginnings, tools)
+        self._rendered = dict(zip(beginnings, rendered, strict=True))
 
     def beginning(self, count: int, prompted: bool) -> Rendered:
         """Return the first `count` messages; if `prompted`, with the generation prompt after them."""
@@ -178,13 +178,13 @@ class _Conversation:
 
     def require_complete(self, number: int, answer: str) -> None:
         """Raise BadExample unless the answer has the message's content and tool calls; reasoning may be missing."""
-        said = self.messages[number].text
+        content = self.messages[number].text
         calls = self.messages[number].further.get("tool_calls") or ()
-        expected = [
-            said.strip() if said.strip() in answer else said.rpartition("</think>")[2].strip(),
+        required = [
+            content.strip() if content.strip() in answer else content.rpartition("</think>")[2].strip(),
             *_call_names(calls),
         ]
-        if not answer or not all(text in answer for text in expected):
+        if not answer or not all(text in answer for text in required):
             raise BadExample(f"the chat template drops content of the assistant; {_ADVICE}")
 
 

@@ -79,8 +79,8 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
     top = int(ids.max()) + 1
     if top > MAX_IDS:
-        place = f"position {int(ids.argmax())}"
-        raise UserError(f"{path}: {place} holds the id {top - 1}; the limit is {MAX_IDS}{hint}")
+        location = f"position {int(ids.argmax())}"
+        raise UserError(f"{path}: {location} holds the id {top - 1}; the limit is {MAX_IDS}{hint}")
     halves = ids.astype("<i4").view("<u2")  # two uint16 ids read as one int32 give 65536 times the second
     if not is_explicit and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
         what = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"

@@ -78,8 +78,8 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the values of the model's fields, with llama.cpp's defaults; rope scaling must be linear."""
         common = super().sizes(keys)
-        usual = common["d_model"] // common["n_heads"]
-        size, value = (keys.integer(f"attention.{kind}_length", usual or None) for kind in ("key", "value"))
+        head_size = common["d_model"] // common["n_heads"]
+        size, value = (keys.integer(f"attention.{kind}_length", head_size or None) for kind in ("key", "value"))
         if size != value:
             raise keys.file.error(f"its heads have keys of {size} features and values of {value}, toyexp's are equal")
         keys.expect("rope.dimension_count", size)

@@ -1,4 +1,4 @@
-"""The models for text in transformers: config.json, and where each tensor stands."""
+"""Text models in the format of transformers: config.json, and the name and layout of each tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
 
 
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
-    """LlamaForCausalLM; UserError for heads that it does not take."""
+    """Return the layout of LlamaForCausalLM. Raise UserError for heads that it does not support."""
     if model.d_model % model.n_heads:
         heads = f"{model.n_heads} do not divide {model.d_model}"
         raise UserError(f"transformers' llama takes a number of heads that divides d_model; {heads}")
@@ -43,35 +43,32 @@ def llama_layout(model: RotaryModel, data: Data) -> Layout:
 
 
 def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
-    """Qwen2ForCausalLM, whose q, k and v have biases."""
+    """Return the layout of Qwen2ForCausalLM, whose q, k and v have biases."""
     return replace(_rotary(model, ATTENTION[:3]), tokenizer_replaced=True)
 
 
 def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
-    """Qwen3ForCausalLM, which has a bias on the attention's output where it has the others."""
-    lost = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * model.qkv_bias
-    return replace(_rotary(model), conversion=Conversion(ignored_setting=lost))
+    """Return the layout of Qwen3ForCausalLM: with biases on q, k and v it also has one on the attention's output."""
+    problem = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * model.qkv_bias
+    return replace(_rotary(model), conversion=Conversion(ignored_setting=problem))
 
 
 def gemma_layout(model: RotaryModel, data: Data) -> Layout:
-    """GemmaForCausalLM, which adds 1 to the weights of its norms."""
+    """Return the layout of GemmaForCausalLM, which adds 1 to the weights of its norms."""
     layout = _rotary(model)
     activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # both the old and the new key
-    norms = {
-        name: replace(place, form=lambda weight: weight - 1)
-        for name, place in layout.tensors.items()
-        if name.endswith("_norm.weight")
-    }
-    # Without an end-of-turn token, llama.cpp's converter assumes token 107, as in Google's models.
+    norms = {name: tensor for name, tensor in layout.tensors.items() if name.endswith("_norm.weight")}
+    norms = {name: replace(tensor, form=lambda weight: weight - 1) for name, tensor in norms.items()}
+    # If eot_token_id is missing, llama.cpp's converter assumes token 107, as in Google's models.
     config = {**layout.config, **activation, "eot_token_id": None}
     is_usual = (model.rope_base, model.rope_scale) == (10000.0, 1.0)
-    lost = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
-    conversion = Conversion(("spm",), prefix=False, ignored_setting=lost)
+    problem = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
+    conversion = Conversion(("spm",), prefix=False, ignored_setting=problem)
     return replace(layout, config=config, tensors={**layout.tensors, **norms}, conversion=conversion)
 
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
-    """GPT2LMHeadModel, whose linears are [in, out]."""
+    """Return the layout of GPT2LMHeadModel, whose linears are [in, out]."""
     import numpy as np  # deferred, because listing models does not need it
 
     config = {
@@ -89,14 +86,14 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         "tie_word_embeddings": model.tied,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     }
-    places = {}
+    tensors = {}
     for spec in model.tensors():
         *block, name, kind = spec.name.split(".")
-        at = f"transformer.h.{block[1]}." if block else ""
+        prefix = f"transformer.h.{block[1]}." if block else ""
         is_linear = block and len(spec.shape) == 2
-        places[spec.name] = HFTensor(f"{at}{GPT2[name]}.{kind}", form=np.transpose if is_linear else identity)
-    lost = "" if model.d_ff == 4 * model.d_model else f"it requires d_ff=4*d_model, but d_ff is {model.d_ff}"
-    return Layout(config, places, conversion=Conversion(("bpe",), ignored_setting=lost))
+        tensors[spec.name] = HFTensor(f"{prefix}{GPT2[name]}.{kind}", form=np.transpose if is_linear else identity)
+    problem = "" if model.d_ff == 4 * model.d_model else f"it requires d_ff=4*d_model, but d_ff is {model.d_ff}"
+    return Layout(config, tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 
 
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
@@ -126,18 +123,18 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout
         "attention_bias": ATTENTION[0] in biased,
         "mlp_bias": FEED_FORWARD[0] in biased,
     }
-    places, zeros = {}, {}
+    tensors, zeros = {}, {}
     for spec in model.tensors():
         *block, name, kind = spec.name.split(".")
-        at = f"model.layers.{block[1]}." if block else ""
-        places[spec.name] = HFTensor(f"{at}{ROTARY[name]}.{kind}", _row_order(model, name))
+        prefix = f"model.layers.{block[1]}." if block else ""
+        tensors[spec.name] = HFTensor(f"{prefix}{ROTARY[name]}.{kind}", _row_order(model, name))
         if kind == "weight" and name in biased and name not in biases:
-            zeros[f"{at}{ROTARY[name]}.bias"] = spec.shape[:1]
-    return Layout(config, places, zeros)
+            zeros[f"{prefix}{ROTARY[name]}.bias"] = spec.shape[:1]
+    return Layout(config, tensors, zeros)
 
 
 def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
-    """How the outputs of a linear stand where rope turns halves of a head."""
+    """Return how to reorder the outputs of a linear for rope on pairs (x[i], x[i + D/2])."""
     heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
     if model.halves or heads is None:
         return identity
@@ -145,7 +142,7 @@ def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
 
 
 def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | None:
-    """`rope_scaling` in config.json, for heads of `size` features; UserError for what these parameters cannot say."""
+    """Return config.json's `rope_scaling`, for heads of `size` features. Raise UserError if it cannot hold `rotary`."""
     import numpy as np
 
     factors = np.array(rotary.factors or [1.0])
@@ -153,7 +150,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         factor = rotary.scale * float(factors[0])
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if rotary.scale != 1:
-        raise UserError("rope_factors together with rope_scale: transformers has the one or the other")
+        raise UserError("rope_factors together with rope_scale: transformers has only one of them")
     turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (
         2 * math.pi
     )  # rotations per position
@@ -171,7 +168,10 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
 
 
 def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
-    """By how much slower each pair turns, from its turns a position: slow ones by `factor`, fast ones not at all."""
+    """Return Llama 3's divisor of each pair's frequency: `factor` for slow pairs, 1 for fast ones.
+
+    `turns` are the pairs' rotations per position.
+    """
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     share = (parameters["original_max_position_embeddings"] * turns - low) / (high - low)
     share = share.clip(0, 1)
@@ -179,20 +179,17 @@ def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
 
 
 def _guesses(turns: np.ndarray, factors: np.ndarray, context: int) -> list[tuple[float, float, int]]:
-    """Parameters low, high and original that may give these factors.
-
-    Between the fast pairs and the slow ones 1 / factor lies on a line over the turns; `original` is its unit.
-    """
+    """Return candidates for (low, high, original) from lines through 1 / factor over `turns` of pairs in between."""
     import numpy as np
 
     original = max(1, int(context / factors.max()))
     speed = 1 / factors
-    between = (factors > 1) & (factors < factors.max())
+    is_between = (factors > 1) & (factors < factors.max())
     first, last = np.flatnonzero(factors > 1)[:1] - 1, np.flatnonzero(factors == factors.max())[:1]
-    points = [i for i in (*first, *np.flatnonzero(between), *last) if i >= 0]
+    points = [i for i in (*first, *np.flatnonzero(is_between), *last) if i >= 0]
     pairs = [*itertools.combinations(points, 2)]
     lines = [np.polyfit(turns[list(pair)], speed[list(pair)], 1) for pair in (pairs[:3] if len(points) < 4 else [])]
-    if between.sum() > 1:
-        lines.insert(0, np.polyfit(turns[between], speed[between], 1))
+    if is_between.sum() > 1:
+        lines.insert(0, np.polyfit(turns[is_between], speed[is_between], 1))
     ends = [((speed.min() - offset) / slope, (1 - offset) / slope) for slope, offset in lines if slope > 0]
     return [(float(low * original), float(high * original), original) for low, high in ends]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from toyexp import TOKENS, Constant, Dataset, Kind, Model, Normal, TensorSpec, UserError
 from toyexp.base import MAX_INT, require_range
 
-BLOCKS = "[1,10000]"  # each has tensors that a plan lists
-# Where all inputs are 0 the gradient takes an eps's power of -1.5, which float32 has to hold; above 1 it decides.
+BLOCKS = "[1,10000]"  # limited, because a plan lists every block's tensors
+# If all inputs are 0, the gradient has the factor eps^-1.5, which must fit float32; above 1, eps dominates.
 EPS = "[1e-24,1]"
 
 

@@ -1,6 +1,7 @@
 """Llama (Touvron et al. 2023), Qwen 2, 2.5 and 3 (Yang et al. 2024, 2025) and Gemma (Mesnard et al. 2024).
 
-Llama 2 and 3, Mistral, SmolLM and TinyLlama are `llama` in GGUF. In Qwen and Gemma rope turns halves of a head.
+Llama 2 and 3, Mistral, SmolLM and TinyLlama are `llama` in GGUF. In Qwen and Gemma, rope rotates pairs
+(x[i], x[i + D/2]).
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class Llama(RotaryModel):
         """Raise UserError for sizes that cannot work."""
         super().check()
         if len(self.rope_factors) not in (0, self.head_size // 2):
-            held, pairs = len(self.rope_factors), self.head_size // 2
-            raise UserError(f"model.rope_factors holds {held} numbers; heads of {self.head_size} features take {pairs}")
+            count, pairs = len(self.rope_factors), self.head_size // 2
+            raise UserError(
+                f"model.rope_factors holds {count} numbers; heads of {self.head_size} features take {pairs}"
+            )
         for factor in self.rope_factors:
             require_positive("model.rope_factors", factor)
         self._check_angles(self.rope_factors)

@@ -36,24 +36,26 @@ class RotaryModel(LanguageModel):
         super().check()
         self.require_positive("n_kv_heads", "rope_base", "rope_scale")
         require_range("model", self, head_dim=f"[0,{MAX_INT}]")
-        given = f"model.head_dim={self.head_dim}"
+        setting = f"model.head_dim={self.head_dim}"
         if not self.head_dim:
             require_shared_heads(self)
-            given = f"model.d_model={self.d_model} over model.n_heads={self.n_heads} gives heads of {self.head_size}"
+            setting = f"model.d_model={self.d_model} over model.n_heads={self.n_heads} gives heads of {self.head_size}"
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")
         if self.head_size % 2:
-            raise UserError(f"{given}: rope rotates pairs, so the size of a head must be even")
+            raise UserError(f"{setting}: rope rotates pairs, so the size of a head must be even")
         self._check_angles()
 
     def _check_angles(self, factors: Sequence[float] = ()) -> None:
         """Raise UserError if rope's largest angle, in radians, exceeds what float32 can resolve."""
-        slope = -2 / self.head_size * math.log10(self.rope_base)  # of the pairs' speeds, from 1 for the first
+        slope = (
+            -2 / self.head_size * math.log10(self.rope_base)
+        )  # of log10 of the pairs' speeds; the first pair has speed 1
         fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
         if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MAX_INT):
-            given = f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}"
-            raise UserError(f"{given}: position {self.context} would rotate by more than {MAX_INT} radians")
+            settings = f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}"
+            raise UserError(f"{settings}: position {self.context} would rotate by more than {MAX_INT} radians")
 
     def tensors(self) -> list[TensorSpec]:
         """Return specs: embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0, as originally."""
@@ -67,13 +69,17 @@ class RotaryModel(LanguageModel):
 
         specs = [TensorSpec("token_embd.weight", (self.vocab, d), Normal(0.02))]
         for i in range(self.n_layers):
-            at = f"blk.{i}."
-            specs += [norm(f"{at}attn_norm"), linear(f"{at}attn_q", q, d), linear(f"{at}attn_k", kv, d)]
-            specs += [linear(f"{at}attn_v", kv, d), linear(f"{at}attn_output", d, q), norm(f"{at}ffn_norm")]
-            specs += [linear(f"{at}ffn_gate", ff, d), linear(f"{at}ffn_up", ff, d), linear(f"{at}ffn_down", d, ff)]
+            prefix = f"blk.{i}."
+            specs += [norm(f"{prefix}attn_norm"), linear(f"{prefix}attn_q", q, d), linear(f"{prefix}attn_k", kv, d)]
+            specs += [linear(f"{prefix}attn_v", kv, d), linear(f"{prefix}attn_output", d, q), norm(f"{prefix}ffn_norm")]
+            specs += [
+                linear(f"{prefix}ffn_gate", ff, d),
+                linear(f"{prefix}ffn_up", ff, d),
+                linear(f"{prefix}ffn_down", d, ff),
+            ]
             if self.head_norms:
-                specs += [norm(f"{at}attn_{x}_norm", self.head_size) for x in "qk"]
-            specs += [TensorSpec(f"{at}{name}.bias", (size,), Constant(0)) for name, size in self.biases().items()]
+                specs += [norm(f"{prefix}attn_{x}_norm", self.head_size) for x in "qk"]
+            specs += [TensorSpec(f"{prefix}{name}.bias", (size,), Constant(0)) for name, size in self.biases().items()]
         specs.append(norm("output_norm"))
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, d), Normal(0.02)))

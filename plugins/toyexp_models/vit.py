@@ -52,14 +52,14 @@ NAMES = {
 
 
 class ViTGGUF(GGUFForm[Any]):
-    """The GGUF keys of the sizes; `classes`, `image_mean` and `image_std` come from the data."""
+    """Mapping of the sizes to GGUF keys; `classes`, `image_mean` and `image_std` come from the data."""
 
     def architecture(self, model: Any) -> str:
         """Return toyexp's own architecture name, so that no other program misreads the file."""
         return ARCHITECTURE
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the documented keys."""
+        """Return the keys of block type, sizes and eps."""
         sizes = {key: getattr(model, name) for name, key in SIZES.items()}
         return {"block": model.block, **sizes, FORMS[model.block]: model.norm_eps}
 
@@ -98,21 +98,21 @@ def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
 
 def _places(model: Any) -> dict[str, HFTensor]:
     kernel = (model.d_model, model.channels, model.patch, model.patch)
-    places = {
+    tensors = {
         "v.class_embd": HFTensor("vit.embeddings.cls_token", form=lambda x: x[None, None]),
         "v.position_embd.weight": HFTensor("vit.embeddings.position_embeddings", form=lambda x: x[None]),
         "v.patch_embd.weight": HFTensor(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
     }
     for spec in model.tensors():
-        if spec.name not in places:
+        if spec.name not in tensors:
             _, *block, name, kind = spec.name.split(".")
-            at = f"vit.encoder.layer.{block[1]}." if block else ""
-            places[spec.name] = HFTensor(f"{at}{NAMES[name]}.{kind}")
-    return places
+            prefix = f"vit.encoder.layer.{block[1]}." if block else ""
+            tensors[spec.name] = HFTensor(f"{prefix}{NAMES[name]}.{kind}")
+    return tensors
 
 
 def _preprocessor(model: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the image processor: scale the shorter side, crop the centre, normalise; as in CLIP, unlike ViT."""
+    """Return the settings of CLIP's image processor: scale the shorter side, crop the centre, normalise."""
     size = model.image_size
     return {
         "image_processor_type": "CLIPImageProcessor",
@@ -163,8 +163,8 @@ class ViT(Model):
             raise UserError(f"model=vit reads square images; the data's are {width} x {height}")
         scaled = f"data.image_size={self.image_size}", f"data.color={str(self.channels == 3).lower()}"
         for name, value, fit in zip(("image_size", "channels"), (height, channels), scaled, strict=True):
-            if (own := getattr(self, name)) not in (0, value):
-                what = f"model.{name}={own}: the data has {value}"
+            if (size := getattr(self, name)) not in (0, value):
+                what = f"model.{name}={size}: the data has {value}"
                 raise UserError(f"{what}; type {fit} for data=images, or for a new model leave model.{name} out")
         if 0 < self.classes < dataset.vocab:
             raise UserError(f"model.classes={self.classes} is smaller than the data's classes (0..{dataset.vocab - 1})")
@@ -188,9 +188,8 @@ class ViT(Model):
     def tensors(self) -> list[TensorSpec]:
         """Return the tensors, under llama.cpp's names for vision models.
 
-        As in the original program patches, positions and the head start from N(0, 0.02), the class token from 0, and
-        blocks from N(0, 1/sqrt(d)). v.patch_embd.weight, as [d, channels, patch, patch], is the kernel
-        of a convolution.
+        As in the original program, patches, positions and head start from N(0, 0.02), the class token from 0, blocks
+        from N(0, 1/sqrt(d)). v.patch_embd.weight, as [d, channels, patch, patch], is a convolution's kernel.
         """
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
         with_bias = self.block == "layernorm_gelu"
@@ -220,7 +219,6 @@ class ViT(Model):
         return _linear(ops, x, v, "head")
 
     def _block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
-        """Return the output of one block for x [B, P+1, d]."""
         h = self._norm(ops, x, p, "ln1")
         q, k, v = (ops.heads(_linear(ops, h, p, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
         x = ops.add(x, _linear(ops, ops.attention(q, k, v, causal=False), p, "attn_out"))
@@ -235,12 +233,12 @@ class ViT(Model):
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return the accuracy: the weighted fraction of images with the correct most likely class."""
-        right = total = 0.0
+        correct = total = 0.0
         for batch in batches:
-            chosen = logits({"patches": batch["patches"]}).argmax(-1)
-            right += float(batch["weights"][chosen == batch["targets"]].sum())
+            predicted = logits({"patches": batch["patches"]}).argmax(-1)
+            correct += float(batch["weights"][predicted == batch["targets"]].sum())
             total += float(batch["weights"].sum())
-        return {"accuracy": right / total}
+        return {"accuracy": correct / total}
 
 
 def _linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:

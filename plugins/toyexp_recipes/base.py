@@ -1,4 +1,4 @@
-"""Recipes that start from a whole model in a GGUF file, and the recipe that trains all its weights."""
+"""Base class of recipes that start from a model in a GGUF file, and the recipe that trains all its weights."""
 
 from __future__ import annotations
 
@@ -75,10 +75,7 @@ class Full(FromBase):
     new_head: bool = False  # classifiers: replace the output layer by a new one for the data's classes
 
     def prepare_base(self, model: Model) -> Model:
-        """Take the number of classes from the data if `new_head` is set.
-
-        Raise UserError for a model without classes.
-        """
+        """Take the number of classes from the data if `new_head`. Raise UserError for a model without classes."""
         if self.new_head and "classes" not in model.settings():
             raise UserError(f"recipe.new_head=true: applies to classifiers only; model={model.name} has no classes")
         return replace(model, **({"classes": 0} if self.new_head else {}))

@@ -1,7 +1,6 @@
-"""LoRA: a frozen model with trainable low-rank updates of chosen linears (Hu et al. 2021).
+"""LoRA: a frozen model with trainable low-rank updates of some linears (Hu et al. 2021).
 
-As LoRAMetal in the original program: A [r, in] from N(0, init_scale), B [out, r] zero, so training starts from the
-base's outputs.
+A [r, in] starts from N(0, init_scale) and B [out, r] from 0, so that training starts from the base's outputs.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ SHORT_NAMES = {  # short names of linears, and PEFT's names
     "c_attn": "attn_[qkv]*", "c_fc": "ffn_up", "c_proj": "attn_out* ffn_down", "attn.c_proj": "attn_out*",
     "mlp.c_proj": "ffn_down",
 }  # fmt: skip
-TRANSFORMERS_PATH = re.compile(
-    r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp)\.(?!c_proj))?"
-)  # of a linear
+# The part of a linear's name in transformers before its own name; the group is the block's number.
+TRANSFORMERS_PATH = re.compile(r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp)\.(?!c_proj))?")
 RANK = 8  # default
 QUERIES = ("attn_q", "attn_qkv")  # default targets: the first of these that the model has
 
@@ -100,9 +98,8 @@ class Lora(FromBase):
         specs = {t.name: t for t in model.tensors()}
         pairs, adapters = self._load_adapters(model, specs) if self.adapter else self._new_adapters(specs)
         if self.dropout and not model.reads.sequence:
-            raise UserError(
-                f"recipe.dropout={self.dropout}: applies to text models only; model={model.name} reads {model.reads}"
-            )
+            what = f"applies to text models only; model={model.name} reads {model.reads}"
+            raise UserError(f"recipe.dropout={self.dropout}: {what}")
         masks = {}
         for adapter in adapters if self.dropout else ():
             rows = setup.inputs[model.reads.sequence].shape
@@ -111,7 +108,7 @@ class Lora(FromBase):
         return replace(setup, inputs={**setup.inputs, **masks}).plan(model, tensors, adapters)
 
     def _new_adapters(self, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
-        """Return new adapters, which do not change the outputs yet."""
+        """Return tensors and adapters that start as no change of the outputs."""
         rank = self.rank or RANK
         alpha = rank if self.alpha is None else self.alpha
         scale = alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -122,10 +119,8 @@ class Lora(FromBase):
                 remedy = f"use recipe.rank={min(outputs, inputs)} or less"
                 raise UserError(f"recipe.rank={rank}: {adapter.target} is {outputs} x {inputs}; {remedy}")
             a, b = lora_names(adapter.target)
-            pairs += [
-                PlanTensor(a, (rank, inputs), Normal(self.init_scale)),
-                PlanTensor(b, (outputs, rank), Constant(0)),
-            ]
+            pairs.append(PlanTensor(a, (rank, inputs), Normal(self.init_scale)))
+            pairs.append(PlanTensor(b, (outputs, rank), Constant(0)))
         return pairs, adapters
 
     def _load_adapters(
@@ -140,22 +135,23 @@ class Lora(FromBase):
         ranks = {a.target: shapes[lora_names(a.target)[0]][0] for a in adapters}
         alphas = sorted({float(f"{a.scale * ranks[a.target]:.12g}") for a in adapters})
         targets = self._targets(specs) if self.targets is not None else [*ranks]
-        has = f"recipe.adapter={self.adapter} has"
+        subject = f"recipe.adapter={self.adapter} has"
         if len(alphas) > 1:
-            raise UserError(f"{has} pairs of several ranks and no alpha, but adapter.gguf can store only one alpha")
+            raise UserError(f"{subject} pairs of several ranks and no alpha, but adapter.gguf can store only one alpha")
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             actual = ", ".join(map(str, sorted({*ranks.values()})))
-            raise UserError(f"recipe.rank={self.rank}: {has} rank {actual}; leave recipe.rank out")
+            raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")
         if self.alpha is not None and not math.isclose(self.alpha, alphas[0], rel_tol=1e-6):  # the file stores float32
-            raise UserError(f"recipe.alpha={self.alpha:g}: {has} alpha {alphas[0]:g}; leave recipe.alpha out")
+            raise UserError(f"recipe.alpha={self.alpha:g}: {subject} alpha {alphas[0]:g}; leave recipe.alpha out")
         if self.rslora:
-            raise UserError(f"recipe.rslora=true: {has} its own scale, alpha {alphas[0]:g}; leave recipe.rslora out")
+            raise UserError(
+                f"recipe.rslora=true: {subject} its own scale, alpha {alphas[0]:g}; leave recipe.rslora out"
+            )
         if {*targets} != {*ranks}:
             name = min({*targets} ^ {*ranks})
             difference = f"a pair on {name}" if name in ranks else f"none on {name}"
-            raise UserError(
-                f"recipe.targets=[{','.join(self.targets or ())}]: {has} {difference}; leave recipe.targets out"
-            )
+            typed = ",".join(self.targets or ())
+            raise UserError(f"recipe.targets=[{typed}]: {subject} {difference}; leave recipe.targets out")
         return [replace(t, trainable=True) for t in frozen], [replace(a, dropout=self.dropout) for a in adapters]
 
     def _targets(self, specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -165,9 +161,8 @@ class Lora(FromBase):
         queries = next(([q] for q in QUERIES if q in linears.values()), None)
         targets = queries if self.targets is None else self.targets
         if targets is None:
-            raise UserError(
-                f"recipe.targets: the model has no {' or '.join(QUERIES)}; {suggest('', set(linears.values()))}"
-            )
+            hint = suggest("", set(linears.values()))
+            raise UserError(f"recipe.targets: the model has no {' or '.join(QUERIES)}; {hint}")
         names, selected = {n: (module, n, blocks[n]) for n, module in linears.items()}, set[str]()
         for target in targets:
             _, block, module = TRANSFORMERS_PATH.split(target, 1)

@@ -1,8 +1,7 @@
-"""The original's initial values: its generators, and the order in which its models draw from them.
+"""Initial values of the program that toyexp replaces: its random generator, and its order of drawing tensors.
 
-One linear congruential generator of 31 bits fills a model tensor by tensor. GPT-2 takes its upper 23 bits as a fraction
-less one, which makes every weight negative, from -0.02 to 0: that is what the original does. Llama turns pairs of
-fractions into normal values (Box and Muller 1958).
+The generator is linear congruential, with 31 bits. GPT-2 uses (upper 23 bits) / 2^23 - 1, so that every weight lies
+between -0.02 and 0. Llama turns pairs of fractions into normal values (Box and Muller 1958).
 """
 
 from __future__ import annotations
@@ -34,17 +33,14 @@ class LCG:
         return generator
 
     def states(self, n: int) -> np.ndarray:
-        """Return the next `n` states, uint64 [n].
-
-        k steps equal one step with other constants, so each pass doubles the computed part: log2(n) passes in all.
-        """
+        """Return the next `n` states, uint64 [n]."""
         out = np.empty(n, np.uint64)
         out[:1] = (MULTIPLIER * self.state + INCREMENT) & MASK
         a, c, count = MULTIPLIER, INCREMENT, 1
-        while count < n:
-            more = min(count, n - count)
-            out[count : count + more] = (out[:more] * np.uint64(a) + np.uint64(c)) & np.uint64(MASK)
-            a, c, count = a * a & MASK, (a * c + c) & MASK, count + more
+        while count < n:  # `count` steps equal one step with other constants, so each pass doubles the computed part
+            added = min(count, n - count)
+            out[count : count + added] = (out[:added] * np.uint64(a) + np.uint64(c)) & np.uint64(MASK)
+            a, c, count = a * a & MASK, (a * c + c) & MASK, count + added
         if n:
             self.state = int(out[-1])
         return out
@@ -61,7 +57,7 @@ class LCG:
 
 
 def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Every drawn tensor of GPT-2: the embeddings, then by block q, k and v of each head, and the three others."""
+    """Yield GPT-2's random tensors in order: embeddings, then per block q, k, v of each head, and the other three."""
     draw = LCG(seed).uniform
     d, heads = sizes["d_model"], sizes["n_heads"]
     for name in ("token_embd.weight", "position_embd.weight"):
@@ -74,11 +70,8 @@ def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 
 
 def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Every drawn tensor of llama: embedding, lens, output, then by block q, k and v of each kv head, and the others.
-
-    Heads are of even size, so no tensor ends within a pair of draws.
-    """
-    draw = LCG.for_llama(seed).normal
+    """Yield llama's random tensors in order: embedding, lens, output, then per block q, k, v and the others."""
+    draw = LCG.for_llama(seed).normal  # draws pairs; heads of even size never leave half a pair
     d, heads, kv = sizes["d_model"], sizes["n_heads"], sizes["n_kv_heads"]
     inner, outer = 1 / math.sqrt(d), 1 / math.sqrt(sizes["d_ff"])
     yield "token_embd.weight", 0.02 * draw(*shapes["token_embd.weight"])
@@ -89,15 +82,15 @@ def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
         yield "output.weight", 0.02 * draw(*shapes["output.weight"])
     for i in range(sizes["n_layers"]):
         yield f"blk.{i}.attn_q.weight", inner * pairs(draw(heads, d // heads, d))
-        both = draw(kv, 2, d // heads, d)  # k and v of a head after one another
-        yield f"blk.{i}.attn_k.weight", inner * pairs(both[:, 0])
-        yield f"blk.{i}.attn_v.weight", inner * both[:, 1].reshape(-1, d)
+        keys_values = draw(kv, 2, d // heads, d)  # per head: k, then v
+        yield f"blk.{i}.attn_k.weight", inner * pairs(keys_values[:, 0])
+        yield f"blk.{i}.attn_v.weight", inner * keys_values[:, 1].reshape(-1, d)
         for part, std in (("attn_output", inner), ("ffn_gate", inner), ("ffn_up", inner), ("ffn_down", outer)):
             yield f"blk.{i}.{part}.weight", std * draw(*shapes[f"blk.{i}.{part}.weight"])
 
 
 def pairs(heads: np.ndarray) -> np.ndarray:
-    """Rows [H, D, d] as [H*D, d], reordered for rope on neighbours: the original's rotates row j with row j + D/2."""
+    """Return rows [H, D, d] as [H*D, d], from the original's rope pairs (j, j + D/2) to pairs of neighbours."""
     count, size, d = heads.shape
     return heads.reshape(count, 2, size // 2, d).transpose(0, 2, 1, 3).reshape(-1, d)
 
@@ -108,8 +101,8 @@ ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2
 def check_model(model: Model) -> None:
     """Raise UserError for a model that the original program does not have in this form."""
     if model.name not in ORIGINALS:
-        known = " and ".join(ORIGINALS)
-        raise UserError(f"recipe.init=toy draws {known} as the original does; for model={model.name} leave it out")
+        models = " and ".join(ORIGINALS)
+        raise UserError(f"recipe.init=toy draws {models} as the original does; for model={model.name} leave it out")
     if model.name == "gpt2" and not model.settings()["tied"]:
         raise UserError("recipe.init=toy: the original's gpt2 has no output layer of its own; use model.tied=true")
     if model.settings().get("head_dim"):

@@ -1,7 +1,7 @@
 """Warm start: the token embedding comes from a donor GGUF through a lens, the other weights from random values.
 
-As WarmStartMetal in the original program: the donor's rows fill a table [vocab, d_donor]; a trainable projection, the
-lens [d_model, d_donor], maps them to the model's width, x = lens e. The table is frozen by default.
+The donor's rows fill a table [vocab, d_donor], frozen by default. A trainable projection, the lens [d_model, d_donor],
+maps them to the model's width: x = lens e.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Warm(Recipe):
             file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
-        """Upload the donor's first rows and the lens; realize_warm in the original program."""
+        """Upload the donor's first rows and the lens."""
         vocab, width = session.plan.tensor(TABLE).shape
         file = _open_with_rows(self.path, vocab, width)
         rows = file.weights(TABLE, rows=vocab)

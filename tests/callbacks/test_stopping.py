@@ -102,7 +102,9 @@ def test_the_quality_gate_does_not_judge_a_failed_run(train):
 def test_a_run_without_evaluations_is_rejected_before_anything_is_written(train, name):
     run = train(f"callbacks=[default,{name}]", "eval_every=0")
     assert run.code == 2
-    assert run.err == (f"toyexp: error: callbacks.{name} needs evaluations: eval_every must be above 0\n")
+    assert run.err == (
+        f"toyexp: error: callbacks.{name} needs evaluations of the held-out data: eval_every must be above 0\n"
+    )
     assert not run.dir.exists()
 
 

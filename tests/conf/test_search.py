@@ -214,7 +214,7 @@ def test_a_dry_run_of_a_search_counts_the_points_that_it_would_choose(capsys):
     assert flops[0] < flops[1] and output["flops"] == 8 * (7 * flops[0] + 3 * flops[1])
     assert not Path("s").exists()
     assert main([*words, HERE, "eval_every=0"]) == 2
-    assert "needs held-out evaluations" in capsys.readouterr().err
+    assert "needs evaluations of the held-out data" in capsys.readouterr().err
 
 
 def test_a_point_whose_run_fails_has_no_score_and_the_search_goes_on(capsys):
@@ -390,12 +390,15 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         (["seed=1,2", "sweep.search=grid", "sweep.repeats=0"], ["sweep.repeats=0: must be at least 1"]),
         (["seed=1,2", "sweep.search=grid", "sweep.repeats=2"], ["sweep.repeats=2", "leave out seed"]),
         (["seed=1,2", "sweep.search=grid", "sweep.metric=acuracy"], ["sweep.metric=acuracy", "loss, ppl"]),
-        (["seed=1,2", "sweep.search=grid", "eval_every=0"], ["sweep.metric=loss: needs held-out evaluations"]),
+        (
+            ["seed=1,2", "sweep.search=grid", "eval_every=0"],
+            ["sweep.metric=loss: needs evaluations of the held-out data"],
+        ),
         (
             ["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=0"],
-            ["sweep.prune=asha: needs held-out evaluations"],
+            ["sweep.prune=asha: needs evaluations of the held-out data"],
         ),
-        (["eval_every=2,0", "sweep.search=grid"], ["sweep.metric=loss: needs held-out evaluations"]),
+        (["eval_every=2,0", "sweep.search=grid"], ["sweep.metric=loss: needs evaluations of the held-out data"]),
         (
             ["eval_every=2,4", "sweep.search=grid", "sweep.prune=asha"],
             ["eval_every=2,4: ", "compares runs at the same steps"],

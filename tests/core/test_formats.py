@@ -286,7 +286,7 @@ def broken(header=None, body=bytes(24), **tensors):
     [
         (broken()[:5], "is not a complete safetensors file"),
         (broken()[:40], "is not a complete safetensors file"),
-        (bytes(8) + broken()[8:], "is not a complete safetensors file: the header claims 0 bytes"),
+        (bytes(8) + broken()[8:], "is not a complete safetensors file: its header claims 0 bytes"),
         (b"\xff" * 40, "is not a complete safetensors file"),
         (b"", "is not a complete safetensors file"),
         (broken(b"{nonsense"), "its header is not a JSON object"),

@@ -74,10 +74,7 @@ def call_checked(expected: type, method: Callable[..., T], *arguments: object, w
 
 
 def call_for_lines(method: Callable[..., object], *arguments: object) -> list[str]:
-    """Call a plugin's method that returns sentences, and return each on one line.
-
-    Raise PluginFailed for a plain string, which would be iterated letter by letter.
-    """
+    """Call a plugin's method that returns sentences, each as one line. Raise PluginFailed for a plain string."""
     result = method(*arguments)
     if isinstance(result, str) or not isinstance(result, Iterable):
         raise wrong_return(method, result, "sentences in a list")

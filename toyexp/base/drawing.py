@@ -74,10 +74,7 @@ def use_plot_style() -> Iterator[None]:
 
 
 def check_plot_path(option: str, typed: str) -> Path:
-    """Return the path of a plot to write; raise UserError if it is unsuitable, Unavailable without matplotlib.
-
-    An existing file is only accepted if toyexp drew it.
-    """
+    """Return the path of a plot to write: new, or a plot of toyexp. Raise UserError, or Unavailable (no matplotlib)."""
     path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
         raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")

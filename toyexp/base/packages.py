@@ -24,10 +24,7 @@ _broken_packages: dict[str, str] = {}
 
 @contextlib.contextmanager
 def require_package(package: str, how: str, distribution: str = "") -> Iterator[None]:
-    """Import a package inside this context; raise Absent with the install command `how`, or Broken.
-
-    `distribution` is the package's name on PyPI, if it differs.
-    """
+    """Import a package in this context; raise Absent with the command `how`, or Broken. `distribution`: PyPI name."""
     title = distribution or package
     if package in _broken_packages:
         raise broken_package(title, _broken_packages[package])

@@ -42,8 +42,8 @@ def rank_warnings() -> list[str]:
     if started_ranks().count > 1:
         return []
     values = {name: value for name in RANK_VARIABLES if (value := os.environ.get(name, ""))}
-    usual = {"RANK": "0", "WORLD_SIZE": "1"}
-    changed = [f"{name}={printable(values[name])}" for name in usual if values.get(name, usual[name]) != usual[name]]
+    solo = {"RANK": "0", "WORLD_SIZE": "1"}
+    changed = [f"{name}={printable(values[name])}" for name in solo if values.get(name, solo[name]) != solo[name]]
     missing = [name for name in RANK_VARIABLES if name not in values]
     if changed and missing:
         rule = f"a rank has {', '.join(RANK_VARIABLES[:-1])} and {RANK_VARIABLES[-1]}, as torchrun sets them"

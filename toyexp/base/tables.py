@@ -16,10 +16,7 @@ def terminal_width() -> int | None:
 
 
 def drop_columns(rows: Sequence[Sequence[str]], expendable: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Drop columns until the table fits the terminal; return the rows and the dropped heads.
-
-    The first row has the heads. Columns of `expendable` are dropped in that order.
-    """
+    """Drop columns of `expendable` (heads, in order) until the table fits; return the rows and the dropped heads."""
     table, dropped = [list(row) for row in rows], []
     for head in expendable:
         if fits_terminal(table):

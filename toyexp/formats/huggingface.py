@@ -79,10 +79,7 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
 
 
 def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[str]:
-    """Write the plan's LoRA adapters for PEFT atomically, in float32.
-
-    PEFT adds lora_alpha / r * B A to the base's linears, so the rows of B have transformers' order.
-    """
+    """Write the plan's LoRA adapters for PEFT, atomically, in float32; B's rows get transformers' order."""
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     stored_tensors = hf_layout(plan.model, {}).tensors
     tensors: dict[str, Tensor] = {}

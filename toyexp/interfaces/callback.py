@@ -47,10 +47,7 @@ class Callback(ABC):
         """Raise UserError for settings that cannot work, and Unavailable for a missing package."""
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
-        """Raise UserError if the callback cannot work with this configuration and data.
-
-        Called before anything is written.
-        """
+        """Raise UserError, before anything is written, if the callback cannot work with this configuration and data."""
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raise UserError if the callback cannot work with this plan. Called before anything is written."""
@@ -113,10 +110,10 @@ class Schedule(Callback):
 
         The value at `steps` is checked too, although the last step is `steps` - 1. Called before `check_plan`.
         """
-        known = {"lr"}.union(*(group.scalable for group in plan.updates))
+        scalable = {"lr"}.union(*(group.scalable for group in plan.updates))
         key = f"callbacks.{self.name}.scales={printable(self.scales)}"
-        if self.scales not in known:
-            raise UserError(f"{key}: this optimiser has no such setting to scale; {suggest(self.scales, known)}")
+        if self.scales not in scalable:
+            raise UserError(f"{key}: this optimiser has no such setting to scale; {suggest(self.scales, scalable)}")
         if self.scales == "lr":
             return
         samples = {*range(0, steps, max(1, steps // SCHEDULE_SAMPLES)), steps - 1, steps}

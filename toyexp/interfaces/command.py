@@ -122,10 +122,7 @@ class Answer(ABC):
 
 @dataclass
 class Command(ABC):
-    """Base of sub-commands `toyexp NAME ...`.
-
-    The first line of a subclass's docstring is its line in `toyexp --help`.
-    """
+    """Base of sub-commands `toyexp NAME ...`; a docstring's first line is the command's line in `toyexp --help`."""
 
     plugin_kind: ClassVar[str] = "command"
     name: ClassVar[str]
@@ -159,13 +156,13 @@ class Command(ABC):
 
     def unknown_option(self, word: str, following: Sequence[str]) -> UserError:
         """Return the error for an unknown option `word`; `following` are the words after it."""
-        flag, known = word.partition("=")[0], sorted(self.parser().options)
+        flag, flags = word.partition("=")[0], sorted(self.parser().options)
         parts = re.split("[-_]", flag.lstrip("-"))  # of --max_new_tokens
-        similar = [option for option in known if f"-{flag}" == option[:3] or option[2:] in parts]
+        similar = [option for option in flags if f"-{flag}" == option[:3] or option[2:] in parts]
         if len(similar) == 1:
             hint = f"did you mean {similar[0]}?"
         else:
-            hint = f"there is: {', '.join(similar)}" if similar else suggest(flag, known)
+            hint = f"there is: {', '.join(similar)}" if similar else suggest(flag, flags)
         return UserError(f"{self.name} {word}: unknown option; {hint}")
 
     @abstractmethod

@@ -39,10 +39,7 @@ class Data(ABC):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
-        """Return the overrides besides `data=<name>` to evaluate a model file of these sizes; None: not applicable.
-
-        Names that the user must fill in are in capitals.
-        """
+        """Return overrides besides `data=<name>` to evaluate such a model, or None; the user fills in CAPITALS."""
         return None
 
     @abstractmethod

@@ -50,10 +50,7 @@ class Engine(ABC):
         return "float32"
 
     def check_rows(self, rows: int, accumulate: int) -> None:  # noqa: B027 - optional, as below
-        """Raise UserError if steps of `accumulate` micro-batches of `rows` rows cannot work.
-
-        Called before data is opened.
-        """
+        """Raise UserError, before data is opened, if steps of `accumulate` micro-batches of `rows` rows cannot work."""
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
         """Raise UserError if the plan exceeds the engine's limits. Called before anything is allocated."""
@@ -63,10 +60,7 @@ class Engine(ABC):
         return available_bytes()
 
     def gpus(self) -> int | None:
-        """Return how many of the machine's NVIDIA GPUs a run uses; None: all.
-
-        Must not query the device, see `check`.
-        """
+        """Return how many of the machine's NVIDIA GPUs a run uses; None: all. It must not open the device."""
         return 0
 
     def preload(self) -> None:  # noqa: B027 - optional on purpose: it saves time
@@ -80,10 +74,7 @@ class Engine(ABC):
         self.preload()
 
     def open_device_early(self) -> None:  # noqa: B027 - optional on purpose: it saves time
-        """Start to open the device in the background, in a process that will train on it.
-
-        Called after `check` succeeded. Ignore errors here; they are raised again when the device is used.
-        """
+        """Start to open the device in a thread, once `check` succeeded. Ignore errors: using the device raises them."""
 
     def generation_engine(self) -> Engine:
         """Return the engine for generating one sequence: this one, or one limited to its first device."""

@@ -140,10 +140,7 @@ class Format(ABC):
         return None
 
     def read(self, path: Path, models: Models) -> ModelExport:
-        """Return the model in a file, of one of these classes.
-
-        Raise UserError for others; formats may be write-only.
-        """
+        """Return the model in a file, one of the classes `models`. Raise UserError for others, and if write-only."""
         raise UserError(f"{path}: toyexp can write {self.name} files, but not read them")
 
     def notes(self, export: ModelExport) -> list[str]:

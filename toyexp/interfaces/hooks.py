@@ -52,10 +52,7 @@ class Registration:
 
     @hookspec
     def register_formats(self, register: Register) -> None:
-        """Register subclasses of toyexp.Format: formats of model files.
-
-        `toyexp export --type <name>` writes the format, and so does the callback `callbacks=[<name>_export]`.
-        """
+        """Register subclasses of toyexp.Format: model files (`export --type <name>`, `callbacks=[<name>_export]`)."""
 
     @hookspec
     def register_commands(self, register: Register) -> None:
@@ -85,17 +82,11 @@ class RunHooks:
 
     @hookspec
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Handle an evaluation.
-
-        `metrics` holds the held-out loss, ppl and the model's own metrics, such as accuracy.
-        """
+        """Handle an evaluation; `metrics` holds held-out loss, ppl and the model's metrics, such as accuracy."""
 
     @hookspec
     def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
-        """Handle a checkpoint of the state after `step`, now complete on disk at `path`.
-
-        The run may have taken a few more steps since.
-        """
+        """Handle a checkpoint of the state after `step`, complete on disk at `path`. The run may be further now."""
 
     @hookspec
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
@@ -103,14 +94,11 @@ class RunHooks:
 
     @hookspec
     def on_end(self, run: Run, reason: str, error: BaseException | None) -> None:
-        """Handle the end of the run. This hook is always called.
-
-        `reason` is completed, interrupted, aborted (by a callback) or errored.
-        """
+        """Handle the end of any run; `reason` is completed, interrupted, aborted (by a callback) or errored."""
 
     @hookspec(firstresult=True)
     def lr(self, run: Run, step: int, steps: int) -> float | None:
-        """Return the learning rate for the 0-based `step` of `steps`, or None for the base learning rate.
+        """Return the learning rate of the 0-based `step` of `steps`, or None for the base learning rate.
 
         Only one callback of a run may set it.
         """
@@ -121,7 +109,4 @@ class RunHooks:
 
     @hookspec(firstresult=True)
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Return a sentence to end the run after `step`, or None to continue.
-
-        Callbacks are called in the configured order; the first sentence ends the run.
-        """
+        """Return a sentence to end the run after `step`, or None to continue. The first sentence counts."""

@@ -38,9 +38,8 @@ def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]
     if (block["weights"] == 1).all():  # every batch has the same total weight
         scaled = (block["weights"] / (total / count)).astype(np.float32)
         if size == 1 and full is block:
-            micros = [
-                {**batch, "weights": scaled[i * step_rows : (i + 1) * step_rows]} for i, batch in enumerate(batches)
-            ]
+            weights = (scaled[i * step_rows : (i + 1) * step_rows] for i in range(count))
+            micros = [{**batch, "weights": part} for batch, part in zip(batches, weights, strict=True)]
         else:
             micros = _slice_rows({**full, "weights": scaled}, plan.rows)
     else:
@@ -83,10 +82,7 @@ def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
 
 
 def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
-    """Return the batch with optional arrays filled in, and the sum of its target weights.
-
-    Raise BadBatch if it does not match the plan.
-    """
+    """Return the batch with optional arrays filled in, and its total weight. Raise BadBatch if it misfits the plan."""
     if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
         raise BadBatch("a batch must be a mapping of names to numpy arrays")
     for name, spec in plan.inputs.items():

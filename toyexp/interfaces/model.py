@@ -64,18 +64,12 @@ class Model(ABC):
         """Raise UserError for sizes that cannot work. Called before anything is allocated."""
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """Return the shapes of the batch arrays that `forward` reads, without the batch axis.
-
-        A letter stands for a size that the run chooses.
-        """
+        """Return the shapes of `forward`'s inputs without the batch axis; a letter is a size that the run sets."""
         return {self.reads.sequence: ("T",)}
 
     @property
     def context(self) -> int:
-        """Number of positions in a row; 0 if rows have no positions.
-
-        A run may set it lower than the model file does.
-        """
+        """Number of positions in a row; 0 if rows have none. A run may set it lower than the model file does."""
         return 0
 
     def fit(self, dataset: Dataset) -> Model:
@@ -99,9 +93,9 @@ class Model(ABC):
         A model that overrides `scores` without listing `score_names` can only be checked at the first evaluation.
         """
         has_unlisted = not self.score_names and type(self).scores is not Model.scores
-        known = ("loss", "ppl", *self.score_names, *sorted(LOGGED_METRICS))
-        if name not in known and not has_unlisted:
-            raise UserError(f"{key}={printable(name)}: {suggest(name, known)}")
+        reported = ("loss", "ppl", *self.score_names, *sorted(LOGGED_METRICS))
+        if name not in reported and not has_unlisted:
+            raise UserError(f"{key}={printable(name)}: {suggest(name, reported)}")
 
     def parameters(self) -> int:
         """Return the number of parameters."""

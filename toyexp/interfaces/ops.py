@@ -108,10 +108,7 @@ class Ops(ABC):
 
     @final
     def embed(self, table: Tensor | AdaptedWeight, ids: Tensor) -> Tensor:
-        """Return the rows of `table` [V, d] at integer `ids` [...]: [..., d].
-
-        A lens L [d', d] maps each row to row L^T.
-        """
+        """Return rows of `table` [V, d] at integer `ids` [...]: [..., d]; with a lens L [d', d], each row times L^T."""
         if not isinstance(table, AdaptedWeight):
             return self.rows(table, ids)
         x = self.rows(table.base, ids)

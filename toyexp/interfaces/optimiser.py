@@ -130,8 +130,8 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
         raise UserError(f"its slots of {list(shape)} are {slots!r}; expected a mapping of names to shapes")
-    if [*slots.items()] != [*(again := rule.slots(shape)).items()]:
-        problem = f"its slots of {list(shape)} are {slots!r}, and {again!r} at the second call"
+    if [*slots.items()] != [*(second := rule.slots(shape)).items()]:
+        problem = f"its slots of {list(shape)} are {slots!r}, and {second!r} at the second call"
         raise UserError(f"{problem}; no checkpoint could be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
         raise UserError(f"its slots of {list(shape)} are {slots!r}; if elementwise, each needs the tensor's shape")
@@ -151,9 +151,9 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
 def scalable(rule: Rule) -> set[str]:
     """Return the settings that a schedule can scale: weight_decay, and fields that change the step's numbers."""
     values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}  # type: ignore[arg-type]
-    others = {k: dataclasses.replace(rule, **{k: v / 2 or 0.5}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
-    usual = dict(rule.numbers(3, 0.1, 0.1))
-    return {"weight_decay"} | {k for k, other in others.items() if dict(other.numbers(3, 0.1, 0.1)) != usual}
+    variants = {k: dataclasses.replace(rule, **{k: v / 2 or 0.5}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
+    unchanged = dict(rule.numbers(3, 0.1, 0.1))
+    return {"weight_decay"} | {k for k, changed in variants.items() if dict(changed.numbers(3, 0.1, 0.1)) != unchanged}
 
 
 @dataclass
@@ -191,10 +191,7 @@ class AdamW(Rule):
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """Return the seven numbers of the 0-based `step`, [7] float64.
-
-        Raise UserError if the mode is unset or unknown.
-        """
+        """Return the seven numbers of the 0-based `step`, [7] float64. Raise UserError for an unset or unknown mode."""
         import numpy as np
 
         return np.array([*self.numbers(step, self.lr, self.weight_decay).values()])

@@ -152,10 +152,7 @@ class Plan:
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
-        """Return `values` as a model reads them: each adapted tensor together with its adapter.
-
-        `batch` is only required by plans with dropout.
-        """
+        """Return `values` as a model reads them, adapted tensors with their adapters; dropout requires `batch`."""
         params: dict[str, Any] = dict(values)
         for adapter in self.adapters:
             base = values[adapter.target]
@@ -188,9 +185,8 @@ def group_tensors(
         if index is None:
             raise UserError(f"optim: no rule takes {t.name} {list(t.shape)}")
         decay, lr_scale = choose_settings(t, rules[index])
-        members.setdefault((index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale), []).append(
-            t.name
-        )
+        key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale)
+        members.setdefault(key, []).append(t.name)
     # Decaying tensors of a rule come first, so that they are contiguous in an engine's flat memory.
     return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
 
@@ -204,10 +200,10 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     for pattern in optimiser.groups:
         if names and not any(fnmatchcase(name, pattern) for name in names):
             key = f"optim.groups: {printable(pattern)}"
-            fixed = [t.name for t in plan.tensors if not t.trainable and fnmatchcase(t.name, pattern)]
-            if fixed:
-                also = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
-                raise UserError(f"{key}: the recipe freezes {fixed[0]}{also}; remove this pattern")
+            frozen_names = [t.name for t in plan.tensors if not t.trainable and fnmatchcase(t.name, pattern)]
+            if frozen_names:
+                also = f" and {len(frozen_names) - 1} more" if len(frozen_names) > 1 else ""
+                raise UserError(f"{key}: the recipe freezes {frozen_names[0]}{also}; remove this pattern")
             hint = suggest(pattern, names) if len(names) < 20 else f"a trainable tensor is {names[0]}"
             raise UserError(f"{key}: matches no trainable tensor; {hint}")
     frozen = {name for name in names if optimiser.find_group(name)[1].get("frozen")}
@@ -249,11 +245,11 @@ def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
     """Yield a warning for each group with lr * weight_decay above 1: decay flips the sign of its weights each step."""
     for group in plan.updates:
         rate = lr * group.lr_scale
-        if (left := 1 - rate * group.weight_decay) < 0:
+        if (factor := 1 - rate * group.weight_decay) < 0:
             more = f" and {len(group.tensors) - 1} more" if group.tensors[1:] else ""
             yield (
                 f"weight_decay={group.weight_decay:g} at lr={rate:g}: each step multiplies {group.tensors[0]}{more} by "
-                f"{left:g}; lower one of them"
+                f"{factor:g}; lower one of them"
             )
 
 

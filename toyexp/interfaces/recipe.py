@@ -100,10 +100,7 @@ def start_session(
     state: Mapping[str, np.ndarray] | None = None,
     directory: Path | None = None,
 ) -> Session:
-    """Return a session that is ready to train: realize the plan, run `recipe.warm`, build, restore `state` if given.
-
-    Close the session on any error. Errors are attributed to the plugin; `directory` holds the log to write them to.
-    """
+    """Realize the plan and return a session ready to train; errors name the plugin, and the log in `directory`."""
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
         session = engine.realize(plan).require_open()
@@ -113,7 +110,7 @@ def start_session(
 def prepare_session(
     recipe: Recipe, engine: Engine, session: Session, state: Mapping[str, np.ndarray] | None, log: Path | None
 ) -> Session:
-    """Do the same for a session that is already open."""
+    """Run `recipe.warm`, build the training step, restore `state` if given; close the session on any error."""
     try:
         with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):
             recipe.warm(session)

@@ -116,14 +116,13 @@ class Run:
     def remedy(self) -> str:
         """Advice for a diverging loss: lower lr, and first any `optim` settings that are higher for some tensors."""
         optim = self.config.get("optim", {})
-        usual = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
+        base_values = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
         groups = optim.get("groups", {}).items()
-        values = [(p, name, v) for p, settings in groups for name, v in settings.items() if name in usual]
-        higher = [f"{name} of optim.groups: {p} (it was {v:g})" for p, name, v in values if v > usual[name]]
+        values = [(p, name, v) for p, settings in groups for name, v in settings.items() if name in base_values]
+        higher = [f"{name} of optim.groups: {p} (it was {v:g})" for p, name, v in values if v > base_values[name]]
         rates = {key: v for key, v in optim.items() if key.endswith("_lr") and isinstance(v, int | float)}
-        rates |= (
-            {"weight_decay": decay} if (decay := usual["weight_decay"]) * self.lr >= 1 else {}
-        )  # decay exceeds the weight itself
+        if (decay := base_values["weight_decay"]) * self.lr >= 1:  # a step would subtract more than the weight itself
+            rates["weight_decay"] = decay
         higher += [f"optim.{key} (it was {v:g})" for key, v in rates.items() if v > self.lr]
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 

@@ -115,10 +115,7 @@ class Session(ABC):
 
     @final
     def build(self) -> None:
-        """End the warm window and prepare the training step: forward, loss, backward and optimiser.
-
-        The session of a plan without trainable tensors can only evaluate.
-        """
+        """End the warm window and prepare the training step, or only evaluation if no tensor of the plan trains."""
         self._require(State.REALIZED, "build()")
         self.do_build()
         self.state = State.BUILT

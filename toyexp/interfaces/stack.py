@@ -69,12 +69,12 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
     ):
         if extract(a) != extract(b):
             yield f"{what} differ"
-    for one, other in zip(a.updates, b.updates, strict=True):
-        if _has_same_settings(one.rule, other.rule):  # comparing formulas takes longer
+    for first, second in zip(a.updates, b.updates, strict=True):
+        if _has_same_settings(first.rule, second.rule):  # comparing formulas takes longer
             continue
-        shapes = {a.tensor(name).shape for name in one.tensors}
-        if any(_formula(one, shape) != _formula(other, shape) for shape in shapes):
-            yield f"the optimiser updates {one.tensors[0]} by another formula"
+        shapes = {a.tensor(name).shape for name in first.tensors}
+        if any(_formula(first, shape) != _formula(second, shape) for shape in shapes):
+            yield f"the optimiser updates {first.tensors[0]} by another formula"
 
 
 def _has_same_settings(a: Any, b: Any) -> bool:
@@ -104,11 +104,11 @@ def _formula(group: Group, shape: tuple[int, ...]) -> list[Any]:
 class _Recorder(Shapes):
     """Arithmetic that records each operation and its operands: constants, or earlier results by index."""
 
-    def __init__(self, given: Sequence[Shaped]):
+    def __init__(self, operands: Sequence[Shaped]):
         super().__init__()
         self.lines: list[Any] = []
-        self._terms = [*given]  # keeps them alive, so that ids stay unique
-        self._numbers = {id(x): i for i, x in enumerate(given)}
+        self._terms = [*operands]  # keeps them alive, so that ids stay unique
+        self._numbers = {id(x): i for i, x in enumerate(operands)}
 
     def term(self, x: Any) -> Any:
         """Return the text for an operand."""

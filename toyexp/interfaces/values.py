@@ -34,10 +34,7 @@ class Values(ABC):
 
 @dataclass(frozen=True)
 class Normal(Values):
-    """Normally distributed values with mean 0 and standard deviation `std`.
-
-    Raises UserError unless `std` is a finite number from 0.
-    """
+    """Normal values with mean 0 and standard deviation `std`. Raises UserError unless `std` is finite, from 0."""
 
     std: float
 
@@ -54,7 +51,7 @@ class Normal(Values):
 
 @dataclass(frozen=True)
 class Constant(Values):
-    """The same value everywhere. Raises UserError unless it is a finite number."""
+    """The same finite number everywhere. Raises UserError for NaN or infinity."""
 
     value: float
 

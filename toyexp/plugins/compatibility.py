@@ -42,22 +42,26 @@ def model_mismatch(recipe: Recipe, model: Model) -> str | None:
 
 
 def suggest_command(
-    typed: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry
+    overrides_by_key: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry
 ) -> str:
     """Return a command that works, as a hint: it keeps the typed data, or else the recipe, and replaces the rest.
 
-    `typed` has the typed overrides by key. A recipe that was not typed is kept if the kind of data is its first one; a
+    `overrides_by_key` are the typed ones. A recipe that was not typed is kept if the kind of data is its first one; a
     typed recipe if it reads that kind.
     """
-    data_overrides = [shlex.quote(typed[key]) for key in sorted(typed) if key.partition(".")[0] == "data"]
+    data_overrides = [
+        shlex.quote(overrides_by_key[key]) for key in sorted(overrides_by_key) if key.partition(".")[0] == "data"
+    ]
     kind = model.reads if model.reads in recipe.reads else recipe.reads[0]
-    if "data" in typed:
+    if "data" in overrides_by_key:
         kind = data.gives
-    is_kept = kind in (recipe.reads if "recipe" in typed else recipe.reads[:1])
+    is_kept = kind in (recipe.reads if "recipe" in overrides_by_key else recipe.reads[:1])
     recipes = [recipe.name] if is_kept else [n for n, cls in registry.classes("recipe").items() if cls.reads[0] == kind]
     others = [n for n, cls in registry.classes("model").items() if cls.reads == kind]
     models = [model.name] if model.reads == kind else others
-    overrides = data_overrides if "data" in typed else [f"data={name}" for name in matching_data(kind, registry)[:1]]
+    overrides = (
+        data_overrides if "data" in overrides_by_key else [f"data={name}" for name in matching_data(kind, registry)[:1]]
+    )
     if not (recipes and models and overrides):
         return ""
     return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(overrides)}{registry.plugins_override}"
@@ -107,10 +111,5 @@ def table(registry: Registry) -> list[str]:
             reasons[f"set  recipe={cell.recipe} model={cell.model}: {cell.missing}"] = None
     lines = [("recipe", *next(iter(rows.values()), {}))]
     lines += [(recipe, *marks.values()) for recipe, marks in rows.items()]
-    return [
-        *align_columns(lines),
-        "",
-        *sorted(reasons),
-        "",
-        f"Engines that work here: toyexp doctor{registry.plugins_override}",
-    ]
+    hint = f"Engines that work here: toyexp doctor{registry.plugins_override}"
+    return [*align_columns(lines), "", *sorted(reasons), "", hint]

@@ -42,9 +42,8 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
         candidate = Candidate(entry.name, package, entry.load, _unmet_requirement(entry, package))
         _add_plugin(registry, candidate)
         if candidate.reason is not None:
-            offered = tuple(
-                (kind, getattr(c, "name", "?")) for kind, classes in candidate.classes.items() for c in classes
-            )
+            parts = ((kind, cls) for kind, classes in candidate.classes.items() for cls in classes)
+            offered = tuple((kind, getattr(cls, "name", "?")) for kind, cls in parts)
             registry.problems.append(Problem(candidate.plugin, candidate.package, candidate.reason, offered))
     if modules:
         directory = str(working_directory())
@@ -125,10 +124,8 @@ def _read_entry_points(_: tuple[tuple[str, int], ...]) -> list[tuple[EntryPoint,
 
 
 def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
-    """Return the package's requirement on toyexp that this version does not meet, as a reason, or None.
-
-    pip checks the requirement at installation, but toyexp may have been replaced since.
-    """
+    """Return the package's requirement on toyexp that this version does not meet, as a reason, or None."""
+    # pip checks this at installation, but toyexp may have been replaced since.
     if entry.dist is None or package.startswith(f"{DISTRIBUTION} "):
         return None
     lines = [line for line in (entry.dist.requires or ()) if DISTRIBUTION in line.lower()]
@@ -176,13 +173,13 @@ def _add_plugin(registry: Registry, candidate: Candidate) -> None:
 def _restore_directory(registry: Registry, plugin: str) -> Iterator[None]:
     """Restore the working directory after the context, because the user's relative paths refer to it."""
     try:
-        before = Path.cwd()
+        directory = Path.cwd()
     except OSError:  # the directory was deleted
         yield
         return
     try:
         yield
     finally:
-        if not before.samefile("."):
-            os.chdir(before)
-            registry.notes.append(f"plugin {plugin} changed the working directory; it was changed back to {before}")
+        if not directory.samefile("."):
+            os.chdir(directory)
+            registry.notes.append(f"plugin {plugin} changed the working directory; it was changed back to {directory}")

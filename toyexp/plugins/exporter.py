@@ -37,7 +37,7 @@ class Exporter(Callback):
 
     form: ClassVar[type[Format]]
 
-    every: int = 0  # also write model-<step> every so many steps; 0: only at the end
+    every: int = 0  # also write model-<step> every this many steps; 0: only at the end
     weights: str = "best"  # final file: best (with early_stop or checkpoint_best, else last) or last
 
     def __post_init__(self) -> None:
@@ -102,14 +102,14 @@ class Exporter(Callback):
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
-        """Export the weights, unless the run failed, with possibly NaN weights, or was interrupted twice."""
+        """Export the weights, unless the run failed (weights may be NaN) or was interrupted twice."""
         if reason != "errored" and self._step and run.stop_signals() < 2:
             self._best = run.best() if self.weights == "best" else None
             self._step = self._best.step if self._best else self._step
             self._export(run, run.dir / f"model{self.form.suffix}")
 
     def _values(self, run: Run, names: Iterable[str]) -> Tensors:
-        """Return the float32 values of tensors: those of the best step if `_best` is set, else the current ones."""
+        """Return the float32 values of tensors: of the best step if `_best` is set, else the current ones."""
         best = (self._best.weights if self._best else None) or {}
         return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
 
@@ -196,10 +196,7 @@ def _adapter_tensors(plan: Plan) -> list[str]:
 
 @functools.cache  # one class per format, however often plugins are loaded
 def exporter(form: type[Format]) -> type[Exporter]:
-    """Return the callback class `<name>_export` of a format, with the format's settings after the common ones.
-
-    Raise UserError if a setting's name is taken by a common one.
-    """
+    """Return the callback class `<name>_export` of a format. Raise UserError if it has a setting of the exporter's."""
     base = AdapterExporter if form.writes_adapters else Exporter
     if conflicts := {f.name for f in fields(base)} & {f.name for f in fields(form)}:
         name = f"{form.__qualname__}.{min(conflicts)}"
@@ -209,6 +206,8 @@ def exporter(form: type[Format]) -> type[Exporter]:
         (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory)) for f in fields(form)
     ]
     adapter = f"; with recipe=lora also adapter{form.suffix}" if form.writes_adapters else ""
-    doc = f"Write model{form.suffix} at the end and every so many steps{adapter}. {(form.__doc__ or '').strip()}"
+    doc = (
+        f"Write model{form.suffix} at the end, and during the run with every=N{adapter}. {(form.__doc__ or '').strip()}"
+    )
     namespace = {"name": f"{form.name}_export", "form": form, "__doc__": doc}
     return make_dataclass(f"{form.__name__}Export", settings, bases=(base,), namespace=namespace, eq=False)

@@ -87,10 +87,7 @@ class Registry:
         return {form.suffix: name for name, form in self.classes("format").items()}
 
     def get(self, kind: str, name: str) -> type:
-        """Return a class by kind and name.
-
-        Raise UserError with similar names, or with the broken plugin that had it.
-        """
+        """Return a class by kind and name. Raise UserError with similar names, or naming the broken plugin with it."""
         offer = self.offers[kind].get(name)
         if offer is not None:
             return offer.cls
@@ -98,19 +95,19 @@ class Registry:
 
     def add(self, candidate: Candidate) -> None:
         """Add all parts of a plugin. Raise UserError if a name, a format's suffix or a value of `--type` is taken."""
-        copy = Registry({kind: dict(known) for kind, known in self.offers.items()})
+        updated = Registry({kind: dict(known) for kind, known in self.offers.items()})
         by_kind: list[tuple[str, list[Any]]] = [*candidate.classes.items(), ("callbacks", [*candidate.exporters])]
         for kind, cls in [(kind, cls) for kind, classes in by_kind for cls in classes]:
             offer = Offer(kind, cls.name, cls, candidate.plugin, candidate.package)
-            other = copy.offers[kind].get(offer.name)
+            other = updated.offers[kind].get(offer.name)
             if other is not None:
                 is_same = (other.plugin, other.package) == (offer.plugin, offer.package)
                 how = "registered twice" if is_same else f"already registered by {other.plugin} ({other.package})"
                 raise UserError(f"{kind}={offer.name} is {how}")
             if kind == "format":
-                copy._check_format(cls)
-            copy.offers[kind][offer.name] = offer
-        self.offers = copy.offers
+                updated._check_format(cls)
+            updated.offers[kind][offer.name] = offer
+        self.offers = updated.offers
 
     def _check_format(self, form: type[Format]) -> None:
         if form.suffix in (suffixes := self.suffixes()):
@@ -124,17 +121,17 @@ class Registry:
         if offer.package == LOCAL:
             raise UserError(f"plugins=[{offer.plugin}]: {reason}")
         origin = offer.plugin, offer.package
-        removed = [o for known in self.offers.values() for o in known.values() if (o.plugin, o.package) == origin]
+        removed = [o for offers in self.offers.values() for o in offers.values() if (o.plugin, o.package) == origin]
         for removed_offer in removed:
             del self.offers[removed_offer.kind][removed_offer.name]
         self.problems.append(Problem(*origin, reason, tuple((o.kind, o.name) for o in removed)))
 
-    def explain_missing(self, kind: str, name: str, known: Collection[str]) -> str:
-        """Return the message for an unknown name, with similar ones of the `known` names, or all of them."""
+    def explain_missing(self, kind: str, name: str, names: Collection[str]) -> str:
+        """Return the message for an unknown name, with similar ones of the existing `names`, or all of them."""
         for problem in self.problems:
             if (kind, name) in problem.offered:
                 cause = f"comes from plugin {problem.plugin}, which is broken: {problem.reason}"
-                return f"{kind}={name} {cause}; {suggest('', known)}"  # '': do not suggest similar names
+                return f"{kind}={name} {cause}; {suggest('', names)}"  # '': do not suggest similar names
             if not problem.offered and problem.plugin in (name, f"{DISTRIBUTION}_{name}"):
                 return f"{kind}={name}: unknown name; plugin {problem.plugin} is broken: {problem.reason}"
         broken = "; ".join(f"{p.plugin}: {p.reason}" for p in self.problems)
@@ -142,16 +139,16 @@ class Registry:
         if kind == "engine" and (hint := self._gpu_hint(name)):
             return f"engine={name}: {hint}"
         location = IN_A_FILE if kind == "experiment" else "" if self.modules else IN_A_MODULE
-        hint = f"; {location}" if location and not nearest(name, known) else ""
-        return f"{kind}={name}: unknown name{note}; {suggest(name, known)}{hint}"
+        hint = f"; {location}" if location and not nearest(name, names) else ""
+        return f"{kind}={name}: unknown name{note}; {suggest(name, names)}{hint}"
 
     def _gpu_hint(self, name: str) -> str | None:
         """Return what to type instead of a GPU's vendor or of an engine with a device number; None for other names."""
         engine, _, number = name.partition(":")
-        known: dict[str, type[Engine]] = self.classes("engine")
+        engines: dict[str, type[Engine]] = self.classes("engine")
         if name.lower() in ("gpu", "nvidia", "amd", "apple"):
-            names = ", ".join(sorted(n for n, cls in known.items() if cls.on_gpu))
+            names = ", ".join(sorted(n for n, cls in engines.items() if cls.on_gpu))
             return f"unknown name; engines on a GPU are {names}: `toyexp doctor` shows which work here"
-        if engine in known and number.isdecimal() and (variable := known[engine].device_variable):
+        if engine in engines and number.isdecimal() and (variable := engines[engine].device_variable):
             return f"select GPUs before the command: {variable}={number} toyexp engine={engine}"
         return None

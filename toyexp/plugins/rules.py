@@ -92,17 +92,17 @@ def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
     """Raise UserError for functions that look like hooks of `group` but are not."""
     hooks = {n for n in vars(group) if not n.startswith("_")}
     for name, member in inspect.getmembers(owner, inspect.isfunction):
-        marked = getattr(member, "toyexp_impl", None) is not None
-        if marked and name not in hooks:
+        is_marked = getattr(member, "toyexp_impl", None) is not None
+        if is_marked and name not in hooks:
             raise UserError(f"{label}.{name} is marked @hookimpl but is not a hook; {suggest(name, hooks)}")
-        if not marked and name in hooks:
+        if not is_marked and name in hooks:
             raise UserError(f"{label}.{name} has a hook's name but is not marked @hookimpl; put @hookimpl above it")
-        if not marked and group is RunHooks and name.startswith("on_"):
+        if not is_marked and group is RunHooks and name.startswith("on_"):
             raise UserError(f"{label}.{name} is not a hook and would never be called; {suggest(name, hooks)}")
-        if marked:
-            known = _arguments(getattr(group, name))
-            for argument in _arguments(member) - known:
-                hint = suggest(argument, known - {"self"})
+        if is_marked:
+            allowed = _arguments(getattr(group, name))
+            for argument in _arguments(member) - allowed:
+                hint = suggest(argument, allowed - {"self"})
                 raise UserError(f"{label}.{name}: {argument!r} is not an argument of that hook; {hint}")
 
 
@@ -175,9 +175,8 @@ def _check_optimiser(cls: type[Optimiser], label: str) -> None:
         try:
             inspect.signature(getattr(cls, name)).bind(*expected)
         except TypeError:
-            raise UserError(
-                f"{label}.{name} takes ({', '.join(actual)}); it must take ({', '.join(expected)})"
-            ) from None
+            problem = f"{label}.{name} takes ({', '.join(actual)}); it must take ({', '.join(expected)})"
+            raise UserError(problem) from None
 
 
 _CHECKS: dict[type, Callable[[Any, str], None]] = {
@@ -195,10 +194,8 @@ def _check_kinds(cls: type[Data] | type[Model] | type[Recipe], attribute: str, l
     value, is_recipe = getattr(cls, attribute, None), issubclass(cls, Recipe)
     kinds = value if is_recipe and isinstance(value, tuple) and value else (value,)
     if not all(isinstance(kind, Kind) for kind in kinds):
-        expected = "a tuple of kinds" if is_recipe else "a kind"
-        raise UserError(
-            f"{label}.{attribute} is {value!r}; it must be {expected} of data: TOKENS, IMAGES or your own Kind"
-        )
+        expected = f"{'a tuple of kinds' if is_recipe else 'a kind'} of data: TOKENS, IMAGES or your own Kind"
+        raise UserError(f"{label}.{attribute} is {value!r}; it must be {expected}")
 
 
 def _check_mode(cls: type[Model] | type[Recipe], label: str) -> None:

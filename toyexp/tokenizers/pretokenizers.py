@@ -39,10 +39,7 @@ class PreTokenizer:
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def cuts(self, text: str) -> Iterator[int]:
-        """Yield positions, last first, where this beginning of a longer text may be cut without changing its words.
-
-        Candidates are ends of lines and words; each is verified on the text around it.
-        """
+        """Yield ends of lines and words, last first, where cutting this beginning of a text changes no word."""
         for pattern in (LINE_ENDS, WORD_ENDS):
             starts = [m.start() for m in pattern.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
             yield from (start for start in islice(reversed(starts), TRIES) if self._words_end(text, start))

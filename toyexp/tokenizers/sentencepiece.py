@@ -175,11 +175,7 @@ class SentencePiece(Tokenizer):
         return len(reordered)
 
     def _library(self) -> Any:
-        """Return the closest tokenizers.Tokenizer: merges in the order of their scores.
-
-        Among equal scores the longest left half goes first, so that runs of one character grow from the left, as in
-        llama.cpp.
-        """
+        """Return the closest tokenizers.Tokenizer: merges by score, and among equals by the length of the left half."""
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers
 

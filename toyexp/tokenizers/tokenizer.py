@@ -41,10 +41,7 @@ SYMBOL_BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 
 
 class Tokenizer(ABC):
-    """Tokenizer with ids 0..vocab-1, in which `eos` separates documents.
-
-    Constructors must set attributes that differ from the defaults here before the first text is encoded.
-    """
+    """Tokenizer with ids 0..vocab-1; `eos` separates documents. Constructors must set the attributes that differ."""
 
     kind: str
     pieces: Sequence[str]  # each token's text as GGUF writes it: control tokens are literal

@@ -122,9 +122,8 @@ class Settings:
             what = f"checkpoint_keep={self.checkpoint_keep}"
             raise UserError(f"{what}: must be at least 1; checkpoint_every=0 disables checkpoints")
         if self.checkpoint_best is not None and not self.eval_every:
-            raise UserError(
-                f"checkpoint_best={self.checkpoint_best}: needs evaluations on held-out data: eval_every=50"
-            )
+            key = f"checkpoint_best={self.checkpoint_best}"
+            raise UserError(f"{key}: needs evaluations of the held-out data: eval_every must be above 0")
         if self.checkpoint_best is not None and not saves:
             what = f"checkpoint_best={self.checkpoint_best}"
             raise UserError(f"{what}: has no effect with checkpoint_every=0; leave one of them out")

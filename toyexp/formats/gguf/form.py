@@ -98,10 +98,7 @@ def decimal(value: float) -> float:
 
 
 class Keys:
-    """The keys of a file's architecture, each read once; `finish` rejects the keys that nobody read.
-
-    An unread key may change what the model computes: RoPE scaling, a sliding window, experts.
-    """
+    """Keys of a file's architecture, each read once; `finish` rejects unread ones, which may change the computation."""
 
     def __init__(self, file: ModelFile):
         self.file, self._prefix = file, f"{file.architecture}."

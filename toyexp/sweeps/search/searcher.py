@@ -102,7 +102,7 @@ class Search(JobSource):
                 continue
             cfg = configs.config(probe).cfg
             if not cfg.eval_every:
-                raise UserError(f"{setting}: needs held-out evaluations: eval_every must be above 0")
+                raise UserError(f"{setting}: needs evaluations of the held-out data: eval_every must be above 0")
             if settings.prune and cfg.epochs is not None:
                 raise UserError(f"epochs={cfg.epochs:g}: {setting} compares runs at equal steps; set steps=...")
             lengths.append((int(cfg.steps), int(cfg.eval_every)))

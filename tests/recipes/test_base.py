@@ -171,7 +171,10 @@ def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=full recipe.base=${nope}", "${nope}, which does not exist"),
         ("recipe=full recipe.base=base.gguf model.d_model=64", "a llama with d_model=32; leave model.d_model out"),
         ("recipe=full recipe.base=base.gguf model=gpt2", "takes the model from base.gguf, a llama; leave model out"),
-        ("recipe=full recipe.base=base.gguf model.context=13", "for up to 12 positions; use model.context=12 or less"),
+        (
+            "recipe=full recipe.base=base.gguf model.context=13",
+            "has a context of 12 tokens; use model.context=12 or less",
+        ),
         ("recipe=full recipe.base=base.gguf data.tokenizer=bpe data.bpe_vocab=300", "leave data.tokenizer out"),
         ("recipe=full recipe.base=base.gguf data=digits", "model=llama reads tokens"),
     ],
